@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.audit_endpoint import EndpointOptions, duration, run_endpoint_audit
-from foretoken.cli.files import check_places, publish, write_text
-from foretoken.cli.options import DraftModel, Dtype, Html, Json, Output, Speculation, Target
+from foretoken.cli.files import check_alone, check_places, publish, write_text
+from foretoken.cli.options import (
+    ApiKey,
+    Baseline,
+    BaselineKey,
+    DraftModel,
+    Dtype,
+    Html,
+    Json,
+    Output,
+    Retries,
+    ServerName,
+    Speculation,
+    Target,
+    Timeout,
+)
 from foretoken.cli.theme import ColorMode, staged, waiting, wide_console
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.options import check_dtype
@@ -60,21 +73,16 @@ def audit(
         str | None,
         typer.Option(metavar="URL", help="Audit this OpenAI-compatible server; --model is its name for the model."),
     ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The same model served without speculation. [switched off per request]"),
-    ] = None,
-    server: Annotated[
-        str, typer.Option(help="Kind of the endpoint: auto, foretoken, vllm, llamacpp, sglang or openai.")
-    ] = "auto",
-    api_key: Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the endpoint.")] = None,
-    baseline_api_key: Annotated[str | None, typer.Option(help="That of the baseline. [the same]")] = None,
+    baseline: Baseline = None,
+    server: ServerName = "auto",
+    api_key: ApiKey = None,
+    baseline_api_key: BaselineKey = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="Compute the endpoint's target distribution here, from this model.")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests to the endpoint at a time.")] = 8,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of the endpoint.")] = 120.0,
-    retries: Annotated[int, typer.Option(min=0, help="Further tries of a request to the endpoint.")] = 4,
+    timeout: Timeout = 120.0,
+    retries: Retries = 4,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what auditing the endpoint costs.")] = False,
     as_json: Json = False,
     output: Output = None,
@@ -114,7 +122,7 @@ def audit(
             publish(result.subject, lambda: None, as_json, output)
             return
     else:
-        _check_alone({"--baseline": baseline, "--checkpoint": checkpoint, "--dry-run": dry_run})
+        check_alone({"--baseline": baseline, "--checkpoint": checkpoint, "--dry-run": dry_run})
         seconds = duration(budget)
         check_dtype(dtype)
         from foretoken.audit.run import audit as run
@@ -143,12 +151,6 @@ def _check_server(server: str, draft: str | None, config: str | None) -> None:
         raise InvalidRequest(f"--server must be {', '.join(ServerKind)}, got {server!r}")
     if draft is not None or config is not None:
         raise InvalidRequest("the endpoint chooses its own draft; leave out --draft-model and --speculative-config")
-
-
-def _check_alone(options: Mapping[str, object]) -> None:
-    """Raises InvalidRequest for an option of an endpoint's audit where there is no endpoint."""
-    if given := [name for name, value in options.items() if value]:
-        raise InvalidRequest(f"{given[0]} goes with --endpoint URL; name the server, or leave it out")
 
 
 def _subject(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,23 @@ def check_places(**files: Path | None) -> None:
     for option, file in files.items():
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
             raise WriteError(f"--{option} {file}: expected the name of a file in a folder that exists")
+
+
+def check_alone(options: Mapping[str, object]) -> None:
+    """Raises InvalidRequest for an option of a server's audit or plan where there is no server."""
+    if given := [name for name, value in options.items() if value]:
+        raise InvalidRequest(f"{given[0]} goes with --endpoint URL; name the server, or leave it out")
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """Returns the JSON object that an option has. Raises InvalidRequest."""
+    try:
+        result = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{option} is not JSON ({error}); expected a JSON object") from error
+    if not isinstance(result, dict):
+        raise InvalidRequest(f"{option} must be a JSON object, got {text}")
+    return result
 
 
 def publish(record: Any, show: Callable[[], object], as_json: bool, output: Path | None) -> None:

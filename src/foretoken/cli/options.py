@@ -34,6 +34,17 @@ Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="W
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")]
 Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
+Baseline = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="The same model served without speculation. [switched off per request]"),
+]
+ServerName = Annotated[
+    str, typer.Option(help="Kind of the endpoint: auto, foretoken, vllm, llamacpp, sglang or openai.")
+]
+ApiKey = Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the endpoint.")]
+BaselineKey = Annotated[str | None, typer.Option(help="That of the baseline. [the same]")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds for one answer of the endpoint.")]
+Retries = Annotated[int, typer.Option(min=0, help="Further tries of a request to the endpoint.")]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel-size", help="Processes that share the target, under torchrun.")
 ]

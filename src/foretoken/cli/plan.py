@@ -10,8 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.files import check_places, publish, write_text
-from foretoken.cli.options import Color, Html, Json, Output, Quantization, WeightFormat
+from foretoken.cli.files import check_alone, check_places, json_object, publish, write_text
+from foretoken.cli.options import (
+    ApiKey,
+    Baseline,
+    BaselineKey,
+    Color,
+    Html,
+    Json,
+    Output,
+    Quantization,
+    Retries,
+    ServerName,
+    Timeout,
+    WeightFormat,
+)
 from foretoken.cli.theme import ColorMode, staged, wide_console
 from foretoken.models.options import check_dtype, check_quantization, check_weight_format
 
@@ -58,12 +71,77 @@ def plan(
     rtt: Annotated[
         float | None, typer.Option(metavar="MS", help="What would drafting on a machine so far away gain? Simulated.")
     ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Plan for this OpenAI-compatible server; --model is its name for the model."),
+    ] = None,
+    baseline: Baseline = None,
+    server: ServerName = "auto",
+    api_key: ApiKey = None,
+    baseline_api_key: BaselineKey = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="The endpoint's draft length. [as it says]")] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests to the endpoint at once (repeatable). [1, 4, 16]")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="The endpoint's model here, to foretell --draft-model and --heads.")
+    ] = None,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option("--with", metavar="FILE", help="Record of the endpoint's plan at another draft length."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="To spend on the endpoint: a time such as 5m, or tokens such as 60ktokens.")
+    ] = None,
+    timeout: Timeout = 120.0,
+    retries: Retries = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what measuring the endpoint costs.")] = False,
 ) -> None:
     """Predict tokens per step and speedup of every way to speculate, and recommend one, or none.
 
-    The target writes a sample after the prompts; every candidate is evaluated on it, and steps are timed here.
+    The target writes a sample after the prompts; every candidate is evaluated on it, and steps are timed here. With
+    --endpoint, of any OpenAI-compatible server, from outside; exit code 3 says that nothing can be told, and why.
     """
     check_places(output=output, html=html_file)
+    if endpoint is not None:
+        from foretoken.cli.plan_endpoint import PlanEndpointOptions, plan_for_endpoint
+
+        given = PlanEndpointOptions(
+            url=endpoint,
+            model=model,
+            baseline=baseline,
+            server=server,
+            api_key=api_key,
+            baseline_api_key=baseline_api_key,
+            depth=depth,
+            temperatures=temperature or (),
+            concurrency=concurrency or (1, 4, 16),
+            max_tokens=max_tokens,
+            budget=budget,
+            configs=[json_object("--speculative-config", text) for text in speculative_config or []],
+            checkpoint=checkpoint,
+            drafts=draft_model or (),
+            heads=heads or (),
+            earlier=earlier or (),
+            timeout=timeout,
+            retries=retries,
+            dry_run=dry_run,
+            prompts=prompts,
+            count=count,
+            output=output,
+        )
+        raise typer.Exit(plan_for_endpoint(given, as_json, html_file, color))
+    check_alone(
+        {
+            "--baseline": baseline,
+            "--depth": depth,
+            "--concurrency": concurrency,
+            "--checkpoint": checkpoint,
+            "--with": earlier,
+            "--budget": budget,
+            "--dry-run": dry_run,
+        }
+    )
     check_dtype(dtype)
     check_quantization(quantization)
     check_weight_format(weight_format)

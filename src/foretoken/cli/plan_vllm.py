@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.cli.files import publish, write_text
+from foretoken.cli.files import json_object, publish, write_text
 from foretoken.cli.theme import ColorMode, staged, wide_console
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Options:
                 "--quantization and --top-p belong to Foretoken's own runtime; give vLLM its quantization in "
                 "--engine-args"
             )
-        arguments = _object("--engine-args", self.arguments) if self.arguments is not None else {}
+        arguments = json_object("--engine-args", self.arguments) if self.arguments is not None else {}
         given = {} if self.dtype == "auto" else {"dtype": self.dtype}
         return Bench(
             target=str(target),
@@ -143,7 +143,7 @@ def plan_for(
     target = resolve(models[0])
     bench = options.bench(target)
     bench.command()  # raises before heads are written if vLLM is missing
-    chosen = lanes(target, models[1], models[2], [_object("--speculative-config", text) for text in configs])
+    chosen = lanes(target, models[1], models[2], [json_object("--speculative-config", text) for text in configs])
     file, count = texts
     prompts = load_prompts(file, count) if file is not None else list(FUNCTIONS)[:count]
     tokenizer = load_tokenizer(target)
@@ -176,19 +176,6 @@ def plan_for(
         from foretoken.report.plan import page
 
         write_text(html_file, page(whole))
-
-
-def _object(option: str, text: str) -> dict[str, Any]:
-    """Returns the JSON object that an option has. Raises InvalidRequest."""
-    from foretoken.core.errors import InvalidRequest
-
-    try:
-        result = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest(f"{option} is not JSON ({error}); expected a JSON object") from error
-    if not isinstance(result, dict):
-        raise InvalidRequest(f"{option} must be a JSON object, got {text}")
-    return result
 
 
 def _pastes(plan: Plan, known: Sequence[VllmCandidate]) -> Iterator[Text]:

@@ -1,0 +1,228 @@
+"""Tokens per pass of a server's drafter at its own draft length and at others, from what it said and how its text came.
+
+What a server counts is compared with the bursts in which tokens arrive: two witnesses that disagree are no basis for a
+plan. Another draft length is replayed over the bursts. A pass that accepted n of K draft tokens says that the next n
+tokens are drafted well and, if n < K, that the one after them is not. A pass of length d accepts the tokens that are
+drafted well up to the first that is not, d at most. The token after a fully accepted draft was not drafted: it counts
+as drafted well as often as the tokens before it were at the last position.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from foretoken.endpoint.counts import DraftCounts
+from foretoken.plan.endpoint.waves import StreamTimes, Wave
+from foretoken.plan.statistics import ratio_interval
+
+LEVEL = 0.95
+_AGREE = 1.2  # ratio of tokens per pass by metrics and by bursts up to which both say the same
+_BATCHED = 1.15  # tokens that arrive together without speculation, from which bursts are no passes
+_OVERSHOT = 1.1  # steps over passes that texts cut short explain
+_REPEATS = 4  # replays of a text, for the tokens that were not drafted
+_FEWEST = 4  # requests from which an interval means something
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPerPass:
+    """Tokens per pass. width: half the relative width of its interval for another sample of as many requests."""
+
+    mean: float
+    width: float
+    drafted: float
+    positions: tuple[float, ...] = ()
+
+
+class CannotTellError(Exception):
+    """The measurements do not support a plan. later: whether the same run may, when the server answers again."""
+
+    def __init__(self, why: str, later: bool = False) -> None:
+        super().__init__(why)
+        self.later = later
+
+
+@dataclass(frozen=True)
+class EndpointAcceptance:
+    """Acceptance of a server's drafter at one draft length.
+
+    Attributes:
+        depth: Its draft length.
+        counts: What the server counted over all waves, None if it does not say.
+        tokens: Generated tokens of those waves without the first of each request.
+        texts: For each request, the tokens of its bursts; none where bursts are no passes.
+    """
+
+    depth: int
+    counts: DraftCounts | None
+    tokens: float
+    texts: tuple[tuple[float, ...], ...]
+
+    @property
+    def counted(self) -> float | None:
+        """Tokens per pass by the server's counts: every pass emits one token besides those that it accepts.
+
+        Tokens that were accepted behind the end of a text are counted but not emitted, so that there are at least as
+        many passes as steps with drafts.
+        """
+        if self.counts is None or self.tokens <= self.counts.accepted:
+            return None
+        passes, steps = self.tokens - self.counts.accepted, self.counts.steps
+        if steps is not None and passes < steps <= _OVERSHOT * passes:
+            passes = steps
+        return 1.0 + self.counts.accepted / passes
+
+    @property
+    def seen(self) -> float | None:
+        """Tokens per pass by bursts, None where these are no passes."""
+        passes = sum(map(len, self.texts))
+        return sum(map(sum, self.texts)) / passes if passes else None
+
+    @cached_property
+    def source(self) -> str:
+        """Where tokens per pass come from."""
+        names = [name for name, known in (("its counts", self.counted), ("the streams", self.seen)) if known]
+        return " and ".join(names)
+
+    def check(self) -> None:
+        """Raises CannotTellError if the counts are impossible, or are not what the streams show."""
+        if self.counts is not None and (wrong := self.counts.contradiction):
+            raise CannotTellError(f"the server's metrics are impossible: {wrong}")
+        if self.counts is not None and self.counts.accepted >= self.tokens > 0:
+            raise CannotTellError(
+                f"the server's metrics are impossible: {self.counts.accepted:,.0f} draft tokens accepted in "
+                f"{self.tokens:,.0f} generated ones"
+            )
+        if self.counts is not None and not self.counts.drafted:
+            raise CannotTellError("the server drafted nothing: there is no speculation to plan")
+        if self.counted is not None and self.counted > _OVERSHOT * (self.depth + 1):
+            raise CannotTellError(
+                f"the server's metrics are impossible: {self.counted:.1f} tokens per pass of {self.depth} draft tokens"
+            )
+        if self.counted is None and self.seen is None:
+            raise CannotTellError("the server tells nothing about its drafts, and its streams do not show its passes")
+        if self.counted is None or self.seen is None:
+            return
+        if not 1 / _AGREE < self.counted / self.seen < _AGREE:
+            raise CannotTellError(
+                f"the server's metrics say {self.counted:.2f} tokens per pass, but {self.seen:.2f} arrive together"
+            )
+
+    def at(self, depth: int) -> TokensPerPass:
+        """Returns tokens per pass at a draft length.
+
+        Raises:
+            CannotTellError: There are too few requests.
+        """
+        if self.texts:
+            replays = [self._replayed(text, depth) for text in self.texts]
+            tokens, passes = [sum(map(sum, each)) for each in replays], [sum(map(len, each)) for each in replays]
+            if len(tokens) < _FEWEST:
+                raise CannotTellError(f"{len(tokens)} requests are too few for an interval; at least {_FEWEST} count")
+            mean, low, high = ratio_interval(tokens, passes, LEVEL)
+            scale = self._scale
+            sizes = [size for each in replays for one in each for size in one]
+            positions = tuple(sum(size > k for size in sizes) / len(sizes) for k in range(1, depth + 1))
+            return TokensPerPass(max(1.0, mean * scale), math.sqrt(2) * (high - low) / 2 / mean, depth, positions)
+        return self._geometric(depth)
+
+    @property
+    def _scale(self) -> float:
+        """The server's counts over the bursts. Both agree, and the counts have no error of timing."""
+        return self.counted / self.seen if self.counted and self.seen else 1.0
+
+    def _geometric(self, depth: int) -> TokensPerPass:
+        """Returns tokens per pass from the counts alone, with one acceptance rate for all positions beyond those told.
+
+        Its width is that of binomial counts, doubled because texts differ.
+        """
+        counted, counts = self.counted, self.counts
+        if counted is None or counts is None:
+            raise CannotTellError("the server tells nothing about its drafts")
+        passes = max(1.0, self.tokens - counts.accepted)
+        if passes < 10 * _FEWEST:
+            raise CannotTellError(f"{passes:.0f} passes are too few for an interval")
+        reach = [share / passes for share in counts.by_position[: self.depth]]
+        if not reach:
+            rate = _rate(counted, self.depth)
+            reach = [rate**k for k in range(1, self.depth + 1)]
+        last = reach[-1] / reach[-2] if len(reach) > 1 and reach[-2] > 0 else reach[-1]
+        while len(reach) < depth:
+            reach.append(reach[-1] * min(1.0, last))
+        mean = 1.0 + sum(reach[:depth])
+        variance = max(0.0, sum((2 * k + 1) * p for k, p in enumerate(reach[:depth])) - (mean - 1.0) ** 2)
+        return TokensPerPass(mean, 2 * 1.96 * math.sqrt(2 * variance / passes) / mean, depth, tuple(reach[:depth]))
+
+    def _replayed(self, text: Sequence[float], depth: int) -> list[list[int]]:
+        """Returns the tokens of every pass at a draft length, for several replays."""
+        if depth == self.depth:
+            return [[max(1, round(size)) for size in text]]
+        rate, chance = self._last_rate, random.Random(f"{len(text)}/{depth}")
+        return [_passes(_marks(text, self.depth, rate, chance), depth) for _ in range(_REPEATS)]
+
+    @cached_property
+    def _last_rate(self) -> float:
+        """How often the last draft token was accepted, given all before it."""
+        sizes = [max(1, round(size)) for text in self.texts for size in text]
+        before = sum(size >= self.depth for size in sizes)
+        return sum(size > self.depth for size in sizes) / before if before else 0.0
+
+
+def acceptance_of(depth: int, plain: Sequence[Wave], waves: Sequence[Wave]) -> EndpointAcceptance:
+    """Returns the acceptance in some waves.
+
+    Args:
+        depth: Draft length.
+        plain: Waves without speculation, which tell whether tokens of different passes arrive together.
+        waves: Waves with it.
+    """
+    told = [wave.counts for wave in waves]
+    counts: DraftCounts | None = DraftCounts(0.0, 0.0, 0.0)
+    for each in told:
+        counts = None if counts is None or each is None else counts.plus(each)
+    tokens = float(sum(wave.tokens - len(wave.answers) for wave in waves))
+    streams = [stream for wave in waves for stream in wave.streams]
+    texts = tuple(stream.bursts for stream in streams) if _one_by_one(plain) else ()
+    return EndpointAcceptance(depth, counts, tokens, texts)
+
+
+def _one_by_one(plain: Sequence[Wave]) -> bool:
+    streams: list[StreamTimes] = [stream for wave in plain for stream in wave.streams]
+    passes = sum(len(stream.bursts) for stream in streams)
+    return bool(passes) and sum(stream.tokens for stream in streams) / passes < _BATCHED
+
+
+def _marks(text: Sequence[float], depth: int, rate: float, chance: random.Random) -> list[bool]:
+    """Returns for each token of a text whether it is drafted well."""
+    marks: list[bool] = []
+    for size in text:
+        accepted = max(1, round(size)) - 1
+        marks += [True] * accepted
+        marks.append(accepted >= depth and chance.random() < rate)
+    return marks
+
+
+def _passes(marks: Sequence[bool], depth: int) -> list[int]:
+    """Returns the tokens of the passes at a draft length over a text, without one that its end cuts."""
+    passes, at = [], 0
+    while at < len(marks):
+        size = 0
+        while size < depth and at + size < len(marks) and marks[at + size]:
+            size += 1
+        if at + size + 1 > len(marks):
+            break
+        passes.append(size + 1)
+        at += size + 1
+    return passes or [1]
+
+
+def _rate(mean: float, depth: int) -> float:
+    """Returns the acceptance rate a with 1 + a + ... + a^depth = mean."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**k for k in range(depth + 1)) < mean else (low, middle)
+    return (low + high) / 2

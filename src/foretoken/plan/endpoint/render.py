@@ -1,0 +1,108 @@
+"""Terminal output of a plan for a server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from foretoken.plan.endpoint.outcome import OWN, EndpointChoice, EndpointPlan, EndpointRow
+
+
+def costs_line(costs: Mapping[str, Any]) -> str:
+    """Returns what a measurement takes, in one line."""
+    return (
+        f"about {costs['requests']:,} requests, {costs['prompt_tokens']:,} prompt tokens and {costs['tokens']:,} "
+        f"generated tokens in {costs['waves']} waves of {', '.join(map(str, costs['concurrency']))} at once; "
+        f"about {costs['minutes']:.1f} minutes"
+    )
+
+
+def rendered(plan: EndpointPlan) -> Iterator[Table | Text]:
+    """Yields the notes, a table for every concurrency, the recommendation, and the configuration to paste."""
+    for note in plan.notes:
+        yield Text(note, style="yellow")
+    if plan.because or plan.choice is None:
+        yield Text(f"cannot tell, because {plan.because}", style="bold yellow")
+        return
+    for number in dict.fromkeys(row.concurrency for row in plan.rows):
+        yield Text(f"\n{number} at once" if number > 1 else "\none request at a time", style="bold")
+        yield _table([row for row in plan.rows if row.concurrency == number])
+    for line in verdict_lines(plan.choice, plan.rows):
+        yield Text(line, style="green" if plan.choice.sure else "yellow")
+    yield Text(f"\npaste ({plan.facts.get('engine')})", style="bold")
+    for line in plan.paste:
+        yield Text(line)
+
+
+def verdict_lines(choice: EndpointChoice, rows: Sequence[EndpointRow]) -> list[str]:
+    """Returns the recommendation in sentences."""
+    row = choice.row
+    if row is None:
+        doubt = "" if choice.sure else " (not by much: an interval reaches above 1)"
+        return [f"do not speculate: nothing is faster than plain decoding{doubt}"]
+    own = [each for each in rows if (each.name, each.depth) == (row.name, row.depth)]
+    gains = ", ".join(f"{each.speedup:.2f}x ({_span(each)}) at {each.concurrency}" for each in own if each.speedup)
+    lines = [f"best over all: {row.name}, {row.depth} draft tokens: {gains} at once"]
+    if choice.off_above is not None:
+        lines.append(f"switch it off above {choice.off_above} concurrent requests{_off_interval(choice)}")
+    elif choice.off_low is not None:
+        lines.append(f"it may lose above {choice.off_low} concurrent requests; it gains at all that were measured")
+    if choice.limit.varies and row.name == OWN:
+        lines.append(f"best draft length by concurrency: {', '.join(map(_range, choice.limit.depths))}")
+    if not choice.sure:
+        lines.append("an interval reaches below 1: it may not pay everywhere")
+    return lines
+
+
+def _off_interval(choice: EndpointChoice) -> str:
+    if choice.off_low == choice.off_high:
+        return ""
+    high = f"to {choice.off_high}" if choice.off_high is not None else "or more"
+    return f" (the interval is {choice.off_low} {high})"
+
+
+def _range(part: tuple[int, int | None, int]) -> str:
+    first, last, depth = part
+    where = f"from {first} on" if last is None else f"{first} to {last}" if last > first else f"{first}"
+    return f"{where}: {depth or 'none'}"
+
+
+def _table(rows: Sequence[EndpointRow]) -> Table:
+    """Each drafter's best draft length in full, and the speedups of its other ones."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("drafter", overflow="fold")
+    for head in ("tokens", "tokens/pass", "interval", "speedup", "interval", "tokens/s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("other draft lengths (* measured)", style="dim", overflow="fold")
+    for name in dict.fromkeys(row.name for row in rows):
+        own = [row for row in rows if row.name == name]
+        top = max(own, key=lambda row: (row.speedup or 0.0, row.pays_below or 0.0))
+        others = "  ".join(_short(row) for row in own if row is not top)
+        table.add_row(*_cells(top), others, style="bold green" if top.best else None)
+    plain = rows[0].plain_tokens_per_second
+    table.add_row("plain*", "", "1.00", "", "1.00x", "", f"{plain:,.1f}", "")
+    return table
+
+
+def _cells(row: EndpointRow) -> tuple[str, ...]:
+    tokens = f"{row.tokens_per_pass_low:.2f}-{row.tokens_per_pass_high:.2f}"
+    mark = "*" if row.measured else ""
+    first = (row.name, f"{row.depth}{mark}", f"{row.tokens_per_pass:.2f}", tokens)
+    if row.speedup is None:
+        below = f"pays below {1e3 * (row.pays_below or 0.0):.1f} ms a draft token" if row.pays_below else "cannot pay"
+        return (*first, "cannot tell", below, "")
+    return (*first, f"{row.speedup:.2f}x", _span(row), f"{row.tokens_per_second or 0.0:,.1f}")
+
+
+def _short(row: EndpointRow) -> str:
+    mark = "*" if row.measured else ""
+    return f"{row.depth}{mark}: {row.speedup:.2f}x" if row.speedup else f"{row.depth}: {row.tokens_per_pass:.2f} a pass"
+
+
+def _span(row: EndpointRow) -> str:
+    return f"{row.low:.2f}-{row.high:.2f}" if row.low and row.high and math.isfinite(row.high) else "unknown"

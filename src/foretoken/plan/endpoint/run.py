@@ -1,0 +1,261 @@
+"""``plan_endpoint``: plans the speculation of an OpenAI-compatible server from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from foretoken.core.checks import integer
+from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.endpoint.answers import Refused
+from foretoken.endpoint.journal import Journal
+from foretoken.endpoint.side import Side, answering
+from foretoken.endpoint.sides import ServerPair, why_unusable
+from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance, acceptance_of
+from foretoken.plan.endpoint.drafters import ForetoldDrafter, LocalModels, foretold_drafters, texts_of
+from foretoken.plan.endpoint.engines import copying, paste
+from foretoken.plan.endpoint.measuring import (
+    Measured,
+    Say,
+    Workload,
+    lanes_of,
+    measure,
+    options_of,
+    own_depth,
+    plain_answers,
+    rounds_of,
+    warmed,
+)
+from foretoken.plan.endpoint.outcome import EndpointPlan, Foretelling
+from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel, measured_pass
+from foretoken.plan.endpoint.waves import MeasuredLane, Wave, WaveSender
+
+CONCURRENCY = (1, 4, 16)
+
+
+@dataclass(frozen=True)
+class PlannedEndpoint:
+    """What to plan for.
+
+    Attributes:
+        pair: The server, with and without speculation.
+        depth: Its draft length, None to find it out.
+        temperature: Sampling temperature.
+        concurrency: Numbers of requests at once.
+        max_tokens: Tokens of every answer.
+        budget: Generated tokens to spend, about.
+        seconds: Time to take, about, in place of ``budget``.
+        current: The server's own speculative_config, as far as it is known.
+        models: Checkpoints on this machine, to foretell drafters that are models.
+        earlier: Records of plans for the same server at other draft lengths.
+        journal: File of the waves of a plan that is under way.
+    """
+
+    pair: ServerPair
+    depth: int | None = None
+    temperature: float = 0.0
+    concurrency: Sequence[int] = CONCURRENCY
+    max_tokens: int = 64
+    budget: int | None = None
+    seconds: float | None = None
+    current: Mapping[str, Any] = field(default_factory=dict)
+    models: LocalModels = field(default_factory=LocalModels)
+    earlier: Sequence[Mapping[str, Any]] = ()
+    journal: Path | None = None
+
+    def __post_init__(self) -> None:
+        integer("the draft length", self.depth, 1, optional=True)
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise InvalidRequest(f"--concurrency must be numbers of at least 1, got {list(self.concurrency)}")
+        if self.max_tokens < 16:
+            raise InvalidRequest(f"max_tokens must be at least 16 to time passes, got {self.max_tokens}")
+
+
+def plan_endpoint(
+    endpoint: PlannedEndpoint,
+    prompts: Sequence[str],
+    announce: Callable[[Mapping[str, Any]], bool] = lambda costs: True,
+    say: Say = lambda what, share: None,
+) -> EndpointPlan:
+    """Measures a server and foretells.
+
+    Args:
+        endpoint: What to plan for.
+        prompts: Texts like the user's.
+        announce: Called with the costs before they are spent. Returns whether to go on.
+        say: Reports progress.
+
+    Raises:
+        ForetokenError: The server refuses the key or the model.
+        InvalidRequest: The budget is too small.
+        ModelLoadError: A checkpoint cannot be loaded.
+    """
+    started, journal = monotonic(), Journal(Wave.restored, endpoint.journal)
+    planning = _Planning(endpoint, prompts, announce, say, journal)
+    try:
+        result = planning.run(started)
+    except BaseException:
+        journal.close(finished=False)
+        raise
+    journal.close(finished=not planning.later and bool(result.because or result.rows))
+    return result
+
+
+@dataclass
+class _Planning:
+    """One run of ``plan_endpoint``."""
+
+    endpoint: PlannedEndpoint
+    prompts: Sequence[str]
+    announce: Callable[[Mapping[str, Any]], bool]
+    say: Say
+    journal: Journal[Wave]
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    later: bool = False
+
+    def run(self, started: float) -> EndpointPlan:
+        """Returns the plan, or why there is none."""
+        pair = self.endpoint.pair
+        self.facts |= {"endpoint": pair.url, "baseline": pair.baseline, "model": pair.model}
+        try:
+            plain, speculative = self._sides()
+            self.facts["engine"] = str(speculative.dialect.kind)
+            result = self._planned(plain, speculative)
+            self.facts["spent"] = {side.name: asdict(side.client.spent) for side in (plain, speculative)}
+        except CannotTellError as why:
+            result, self.later = EndpointPlan(self.facts, str(why), tuple(self.notes)), why.later
+        self.facts["seconds"] = round(monotonic() - started, 1)
+        return result
+
+    def _sides(self) -> tuple[Side, Side]:
+        sides = self.endpoint.pair.sides()
+        ready = [answering(side, self.prompts[0]) for side in sides]
+        for side, one in zip(sides, ready, strict=True):
+            if not isinstance(one, Side):
+                raise CannotTellError(why_unusable(side, one), later=True)
+        found = [one for one in ready if isinstance(one, Side)]
+        if len(found) < 2:
+            raise CannotTellError(
+                f"there is no plain decoding to compare with: {found[0].dialect.kind} has no switch for a request; "
+                "give the same model without speculation as --baseline"
+            )
+        return found[0], found[1]
+
+    def _planned(self, plain: Side, speculative: Side) -> EndpointPlan:
+        end = self.endpoint
+        patience = end.pair.patience
+        sender = WaveSender(self.journal, end.max_tokens, options_of(end.temperature), patience.retries, patience.pause)
+        self.say("finding out the draft length", 0.0)
+        first = [sender.send(speculative, [prompt], f"probe/{i}") for i, prompt in enumerate(self.prompts[:2])]
+        wrong = next((each for each in first if not isinstance(each, Wave)), None)
+        if wrong is not None and not isinstance(wrong, Wave):
+            hint = "; it must stream" if isinstance(wrong, Refused) else ""
+            raise CannotTellError(f"the server does not stream a text: {wrong.why}{hint}", later=True)
+        depth = end.depth or own_depth(speculative, [each for each in first if isinstance(each, Wave)])
+        lanes = lanes_of(plain, speculative, depth)
+        self.facts |= {"depth": depth, "temperature": end.temperature, "max_tokens": end.max_tokens}
+        self.facts["plain_by"] = plain.switch or "baseline"
+        work, costs = self._work(sender, lanes)
+        self.facts["costs"] = costs
+        if not self.announce(costs):
+            return EndpointPlan(self.facts)
+        measured = measure(sender, lanes, work, self.say)
+        self.notes += measured.notes
+        return self._foretold(measured, work)
+
+    def _work(self, sender: WaveSender, lanes: Sequence[MeasuredLane]) -> tuple[Workload, Mapping[str, Any]]:
+        end = self.endpoint
+        numbers = sorted(set(end.concurrency))
+        each = warmed(sender, lanes, self.prompts, numbers[-1]) * len(numbers)
+        tokens = len(lanes) * sum(numbers) * end.max_tokens
+        work = Workload(self.prompts, numbers, rounds_of(end.budget, end.seconds, tokens, each))
+        return work, work.costs(len(lanes), end.max_tokens, each)
+
+    def _foretold(self, measured: Measured, work: Workload) -> EndpointPlan:
+        acceptances: dict[int, EndpointAcceptance] = {}
+        for at, lane in enumerate(measured.lanes):
+            if lane.depth:
+                acceptances[lane.depth] = acceptance_of(lane.depth, measured.of(0), measured.of(at))
+                acceptances[lane.depth].check()
+        speeds = self._speeds(measured, acceptances)
+        self.facts["tokens_per_pass_from"] = acceptances[max(acceptances)].source
+        drafters = self._drafters(measured, work)
+        whole = Foretelling(acceptances, speeds, drafters, sorted(speeds.plain))
+        rows = whole.rows()
+        self.notes += [whole.left_out] if whole.left_out else []
+        choice = whole.choice(rows)
+        kind = measured.lanes[1].side.dialect.kind
+        depth, config = (0, None) if choice.row is None else (choice.row.depth, choice.row.config)
+        lines = paste(kind, config, depth, choice.limit, self.endpoint.current)
+        return EndpointPlan(self.facts, "", tuple(self.notes), tuple(rows), choice, tuple(lines), _points(speeds))
+
+    def _speeds(self, measured: Measured, acceptances: Mapping[int, EndpointAcceptance]) -> SpeedModel:
+        plain: dict[int, PassSeconds] = {}
+        own: dict[tuple[int, int], PassSeconds] = {}
+        for (at, number), waves in measured.waves.items():
+            depth = measured.lanes[at].depth
+            if not depth:
+                found = measured_pass(waves, 1.0)
+            else:
+                here = acceptance_of(depth, measured.of(0), waves)
+                mean = here.counted or here.seen or acceptances[depth].at(depth).mean
+                found = measured_pass(waves, mean)
+            if found is not None and depth:
+                own[depth, number] = found
+            elif found is not None:
+                plain[number] = found
+        for record in self.endpoint.earlier:
+            own |= _earlier(record, plain, own)
+        return SpeedModel(plain, own)
+
+    def _drafters(self, measured: Measured, work: Workload) -> list[ForetoldDrafter]:
+        plain = measured.lanes[0].side
+        end = self.endpoint
+        self.say("other drafters on the texts", 1.0)
+        try:
+            answers, prompts = plain_answers(measured, work)
+            texts = texts_of(plain, answers, prompts, end.max_tokens)
+            kind = measured.lanes[1].side.dialect.kind
+            return foretold_drafters(texts, end.temperature, copying(kind), end.models)
+        except CannotTellError as why:
+            self.notes.append(str(why))
+            return []
+
+
+def _points(speeds: SpeedModel) -> dict[str, Any]:
+    """Returns the measured points for JSON: (concurrency, seconds, width), and (depth, those, tokens per pass)."""
+    return {
+        "plain": [[number, each.seconds, each.width] for number, each in speeds.plain.items()],
+        "speculative": [
+            [depth, number, each.seconds, each.width, each.tokens]
+            for (depth, number), each in speeds.speculative.items()
+            if each.tokens is not None
+        ],
+    }
+
+
+def _earlier(
+    record: Mapping[str, Any], plain: Mapping[int, PassSeconds], own: Mapping[tuple[int, int], PassSeconds]
+) -> dict[tuple[int, int], PassSeconds]:
+    """Returns the points of an earlier plan at concurrencies of this one, as fast as plain decoding is now.
+
+    Raises:
+        ForetokenError: It is no record of a plan for a server.
+    """
+    try:
+        points = record["measured"]
+        then = {int(number): float(seconds) for number, seconds, _ in points["plain"]}
+        return {
+            (int(depth), int(number)): PassSeconds(
+                float(seconds) * plain[int(number)].seconds / then[int(number)],
+                float(width) * 2**0.5,
+            )
+            for depth, number, seconds, width, _ in points["speculative"]
+            if int(number) in plain and (int(depth), int(number)) not in own
+        }
+    except (LookupError, TypeError, ValueError) as error:
+        raise ForetokenError("--with needs records that plan --endpoint wrote with --output") from error
