@@ -11,18 +11,11 @@ It needs ``make peers PEERS=vllm``. vLLM gets both cores and, where they are the
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from ctypes.util import find_library
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
 
 from clients import serving
@@ -33,49 +26,9 @@ from foretoken.bench.http_workloads import AGENTS, LONG, SHARED, SHORT, LoadPlan
 from foretoken.bench.peers.registry import PEERS
 from foretoken.bench.setting import setting, wide_console
 from foretoken.train.widen.checkpoint import scaled
+from servers import CONTEXT, SEQUENCES, vllm_serving
 
-CONTEXT = "4096"
-SEQUENCES = "64"
-PATIENCE = 600.0  # seconds for vLLM to compile and start
 console = wide_console()
-
-
-@contextmanager
-def vllm_serving(model: str, draft: str, depth: int) -> Iterator[str]:
-    """Runs vLLM's server on a free port within the ``with`` block. Yields its address."""
-    peer = PEERS["vllm"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    libraries = [find_library("tcmalloc_minimal") or "", str(peer.place / "lib" / "libiomp5.so")]
-    preload = ":".join(name for name in libraries if name and (os.sep not in name or Path(name).exists()))
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "LD_PRELOAD": preload}
-    words = ["--model", model, "--dtype", "bfloat16", "--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES]
-    if depth:
-        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": depth}
-        words += ["--speculative-config", json.dumps(speculation)]
-    command = [str(peer.python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *words]
-    command += ["--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | environment) as process:
-        try:
-            address, end = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
-            while not answers(address):
-                if process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit("vLLM's server did not start")
-                time.sleep(0.5)
-            yield address
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def answers(address: str) -> bool:
-    """Returns whether a server is ready."""
-    with suppress(httpx.HTTPError):
-        return httpx.get(f"{address}/health", timeout=5.0).status_code == 200
-    return False
 
 
 def compared(theirs: Sequence[LoadResult], ours: Sequence[LoadResult]) -> Iterator[str]:

@@ -16,6 +16,8 @@ import pytest
 import typer
 from tests.audit.endpoint.fake import Behaviour
 from tests.audit.endpoint.fake import serving as fake_server
+from tests.plan.endpoint.simulated import StreamingBehaviour
+from tests.plan.endpoint.simulated import streaming as simulated_server
 from typer.testing import CliRunner
 
 from foretoken import zoo
@@ -57,6 +59,7 @@ ELSEWHERE = {
     "attackers": "its attacks",
     "clients": "imported by serving and attacks",
     "prompts": "imported by the others",
+    "servers": "imported by serving_vllm and plan_endpoint",
     "replicas": "tests/serve/test_replicas.py kills one under load",
 }
 
@@ -119,6 +122,16 @@ def test_endpoint_alarms_counts_outcomes():
     with fake_server(Behaviour()) as url:
         printed = call("endpoint_alarms", ["--endpoint", url, "--audits", "1", "--budget", "4000"])
     assert "0 of 1 audits failed" in printed and "greedy parity" in printed
+
+
+@pytest.mark.slow
+def test_plan_endpoint_compares_a_plan_with_other_speeds(folder, monkeypatch):
+    monkeypatch.setattr("foretoken.plan.endpoint.outcome._WIDEST", 1e9)  # other programs disturb short passes
+    words = "--basis 4 --depth 3 --concurrency 1 --concurrency 2 --other 1 --count 6 --max-tokens 24"
+    with simulated_server(StreamingBehaviour(owner="foretoken")) as url:
+        printed = call("plan_endpoint", ["--endpoint", url, *words.split(), "--output", "result.json"])
+    assert "planned from 4 and 8: " in printed and "within 10 %" in printed
+    assert json.loads((folder / "result.json").read_text(encoding="utf-8"))["pairs"]
 
 
 @pytest.mark.slow

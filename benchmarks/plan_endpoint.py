@@ -1,0 +1,232 @@
+"""How far is a plan of ``foretoken plan --endpoint`` from the server's speed at other draft lengths and concurrencies?
+
+    python benchmarks/plan_endpoint.py --engine vllm --output plan_vllm.json
+    python benchmarks/plan_endpoint.py --engine llamacpp --output plan_llamacpp.json
+    python benchmarks/plan_endpoint.py --engine foretoken --output plan_foretoken.json
+
+The plan is made at two draft lengths and a few concurrencies. Then the server runs at other draft lengths and
+concurrencies beside plain decoding, and the measured speedups are compared with those of the plan. The prompts are the
+same, so that the prediction is judged and not the difference between two samples of texts, which is several percent for
+so few; ``--unseen`` takes others. A server that can choose the draft length for a request is measured as it is; others
+are started once for each length, and a plan from the longer draft length alone is compared as well. ``--small`` takes
+the bundled target as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from clients import serving
+from foretoken import zoo
+from foretoken.bench.http_client import listed_models
+from foretoken.bench.setting import setting, wide_console
+from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
+from foretoken.plan.endpoint.outcome import OWN
+from foretoken.train.widen.checkpoint import scaled
+from prompts import some_prompts
+from servers import CONTEXT, SEQUENCES, llamacpp_serving, vllm_serving
+
+WITHIN = 0.1
+console = wide_console()
+
+
+@dataclass(frozen=True)
+class ComparedSpeed:
+    """A speedup that was foretold and measured. basis: draft lengths that the plan was made from."""
+
+    basis: str
+    depth: int
+    concurrency: int
+    predicted: float
+    low: float
+    high: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.measured - 1.0
+
+    @property
+    def covered(self) -> bool:
+        """Whether the interval holds what was measured."""
+        return self.low <= self.measured <= self.high
+
+
+@dataclass(frozen=True)
+class PlanRun:
+    """What every plan of one engine shares."""
+
+    prompts: Sequence[str]
+    compared: Sequence[str]
+    concurrency: tuple[int, ...]
+    others: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    rounds: int
+
+    def plan(self, pair: ServerPair, depth: int, earlier: Sequence[EndpointPlan] = ()) -> EndpointPlan:
+        """Plans at a draft length."""
+        records = [each.to_dict() for each in earlier]
+        return self._run(pair, depth, self.prompts, self.concurrency, records)
+
+    def speedups(self, pair: ServerPair, depth: int) -> dict[tuple[int, int], float]:
+        """Returns measured speedups by draft length and concurrency.
+
+        Tokens per pass are those of all texts, as few texts are decoded one at a time.
+        """
+        rows = self._run(pair, depth, self.compared, self.others, []).rows
+        return {(row.depth, row.concurrency): row.speedup or 0.0 for row in rows if row.measured}
+
+    def _run(
+        self,
+        pair: ServerPair,
+        depth: int,
+        prompts: Sequence[str],
+        concurrency: tuple[int, ...],
+        earlier: Sequence[dict[str, Any]],
+    ) -> EndpointPlan:
+        lanes = 3 if pair.baseline is None else 2
+        made = plan_endpoint(
+            PlannedEndpoint(
+                pair,
+                depth,
+                self.temperature,
+                concurrency,
+                self.max_tokens,
+                budget=self.rounds * lanes * sum(concurrency) * self.max_tokens,
+                earlier=earlier,
+            ),
+            prompts,
+        )
+        if made.because:
+            raise SystemExit(f"{pair.url}: cannot tell, because {made.because}")
+        console.print(f"draft length {depth}: {made.facts['seconds']:.0f} s", *made.notes, style="dim")
+        return made
+
+
+def compared(plan: EndpointPlan, basis: str, measured: dict[tuple[int, int], float]) -> list[ComparedSpeed]:
+    """Returns what the plan foretold beside what was measured."""
+    rows = {(row.depth, row.concurrency): row for row in plan.rows if row.name == OWN}
+    return [
+        ComparedSpeed(basis, depth, number, row.speedup, row.low or 0.0, row.high or 0.0, speedup)
+        for (depth, number), speedup in sorted(measured.items())
+        if (row := rows.get((depth, number))) is not None and row.speedup is not None
+    ]
+
+
+def report(pairs: Sequence[ComparedSpeed]) -> dict[str, Any]:
+    """Prints the table. Returns the summary by basis."""
+    table = Table(box=box.MARKDOWN)
+    for head in ("planned from", "tokens", "at once", "predicted", "interval", "measured", "error"):
+        table.add_column(head, justify="right")
+    for each in pairs:
+        span = f"{each.low:.2f}-{each.high:.2f}"
+        figures = (f"{each.predicted:.2f}x", span, f"{each.measured:.2f}x", f"{each.error:+.1%}")
+        table.add_row(each.basis, str(each.depth), str(each.concurrency), *figures)
+    console.print(table)
+    summary = {}
+    for basis in dict.fromkeys(each.basis for each in pairs):
+        own = [each for each in pairs if each.basis == basis]
+        errors = [abs(each.error) for each in own]
+        inside = sum(error <= WITHIN for error in errors)
+        covered = sum(each.covered for each in own)
+        summary[basis] = {"pairs": len(own), "within_10_percent": inside, "covered": covered, "median": median(errors)}
+        console.print(
+            f"planned from {basis}: {inside} of {len(own)} within 10 %, median error {median(errors):.1%}, "
+            f"intervals cover {covered}",
+            style="bold",
+        )
+    return summary
+
+
+@contextmanager
+def _ours(model: str, draft: str) -> Iterator[str]:
+    words = ("--model", model, "--draft-model", draft, "--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)
+    with serving(*words) as (url, _):
+        yield url
+
+
+def _started(engine: str, model: str, draft: str, depth: int) -> AbstractContextManager[str]:
+    if engine == "vllm":
+        return vllm_serving(model, draft, depth)
+    return llamacpp_serving(model, draft, depth)
+
+
+def _restarted(
+    run: PlanRun, models: tuple[str, str, str], basis: Sequence[int], depths: Sequence[int]
+) -> list[ComparedSpeed]:
+    """Compares for a server with one draft length: it is started once for each."""
+    engine, model, draft = models
+    plans: list[EndpointPlan] = []
+    alone: EndpointPlan | None = None
+    measured: dict[tuple[int, int], float] = {}
+    with _started(engine, model, draft, 0) as baseline:
+        for depth in sorted({*basis, *depths}, key=lambda own: (own not in basis, own)):
+            with _started(engine, model, draft, depth) as url:
+                pair = ServerPair(url, str(listed_models(url, None)[0]["id"]), baseline)
+                if depth in basis:
+                    alone = run.plan(pair, depth)
+                    plans.append(run.plan(pair, depth, plans) if plans else alone)
+                measured |= run.speedups(pair, depth)
+    pairs = compared(plans[-1], " and ".join(map(str, basis)), measured)
+    return pairs + (compared(alone, str(basis[-1]), measured) if alone is not None and len(basis) > 1 else [])
+
+
+def _switched(run: PlanRun, url: str, basis: Sequence[int], depths: Sequence[int]) -> list[ComparedSpeed]:
+    """Compares for a server that takes the draft length of a request."""
+    pair = ServerPair(url, str(listed_models(url, None)[0]["id"]))
+    plan, measured = run.plan(pair, basis[-1]), dict[tuple[int, int], float]()
+    for depth in depths:
+        if (depth, run.others[0]) not in measured:
+            measured |= run.speedups(pair, depth)
+    own = sorted({row.depth for row in plan.rows if row.measured})
+    return compared(plan, " and ".join(map(str, own)), measured)
+
+
+def main(
+    engine: Annotated[str, typer.Option(help="foretoken, vllm or llamacpp.")] = "foretoken",
+    endpoint: Annotated[str | None, typer.Option(help="A server that runs already. [started here]")] = None,
+    basis: Annotated[list[int], typer.Option(help="Draft lengths that the plan is made from.")] = [2, 6],
+    depth: Annotated[list[int], typer.Option(help="Further draft lengths to compare.")] = [4, 8],
+    concurrency: Annotated[list[int], typer.Option(help="Requests at once in the plan.")] = [1, 4, 8],
+    other: Annotated[list[int], typer.Option(help="Requests at once to compare.")] = [1, 2, 8],
+    count: Annotated[int, typer.Option(help="Prompts of the plan.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Of every answer.")] = 48,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=4, help="Waves of every kind.")] = 5,
+    unseen: Annotated[bool, typer.Option("--unseen", help="Compare on prompts that the plan has not seen.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="The bundled target as it is.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, pairs and summary there.")] = None,
+) -> None:
+    """Plans, measures elsewhere, and compares."""
+    started, texts = perf_counter(), some_prompts(None, 2 * count if unseen else count)
+    run = PlanRun(texts[:count], texts[-count:], tuple(concurrency), tuple(other), max_tokens, temperature, rounds)
+    model, draft = str(zoo.path("target") if small else scaled()), str(zoo.path("draft"))
+    if endpoint is not None:
+        pairs = _switched(run, endpoint, basis, depth)
+    elif engine == "foretoken":
+        with _ours(model, draft) as url:
+            pairs = _switched(run, url, [4], [3, 1])
+    else:
+        pairs = _restarted(run, (engine, model, draft), sorted(basis), depth)
+    summary = report(pairs)
+    console.print(f"{engine}, {Path(model).name}, {perf_counter() - started:.0f} s", style="dim")
+    if json_file is not None:
+        record = {"setting": setting(), "engine": engine, "summary": summary, "pairs": [asdict(each) for each in pairs]}
+        json_file.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
