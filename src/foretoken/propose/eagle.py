@@ -10,22 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from foretoken.core.context import Context
-from foretoken.core.draft import Draft
-from foretoken.models.base import Scores
-from foretoken.models.heads.eagle_net import EagleNet, HeadHandle
+from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import TapConvention
-from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
-from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, begin
-from foretoken.propose.tree import Candidates, Tree, likeliest
-
-# A greedy target emits the argmax of logits that the head only approximates, so candidates are ranked by a sharper
-# distribution. The value was the best on the bundled pair.
-GREEDY_SCALE = 0.7
+from foretoken.propose.base import BuildContext, Method
+from foretoken.propose.growers import GrowthConfig, TreeKind
+from foretoken.propose.hidden_states import HiddenStateProposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +28,8 @@ class EagleConfig(GrowthConfig):
     top_k: int = 8
 
 
-class Eagle(Proposer):
-    """Drafts with ``net`` from the target's layers ``taps``; all sequences of a step share a pass per level.
-
-    The step that computes the end of a prompt has no draft: no hidden state is known before that pass.
+class Eagle(HiddenStateProposer):
+    """Drafts with an EAGLE head.
 
     Args:
         reading: How the head's layer ids were interpreted, if that had to be measured.
@@ -54,139 +42,8 @@ class Eagle(Proposer):
         config: EagleConfig | None = None,
         reading: TapConvention | None = None,
     ) -> None:
-        self.name = "eagle3" if net.joined else "eagle"
-        self.net, self.config, self.reading = net, config or EagleConfig(), reading
-        self.taps = tuple(taps)
-        self.needs = Needs(tuple(sorted(set(taps))))
-        self._handles: dict[int, HeadHandle] = {}
-        # By sequence: committed tokens that the head has not processed, and the states before them.
-        self._pending: dict[int, list[tuple[list[int], list[Tensor]]]] = {}
-        self._known: dict[int, int] = {}  # by sequence: number of positions whose states were seen
-        self._drafting = True  # whether the last step drafted for any sequence
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        self._drafting = any(budget > 0 for budget in budgets)
-        growers = {
-            i: (self._handles[context.id], self._grower(context, budget))
-            for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True))
-            if budget > 0 and self._ready(context, budget)
-        }
-        active = list(growers.values())
-        if active:
-            self._feed([contexts[i].id for i in growers])
-            _extend(active, self.net.catch_up([handle for handle, _ in active]))
-        while active := [(handle, grower) for handle, grower in active if not grower.done]:
-            drafts = [grower.growing() for _, grower in active]
-            _extend(active, self.net.grow([handle for handle, _ in active], drafts))
-        return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
-
-    def reusable_prefix_len(self, context: Context) -> int:
-        self.forget(context)
-        if len(context.tokens) > self.net.max_length:
-            return len(context.tokens)  # too long to draft for
-        handle = self._handles[context.id] = self.net.open(context.tokens, context.scope)
-        self._known[context.id] = handle.cached
-        return handle.cached
-
-    def prefill(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
-        """Keeps the states of a prefill chunk. If sequences are being drafted for, the head processes it at once: the
-        whole prompt after its last chunk would delay them.
-        """
-        for context, score in zip(contexts, scores, strict=True):
-            self._keep(context, score, range(len(score.taps[self.taps[0]])))
-        if self._drafting:
-            ids = [context.id for context in contexts if context.id in self._pending]
-            self._feed(ids)
-            for identifier in ids:
-                self.net.prefill(self._handles[identifier])
-
-    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        """Keeps every sequence's committed tokens and the target's states before them. The head processes them in a
-        step that drafts; one that does not costs nothing.
-        """
-        for context, observation in zip(contexts, observations, strict=True):
-            step, scores = observation.step, observation.scores
-            # The rows of committed tokens come first, those of the draft follow.
-            known = len(scores.taps[self.taps[0]]) - len(step.draft)
-            path = step.verdict.path[: max(0, len(step.tokens) - 1)]
-            self._keep(context, scores, [*range(known), *(known + node for node in path)])
-            if step.finish_reason is not None:
-                self._cache_end(context)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.net.kv_bytes_per_token
-
-    def enable_prefix_cache(self, max_bytes: int) -> None:
-        self.net.enable_prefix_cache(max_bytes)
-
-    def forget(self, context: Context) -> None:
-        self._pending.pop(context.id, None)
-        self._known.pop(context.id, None)
-        handle = self._handles.pop(context.id, None)
-        if handle is not None:
-            self.net.close(handle)
-
-    # drafting
-
-    def _ready(self, context: Context, budget: int) -> bool:
-        """Returns whether the states at all tokens but the newest are known, and the draft fits the context window."""
-        complete = self._known.get(context.id) == len(context.tokens) - 1
-        has_new = context.id in self._pending or (complete and bool(self._handles[context.id].pending))
-        return complete and has_new and len(context.tokens) + budget <= self.net.max_length
-
-    def _grower(self, context: Context, budget: int) -> Grower:
-        return begin(self.config, context, budget, self.net.to_target, context.law, self._greedy_rank)
-
-    def _greedy_rank(self, logits: Tensor, tree: Tree) -> Candidates:
-        """Ranks the draft's own tokens; no distribution over the target's whole vocabulary is needed."""
-        scores, ids = likeliest((logits / GREEDY_SCALE).softmax(-1), self.config.top_k)
-        return Candidates(scores, self.net.target_ids(ids))
-
-    # committed tokens
-
-    def _feed(self, sequences: Sequence[int]) -> None:
-        """Gives the head what these sequences committed since they last drafted, as features."""
-        chunks = [(self._handles[i], *chunk) for i in sequences for chunk in self._pending.pop(i, [])]
-        if not chunks:
-            return
-        layers = zip(*(states for *_, states in chunks), strict=True)
-        features = self.net.features(torch.cat([torch.cat(layer) for layer in layers], dim=-1))
-        parts = features.split([len(states[0]) for *_, states in chunks])
-        for (handle, tokens, _), part in zip(chunks, parts, strict=True):
-            self.net.extend(handle, tokens, part)
-
-    def _keep(self, context: Context, scores: Scores, rows: Sequence[int]) -> None:
-        """Stores the states at ``rows`` of ``scores``, those of committed tokens from position ``scores.first`` on.
-
-        They are concatenated only when the head processes them: in steps without a draft the head has no other cost.
-        """
-        if len(context.tokens) > self.net.max_length:
-            return
-        if context.id not in self._handles:
-            self._handles[context.id] = self.net.open()  # after a step that was abandoned: earlier states are missing
-        known = self._known.get(context.id, scores.first)
-        own = list(rows[known - scores.first :])
-        if own:
-            contiguous = own[-1] - own[0] + 1 == len(own)  # nearly always: a slice needs no copy
-            chosen = slice(own[0], own[-1] + 1) if contiguous else own
-            states = [scores.taps[layer][chosen] for layer in self.taps]
-            tokens = context.tokens[known + 1 : known + 1 + len(own)]
-            self._pending.setdefault(context.id, []).append((tokens, states))
-            self._known[context.id] = known + len(own)
-
-    def _cache_end(self, context: Context) -> None:
-        """Completes the KV cache of a finished text for later texts with that prefix, if the head drafted for it."""
-        handle = self._handles.get(context.id)
-        if handle is not None and handle.states is not None and self.net.keeps and context.id in self._pending:
-            self._feed([context.id])
-            self.net.catch_up([handle])
-
-
-def _extend(active: Sequence[tuple[HeadHandle, Grower]], rows: Sequence[Tensor]) -> None:
-    """Gives each grower its logits [new, Vd] over the draft's vocabulary."""
-    for (_, grower), logits in zip(active, rows, strict=True):
-        grower.extend(logits)
+        super().__init__("eagle3" if net.joined else "eagle", net, taps, config or EagleConfig())
+        self.reading = reading
 
 
 def build(config: EagleConfig, build_context: BuildContext) -> Eagle:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
-from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.heads.feature_net import FeatureNet
 
 TOKENS = 24  # generated for each prompt; few passes, and enough to distinguish 59 % from 1 %
 PROMPTS = ("def main():\n", "The first thing to know about", "import os\n\nclass ", "1. ")
@@ -51,7 +51,7 @@ class TapConvention:
 
 
 @torch.inference_mode()
-def measure_taps(net: EagleNet, target: Model, tokenizer: Any, ids: Sequence[int]) -> TapConvention:
+def measure_taps(net: FeatureNet, target: Model, tokenizer: Any, ids: Sequence[int]) -> TapConvention:
     """Measures the head's accuracy on the target's greedy text with both meanings of the layer ids.
 
     Args:
@@ -97,7 +97,7 @@ def _texts(
 
 
 def _accuracy(
-    net: EagleNet, texts: Sequence[list[int]], taps: Sequence[dict[int, Tensor]], ids: Sequence[int]
+    net: FeatureNet, texts: Sequence[list[int]], taps: Sequence[dict[int, Tensor]], ids: Sequence[int]
 ) -> float:
     """Returns the share of the target's tokens that are the head's top token one step ahead."""
     right = total = 0
