@@ -207,6 +207,11 @@ class Architecture:
         return tuple(layer.window for layer in self.stack)
 
     @property
+    def views(self) -> tuple[tuple[int, bool], ...]:
+        """``Layer.view`` by layer."""
+        return tuple(layer.view for layer in self.stack)
+
+    @property
     def rope(self) -> tuple[int, ...]:
         """Index in ``frequencies`` by layer; -1 for no rotation."""
         return tuple(layer.rope for layer in self.stack)

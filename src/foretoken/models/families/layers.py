@@ -25,7 +25,9 @@ class NormPlaces:
         return NormPlaces(self.mixer and mixer, self.after_mixer and mixer, self.mlp and mlp, self.after_mlp and mlp)
 
 
+UNBOUNDED = (0, False)  # the view of a layer without a window
 PRE = NormPlaces()
+NO_NORMS = NormPlaces(mixer=False, mlp=False)
 POST = NormPlaces(mixer=False, after_mixer=True, mlp=False, after_mlp=True)
 SANDWICH = NormPlaces(after_mixer=True, after_mlp=True)
 
@@ -92,6 +94,7 @@ class Layer:
         window: length of the attention window, the row itself included; 0 for no window. Negative for chunks of that
             length: a row sees those of its own chunk.
         rope: index in ``Architecture.frequencies``; -1 for no rotation.
+        ordered: whether rows see nothing behind themselves even in a part whose rows see each other (``Part.mutual``).
         experts: the MLP if its kind is "experts".
         sizes: sizes of its attention; None for those of the architecture.
         source: number of the layer before it whose keys and values its attention reads; None for its own.
@@ -106,8 +109,14 @@ class Layer:
     parallel: bool = False
     window: int = 0
     rope: int = 0
+    ordered: bool = False
     experts: Experts | None = None
     sizes: HeadSizes | None = None
     source: int | None = None
     tied_values: bool = False
     inner: int | None = None
+
+    @property
+    def view(self) -> tuple[int, bool]:
+        """What decides which keys a row sees: ``window`` and ``ordered``."""
+        return self.window, self.ordered

@@ -41,7 +41,7 @@ class Geometry:
         width: rows per sequence, padding included.
         keys: number of cache rows that are read.
         single: slot, first row and row count of the only sequence; None for several.
-        masks: by window (as in ``Layer.window``), 0 or -inf, float32 [S, 1, width, 1, keys].
+        masks: by view (``Layer.view``), 0 or -inf, float32 [S, 1, width, 1, keys].
     """
 
     tokens: Tensor
@@ -54,10 +54,10 @@ class Geometry:
     width: int
     keys: int
     single: tuple[int, int, int] | None
-    masks: dict[int, Tensor]
+    masks: dict[tuple[int, bool], Tensor]
 
     @staticmethod
-    def of(plan: PassPlan, windows: Iterable[int], device: torch.device) -> Geometry:
+    def of(plan: PassPlan, views: Iterable[tuple[int, bool]], device: torch.device) -> Geometry:
         """Returns the layout of a plan. A single row is doubled (see ``linear.py``)."""
         tokens, positions, parts = plan.tokens, plan.positions, plan.parts
         if len(tokens) == 1:
@@ -82,9 +82,7 @@ class Geometry:
             width=width,
             keys=keys,
             single=(parts[0].slot, parts[0].first, parts[0].count) if len(parts) == 1 else None,
-            masks={
-                window: _mask(parts, positions, low, high, width, keys, window).to(device) for window in set(windows)
-            },
+            masks={view: _mask(parts, positions, low, high, width, keys, *view).to(device) for view in set(views)},
         )
 
     def biased(self, table: Tensor, plan: PassPlan) -> Geometry:
@@ -104,18 +102,25 @@ class Geometry:
             rows[part.slot - self.low, : part.count] = torch.tensor(own)
             at += part.count
         biases = (table[:, keys][:, :, None] - table[:, rows][..., None]).permute(1, 2, 0, 3)[:, None]
-        return replace(self, masks={window: mask + biases.to(mask.device) for window, mask in self.masks.items()})
+        return replace(self, masks={view: mask + biases.to(mask.device) for view, mask in self.masks.items()})
 
 
 def _mask(
-    parts: Sequence[Part], positions: Sequence[int], low: int, high: int, width: int, keys: int, window: int
+    parts: Sequence[Part],
+    positions: Sequence[int],
+    low: int,
+    high: int,
+    width: int,
+    keys: int,
+    window: int,
+    ordered: bool,
 ) -> Tensor:
     """Returns the mask: a row sees the committed rows before it and its ancestors in the draft. Padding sees all."""
     seen = torch.ones(high - low, width, keys, dtype=torch.bool)
     at = 0
     for part in parts:
         rows = torch.arange(part.first, part.first + part.count)
-        visible = torch.arange(keys) <= rows[:, None]
+        visible = torch.arange(keys) <= (rows.clamp(min=part.end - 1) if part.mutual and not ordered else rows)[:, None]
         first_node = max(part.first, part.nodes_at) - part.nodes_at
         count = len(part.draft)
         if count and not part.draft.is_chain:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import NO_ENCODER
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.layers import NO_NORMS, BranchFactors
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.runners.pass_plan import PassPlan
+
+
+def injecting(architecture: Architecture) -> Architecture:
+    """Returns the architecture of ``Runner.injector``: the residual stream stays the features throughout."""
+    a = architecture
+    stack = (replace(layer, mlp=None, experts=None, norms=NO_NORMS, window=1) for layer in a.stack)
+    return replace(a, stack=tuple(stack), factors=BranchFactors(0.0, 0.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +179,13 @@ class Runner(Protocol):
         Args:
             architecture: sizes of the first layers.
             norm: weight of the norm before the head, float32 [H]; None for the model's own.
+        """
+
+    def injector(self) -> Runner:
+        """Returns a runner that writes keys and values of features to the same slots, with the same weights.
+
+        Every layer computes them from the features themselves, without a norm, as in DFlash (2602.06036). Its passes
+        have neither logits nor taps.
         """
 
     def unembed(self, hidden: Tensor) -> Tensor:

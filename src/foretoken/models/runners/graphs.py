@@ -265,11 +265,11 @@ class GraphRunner(TorchRunner):
             masks=self._masks(fields, b),
         )
 
-    def _masks(self, fields: Tensor, b: Bucket) -> dict[int, Tensor]:
-        """Returns the masks by window, 0 or -inf [S, 1, width, 1, keys]. A committed key's row is its position."""
+    def _masks(self, fields: Tensor, b: Bucket) -> dict[tuple[int, bool], Tensor]:
+        """Returns the masks by view, 0 or -inf [S, 1, width, 1, keys]. A committed key's row is its position."""
         by_row = fields.view(-1, b.high - b.low, b.width, 1)
         keys = torch.arange(b.keys, device=self._device)
-        masks: dict[int, Tensor] = {}
+        masks: dict[tuple[int, bool], Tensor] = {}
         for number, window in enumerate(self._windows):
             seen = keys < by_row[PREFIX]
             if window:
@@ -278,7 +278,7 @@ class GraphRunner(TorchRunner):
                 start = SEEN + number * b.words
                 seen |= chosen(by_row[start : start + b.words, ..., 0].movedim(0, -1), keys - by_row[NODES])
             mask = torch.zeros(seen.shape, device=self._device).masked_fill_(~seen, -torch.inf)
-            masks[window] = mask[:, None, :, None, :]
+            masks[window, False] = mask[:, None, :, None, :]
         return masks
 
 

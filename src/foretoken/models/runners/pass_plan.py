@@ -13,13 +13,22 @@ from foretoken.models.base import Handle
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence's rows in a pass: their position in its slot, and the draft tree of the last rows."""
+    """One sequence's rows in a pass: their position in its slot, and the draft tree of the last rows.
+
+    The rows of a ``mutual`` part, which has no draft, see each other besides the rows before them.
+    """
 
     slot: int
     first: int  # the cache row of the first new row
     count: int
     nodes_at: int  # the cache row of draft node 0
     draft: Draft
+    mutual: bool = False
+
+    @property
+    def end(self) -> int:
+        """The cache row after the last row."""
+        return self.first + self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,5 +80,5 @@ class PassPlan:
             counts.append(output_count)
             first = handle.cached if pending else length + done
             parts.append(Part(handle.slot, first, count, length, draft))
-        reach = max(part.first + part.count for part in parts)
+        reach = max(part.end for part in parts)
         return PassPlan(tokens, positions, parts, outputs, counts, reach)

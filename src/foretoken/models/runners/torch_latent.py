@@ -81,7 +81,7 @@ class TorchLatent:
             rotated = rotate(rotated, *turns[layer.rope], a.paired)
         queries_keys = torch.cat((torch.cat((absorbed, latents[:, None]), dim=1), rotated), dim=2)
         values = queries_keys[:, a.heads :]
-        mixed = attend(cache, number, queries_keys, values, g, a, g.masks[layer.window])
+        mixed = attend(cache, number, queries_keys, values, g, a, g.masks[layer.view])
         mixed = mixed.unflatten(1, (a.heads, -1))[..., : s.rank]
         heads = [of(mixed[:, head].contiguous(), alone) for head, of in enumerate(self.expand)]
         return self.out(torch.cat(heads, dim=1), alone)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -30,7 +30,7 @@ from foretoken.models.formats.weights import (
     SelfAttentionWeights,
 )
 from foretoken.models.runners.attention import AttentionSizes, Geometry, attend
-from foretoken.models.runners.base import DecoderOnly, Pass
+from foretoken.models.runners.base import DecoderOnly, Pass, injecting
 from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
 from foretoken.models.runners.linear import Product, can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
@@ -179,6 +179,12 @@ class TorchRunner(DecoderOnly):
         view.cache = view._new_cache(architecture)
         return view
 
+    def injector(self) -> Self:
+        view = copy(self)
+        view._architecture = injecting(self._architecture)
+        view._layers = [replace(layer, norm=None, after_mixer=None, mlp_norm=None, mlp=None) for layer in self._layers]
+        return view
+
     def _new_cache(self, a: Architecture) -> KVCache:
         dtype = torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype  # attention.py
         sizes = [None if layer.source is not None else a.sizes(layer) for layer in a.stack]
@@ -216,7 +222,7 @@ class TorchRunner(DecoderOnly):
     @torch.inference_mode()
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         self._reserve(plan.reach + 1)
-        geometry = Geometry.of(plan, self._architecture.windows, self._device)
+        geometry = Geometry.of(plan, self._architecture.views, self._device)
         if self._architecture.alibi is not None:
             geometry = geometry.biased(self._architecture.alibi.table(self.cache.rows), plan)
         outputs = torch.tensor(plan.outputs, device=self._device)
@@ -332,7 +338,7 @@ class TorchRunner(DecoderOnly):
             queries_keys = self._norm_heads(queries_keys, mixer)
         if a.query_growth is not None and not (a.query_growth.unrotated and layer.rope >= 0):
             queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
-        mask, place = g.masks[layer.window], number if layer.source is None else layer.source
+        mask, place = g.masks[layer.view], number if layer.source is None else layer.source
         return mixer.out(attend(self.cache, place, queries_keys, values, g, sizes, mask, mixer.sinks), alone)
 
     def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.families.layers import UNBOUNDED
 from foretoken.models.families.seq2seq import Stack
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.attention import KEY_MULTIPLE, Geometry, attend, look_up
@@ -98,6 +100,10 @@ class Seq2SeqRunner(WithoutAdapters):
         view._begin()
         return view
 
+    def injector(self) -> Self:
+        """Raises InvalidRequest: an encoder-decoder takes no features."""
+        raise InvalidRequest("an encoder-decoder takes no features; block drafters are decoders")
+
     # slots
 
     @property
@@ -149,7 +155,7 @@ class Seq2SeqRunner(WithoutAdapters):
         for part in plan.parts:
             self._encode(part.slot)
         self._cache.reserve(plan.reach + 1)
-        g = Geometry.of(plan, (0,), self._device)
+        g = Geometry.of(plan, (UNBOUNDED,), self._device)
         masks = self._masks(plan, g)
         alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
         hidden = self._input_stage(g.tokens, g.positions)
@@ -209,7 +215,7 @@ class Seq2SeqRunner(WithoutAdapters):
         keys = padded(max(lengths), KEY_MULTIPLE)
         ends = torch.tensor([length or keys for length in lengths])[:, None]
         source_mask = torch.zeros(len(lengths), keys).masked_fill_(torch.arange(keys) >= ends, -torch.inf)
-        self_masks = [g.masks[0]]
+        self_masks = [g.masks[UNBOUNDED]]
         if self._tables:
             places = positions_of(plan, g)
             biases = [table(*places).transpose(0, 1)[:, :, :, None].to(self._device) for table in self._tables]

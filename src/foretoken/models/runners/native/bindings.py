@@ -51,7 +51,7 @@ class AttentionSpec(Structure):
         ("sinks", c_void_p),
         ("relative", c_void_p),
         *((name, c_int32) for name in ("kv_heads", "head_dim", "norm_stride", "window", "rope")),
-        *((name, c_int32) for name in ("cache_at", "shares", "grows")),
+        *((name, c_int32) for name in ("cache_at", "shares", "grows", "ordered")),
     ]
 
 

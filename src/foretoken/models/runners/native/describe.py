@@ -230,6 +230,7 @@ class Description:
             cache_at=self._architecture.cache_at(number),
             shares=layer.source is not None,
             grows=self._grows(layer),
+            ordered=layer.ordered,
         )
 
     def _cross(self, number: int, weights: CrossAttentionWeights) -> CrossSpec:

@@ -19,13 +19,14 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.latent import LatentAttention
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
-from foretoken.models.runners.base import DecoderOnly, Pass
+from foretoken.models.runners.base import DecoderOnly, Pass, injecting
 from foretoken.models.runners.native.bindings import (
     LANES,
     MAX_HEAD,
     MAX_LATENT,
     UNIT,
     BatchSpec,
+    LayerSpec,
     Matrix,
     ModelSpec,
     NormSpec,
@@ -35,7 +36,7 @@ from foretoken.models.runners.native.bindings import (
 )
 from foretoken.models.runners.native.build import Kind, library, packing_library
 from foretoken.models.runners.native.cache import WeightCache
-from foretoken.models.runners.native.describe import Description
+from foretoken.models.runners.native.describe import MLPS, Description
 from foretoken.models.runners.native.image import WeightImage
 from foretoken.models.runners.native.lora import PackedAdapter
 from foretoken.models.runners.native.memory import KINDS, Arena, padded
@@ -238,7 +239,7 @@ class NativeRunner(DecoderOnly):
         tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
         arrays = _arrays(plan)
         arrays |= self._beside(plan)
-        arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first, p.first + p.count) for p in plan.parts])
+        arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first, p.end) for p in plan.parts])
         arrays["tap_layers"] = array("i", tapped)
         arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
         if self._adapted:
@@ -273,19 +274,37 @@ class NativeRunner(DecoderOnly):
         return {}
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
+        view = self._view(architecture)
+        view._spec.layer_count = architecture.layers
+        if norm is not None:
+            view._held.append(norm := norm.contiguous())
+            view._spec.norm = NormSpec(norm.data_ptr())
+        view._pages = view._new_pages()
+        return view
+
+    def injector(self) -> Self:
+        a = self._architecture
+        view = self._view(injecting(a))
+        layers = (LayerSpec * a.layers)()
+        for number in range(a.layers):
+            layers[number] = self._spec.layers[number]
+            layer = layers[number]
+            layer.norm = layer.after_mixer = NormSpec()
+            layer.mlp, layer.attention.window = MLPS[None], 1
+        view._spec.layers, view._spec.attention_factor = layers, 0.0
+        view._held.append(layers)
+        return view
+
+    def _view(self, architecture: Architecture) -> Self:
+        """Returns a runner on the same weights and slots, with a specification of its own."""
         view = copy(self)
         view._architecture = architecture
         view._held = [self._held, self._spec]  # both specifications point to these
         view._workspace = self._library.foretoken_open()
         view.kinds, view._adapted = set(self.kinds), {}
         view._spec = ModelSpec.from_buffer_copy(self._spec)
-        view._spec.layer_count = architecture.layers
-        if norm is not None:
-            view._held.append(norm := norm.contiguous())
-            view._spec.norm = NormSpec(norm.data_ptr())
         view._ropes = type(self._ropes)()
         view._spec.ropes = view._ropes
-        view._pages = view._new_pages()
         view._reach = 0
         return view
 
@@ -383,10 +402,13 @@ def _arrays(plan: PassPlan) -> dict[str, array[int]]:
     places, prefix, branch_from, branches = array("i"), array("i"), array("i", [0]), array("i")
     sequence_from = array("i", [0])
     for part in plan.parts:
-        rows = range(part.first, part.first + part.count)
+        rows = range(part.first, part.end)
         places.extend(rows)
-        if part.draft.is_chain:
-            prefix.extend(range(part.first + 1, part.first + part.count + 1))
+        if part.mutual:
+            prefix.extend([part.end] * part.count)
+            branch_from.extend([len(branches)] * part.count)
+        elif part.draft.is_chain:
+            prefix.extend(range(part.first + 1, part.end + 1))
             branch_from.extend([len(branches)] * part.count)
         else:
             _add_tree(part, prefix, branch_from, branches)
@@ -405,7 +427,7 @@ def _arrays(plan: PassPlan) -> dict[str, array[int]]:
 
 def _add_tree(part: Part, prefix: array[int], branch_from: array[int], branches: array[int]) -> None:
     """Adds a tree's rows, which attend to the committed rows and to their ancestors."""
-    for place in range(part.first, part.first + part.count):
+    for place in range(part.first, part.end):
         node = place - part.nodes_at
         prefix.append(min(place + 1, part.nodes_at))
         if node >= 0:

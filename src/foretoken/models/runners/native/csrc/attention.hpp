@@ -40,7 +40,7 @@ struct Attention {
         Word* const* pages = b.pages[sequence];
         int end_key = 0, first_key = b.reach;
         for (int row = first; row < last; row++) {
-            if (b.prefix[row] > end_key) end_key = b.prefix[row];
+            if (prefix(row) > end_key) end_key = prefix(row);
             if (start(row) < first_key) first_key = start(row);
         }
         for (int q = 0; q < count; q++)
@@ -85,7 +85,10 @@ struct Attention {
     }
 
    private:
-    int keys_of(int row) const { return b.prefix[row] + b.branch_from[row + 1] - b.branch_from[row]; }
+    // The rows of a block see each other, except in layers where they see those before them alone.
+    int prefix(int row) const { return layer.ordered ? std::min(b.prefix[row], b.positions[row] + 1) : b.prefix[row]; }
+
+    int keys_of(int row) const { return prefix(row) + b.branch_from[row + 1] - b.branch_from[row]; }
 
     int start(int row) const {
         const int window = layer.window, from = b.positions[row] + 1 - window;

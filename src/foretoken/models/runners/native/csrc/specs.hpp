@@ -30,6 +30,7 @@ struct AttentionSpec {
     int32_t cache_at;     // numbers of a token in the cache before its keys and values
     int32_t shares;       // the keys and values are those of a layer before it, and `qkv` are queries alone
     int32_t grows;        // queries are multiplied by `query_scales`
+    int32_t ordered;      // rows see no key behind themselves, whatever their prefix
 };
 
 // Attention over the states of an encoder (mixer_cross.hpp).
