@@ -49,6 +49,8 @@ SYSTEMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("draft model, top and one drawn", {"method": "draft_model", "tree": "greedy_multi"}),
     ("EAGLE-3, chain", {"method": "eagle3", "top_k": 1}),
     ("EAGLE-3, tree", {"method": "eagle3"}),
+    ("DSpark, chain", {"method": "dspark", "tree": "chain"}),
+    ("DSpark, tree", {"method": "dspark"}),
     ("Medusa, chain", {"method": "medusa", "top_k": 1}),
     ("Medusa, tree", {"method": "medusa"}),
     ("blockwise, chain", {"method": "blockwise", "top_k": 1}),

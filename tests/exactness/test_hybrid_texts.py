@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.heads import blocks
+from tests.models.heads import tiny as heads
 from tests.models.tiny import ARCHITECTURES, Tiny, only_runner
 
 from foretoken import LLM, SamplingParams
+from foretoken.models.formats.checkpoint import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tree of a draft model": {"method": "draft_model", "tree": "top_k", "top_k": 2},
     "drawn tree": {"method": "draft_model", "tree": "sampled", "top_k": 2},
     "its first layers": {"method": "early_exit", "exit_layer": 1},
+    "block drafter": {"method": "dspark"},
     "lookup": {"method": "ngram"},
     "suffix": {"method": "suffix"},
 }
@@ -68,12 +72,15 @@ def wanted(target: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_proposer_and_batch(
-    method: str, target: Path, wanted: dict[str, list[str]], saved: Callable[[str], Path]
+    method: str, target: Path, wanted: dict[str, list[str]], saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The draft model has recurrent layers of its own: the target's first layers would agree, these seldom do."""
     config = dict(METHODS[method])
     if config["method"] == "draft_model":
         config["model"] = str(target if config.get("tree") is None else saved("qwen3-next"))
+    if config["method"] == "dspark":
+        hidden = load_config(target)["hidden_size"]
+        config["model"] = str(heads.save(tmp_path, *blocks.dspark(vocab=400, target_hidden=hidden, mask=399)))
     for sequences in (1, 8):
         llm = LLM(target, speculative_config=config, dtype="float32", max_num_seqs=sequences, max_model_len=512)
         for sampling, length in PAIRS[sequences]:

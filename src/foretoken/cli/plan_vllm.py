@@ -59,20 +59,21 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     from foretoken.cli.convert import convert
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import load_config
-    from foretoken.plan.candidates import head_method
+    from foretoken.models.heads.block import read_block
+    from foretoken.plan.candidates import CHAIN, head_method
     from foretoken.plan.vllm.measured import VllmCandidate
 
     method = head_method(folder)
-    if method not in ("eagle3", "eagle", "medusa"):
+    blocks = method in ("dflash", "dspark")
+    if not blocks and method not in ("eagle3", "eagle", "medusa"):
         raise InvalidRequest(f"{folder} holds {method} heads, which vLLM does not load; leave them out")
     out = zoo.cache_folder() / "vllm" / f"{folder.name}-for-{target.name}"
     with redirect_stdout(sys.stderr):
         convert(folder, out, to="vllm", target=str(target), force=True)
-    heads = (
-        load_config(out).get("num_heads") if method == "medusa" else None
-    )  # one head per position bounds the draft length
-    deepest = {"max_depth": heads} if heads else {}
-    return VllmCandidate.of({"method": method, "model": str(out)}, f"{method} {folder.name}", **deepest)
+    # one head, or one row of a block, per position bounds the draft length
+    heads = load_config(out).get("num_heads") if method == "medusa" else None
+    depth = read_block(out).depth if blocks else heads or CHAIN[-1]
+    return VllmCandidate.of({"method": method, "model": str(out)}, f"{method} {folder.name}", max_depth=depth)
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,16 @@ def head_method(folder: Path) -> str:
     kind, names = str(config.get("model_type")), " ".join(config.get("architectures") or []).lower()
     if "eagle" in names or "eagle" in kind:
         return "eagle3" if "eagle3" in names or config.get("draft_vocab_size") else "eagle"
+    if config.get("speculators_model_type") in ("dflash", "dspark"):
+        return str(config["speculators_model_type"])
+    if "dspark" in names or "dflash" in names:
+        return "dspark" if "dspark" in names else "dflash"
     if kind == "medusa" or "medusa_num_heads" in config:
         return "medusa"
     if kind in ("foretoken_blockwise", "foretoken_early_exit"):
         return kind.removeprefix("foretoken_")
     raise InvalidRequest(
-        f"{folder} holds no heads that are known (eagle, eagle3, medusa, blockwise, early_exit); "
+        f"{folder} holds no heads that are known (eagle, eagle3, dflash, dspark, medusa, blockwise, early_exit); "
         "give them with their method in a speculative_config"
     )
 

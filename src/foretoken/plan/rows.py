@@ -13,6 +13,8 @@ _VLLM: Mapping[str, tuple[str, ...]] = {
     "draft_model": ("model",),
     "eagle3": ("model",),
     "eagle": ("model",),
+    "dflash": ("model",),
+    "dspark": ("model",),
     "medusa": ("model",),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": (),

@@ -22,6 +22,8 @@ METHODS: dict[str, str] = {
     "blockwise": "blockwise",
     "eagle3": "eagle",
     "eagle": "eagle",
+    "dflash": "dflash",
+    "dspark": "dspark",
     "early_exit": "early_exit",
     "vocabulary": "vocabulary",
     "mixture": "mixture",

@@ -9,16 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.weights import (
-    DenseMlpWeights,
-    Ends,
-    Entry,
-    LayerWeights,
-    NormWeight,
-    SelfAttentionWeights,
-)
+from foretoken.models.formats.weights import Ends, Entry, NormWeight
 from foretoken.models.heads.eagle import EagleHead
 from foretoken.models.heads.feature_net import FeatureNet
+from foretoken.models.heads.layer_weights import layer_weights, norm_weight
 from foretoken.models.runners.choose import build_runner
 from foretoken.models.runners.linear import product
 
@@ -56,7 +50,7 @@ class EagleNet(FeatureNet):
         architecture = Architecture.of(config)
         self._eps = architecture.eps
         state = head.layers if head.norm_output else head.layers + 1
-        layers = [_layer(head, i, dtype) for i in range(head.layers)]
+        layers = [layer_weights(head.tensors, i, dtype) for i in range(head.layers)]
         ends = Ends(self._embedding, self._norm("norm"), vocabulary)
         entry = Entry(self.joined, self._norm("layers.0.hidden_norm"), head.norm_before_residual)
         runner = build_runner(architecture, layers, ends, dtype, device, entry)
@@ -103,7 +97,7 @@ class EagleNet(FeatureNet):
         return None if bias is None else bias.to(device, dtype)
 
     def _norm(self, name: str) -> NormWeight | None:
-        return _norm(self.head, name)
+        return norm_weight(self.head.tensors, name)
 
     def _norm_names(self) -> list[str]:
         count = self.head.tensors["fc.weight"].shape[-1] // self.head.target_hidden
@@ -112,37 +106,3 @@ class EagleNet(FeatureNet):
 
     def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, self._eps).to(x.dtype)
-
-
-def _layer(head: EagleHead, index: int, dtype: torch.dtype) -> LayerWeights:
-    """Returns the weights of layer ``index`` for a runner; their shapes were checked when the head was read."""
-    at, tensors = f"layers.{index}.", head.tensors
-    qkv = [f"{at}self_attn.{part}_proj" for part in "qkv"]
-    biased = all(f"{name}.bias" in tensors for name in qkv)
-    attention = SelfAttentionWeights(
-        qkv=tuple(tensors[f"{name}.weight"].to(dtype) for name in qkv),
-        qkv_bias=torch.cat([tensors[f"{name}.bias"] for name in qkv]).to(dtype) if biased else None,
-        q_norm=None,
-        k_norm=None,
-        out=tensors[f"{at}self_attn.o_proj.weight"].to(dtype),
-        out_bias=None,
-    )
-    mlp = DenseMlpWeights(
-        up=tuple(tensors[f"{at}mlp.{part}_proj.weight"].to(dtype) for part in ("gate", "up")),
-        up_bias=None,
-        down=tensors[f"{at}mlp.down_proj.weight"].to(dtype),
-        down_bias=None,
-    )
-    return LayerWeights(
-        norm=_norm(head, f"{at}input_layernorm"),
-        attention=attention,
-        after_mixer=None,
-        mlp_norm=_norm(head, f"{at}post_attention_layernorm"),
-        mlp=mlp,
-        after_mlp=None,
-    )
-
-
-def _norm(head: EagleHead, name: str) -> NormWeight | None:
-    weight = head.tensors.get(f"{name}.weight")
-    return None if weight is None else NormWeight(weight.float())

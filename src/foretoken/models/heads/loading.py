@@ -1,9 +1,9 @@
-"""Loads EAGLE heads for a target: checks that they fit it, and finds out the meaning of their taps."""
+"""Loads EAGLE heads and block drafters: checks that they fit the target, and finds out the meaning of their taps."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import open_weights
+from foretoken.models.heads.block import read_block
+from foretoken.models.heads.block_net import BlockNet
 from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.heads.files import find_head
@@ -53,7 +55,8 @@ def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Pa
     folder = find_head("eagle3", model, path)
     head = read_eagle(folder)
     _check(head, folder, target)
-    net = EagleNet(head, _embedding(head, folder, path), target.dtype, target.device, target.max_length, target.unembed)
+    embedding = _embedding("EAGLE head", head.tensors, (head.vocab, head.hidden), folder, path)
+    net = EagleNet(head, embedding, target.dtype, target.device, target.max_length, target.unembed)
     if head.version == 1:
         return LoadedEagle(net, (target.num_layers,))
     taps = head.taps or default_taps(target.num_layers)
@@ -62,6 +65,39 @@ def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Pa
     convention = measure_taps(net, target, tokenizer, taps)
     _log.info("%s: %s", folder, convention)
     return LoadedEagle(net, convention.taps, convention)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBlock:
+    """A block drafter that is ready to draft. taps: indices of the inputs of the tapped layers of the target."""
+
+    net: BlockNet
+    taps: tuple[int, ...]
+
+
+def load_block(role: str, target: Model, model: str | Path | None, path: Path | None) -> LoadedBlock:
+    """Loads a DFlash or DSpark head and checks it against the target.
+
+    Args:
+        role: "dflash" or "dspark", which the head must be.
+        target: the target.
+        model: folder or hub id of the head; None for the one that comes with the target.
+        path: the target's folder.
+
+    Raises:
+        InvalidRequest: ``model`` is None, and the target has no such head.
+        ModelLoadError: the head is damaged, of the other kind, or was made for another target.
+    """
+    folder = find_head(role, model, path)
+    head = read_block(folder)
+    if head.method != role:
+        raise ModelLoadError(f'the head in {folder} is a {head.method} head; draft with {{"method": "{head.method}"}}')
+    check_width(f"{role} head", folder, head.target_hidden, target)
+    check_vocabulary(f"{role} head", folder, head.vocab, target)
+    _check_taps(f"{role} head", folder, head.taps, target)
+    embedding = _embedding(f"{role} head", head.tensors, (head.vocab, head.hidden), folder, path)
+    net = BlockNet(head, embedding, target.dtype, target.device, target.max_length, target.unembed)
+    return LoadedBlock(net, head.taps)
 
 
 def check_width(what: str, folder: Path, hidden: int, target: Model) -> None:
@@ -85,23 +121,29 @@ def check_vocabulary(what: str, folder: Path, vocab: int, target: Model) -> None
 def _check(head: EagleHead, folder: Path, target: Model) -> None:
     check_width("EAGLE head", folder, head.target_hidden, target)
     check_vocabulary("EAGLE head", folder, head.vocab, target)
-    taps = head.taps or default_taps(target.num_layers)
-    if head.version == 3 and not all(0 <= i <= target.num_layers for i in taps):
+    if head.version == 3:
+        _check_taps("EAGLE head", folder, head.taps or default_taps(target.num_layers), target)
+
+
+def _check_taps(what: str, folder: Path, taps: Sequence[int], target: Model) -> None:
+    if not all(0 <= i <= target.num_layers for i in taps):
         raise ModelLoadError(
-            f"the EAGLE head in {folder} reads the layers {list(taps)}, this target has {target.num_layers}; "
+            f"the {what} in {folder} reads the layers {list(taps)}, this target has {target.num_layers}; "
             "heads only fit the model that they were trained on"
         )
 
 
-def _embedding(head: EagleHead, folder: Path, target: Path | None) -> Tensor:
+def _embedding(
+    what: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], folder: Path, target: Path | None
+) -> Tensor:
     """Returns the head's own embedding [V, H], else the target's, read from the target's checkpoint."""
-    if (own := head.tensors.get("embed_tokens.weight")) is not None:
+    if (own := tensors.get("embed_tokens.weight")) is not None:
         return own
     weights: Mapping[str, Tensor] = open_weights(target) if target is not None else {}
     name = next((name for name in _EMBEDDINGS if name in weights), None)
-    if name is None or tuple(weights[name].shape) != (head.vocab, head.hidden):
+    if name is None or tuple(weights[name].shape) != shape:
         raise ModelLoadError(
-            f"the EAGLE head in {folder} has no embedding and cannot share this target's; it needs embed_tokens.weight "
-            f"of {head.vocab} x {head.hidden}"
+            f"the {what} in {folder} has no embedding and cannot share this target's; it needs embed_tokens.weight "
+            f"of {shape[0]} x {shape[1]}"
         )
     return weights[name]

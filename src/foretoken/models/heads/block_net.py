@@ -1,0 +1,220 @@
+"""A block drafter on our runtime (DFlash, 2602.06036; DSpark, 2607.05147).
+
+The KV cache has a row for each token whose hidden states the target has computed: all but the newest. Every layer
+computes its keys and values from the same features of these states. A draft is one pass over a block, the newest token
+and mask tokens behind it, whose rows see each other and all of the cache. The block's own rows are dropped after it.
+
+The pass predicts ``depth`` tokens, each without the others. The Markov head adds a bias by the token before, so its
+logits are those of a node of the draft; they cost a product of low rank and no pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.weights import Ends, Entry
+from foretoken.models.heads.block import BlockHead
+from foretoken.models.heads.feature_net import JOINT_ROWS, FeatureNet, HeadHandle
+from foretoken.models.heads.layer_weights import layer_weights, norm_weight
+from foretoken.models.runners.base import Pass
+from foretoken.models.runners.choose import build_runner
+from foretoken.models.runners.linear import Product, product
+from foretoken.models.runners.pass_plan import Part, PassPlan
+
+
+@dataclass(eq=False, slots=True)
+class BlockHandle(HeadHandle):
+    """A sequence in the cache of a block drafter; ``states`` are those of the rows that predict, [depth, H].
+
+    Attributes:
+        logits: of these rows, [depth, Vd], without the Markov head's bias.
+        confidence: where it is a list, the estimated acceptance of the token at each depth is appended to it as a chain
+            grows.
+    """
+
+    logits: Tensor | None = None
+    confidence: list[float] | None = None
+
+
+class BlockNet(FeatureNet):
+    """The network of a block drafter.
+
+    Args:
+        head: the checkpoint.
+        embedding: the head's own or the target's, [V, H].
+        dtype: dtype of the computation.
+        device: device of weights and KV cache.
+        max_length: maximum length of a sequence in tokens, drafts included.
+        unembed: the target's vocabulary head, for heads without their own.
+    """
+
+    def __init__(
+        self,
+        head: BlockHead,
+        embedding: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int,
+        unembed: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.head, self.dtype, self.device = head, dtype, device
+        tensors = head.tensors
+        self._fc = self._product("fc.weight")
+        self._hidden_norm = tensors["hidden_norm.weight"].to(device, torch.float32)
+        self._ids = head.ids().to(device)
+        self._whole = head.draft_vocab == head.vocab and bool((self._ids == torch.arange(head.vocab).to(device)).all())
+        vocabulary = tensors.get("lm_head.weight", torch.zeros(1, head.hidden)).to(dtype)  # zeros: unused
+        config = {**head.layer, "vocab_size": len(vocabulary), "max_position_embeddings": max_length}
+        architecture = Architecture.of(config)
+        stack = zip(architecture.stack, head.ordered, strict=True)
+        architecture = replace(architecture, stack=tuple(replace(layer, ordered=ordered) for layer, ordered in stack))
+        self._eps = architecture.eps
+        layers = [layer_weights(tensors, i, dtype) for i in range(head.layers)]
+        ends = Ends(embedding.to(dtype), norm_weight(tensors, "norm"), vocabulary)
+        runner = build_runner(architecture, layers, ends, dtype, device, Entry())
+        borrowed = None if unembed is None or "lm_head.weight" in tensors else (unembed, head.layers)
+        super().__init__(runner, head.layers, head.vocab, max_length, borrowed)
+        self._injector = runner.injector()
+        self._begin_heads()
+
+    def _begin_heads(self) -> None:
+        tensors, device = self.head.tensors, self.device
+        self._w1 = self._w2 = self._gate = self._sure = None
+        if self.head.markov_rank:
+            self._w1 = tensors["markov_head.markov_w1.weight"].to(device, self.dtype)
+            self._w2 = self._product("markov_head.markov_w2.weight")
+        if self.head.markov_rank and self.head.gated:
+            self._gate = self._product("markov_head.gate_proj.weight", "markov_head.gate_proj.bias")
+        if self.head.confident:
+            bias = tensors.get("confidence_head.proj.bias", torch.zeros(1)).to(device, torch.float32)
+            self._sure = tensors["confidence_head.proj.weight"][0].to(device, torch.float32), bias
+
+    def features(self, taps: Tensor) -> Tensor:
+        x = _multiply(self._fc, taps.to(self.device, self.dtype))
+        return F.rms_norm(x.float(), self._hidden_norm.shape, self._hidden_norm, self._eps).to(self.dtype)
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        if self._whole:
+            return logits
+        return logits.new_full((logits.shape[0], self.head.vocab), -torch.inf).index_copy_(1, self._ids, logits)
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        return torch.take(self._ids, ids)
+
+    def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> BlockHandle:
+        handle = super().open(tokens, scope)
+        return BlockHandle(handle.slot, handle.tokens, handle.cached, root=handle.root)
+
+    @torch.inference_mode()
+    def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
+        self._inject(handles)
+        owned = [handle for handle in handles if isinstance(handle, BlockHandle)]
+        self._predict(owned)
+        return self._conditional([(handle, [0], [handle.tokens[-1]]) for handle in owned])
+
+    @torch.inference_mode()
+    def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
+        wanted = []
+        for handle, draft in zip(handles, drafts, strict=True):
+            assert isinstance(handle, BlockHandle)
+            known = len(handle.nodes)
+            wanted.append((handle, list(draft.depths[known:]), list(draft.ids[known:])))
+            handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
+        return self._conditional(wanted)
+
+    # committed tokens
+
+    def _row_keys(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the key of each row for the prefix cache: its token. The newest token has no row."""
+        return list(tokens[:-1])
+
+    def _run(self, plan: PassPlan, features: Tensor, outputs: bool = False) -> Pass:
+        """Writes keys and values of features."""
+        return self._injector.run(replace(plan, features=features), (), False)
+
+    def _inject(self, handles: Sequence[HeadHandle]) -> None:
+        """Writes the rows of all pending features."""
+        for handle in handles:
+            self.prefill(handle, JOINT_ROWS)
+        behind = [handle for handle in handles if handle.pending]
+        if behind:
+            fresh = torch.cat([piece for handle in behind for piece in handle.fresh])
+            self._run(PassPlan.of(behind, [Draft.empty()] * len(behind), [0] * len(behind)), fresh)
+        for handle in behind:
+            handle.fresh.clear()
+            handle.cached = len(handle.tokens)
+            if self.keeps and handle.root is not None:
+                self._runner.publish(handle.slot, self._row_keys([handle.root, *handle.tokens]), handle.cached)
+
+    # blocks
+
+    def _predict(self, handles: Sequence[BlockHandle]) -> None:
+        """Runs one pass over the blocks of all sequences."""
+        block, depth = self.head.block, self.head.depth
+        parts = [Part(h.slot, h.cached, block, h.cached + block, Draft.empty(), mutual=True) for h in handles]
+        outputs = [i * block + row for i in range(len(handles)) for row in range(block - depth, block)]
+        plan = PassPlan(
+            tokens=[token for h in handles for token in (h.tokens[-1], *[self.head.mask_token] * (block - 1))],
+            positions=[part.first + row for part in parts for row in range(block)],
+            parts=parts,
+            outputs=outputs,
+            output_counts=[depth] * len(handles),
+            reach=max(part.end for part in parts),
+        )
+        result = self._runner.run(plan, (self._state,), self._unembed is None)
+        states = result.taps[self._state][outputs]
+        logits = self._unembed[0](states) if self._unembed is not None else result.logits
+        assert logits is not None
+        for handle, own, rows in zip(handles, states.split(depth), logits.split(depth), strict=True):
+            handle.states, handle.logits = own, rows
+
+    def _conditional(self, wanted: Sequence[tuple[BlockHandle, list[int], list[int]]]) -> list[Tensor]:
+        """Returns for each sequence the logits [n, Vd] below nodes of given depths, 0 the root's, and tokens."""
+        counts = [len(depths) for _, depths, _ in wanted]
+        rows = [h.logits[depths] for h, depths, _ in wanted if h.logits is not None]
+        logits = rows[0] if len(rows) == 1 else torch.cat(rows)
+        asked = self._sure is not None and any(handle.confidence is not None for handle, *_ in wanted)
+        if self._w1 is None and not asked:
+            return list(logits.split(counts))
+        parts = [h.states[depths] for h, depths, _ in wanted if h.states is not None]
+        states = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device, self.dtype)
+        before = None
+        if self._w1 is not None and self._w2 is not None:
+            ids = torch.tensor([token for *_, tokens in wanted for token in tokens], device=self.device)
+            vectors = before = F.embedding(ids, self._w1)
+            if self._gate is not None:
+                vectors = torch.sigmoid(_multiply(self._gate, torch.cat([states, before], dim=-1))) * before
+            logits = logits + _multiply(self._w2, vectors).float()
+        if asked:
+            self._estimate(wanted, states, before)
+        return list(logits.split(counts))
+
+    def _estimate(
+        self, wanted: Sequence[tuple[BlockHandle, list[int], list[int]]], states: Tensor, before: Tensor | None
+    ) -> None:
+        """Appends to ``confidence`` what the confidence head estimates for each sequence's last node."""
+        assert self._sure is not None
+        weight, bias = self._sure
+        read = states if before is None or not self.head.confident_of else torch.cat([states, before], dim=-1)
+        chances = torch.sigmoid((read.float() * weight).sum(-1) + bias).tolist()
+        at = 0
+        for handle, depths, _ in wanted:
+            at += len(depths)
+            if handle.confidence is not None:
+                handle.confidence.append(chances[at - 1])
+
+    def _product(self, name: str, bias: str | None = None) -> Product:
+        own = None if bias is None else self.head.tensors[bias].to(self.device, self.dtype)
+        return product(self.head.tensors[name].to(self.device, self.dtype), own)
+
+
+def _multiply(by: Product, x: Tensor) -> Tensor:
+    """Multiplies x [rows, in]. A single row is doubled (see ``linear.py``)."""
+    return by(x) if len(x) > 1 else by(x.expand(2, -1).contiguous())[:1]

@@ -1,0 +1,49 @@
+"""DFlash (2602.06036): one pass of a small network on the target's hidden states predicts a block of tokens.
+
+Its distributions are independent by position. A chain or a tree drawn from them is verified with the distribution that
+each token was drawn from, so the output is exact; but tokens drawn independently often do not follow each other, so by
+default the likeliest paths are drafted as fixed candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from foretoken.core.context import Context
+from foretoken.models.heads.block_net import BlockNet
+from foretoken.models.heads.loading import load_block
+from foretoken.propose.base import BuildContext, Method
+from foretoken.propose.growers import GrowthConfig, TreeKind
+from foretoken.propose.hidden_states import HiddenStateProposer
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig(GrowthConfig):
+    """Growth of the head's drafts, at most as deep as its block."""
+
+    tree: TreeKind = "top_k"
+    top_k: int = 8
+
+
+class BlockProposer(HiddenStateProposer):
+    """Drafts with a block drafter: one pass for each draft, whatever its depth."""
+
+    net: BlockNet
+
+    def __init__(self, name: str, net: BlockNet, taps: Sequence[int], config: GrowthConfig) -> None:
+        steps = net.head.depth if config.num_steps is None else min(config.num_steps, net.head.depth)
+        super().__init__(name, net, taps, replace(config, num_steps=steps))
+
+    def _ready(self, context: Context, budget: int) -> bool:
+        fits = len(context.tokens) + self.net.head.block <= self.net.max_length
+        return fits and super()._ready(context, budget)
+
+
+def build(config: DFlashConfig, build_context: BuildContext) -> BlockProposer:
+    """Builds the proposer from the head that "model" names, or the one that comes with the target."""
+    loaded = load_block("dflash", build_context.target, build_context.model, build_context.path)
+    return BlockProposer("dflash", loaded.net, loaded.taps, config)
+
+
+METHOD = Method(DFlashConfig, build, tokens=8, drafts_trees=True)

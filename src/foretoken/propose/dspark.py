@@ -1,0 +1,86 @@
+"""DSpark (2607.05147): DFlash with a Markov head, which makes each token depend on the one drafted before it.
+
+A draft costs one pass and small products. The confidence head estimates the acceptance of each token before it is
+drawn, so a chain can end where it would hardly be accepted, and the output stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foretoken.core.checks import number
+from foretoken.core.context import Context
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.heads.block_net import BlockHandle, BlockNet
+from foretoken.models.heads.loading import load_block
+from foretoken.propose.base import BuildContext, Method
+from foretoken.propose.dflash import BlockProposer
+from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, begin
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkConfig(GrowthConfig):
+    """Growth of the head's drafts, at most as deep as its block.
+
+    Attributes:
+        confidence_threshold: A chain ends where the estimated probability that it is accepted so far is below this. 0
+            never ends it.
+    """
+
+    tree: TreeKind = "sampled"
+    top_k: int = 8
+    confidence_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        GrowthConfig.__post_init__(self)
+        number("confidence_threshold", self.confidence_threshold, 0.0, 1.0)
+        if self.confidence_threshold and self.tree != "chain":
+            raise InvalidRequest(f"confidence_threshold ends chains, and tree is {self.tree!r}; leave one of them out")
+
+
+class ConfidenceGate:
+    """Ends a chain by the product of its confidences, which are appended to a list as it grows.
+
+    An estimate reads the block's states and the token before, never the token that will be drawn (non-anticipation).
+    """
+
+    def __init__(self, confidence: Sequence[float], threshold: float) -> None:
+        self._confidence, self._threshold, self._accepted, self._read = confidence, threshold, 1.0, 0
+
+    def stops(self, row: Tensor, hidden: Tensor | None) -> bool:
+        """Returns whether the draft ends before the next draw, see ``stopping.base.Gate``."""
+        self._accepted *= self._confidence[self._read]
+        self._read += 1
+        return self._accepted < self._threshold
+
+
+class DSpark(BlockProposer):
+    """Drafts with a DSpark head."""
+
+    config: DSparkConfig
+
+    def __init__(self, net: BlockNet, taps: Sequence[int], config: DSparkConfig | None = None) -> None:
+        super().__init__("dspark", net, taps, config or DSparkConfig())
+
+    def _grower(self, context: Context, budget: int) -> Grower:
+        threshold, gate = self.config.confidence_threshold, None
+        if threshold:
+            handle = self._handles[context.id]
+            assert isinstance(handle, BlockHandle)
+            handle.confidence = []
+            gate = ConfidenceGate(handle.confidence, threshold)
+        return begin(self.config, context, budget, self.net.to_target, context.law, self._greedy_rank, gate)
+
+
+def build(config: DSparkConfig, build_context: BuildContext) -> DSpark:
+    """Builds the proposer from the head that "model" names, or the one that comes with the target."""
+    loaded = load_block("dspark", build_context.target, build_context.model, build_context.path)
+    if config.confidence_threshold and not loaded.net.head.confident:
+        raise InvalidRequest("confidence_threshold needs a head with confidence_head.proj, and this one has none")
+    return DSpark(loaded.net, loaded.taps, config)
+
+
+METHOD = Method(DSparkConfig, build, tokens=8, drafts_trees=True)
