@@ -15,6 +15,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
 from foretoken.models.heads.blockwise import read_blockwise
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.train import acceptance, heads
+from foretoken.train.block_heads import DFlashTrainConfig, DSparkTrainConfig
 from foretoken.train.data import Corpus
 from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.train.head_config import HeadConfig
@@ -33,6 +34,8 @@ SETTINGS = {
     "medusa": MedusaTrainConfig(3, 2),
     "blockwise": BlockwiseTrainConfig(2, 16),
     "early-exit": EarlyExitTrainConfig(2),
+    "dflash": DFlashTrainConfig(block=4, layers=2, taps=(2, 4), anchors=3),
+    "dspark": DSparkTrainConfig(block=3, layers=1, taps=(1, 3), anchors=3, markov_rank=8),
 }
 
 
@@ -116,7 +119,7 @@ def test_one_step_first_and_then_all_of_them_which_are_always_judged(target: Pat
     lesson = Lesson(ids, teacher.states(ids, (1, 2, 4)).float(), (1, 2, 4), teacher.embeddings.float(), teacher.head)
     depths = {}
     for progress in (0.49, 0.5):
-        head.begin(progress)
+        head.begin(progress, 0, CONFIG.window)
         depths[progress] = len(head.train()(lesson)), len(head.eval()(lesson))
     assert depths == {0.49: (1, 3), 0.5: (3, 3)}
     assert [tuple(logits.shape) for logits in head(lesson)] == [(1, 21, 100)] * 3

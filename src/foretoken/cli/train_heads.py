@@ -1,4 +1,4 @@
-"""``foretoken train eagle3|medusa|blockwise|early-exit``: trains heads for a target, on text that it generates."""
+"""``foretoken train eagle3|dflash|dspark|medusa|...``: trains heads for a target, on text that it generates."""
 
 from __future__ import annotations
 
@@ -100,6 +100,33 @@ def _early_exit(
     """Train the adapter that lets the target's first layers draft."""
 
 
+def _dflash(
+    block: Annotated[int, typer.Option(help="Rows of a block; it predicts one token less.")] = 8,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 3,
+    taps: Annotated[str | None, typer.Option(help="Layers whose inputs are read, like 1,3,5,7; else five.")] = None,
+    intermediate: Own = None,
+    heads: Own = None,
+    kv_heads: Own = None,
+    mask_token: Annotated[int | None, typer.Option(help="Token id of masked rows; else the rarest.")] = None,
+    anchors: Annotated[int, typer.Option(help="Blocks per window and step.")] = 96,
+) -> None:
+    """Train a DFlash head: one pass drafts a block of tokens."""
+
+
+def _dspark(
+    block: Annotated[int, typer.Option(help="Rows of a block; each predicts a token.")] = 8,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 3,
+    taps: Annotated[str | None, typer.Option(help="Layers whose inputs are read, like 1,3,5,7; else five.")] = None,
+    intermediate: Own = None,
+    heads: Own = None,
+    kv_heads: Own = None,
+    mask_token: Annotated[int | None, typer.Option(help="Token id of masked rows; else the rarest.")] = None,
+    anchors: Annotated[int, typer.Option(help="Blocks per window and step.")] = 96,
+    markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head.")] = 128,
+) -> None:
+    """Train a DSpark head: a DFlash head whose tokens depend on those drafted before, with confidences."""
+
+
 def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
     from foretoken.train.files import check_run
     from foretoken.train.head_config import HeadConfig
@@ -141,7 +168,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise InvalidRequest(f"--taps {text!r}; expected three layer numbers like 2,4,5") from None
+        raise InvalidRequest(f"--taps {text!r}; expected layer numbers like 2,4,5") from None
 
 
 def _register(role: str, own: Callable[..., None]) -> None:
@@ -160,5 +187,12 @@ def _register(role: str, own: Callable[..., None]) -> None:
     app.command(role)(command)
 
 
-for _role, _own in (("eagle3", _eagle3), ("medusa", _medusa), ("blockwise", _blockwise), ("early-exit", _early_exit)):
+for _role, _own in (
+    ("eagle3", _eagle3),
+    ("medusa", _medusa),
+    ("blockwise", _blockwise),
+    ("early-exit", _early_exit),
+    ("dflash", _dflash),
+    ("dspark", _dspark),
+):
     _register(_role, _own)

@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.train.lessons import Head, Lesson, Lessons
+from foretoken.train.lessons import Drafted, Head, Lesson, Lessons
 
 _FLOOR = 1e-6
 
 
-def head_loss(logits: list[Tensor], law: Tensor, discount: float, acceptance: Tensor) -> Tensor:
+def head_loss(head: Head, lesson: Lesson, discount: float, acceptance: Tensor) -> Tensor:
+    """Returns the loss of a head on the distribution of its target; see ``drafted_loss``."""
+    law = known_columns(lesson.law(), head)
+    return drafted_loss(head.drafted(lesson), law, discount, acceptance, head.roots(lesson.ids.shape[1]))
+
+
+def drafted_loss(
+    drafted: Drafted, law: Tensor, discount: float, acceptance: Tensor, roots: Tensor | None = None
+) -> Tensor:
     """Returns sum_j discount^j [(1 - acceptance) CE(p, q_j) - acceptance log sum min(p, q_j)], mean over positions.
 
+    A head's estimates of its acceptance add their cross-entropy with sum min(p, q_j).
+
     Args:
-        logits: Output of ``Head.forward``.
+        drafted: Output of the head.
         law: The target's probabilities of the tokens in the head's vocabulary, [B, T, Vd]. A position with little
             probability there counts less.
         discount: Factor per depth.
         acceptance: Weight of the acceptance loss, a scalar tensor from 0 to 1.
+        roots: As ``Head.roots``.
     """
     total = torch.zeros((), device=law.device)
-    for depth, rows in enumerate(logits):
-        p = law[:, 1 + depth : 1 + depth + rows.shape[1]]
+    for depth, rows in enumerate(drafted.logits):
+        p = _rows(law, depth, rows.shape[1], roots)
         log_q = rows.float().log_softmax(-1)
         entropy = -(p * log_q).sum(-1)
         overlap = torch.minimum(p, log_q.exp()).sum(-1).clamp_min(_FLOOR)
         total = total + discount**depth * ((1 - acceptance) * entropy - acceptance * overlap.log()).mean()
+        if drafted.confidence is not None:
+            estimate = drafted.confidence[depth].float()
+            total = total + discount**depth * F.binary_cross_entropy_with_logits(
+                estimate, overlap.detach().clamp(max=1.0)
+            )
     return total
+
+
+def _rows(law: Tensor, depth: int, count: int, roots: Tensor | None) -> Tensor:
+    """Returns the distributions [B, count, V] of the tokens at ``depth``, from those of all rows [B, T, V]."""
+    return law[:, 1 + depth : 1 + depth + count] if roots is None else law[:, roots.to(law.device) + 1 + depth]
 
 
 def known_columns(law: Tensor, head: Head) -> Tensor:
@@ -51,7 +73,9 @@ def chain_acceptance(head: Head, lessons: Lessons, greedy: bool, skip: int) -> l
     """
     sums, count = torch.zeros(head.depths, dtype=torch.float64), 0
     for lesson in lessons.in_order():
-        accepted = _acceptance(head, lesson, greedy)[:, skip:]
+        accepted = _acceptance(head, lesson, greedy)
+        roots = head.roots(lesson.ids.shape[1])
+        accepted = accepted[:, skip if roots is None else int((roots < skip).sum()) :]
         sums += accepted.cumprod(-1).sum((0, 1)).double().cpu()
         count += accepted.shape[0] * accepted.shape[1]
     return [value / max(count, 1) for value in sums.tolist()]
@@ -62,17 +86,16 @@ def _acceptance(head: Head, lesson: Lesson, greedy: bool) -> Tensor:
     with torch.autocast(lesson.ids.device.type, torch.bfloat16):
         logits = head(lesson)
         law = lesson.law()
-    own, columns = known_columns(law, head), []
+    own, roots, columns = known_columns(law, head), head.roots(lesson.ids.shape[1]), []
     for depth, drafted in enumerate(logits):
-        rows = slice(1 + depth, 1 + depth + drafted.shape[1])
-        best = drafted.argmax(-1)
+        best, count = drafted.argmax(-1), drafted.shape[1]
         if greedy:
             ids = best if head.vocabulary is None else head.vocabulary.to(best.device)[best]
-            columns.append((ids == law[:, rows].argmax(-1)).float())
+            columns.append((ids == _rows(law, depth, count, roots).argmax(-1)).float())
         elif head.drawn:
-            columns.append(torch.minimum(own[:, rows], drafted.float().softmax(-1)).sum(-1))
+            columns.append(torch.minimum(_rows(own, depth, count, roots), drafted.float().softmax(-1)).sum(-1))
         else:
-            columns.append(own[:, rows].gather(-1, best[..., None])[..., 0])
+            columns.append(_rows(own, depth, count, roots).gather(-1, best[..., None])[..., 0])
     return torch.stack(columns, dim=-1)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.formats.checkpoint import load_tokenizer
-from foretoken.train.acceptance import head_loss, known_columns
+from foretoken.train.acceptance import head_loss
 from foretoken.train.lessons import Head, Lesson, Teacher
 from foretoken.train.progress import quiet_transformers
 from foretoken.train.target import next_token_loss
@@ -42,7 +42,7 @@ class CoTrained(nn.Module):
         states = torch.stack([output.hidden_states[layer] for layer in frozen.layers], dim=2)
         vectors = self.target.get_input_embeddings().weight, self.target.get_output_embeddings().weight
         now = Lesson(frozen.ids, states, frozen.layers, *vectors, self.softcap)
-        loss = head_loss(self.head(now), known_columns(now.law(), self.head), discount, acceptance)
+        loss = head_loss(self.head, now, discount, acceptance)
         before, after = (lesson.read(lesson.last()).float().log_softmax(-1) for lesson in (frozen, now))
         return loss + self.hold * (before.exp() * (before - after)).sum(-1).mean()
 

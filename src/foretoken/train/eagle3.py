@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.lessons import Head, Lesson, RmsNorm, Teacher
+from foretoken.train.rotary import rotated, rotations
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ class Eagle3Head(Head):
         self.fc.weight.normal_(std=0.005)
         self.fc.weight[:, -width:] += torch.eye(width)
         self.lm_head.weight.copy_(teacher.head[self.vocabulary.to(teacher.head.device)])
-        self.midlayer.start_from(teacher.last_layer())
+        self.midlayer.start_from(teacher.layer(-1))
         if (norm := teacher.final_norm()) is not None and norm.shape == self.norm.weight.shape:
             self.norm.weight.copy_(0.1 * norm)
 
-    def begin(self, progress: float) -> None:
+    def begin(self, progress: float, step: int, length: int) -> None:
         self._unrolled = 1 if progress < self.settings.single_share else self.depths
 
     def forward(self, lesson: Lesson) -> list[Tensor]:
@@ -233,9 +234,9 @@ class _Attention(nn.Module):
             values: Values of the earlier depths. This depth's are appended.
         """
         batch, roots = x.shape[:2]
-        turn = _rotations(roots, depth, self.head_dim, self.theta, x.device)
-        q = _rotated(self.q_proj(x).view(batch, roots, self.heads, -1).transpose(1, 2), turn)
-        k = _rotated(self.k_proj(x).view(batch, roots, self.kv_heads, -1).transpose(1, 2), turn)
+        turn = rotations(roots, depth, self.head_dim, self.theta, x.device)
+        q = rotated(self.q_proj(x).view(batch, roots, self.heads, -1).transpose(1, 2), turn)
+        k = rotated(self.k_proj(x).view(batch, roots, self.kv_heads, -1).transpose(1, 2), turn)
         v = self.v_proj(x).view(batch, roots, self.kv_heads, -1).transpose(1, 2)
         group = self.heads // self.kv_heads
         keys.append(k.repeat_interleave(group, 1))
@@ -259,15 +260,3 @@ def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     for i, v in enumerate(values[1:]):
         mixed = mixed + weights[..., prefix.shape[-1] + i, None] * v
     return mixed
-
-
-def _rotations(count: int, first: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines [count, width] of the positions from ``first`` on."""
-    frequencies = theta ** (-torch.arange(0, width, 2, device=device).float() / width)
-    angles = torch.outer(torch.arange(first, first + count, device=device).float(), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def _rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return (x * turn[0] + torch.cat((-high, low), dim=-1) * turn[1]).to(x.dtype)

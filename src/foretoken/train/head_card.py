@@ -20,6 +20,8 @@ from foretoken.train.generated import Prompts
 _PROMPTS, _TOKENS = 24, 128
 _KINDS = {
     "eagle3": "EAGLE-3 head",
+    "dflash": "DFlash head",
+    "dspark": "DSpark head",
     "medusa": "Medusa heads",
     "blockwise": "blockwise parallel heads",
     "early-exit": "adapter for an early exit",

@@ -1,4 +1,4 @@
-"""``foretoken train eagle3|medusa|blockwise|early-exit``: trains a head on text that the target sampled."""
+"""``foretoken train eagle3|dflash|dspark|medusa|...``: trains a head on text that the target sampled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.models.loading import resolve_device
 from foretoken.train import processes
-from foretoken.train.acceptance import chain_acceptance, figures, head_loss, known_columns
+from foretoken.train.acceptance import chain_acceptance, figures, head_loss
+from foretoken.train.block_heads import DFlashHead, DFlashTrainConfig, DSparkHead, DSparkTrainConfig
 from foretoken.train.cotrain import TARGET_RATE, CoTrained, text_loss
 from foretoken.train.data import Corpus
 from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
@@ -63,6 +64,8 @@ ROLES = {
     "medusa": Role(MedusaTrainConfig, MedusaHead.made, 6e-3),
     "blockwise": Role(BlockwiseTrainConfig, BlockwiseHead.made, 6e-3),
     "early-exit": Role(EarlyExitTrainConfig, EarlyExitHead.made),
+    "dflash": Role(DFlashTrainConfig, DFlashHead.made),
+    "dspark": Role(DSparkTrainConfig, DSparkHead.made),
 }
 
 
@@ -211,8 +214,7 @@ def _loss(head: Head, lessons: Lessons, data: HeadConfig, together: CoTrained | 
         with torch.autocast(ids.device.type, torch.bfloat16):
             if together is not None:
                 return together.loss(lesson, data.discount, acceptance)
-            logits, law = head(lesson), known_columns(lesson.law(), head)
-        return head_loss(logits, law, data.discount, acceptance)
+            return head_loss(head, lesson, data.discount, acceptance)
 
     return loss_fn
 
@@ -243,7 +245,7 @@ def _batches(head: Head, lessons: Lessons, trainer: Trainer, data: HeadConfig) -
     """Yields lessons with the weight of the acceptance loss: 0, then rising over a third of the last share, then 1."""
     share, config = data.acceptance_share, trainer.config
     for lesson in lessons.batches(config.batch, config.seed, trainer.step):
-        head.begin(trainer.progress())
+        head.begin(trainer.progress(), trainer.step, lessons.windows.shape[1])
         into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)
         yield lesson.ids, lesson.states, torch.tensor(min(1.0, max(0.0, into)), device=lesson.ids.device)
 

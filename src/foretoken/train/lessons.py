@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,10 +67,10 @@ class Teacher:
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
-    def last_layer(self) -> nn.Module | None:
-        """Returns the last decoder layer, None where the model has no ``layers``."""
+    def layer(self, number: int) -> nn.Module | None:
+        """Returns a decoder layer, -1 the last; None where the model has no such layer."""
         layers = getattr(self.model.base_model, "layers", None)
-        return layers[-1] if layers is not None else None
+        return layers[number] if layers is not None and -len(layers) <= number < len(layers) else None
 
     def final_norm(self) -> Tensor | None:
         """Returns the weight of the norm before the vocabulary head, None where the model has no ``norm``."""
@@ -151,6 +151,18 @@ class RmsNorm(nn.RMSNorm):
         return super().forward(x.float())
 
 
+class Drafted(NamedTuple):
+    """Output of a head in training.
+
+    Attributes:
+        logits: See ``Head.forward``.
+        confidence: Logits [B, R] of the estimated acceptance at every depth, None for a head without such estimates.
+    """
+
+    logits: list[Tensor]
+    confidence: list[Tensor] | None = None
+
+
 class Head(nn.Module, ABC):
     """A head that drafts from the target's hidden states.
 
@@ -170,11 +182,25 @@ class Head(nn.Module, ABC):
     def forward(self, lesson: Lesson) -> list[Tensor]:
         """Returns logits [B, T - depths, Vd] for every depth: index i of depth j is for token i + 2 + j.
 
-        In training, later depths may be left out.
+        A head that computes the rows ``roots`` alone returns [B, R, Vd]. In training, later depths may be left out.
         """
 
-    def begin(self, progress: float) -> None:
-        """Called before each training step with the finished share of the run."""
+    def drafted(self, lesson: Lesson) -> Drafted:
+        """Returns what is trained: by default the logits alone."""
+        return Drafted(self(lesson))
+
+    def begin(self, progress: float, step: int, length: int) -> None:
+        """Called before each training step.
+
+        Args:
+            progress: Finished share of the run.
+            step: Number of the step.
+            length: Tokens per window.
+        """
+
+    def roots(self, length: int) -> Tensor | None:
+        """Returns the rows [R] of a window whose chains ``forward`` computes, ascending; None for all."""
+        return None
 
     @abstractmethod
     def describe(self, teacher: Teacher) -> dict[str, Any]:
@@ -204,7 +230,7 @@ class Lessons:
         self, teacher: Teacher, windows: Tensor, taps: Sequence[int], folder: Path, budget: float, title: str
     ) -> None:
         self.teacher, self.windows, self.folder = teacher, windows, folder
-        self.layers = (*sorted(set(taps)), teacher.layers)
+        self.layers = tuple(sorted({*taps, teacher.layers}))
         row_bytes = 2 * windows.shape[1] * teacher.hidden
         self.kept = min(len(windows), int(budget / (row_bytes * len(self.layers))))
         shape = (self.kept, windows.shape[1], teacher.hidden)

@@ -84,7 +84,9 @@ def optimizers(model: nn.Module, config: TrainConfig, scale: Callable[[str], flo
 
 
 def _is_matrix(name: str) -> bool:
-    return not any(table in name for table in ("embed", "lm_head", "shared.weight", "relative_attention_bias"))
+    return not any(
+        table in name for table in ("embed", "lm_head", "shared.weight", "relative_attention_bias", "markov_w")
+    )
 
 
 def compiled(fn: Callable[..., Any], enabled: bool | None, dynamic: bool | None = None) -> Callable[..., Any]:

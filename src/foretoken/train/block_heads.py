@@ -1,0 +1,318 @@
+"""Block drafters: DFlash (2602.06036), and DSpark (2607.05147) with its Markov and confidence heads.
+
+A block is the newest token and mask tokens behind it. Its rows see each other, and the target's hidden states before it
+as keys and values. One pass predicts all its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretoken.core.checks import integer
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.lessons import Drafted, Head, Lesson, RmsNorm, Teacher
+from foretoken.train.rotary import rotated, rotations
+
+_EVALUATED = 4  # one row of so many is evaluated
+
+
+@dataclass(frozen=True)
+class DFlashTrainConfig:
+    """Size and training of a block drafter.
+
+    Args:
+        block: Rows of a block; a DFlash head predicts one token less.
+        layers: Number of decoder layers.
+        taps: Indices of the ``hidden_states`` that are read, None for five that are spread over the target.
+        intermediate: Units of the MLPs, None for as many as the target has.
+        heads: Attention heads, None for as many as the target has.
+        kv_heads: Key-value heads, None for as many as the target has.
+        mask_token: The token of the rows behind the newest token, None for the target's rarest.
+        anchors: Blocks per window and training step, at random places.
+    """
+
+    block: int = 8
+    layers: int = 3
+    taps: tuple[int, ...] | None = None
+    intermediate: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    mask_token: int | None = None
+    anchors: int = 96
+
+    def __post_init__(self) -> None:
+        integer("block", self.block, 2)
+        for name in ("layers", "anchors"):
+            integer(name, getattr(self, name), 1)
+        for name in ("intermediate", "heads", "kv_heads"):
+            integer(name, getattr(self, name), 1, optional=True)
+        integer("mask_token", self.mask_token, 0, optional=True)
+
+    def tapped(self, layers: int) -> tuple[int, ...]:
+        """Returns the layers whose inputs are read; ``layers`` stands for the target's normed output."""
+        spread = {1 + round(i * (layers - 2) / 4) for i in range(5)}
+        taps = self.taps or tuple(sorted(tap for tap in spread if tap > 0)) or (layers,)
+        if not all(0 < tap <= layers for tap in taps):
+            raise InvalidRequest(f"taps {list(taps)} for a target of {layers} layers; expected 1 to {layers}")
+        return taps
+
+
+@dataclass(frozen=True)
+class DSparkTrainConfig(DFlashTrainConfig):
+    """As ``DFlashTrainConfig``, and the rank of the Markov head."""
+
+    markov_rank: int = 128
+
+    def __post_init__(self) -> None:
+        DFlashTrainConfig.__post_init__(self)
+        integer("markov_rank", self.markov_rank, 1)
+
+
+class DFlashHead(Head):
+    """A DFlash head. Its state_dict is the checkpoint, under z-lab's names.
+
+    Row i of the target's text begins a block whose newest token is token i + 1: the block sees the target's states up
+    to row i. Its row k predicts token i + 1 + k, so the first row predicts nothing.
+    """
+
+    drawn = True
+    shift = 1  # the row of a block that predicts the first token
+    architecture = "DFlashDraftModel"
+
+    def __init__(self, config: DFlashTrainConfig, teacher: Teacher, mask_token: int) -> None:
+        super().__init__()
+        self.settings, self.taps = config, config.tapped(teacher.layers)
+        self.depths, self.mask_token = config.block - self.shift, mask_token
+        width, shape = teacher.hidden, teacher.config
+        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.hidden_norm = RmsNorm(width, shape.rms_norm_eps)
+        self._layers = [_Layer(config, shape) for _ in range(config.layers)]
+        self.layers = nn.ModuleList(self._layers)
+        self.norm = RmsNorm(width, shape.rms_norm_eps)
+        self._roots: Tensor | None = None
+        self._generator = torch.Generator().manual_seed(0)
+        self._start_from(teacher)
+
+    @classmethod
+    def made(cls, config: DFlashTrainConfig, teacher: Teacher, counts: Tensor) -> DFlashHead:
+        """Returns a head whose mask token is the rarest by ``counts`` [V] unless ``config`` names one."""
+        rarest = int((counts == counts.min()).nonzero()[-1])
+        token = rarest if config.mask_token is None else config.mask_token
+        if token >= teacher.vocab:
+            raise InvalidRequest(f"mask_token {token} for a vocabulary of {teacher.vocab} tokens")
+        return cls(config, teacher, token)
+
+    @torch.no_grad()
+    def _start_from(self, teacher: Teacher) -> None:
+        """Initializes with the highest tap, and the target's last layers where shapes fit.
+
+        The last norm starts small, so the output is uncertain.
+        """
+        width = self.fc.out_features
+        self.fc.weight.normal_(std=0.005)
+        self.fc.weight[:, -width:] += torch.eye(width)
+        for back, layer in enumerate(reversed(self._layers)):
+            layer.start_from(teacher.layer(-1 - back))
+        if (norm := teacher.final_norm()) is not None and norm.shape == self.norm.weight.shape:
+            self.norm.weight.copy_(0.1 * norm)
+
+    def begin(self, progress: float, step: int, length: int) -> None:
+        """Chooses the rows whose blocks the next step trains; they depend on ``step`` alone."""
+        rows = torch.randperm(length - self.depths - 1, generator=self._generator.manual_seed(step))
+        self._roots = rows[: self.settings.anchors].sort().values
+
+    def roots(self, length: int) -> Tensor:
+        if self.training and self._roots is not None:
+            return self._roots
+        return torch.arange(0, length - self.depths - 1, _EVALUATED)
+
+    def forward(self, lesson: Lesson) -> list[Tensor]:
+        return self.drafted(lesson).logits
+
+    def drafted(self, lesson: Lesson) -> Drafted:
+        return Drafted(list(lesson.read(self.blocks(lesson)).unbind(2)))
+
+    def blocks(self, lesson: Lesson) -> Tensor:
+        """Returns the normed states of the rows that predict, [B, R, depths, H]."""
+        roots = self.roots(lesson.ids.shape[1]).to(lesson.ids.device)
+        context = self.hidden_norm(self.fc(lesson.tapped(self.taps)))
+        ids = torch.full((*lesson.ids[:, roots].shape, self.settings.block), self.mask_token, device=roots.device)
+        ids[..., 0] = lesson.ids[:, roots + 1]
+        hidden = F.embedding(ids, lesson.embeddings)
+        for layer in self._layers:
+            hidden = layer(hidden, context, roots)
+        out: Tensor = self.norm(hidden[:, :, self.shift :])
+        return out
+
+    def describe(self, teacher: Teacher) -> dict[str, Any]:
+        shape, layer = teacher.config, self._layers[0]
+        return {
+            "architectures": [self.architecture],
+            "model_type": "qwen3",
+            "hidden_size": teacher.hidden,
+            "intermediate_size": layer.mlp.gate_proj.out_features,
+            "num_hidden_layers": len(self.layers),
+            "num_attention_heads": layer.self_attn.heads,
+            "num_key_value_heads": layer.self_attn.kv_heads,
+            "head_dim": layer.self_attn.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.rms_norm_eps,
+            "rope_theta": shape.rope_parameters["rope_theta"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_parameters["rope_theta"]},
+            "max_position_embeddings": shape.max_position_embeddings,
+            "vocab_size": teacher.vocab,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * len(self.layers),
+            "num_target_layers": teacher.layers,
+            "block_size": self.settings.block,
+            **self._own_keys(),
+        }
+
+    def _own_keys(self) -> dict[str, Any]:
+        return {"dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": [t - 1 for t in self.taps]}}
+
+
+class DSparkHead(DFlashHead):
+    """A DSpark head, under DeepSeek's names. Row k of a block predicts token i + 2 + k.
+
+    The Markov head adds w2(w1[token before]) to a row's logits. The confidence head estimates the probability that the
+    row's token will be accepted, from the row's state and w1[token before].
+    """
+
+    shift = 0
+    architecture = "Qwen3DSparkModel"
+
+    def __init__(self, config: DSparkTrainConfig, teacher: Teacher, mask_token: int) -> None:
+        super().__init__(config, teacher, mask_token)
+        self.markov_head = _Markov(teacher.vocab, config.markov_rank)
+        self.confidence_head = _Confidence(teacher.hidden + config.markov_rank)
+
+    def drafted(self, lesson: Lesson) -> Drafted:
+        states = self.blocks(lesson)
+        roots = self.roots(lesson.ids.shape[1]).to(lesson.ids.device)
+        before = lesson.ids[:, roots[:, None] + 1 + torch.arange(self.depths, device=roots.device)]
+        embedded = self.markov_head.markov_w1(before)
+        logits = lesson.read(states) + self.markov_head.markov_w2(embedded)
+        confidence = self.confidence_head(torch.cat([states, embedded], dim=-1))
+        return Drafted(list(logits.unbind(2)), list(confidence.unbind(2)))
+
+    def _own_keys(self) -> dict[str, Any]:
+        return {
+            "mask_token_id": self.mask_token,
+            "target_layer_ids": [tap - 1 for tap in self.taps],
+            "num_anchors": self.settings.anchors,
+            "markov_rank": self.markov_head.markov_w2.in_features,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+
+
+class _Markov(nn.Module):
+    def __init__(self, vocab: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=0.1)
+        nn.init.zeros_(self.markov_w2.weight)
+
+
+class _Confidence(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.proj(x)[..., 0]
+        return out
+
+
+class _Layer(nn.Module):
+    """A layer of Qwen3 whose attention also sees keys and values of the target's states."""
+
+    def __init__(self, config: DFlashTrainConfig, shape: Any) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RmsNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
+        self.self_attn = _Attention(config, shape)
+        self.mlp = _Mlp(width, config.intermediate or shape.intermediate_size)
+
+    def forward(self, hidden: Tensor, context: Tensor, roots: Tensor) -> Tensor:
+        """Returns [B, R, K, H] from that and the context [B, T, H]; a block sees the context up to its root."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, roots)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+    def start_from(self, layer: nn.Module | None) -> None:
+        """Copies from a layer of the target what has the same name and shape."""
+        if layer is None:
+            return
+        source: Mapping[str, Tensor] = dict(layer.named_parameters())
+        for name, weight in self.named_parameters():
+            if (given := source.get(name)) is not None and given.shape == weight.shape:
+                weight.copy_(given)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate, bias=False)
+        self.up_proj = nn.Linear(width, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DFlashTrainConfig, shape: Any) -> None:
+        super().__init__()
+        self.heads = config.heads or shape.num_attention_heads
+        self.kv_heads = config.kv_heads or shape.num_key_value_heads
+        self.head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // self.heads
+        if self.heads % self.kv_heads:
+            raise InvalidRequest(f"{self.heads} heads do not divide among {self.kv_heads} key heads")
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
+        self.q_norm, self.k_norm = RmsNorm(self.head_dim, eps), RmsNorm(self.head_dim, eps)
+        self.theta = float(shape.rope_parameters["rope_theta"])
+
+    def forward(self, x: Tensor, context: Tensor, roots: Tensor) -> Tensor:
+        count, block = x.shape[1:3]
+        length = context.shape[1]
+        cos, sin = rotations(length + block, 0, self.head_dim, self.theta, x.device)
+        places = roots[:, None] + 1 + torch.arange(block, device=roots.device)
+        own_turn, turn = (cos[places], sin[places]), (cos[:length], sin[:length])
+
+        def split(y: Tensor, heads: int) -> Tensor:
+            """Returns [B, heads, ..., head_dim]."""
+            return y.unflatten(-1, (heads, self.head_dim)).movedim(-2, 1)
+
+        group = self.heads // self.kv_heads
+        q = rotated(self.q_norm(split(self.q_proj(x), self.heads)), own_turn) * self.head_dim**-0.5
+        k = rotated(self.k_norm(split(self.k_proj(x), self.kv_heads)), own_turn).repeat_interleave(group, 1)
+        v = split(self.v_proj(x), self.kv_heads).repeat_interleave(group, 1)
+        k_seen = rotated(self.k_norm(split(self.k_proj(context), self.kv_heads)), turn).repeat_interleave(group, 1)
+        v_seen = split(self.v_proj(context), self.kv_heads).repeat_interleave(group, 1)
+        hidden = torch.arange(length, device=roots.device) > roots[:, None]
+        before = (q.flatten(2, 3) @ k_seen.transpose(-1, -2)).unflatten(2, (count, block))
+        scores = torch.cat([before.masked_fill(hidden[:, None], float("-inf")), q @ k.transpose(-1, -2)], dim=-1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+        mixed = (weights[..., :length].flatten(2, 3) @ v_seen).unflatten(2, (count, block))
+        mixed = mixed + weights[..., length:] @ v
+        out: Tensor = self.o_proj(mixed.movedim(1, -2).flatten(-2))
+        return out
