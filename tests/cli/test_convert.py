@@ -6,7 +6,7 @@ import json
 
 import torch
 from safetensors.torch import load_file
-from tests.models.heads import tiny
+from tests.models.heads import blocks, tiny
 
 
 def _tensors(folder):
@@ -41,11 +41,26 @@ def test_a_shared_vocabulary_head_is_written_out(run, tiny_pair, tmp_path):
     assert torch.equal(written["2.1.weight"], head)
 
 
+def test_block_drafters_change_their_layout(run, tiny_pair, tmp_path):
+    embedding = _tensors(tiny_pair.target)["model.embed_tokens.weight"]
+    source = tiny.save(tmp_path / "a", *blocks.dflash(vocab=embedding.shape[0]))
+    refused = run("convert", str(source), str(tmp_path / "b"), "--to", "speculators")
+    assert refused.code == 1 and "--target" in refused.err
+    there = ("--to", "speculators", "--target", str(tiny_pair.target))
+    assert run("convert", str(source), str(tmp_path / "b"), *there).code == 0
+    assert run("convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "vllm").code == 0
+    before, after = _tensors(source), _tensors(tmp_path / "c")
+    assert after.keys() - before.keys() == {"lm_head.weight"}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert config["dflash_config"] == {"mask_token_id": 100, "target_layer_ids": [0, 1]}
+
+
 def test_refusals_are_one_line(run, tmp_path):
     source = tiny.save(tmp_path / "a", *tiny.blockwise())
     for args, message in {
         (str(source), str(tmp_path / "b"), "--to", "vllm"): "no other engine",
-        (str(source), str(tmp_path / "b"), "--to", "onnx"): "sglang, vllm, speculators, medusa",
+        (str(source), str(tmp_path / "b"), "--to", "onnx"): "sglang, vllm, speculators, medusa, original",
         (str(source), str(source), "--to", "vllm"): "same folder",
         (str(tmp_path / "none"), str(tmp_path / "b"), "--to", "vllm"): "does not exist",
     }.items():

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.heads import tiny
+from tests.models.heads import blocks, tiny
 from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
 from foretoken.models.heads.blockwise import read_blockwise
-from foretoken.models.heads.loading import load_eagle
+from foretoken.models.heads.loading import load_block, load_eagle
 from foretoken.models.heads.medusa import read_medusa
 from foretoken.models.heads.parallel import BlockwiseNet, MedusaNet
 from foretoken.models.loading import load_model
@@ -63,6 +63,23 @@ def test_a_widened_eagle3_head_drafts_as_before(embedding: bool, folders: tuple[
         predicted.append(loaded.net.teacher_forced(IDS[1:], features))
     torch.testing.assert_close(*predicted, rtol=1e-3, atol=2e-3)
     assert json.loads((scaled / "config.json").read_text())["foretoken_taps"] == [0, 4, 7]
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_widened_block_drafter_drafts_as_before(method: str, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    targets = [load_model(folder, F32, "cpu") for folder in folders]
+    make = blocks.dspark if method == "dspark" else blocks.dflash
+    written = make(hidden=32, target_hidden=32, vocab=targets[0].vocab_size, taps=(0, 2, 3))
+    head = tiny.save(tmp_path / "head", *written)
+    assert widen_head(head, *folders) == folders[1] / "heads" / method
+    predicted = []
+    for target, folder, model in zip(targets, folders, (head, None), strict=True):
+        loaded = load_block(method, target, model, folder)
+        seen = states(target, loaded.taps)
+        handle = loaded.net.open(IDS)
+        loaded.net.extend(handle, IDS[1:], loaded.net.features(torch.cat([seen[i] for i in loaded.taps], dim=-1)[:-1]))
+        predicted.append(loaded.net.catch_up([handle])[0])
+    torch.testing.assert_close(*predicted, rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("own", [0, 1, 3])

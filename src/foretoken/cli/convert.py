@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of EAGLE or Medusa heads, in any dialect.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of EAGLE, DFlash, DSpark or Medusa heads.")],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
-    to: Annotated[str, typer.Option(help="sglang, vllm, speculators (EAGLE-3) or medusa (the original's form).")],
+    to: Annotated[str, typer.Option(help="sglang, vllm, speculators, medusa, or original (DFlash, DSpark).")],
     target: Annotated[
         str | None,
         typer.Option(help="The target: to write out its vocabulary head, or to settle which layers are tapped."),
@@ -44,19 +44,25 @@ def convert(
 
 def _converted(source: Path, to: str, target: str | None) -> Written:
     from foretoken.core.errors import InvalidRequest
+    from foretoken.models.heads.block import read_block
+    from foretoken.models.heads.block_dialects import BLOCK_DIALECTS, write_block
     from foretoken.models.heads.blockwise import MODEL_TYPE
     from foretoken.models.heads.dialects import EAGLE_DIALECTS, write_eagle
     from foretoken.models.heads.eagle import read_eagle
     from foretoken.models.heads.files import open_head
     from foretoken.models.heads.medusa import MEDUSA_DIALECTS, read_medusa, write_medusa
 
-    if to not in (*EAGLE_DIALECTS, *MEDUSA_DIALECTS):
-        raise InvalidRequest(
-            f"--to {to!r} is not known; known: {', '.join(dict.fromkeys((*EAGLE_DIALECTS, *MEDUSA_DIALECTS)))}"
-        )
+    known = tuple(dict.fromkeys((*EAGLE_DIALECTS, *MEDUSA_DIALECTS, *BLOCK_DIALECTS)))
+    if to not in known:
+        raise InvalidRequest(f"--to {to!r} is not known; known: {', '.join(known)}")
     config, weights = open_head(source)
     if config.get("model_type") == MODEL_TYPE:
         raise InvalidRequest(f"{source} holds blockwise heads, which no other engine loads")
+    if "hidden_norm.weight" in weights or "model.hidden_norm.weight" in weights:
+        block = read_block(source)
+        borrowed = target if target is not None and "lm_head.weight" not in block.tensors else None
+        own = None if borrowed is None else _vocabulary(borrowed, block.tensors["fc.weight"].dtype)
+        return write_block(block, to, own, target or "")
     if "fc.weight" in weights:
         head = read_eagle(source)
         return write_eagle(head, to, _taps(source, target) if target and not head.exact else None, target)

@@ -8,7 +8,7 @@ is s r Q, with s = sqrt(h'/h). So W diag(w) Q / s applied to the wide output equ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from torch import Tensor
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import read_object
+from foretoken.models.heads.block import BlockHead, read_block
+from foretoken.models.heads.block_dialects import write_block
 from foretoken.models.heads.blockwise import MODEL_TYPE, BlockwiseHeads, Feedforward, read_blockwise, write_blockwise
 from foretoken.models.heads.dialects import Written, write_eagle
 from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
@@ -29,7 +31,7 @@ from foretoken.train.files import PROVENANCE, atomic_directory, write_json
 from foretoken.train.shards import ShardReader, weights_sha256
 from foretoken.train.widen.tensors import rotation
 
-ROLES = ("eagle3", "medusa", "blockwise")
+ROLES = ("eagle3", "dflash", "dspark", "medusa", "blockwise")
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,43 @@ def widen_eagle(head: EagleHead, w: Widening) -> Written:
             "only EAGLE-3 heads whose fc reads hidden states as they are, at known layers, are widened"
         )
     taps = head.taps or default_taps(len(w.layers))
-    fc = head.tensors["fc.weight"]
-    blocks = [w.stream(block, tap) for block, tap in zip(fc.chunk(len(taps), dim=1), taps, strict=True)]
-    tensors = {**head.tensors, "fc.weight": torch.cat(blocks, dim=1).to(fc.dtype)}
-    if "embed_tokens.weight" not in tensors:
-        if tuple(w.embedding.shape) != (head.vocab, head.hidden):
-            raise InvalidRequest("the head has no embedding and cannot share its target's, whose size is another")
-        tensors["embed_tokens.weight"] = w.embedding.to(fc.dtype)
+    tensors = _own_ends(_widened_fc(head.tensors, taps, w), w, head.vocab, head.hidden, ("embed_tokens",))
     places = tuple(w.place(tap) for tap in taps)
     wide = replace(head, tensors=tensors, target_hidden=w.q.shape[1], taps=places)
     return write_eagle(wide, "sglang" if head.layers == 1 else "vllm", places)
+
+
+def widen_block(head: BlockHead, w: Widening) -> Written:
+    """Widens a DFlash or DSpark head: fc reads every tap through Q. The layers stay, between ends of their own."""
+    ends = ("embed_tokens", "lm_head")
+    tensors = _own_ends(_widened_fc(head.tensors, head.taps, w), w, head.vocab, head.hidden, ends)
+    taps = tuple(w.place(tap) for tap in head.taps)
+    return write_block(replace(head, tensors=tensors, target_hidden=w.q.shape[1], taps=taps), "original")
+
+
+def _widened_fc(tensors: Mapping[str, Tensor], taps: Sequence[int], w: Widening) -> dict[str, Tensor]:
+    """Returns the tensors with an fc that reads the taps of the wide target."""
+    fc = tensors["fc.weight"]
+    blocks = [w.stream(block, tap) for block, tap in zip(fc.chunk(len(taps), dim=1), taps, strict=True)]
+    return {**tensors, "fc.weight": torch.cat(blocks, dim=1).to(fc.dtype)}
+
+
+def _own_ends(
+    tensors: dict[str, Tensor], w: Widening, vocab: int, hidden: int, ends: Sequence[str]
+) -> dict[str, Tensor]:
+    """Returns the tensors with the source's embedding and vocabulary head where the head has none of its own.
+
+    Raises:
+        InvalidRequest: these have another size.
+    """
+    given = {"embed_tokens": w.embedding, "lm_head": w.vocabulary}
+    for name in ends:
+        if f"{name}.weight" in tensors:
+            continue
+        if tuple(given[name].shape) != (vocab, hidden):
+            raise InvalidRequest(f"the head has no {name} and cannot share its target's, whose size is another")
+        tensors[f"{name}.weight"] = given[name].to(tensors["fc.weight"].dtype, copy=True)
+    return tensors
 
 
 def widen_medusa(heads: MedusaHeads, w: Widening) -> Written:
@@ -192,6 +221,9 @@ def _role(config: dict[str, Any]) -> str:
     kind = config.get("model_type")
     if kind == MODEL_TYPE:
         return "blockwise"
+    names = " ".join(config.get("architectures") or []).lower()
+    if found := next((role for role in ("dspark", "dflash") if role in names), None):
+        return found
     return "medusa" if kind == "medusa" or "medusa_num_heads" in config else "eagle3"
 
 
@@ -200,6 +232,10 @@ def _widened(role: str, head: Path, w: Widening) -> Written:
         eagle = read_eagle(head)
         _check_width(head, eagle.target_hidden, w)
         return widen_eagle(eagle, w)
+    if role in ("dflash", "dspark"):
+        block = read_block(head)
+        _check_width(head, block.target_hidden, w)
+        return widen_block(block, w)
     if role == "medusa":
         medusa = read_medusa(head)
         _check_width(head, medusa.hidden, w)
