@@ -15,7 +15,8 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
-from foretoken.propose.draft_model import DraftModel
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig, ParallelDraftModel
+from foretoken.propose.growers import TreeKind
 from foretoken.propose.lookup import Lookup
 from foretoken.propose.mixture import Mixture
 from foretoken.propose.mixture_members import Member
@@ -60,12 +61,19 @@ def mixture() -> Mixture:
     return Mixture(members)
 
 
+def at_once(tree: TreeKind) -> ParallelDraftModel:
+    return ParallelDraftModel(TARGET.perturbed(0.5), VOCAB - 1, DraftModelConfig(tree=tree, top_k=2))
+
+
 PROPOSERS = {
     "recycling": lambda: Recycling(VOCAB, RecyclingConfig(top_k=2)),
     "text of another tokenizer": lambda: other_tokenizer("slem"),
     "shared tokens": lambda: other_tokenizer("tli"),
     "shared tokens, drawn tree": lambda: other_tokenizer("tli", tree="sampled", top_k=2),
     "mixture": mixture,
+    "all levels at once": lambda: at_once("chain"),
+    "all levels at once, ranked tree": lambda: at_once("top_k"),
+    "all levels at once, drawn tree": lambda: at_once("sampled"),
 }
 
 

@@ -28,7 +28,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.student import Student, TargetSpan
 from foretoken.propose.base import Observation, Proposer, Wrapper
-from foretoken.propose.draft_model import DraftModel
+from foretoken.propose.draft_model import DraftModel, ParallelDraftModel
 
 _log = logging.getLogger(__name__)
 
@@ -231,6 +231,11 @@ def adaptive(proposer: Proposer, draft: str | Path | None, config: AdaptConfig) 
     """Returns ``proposer`` with a student of the draft in ``draft``. Raises InvalidRequest if it cannot learn."""
     if not isinstance(proposer, DraftModel) or draft is None:
         raise InvalidRequest(f"adapt=True needs method 'draft_model' with a draft from a folder, not {proposer.name!r}")
+    if isinstance(proposer, ParallelDraftModel):
+        raise InvalidRequest(
+            "adapt=True teaches a draft the next token, and this one predicts all positions in one pass; set "
+            "parallel_drafting to false, or leave adapt out"
+        )
     from foretoken.models.formats.checkpoint import resolve
 
     return Adaptive(proposer, Student(resolve(draft), proposer.model, config.learning_rate, config.batch), config)

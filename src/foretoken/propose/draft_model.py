@@ -16,10 +16,11 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
-from foretoken.models.formats.checkpoint import load_tokenizer, resolve
+from foretoken.models.formats.checkpoint import load_config, load_tokenizer, resolve
+from foretoken.models.heads.mask_token import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
-from foretoken.propose.growers import Grower, GrowthConfig, begin
+from foretoken.propose.growers import Grower, GrowthConfig, begin, grow_at_once
 from foretoken.propose.stopping import base as stopping
 from foretoken.propose.stopping.base import Stop
 
@@ -85,12 +86,8 @@ class DraftModel(Proposer):
                     prefilling.append(handle)
         if prefilling:
             self.model.score(prefilling, [Draft.empty()] * len(prefilling))
-        taps = (self.model.num_layers,) if self.stop is not None and self.stop.hidden else ()
-        while active := [(handle, grower) for handle, grower in growers.values() if not grower.done]:
-            drafts = [grower.growing() for _, grower in active]
-            scores = self.model.score([handle for handle, _ in active], drafts, taps)
-            for (_, grower), score in zip(active, scores, strict=True):
-                grower.extend(score.logits, self._hidden(score))
+        if growers:
+            self._grow(list(growers.values()), [self.config.steps(budgets[i]) for i in growers])
         results = [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
         if self.stop is not None:
             self._drafts.update((contexts[i].id, results[i]) for i in growers)
@@ -138,6 +135,20 @@ class DraftModel(Proposer):
             self._drafts.pop(context.id, None)
             self.stop.forget(context)
 
+    def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> None:
+        """Grows the drafts of all sequences, a level with each pass.
+
+        Args:
+            active: The sequences and their drafts.
+            levels: Maximum depth of each draft.
+        """
+        taps = (self.model.num_layers,) if self.stop is not None and self.stop.hidden else ()
+        while active := [(handle, grower) for handle, grower in active if not grower.done]:
+            drafts = [grower.growing() for _, grower in active]
+            scores = self.model.score([handle for handle, _ in active], drafts, taps)
+            for (_, grower), score in zip(active, scores, strict=True):
+                grower.extend(score.logits, self._hidden(score))
+
     def _hidden(self, score: Scores) -> Tensor | None:
         """Returns the last states of the rows that have logits, [rows, H], if they were tapped."""
         states = score.taps.get(self.model.num_layers)
@@ -178,6 +189,44 @@ class DraftModel(Proposer):
         return begin(self.config, context, budget, self._fit, law, gate=gate)
 
 
+class ParallelDraftModel(DraftModel):
+    """Drafts all levels in one pass (PARD, 2504.18583): a mask token stands for each token that is not drafted yet.
+
+    Args:
+        mask_token: The token that the draft was trained to predict from, of its own vocabulary.
+    """
+
+    def __init__(
+        self, model: Model, mask_token: int, config: DraftModelConfig | None = None, vocab_size: int | None = None
+    ) -> None:
+        super().__init__(model, config, vocab_size)
+        if self.stop is not None:
+            raise InvalidRequest(
+                "draft_stop ends a draft between passes, and parallel_drafting has only one; choose one"
+            )
+        self.mask_token = mask_token
+
+    def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> None:
+        handles = [handle for handle, _ in active]
+        if stale := [handle for handle in handles if handle.nodes]:  # of a step that was abandoned
+            self.model.commit(stale, [[]] * len(stale))
+        masks = [Draft.chain([self.mask_token] * (depth - 1)) for depth in levels]
+        for (_, grower), score in zip(active, self.model.score(handles, masks), strict=True):
+            grow_at_once(grower, score.logits)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethodConfig(DraftModelConfig):
+    """Keys of the method "draft_model".
+
+    Attributes:
+        parallel_drafting: Whether the draft predicts all positions in one pass. None where its config.json names the
+            mask token of such a draft.
+    """
+
+    parallel_drafting: bool | None = None
+
+
 def check_vocabulary(tokenizer: Any, draft: Path) -> None:
     """Refuses a draft whose token ids mean draft_vocab strings than the target's. Raises InvalidRequest."""
     if not any(draft.glob("tokenizer*")):
@@ -193,7 +242,7 @@ def check_vocabulary(tokenizer: Any, draft: Path) -> None:
         )
 
 
-def build(config: DraftModelConfig, build_context: BuildContext) -> DraftModel:
+def build(config: DraftMethodConfig, build_context: BuildContext) -> DraftModel:
     """Builds the proposer from the draft that "model" names."""
     if build_context.model is None:
         raise InvalidRequest("method 'draft_model' needs a draft: pass draft_model= or 'model' in speculative_config")
@@ -207,7 +256,13 @@ def build(config: DraftModelConfig, build_context: BuildContext) -> DraftModel:
             "take a draft of the target's kind"
         )
     model.share(build_context.target)
-    return DraftModel(model, config, build_context.target.vocab_size)
+    vocab_size = build_context.target.vocab_size
+    mask = None if config.parallel_drafting is False else mask_token(load_config(draft), model.vocab_size, draft)
+    if mask is not None:
+        return ParallelDraftModel(model, mask, config, vocab_size)
+    if config.parallel_drafting:
+        raise no_mask_token(draft)
+    return DraftModel(model, config, vocab_size)
 
 
-METHOD = Method(DraftModelConfig, build)
+METHOD = Method(DraftMethodConfig, build)

@@ -192,6 +192,26 @@ class SampledTreeGrower:
         return self.tree.finished()
 
 
+def grow_at_once(grower: Grower, logits: Tensor) -> None:
+    """Grows a draft from the logits of all its levels, which a model computed before any of its tokens was chosen.
+
+    The distribution at a node depends on its depth alone, apart from what the request's own parameters make of the
+    node's history. So a chain's tokens are drawn independently, and all nodes of a level have the same logits. The
+    draft carries the distributions that its tokens were drawn from, as any other.
+
+    Args:
+        grower: The draft, which has not begun.
+        logits: [levels, V], those of the root's children first.
+    """
+    scored = 0
+    for level in logits:
+        if grower.done:
+            return
+        nodes = len(grower.growing())
+        grower.extend(level.expand(max(1, nodes - scored), -1))
+        scored = nodes
+
+
 def begin(
     config: GrowthConfig,
     context: Context,

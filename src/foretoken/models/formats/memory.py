@@ -15,6 +15,7 @@ from foretoken.core.errors import ModelLoadError
 CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
 _EMBEDDINGS = ("embed_tokens", "word_embeddings.", "embed_in", ".wte.")  # parts of the names of embeddings
+_OF_LAYERS = "embed_tokens_per_layer"  # which is no vocabulary head
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
@@ -32,7 +33,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bits
     for name, shape in shapes.items():
         embeds = any(table in name for table in _EMBEDDINGS)
         total += math.prod(shape) * (quantized if len(shape) > 1 and not embeds else dtype.itemsize)
-        if embeds and "lm_head.weight" not in shapes:
+        if embeds and _OF_LAYERS not in name and "lm_head.weight" not in shapes:
             total += math.prod(shape) * quantized
     return int(total)
 
