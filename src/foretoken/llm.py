@@ -62,6 +62,9 @@ class LLM:
         weight_format: How the compiled runtime holds bfloat16 weights in memory. "raw" is as they are, "packed"
             is 12 bits each without loss, and "auto" packs where passes of few rows gain. Results are the same bits.
             "packed" is for the target; draft models then follow "auto".
+        kv_cache_dtype: Type of the target's cached keys and values. "auto" is the model's dtype. "int8" has a scale for
+            each token and head, and about twice as many tokens fit. The result is another target, and decoding is exact
+            with respect to it. "bfloat16" halves the cache of a float32 model. Draft models keep their own dtype.
         adapt: Whether the draft model is trained in the background on verified tokens. True, or keys of
             ``AdaptConfig``.
         methods: Further methods, each a configuration or a method's name, that a request may choose by
@@ -98,6 +101,7 @@ class LLM:
         max_num_seqs: int = 16,
         quantization: str | None = None,
         weight_format: str = "auto",
+        kv_cache_dtype: str = "auto",
         adapt: bool | Mapping[str, Any] = False,
         methods: Sequence[str | Mapping[str, Any]] = (),
         kv_cache_memory_bytes: int | None = None,
@@ -128,6 +132,7 @@ class LLM:
             quantization=quantization,
             tensor_parallel_size=tensor_parallel_size,
             weight_format=weight_format,
+            kv_cache_dtype=kv_cache_dtype,
             **options,
         )
         self.adapters = LoadedAdapters(self.target)

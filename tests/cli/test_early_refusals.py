@@ -40,6 +40,7 @@ CASES: list[tuple[str, str]] = [
     ("generate x --dtype float7", "dtype 'float7' is not known"),
     ("generate x --quantization int3", "quantization 'int3' is not known"),
     ("generate x --weight-format zip", "weight_format 'zip' is not known"),
+    ("generate x --kv-cache-dtype fp8", "kv_cache_dtype 'fp8' is not known"),
     ("generate x --max-model-len 0", "max_model_len must be"),
     ("generate x --tensor-parallel-size 0", "tensor_parallel_size must be"),
     ('generate x --speculative-config {"method":"ngrm"}', "speculative method 'ngrm' is not known"),

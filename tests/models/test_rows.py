@@ -15,10 +15,15 @@ from .tiny import only_runner
 from .trees import repeating
 
 CPU = torch.device("cpu")
-NUMBERS: dict[str, tuple[torch.dtype, str | None]] = {
-    "float32": (torch.float32, None),
-    "bfloat16": (torch.bfloat16, None),
-    "int8": (torch.bfloat16, "int8"),
+NUMBERS: dict[str, tuple[torch.dtype, str | None, str]] = {
+    "float32": (torch.float32, None, "auto"),
+    "bfloat16": (torch.bfloat16, None, "auto"),
+    "int8": (torch.bfloat16, "int8", "auto"),
+}
+CACHES: dict[str, tuple[torch.dtype, str | None, str]] = {  # which torch operators do not have
+    "float32, int8 cache": (torch.float32, None, "int8"),
+    "int8, int8 cache": (torch.bfloat16, "int8", "int8"),
+    "float32, bfloat16 cache": (torch.float32, None, "bfloat16"),
 }
 VOCAB = 256
 
@@ -30,6 +35,7 @@ def two_threads() -> None:
 
 
 KINDS = [f"{numbers}-{runner}" for numbers in NUMBERS for runner in ("compiled", "torch")]
+KINDS += [f"{numbers}-compiled" for numbers in CACHES]
 
 
 @pytest.fixture(params=KINDS)
@@ -41,7 +47,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def decoder(kind: str, heads: int = 4, kv_heads: int = 2, dim: int = 32, **changes: object) -> Decoder:
     numbers, runner = kind.split("-")
-    dtype, quantization = NUMBERS[numbers]
+    dtype, quantization, kv_cache_dtype = (NUMBERS | CACHES)[numbers]
     if not can_pack(dtype, CPU):
         pytest.skip(f"this machine has no packed {dtype} products; its rows are not promised to be independent")
     hidden, width, layers = 96, 160, 2
@@ -83,7 +89,7 @@ def decoder(kind: str, heads: int = 4, kv_heads: int = 2, dim: int = 32, **chang
             for at in ("pre_feedforward", "post_feedforward"):
                 weights[f"model.layers.{i}.{at}_layernorm.weight"] = random(hidden)
     with only_runner(runner):
-        return Decoder(config, weights, dtype, CPU, quantization=quantization)
+        return Decoder(config, weights, dtype, CPU, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -98,6 +98,7 @@ class FakeUsage:
     waiting: int = 1
     kv_tokens: int = 300
     kv_capacity: int = 1200
+    kv_bytes_per_token: int = 64
     prefix_hits: int = 40
     prefix_queries: int = 100
     preemptions: int = 3

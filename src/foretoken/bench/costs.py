@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from foretoken.bench.clock import TimedTask, interleaved
-from foretoken.bench.floor import Floor, kv_bytes, matrices
+from foretoken.bench.floor import Floor, matrices
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.costs.measured import PassCost, TimeSpread
@@ -38,9 +38,21 @@ class Loaded:
     weight_format: str = "raw"
 
     @staticmethod
-    def of(path: Path, quantization: str = "", max_length: int | None = None, weight_format: str = "raw") -> Loaded:
+    def of(
+        path: Path,
+        quantization: str = "",
+        max_length: int | None = None,
+        weight_format: str = "raw",
+        kv_cache_dtype: str = "auto",
+    ) -> Loaded:
         """Loads the model in ``path``."""
-        model = load_model(path, max_length=max_length, quantization=quantization or None, weight_format=weight_format)
+        model = load_model(
+            path,
+            max_length=max_length,
+            quantization=quantization or None,
+            weight_format=weight_format,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return Loaded(path, model, load_config(path), size, quantization, weight_format)
 
@@ -74,7 +86,7 @@ def pass_costs(
     loaded: Loaded, rows: Sequence[int], contexts: Sequence[int], turns: int = 20, batch: int = 1, track: Track = iter
 ) -> list[PassCost]:
     """Times ``turns`` interleaved passes through ``Model.score``. Rewinding keeps contexts constant."""
-    model, config = loaded.model, loaded.config
+    model = loaded.model
     with ExitStack() as stack:
         tasks: dict[tuple[int, int], TimedTask] = {}
         for context in contexts:
@@ -92,7 +104,7 @@ def pass_costs(
             batch=batch,
             seconds=spreads[context, m],
             floor=min((spreads[at] for at in ((-1, m), (-2, m)) if at in spreads), key=_median, default=None),
-            kv_bytes=batch * kv_bytes(config, context, model.dtype),
+            kv_bytes=batch * (1 + model.takes_source) * context * model.kv_bytes_per_token,
             weights_bytes=loaded.weights_bytes,
         )
         for context in contexts

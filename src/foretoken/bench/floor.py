@@ -45,17 +45,6 @@ def _of_decoder(a: Seq2SeqArchitecture) -> list[Shape]:
     return layer * stack.layers + [(a.vocab, a.hidden)]
 
 
-def kv_bytes(config: Mapping[str, Any], context: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of the KV cache of ``context`` tokens, and of a source of the same length."""
-    if supports(config):
-        a = Seq2SeqArchitecture.of(config)
-        return 2 * 2 * a.decoder.layers * a.decoder.width * context * dtype.itemsize
-    heads = config["num_attention_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * size
-    return int(per_token * context * dtype.itemsize)
-
-
 class Floor:
     """Weights of these shapes, packed for oneDNN where supported, in separate memory. Their values do not matter."""
 

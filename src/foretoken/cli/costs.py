@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import check_places, publish
-from foretoken.cli.options import Color, Json, Output, Quantization, WeightFormat
+from foretoken.cli.options import Color, Json, KVCacheDtype, Output, Quantization, WeightFormat
 from foretoken.cli.theme import ColorMode, wide_console
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def costs(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt whose steps are measured.")] = 64,
     quantization: Quantization = None,
     weight_format: WeightFormat = "raw",
+    kv_cache_dtype: KVCacheDtype = "auto",
     parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
     as_json: Json = False,
     output: Output = None,
@@ -55,11 +56,12 @@ def costs(
     notes = wide_console(color, stderr=True)
     record: dict[str, Any] = {"setting": setting() | {"target": wide.name, "draft": small.name}}
     shown: list[Any] = []
+    target = (wide, quantization or "", weight_format, kv_cache_dtype)
     measures: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
-        "passes": lambda: _passes((wide, quantization or "", weight_format), sizes, contexts, turns, batch, notes),
+        "passes": lambda: _passes(target, sizes, contexts, turns, batch, notes),
         "transformers": lambda: _transformers([small, *bundled, wide], min(contexts), turns, notes),
-        "steps": lambda: _steps(wide, small, (quantization, weight_format), max_tokens, notes),
-        "startup": lambda: _startup(wide, small, bool(bundled), (quantization, weight_format), min(3, turns), notes),
+        "steps": lambda: _steps(small, target, max_tokens, notes),
+        "startup": lambda: _startup(small, bool(bundled), target, min(3, turns), notes),
     }
     for part in chosen:
         record[part], tables = measures[part]()
@@ -76,15 +78,15 @@ def costs(
 
 
 def _passes(
-    target: tuple[Path, str, str], rows: list[int], contexts: list[int], turns: int, batch: int, notes: Console
+    target: tuple[Path, str, str, str], rows: list[int], contexts: list[int], turns: int, batch: int, notes: Console
 ) -> tuple[Any, list[Any]]:
     from dataclasses import asdict
 
     from foretoken.bench import tables
     from foretoken.bench.costs import Loaded, pass_costs
 
-    wide, quantization, weight_format = target
-    loaded = Loaded.of(wide, quantization, weight_format=weight_format)
+    wide, quantization, weight_format, kv_cache_dtype = target
+    loaded = Loaded.of(wide, quantization, None, weight_format, kv_cache_dtype)
     result = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
     _keep(loaded, result, notes)
     title = f"\na pass of {wide.name}, {_precision(loaded)}, products read {loaded.weights_bytes / 1e6:.0f} MB"
@@ -118,9 +120,7 @@ def _transformers(folders: Sequence[Path], context: int, turns: int, notes: Cons
     return facts, ["\none step: one row through Model.score, and transformers' module", tables.transformers(result)]
 
 
-def _steps(
-    wide: Path, small: Path, weights: tuple[str | None, str], max_tokens: int, notes: Console
-) -> tuple[Any, list[Any]]:
+def _steps(small: Path, target: tuple[Path, str, str, str], max_tokens: int, notes: Console) -> tuple[Any, list[Any]]:
     """Measures steps on a few prompts after one that warms up, greedy and sampled."""
     from dataclasses import asdict
 
@@ -130,7 +130,7 @@ def _steps(
     from foretoken.bench.workloads import FUNCTIONS
     from foretoken.cli.theme import waiting
 
-    llm = LLM(wide, small, quantization=weights[0], weight_format=weights[1])
+    llm = LLM(draft_model=small, **_options(target))
     result = {}
     with waiting(notes, "steps"):
         for name, extra in {"temperature 0": {"temperature": 0.0}, "temperature 1": {}, "seeded": {"seed": 1}}.items():
@@ -142,7 +142,7 @@ def _steps(
 
 
 def _startup(
-    wide: Path, small: Path, bundled: bool, weights: tuple[str | None, str], times: int, notes: Console
+    small: Path, bundled: bool, target: tuple[Path, str, str, str], times: int, notes: Console
 ) -> tuple[Any, list[Any]]:
     from dataclasses import asdict
 
@@ -150,16 +150,21 @@ def _startup(
     from foretoken.bench.startup import startup
     from foretoken.cli.theme import waiting
 
-    options = {"model": str(wide), "draft_model": str(small), "weight_format": weights[1]}
-    if weights[0]:
-        options["quantization"] = weights[0]
+    options = {"draft_model": str(small), **_options(target)}
     with waiting(notes, "starting fresh processes"):
         result = [startup("bundled pair", {}, times)] if bundled else []
-        result.append(startup(wide.name, options, times))
+        result.append(startup(target[0].name, options, times))
     return [asdict(each) for each in result], [
         "\nfrom nothing to the first token, a fresh process",
         tables.startups(result),
     ]
+
+
+def _options(target: tuple[Path, str, str, str]) -> dict[str, Any]:
+    """Returns the arguments of ``LLM`` for a target."""
+    wide, quantization, weight_format, kv_cache_dtype = target
+    options = {"model": str(wide), "weight_format": weight_format, "kv_cache_dtype": kv_cache_dtype}
+    return options | ({"quantization": quantization} if quantization else {})
 
 
 def _numbers(option: str, text: str) -> list[int]:

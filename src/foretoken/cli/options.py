@@ -29,6 +29,9 @@ WeightFormat = Annotated[
         help="raw; packed: bfloat16 weights in 12 bits of memory, without loss; auto: packed if few rows gain."
     ),
 ]
+KVCacheDtype = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="auto; int8: twice as many cached tokens; bfloat16, of a float32 model.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the JSON document to a file.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")]
@@ -54,6 +57,7 @@ def _check(
     dtype: str = "auto",
     quantization: str | None = None,
     weight_format: str = "raw",
+    kv_cache_dtype: str = "auto",
     backend: str = "auto",
     max_model_len: int | None = None,
     tensor_parallel_size: int = 1,
@@ -66,6 +70,7 @@ def _check(
         check_adapters,
         check_backend,
         check_dtype,
+        check_kv_cache_dtype,
         check_quantization,
         check_weight_format,
     )
@@ -74,6 +79,7 @@ def _check(
     check_dtype(dtype)
     check_quantization(quantization)
     check_weight_format(weight_format)
+    check_kv_cache_dtype(kv_cache_dtype)
     check_backend(backend)
     integer("max_model_len", max_model_len, 1, optional=True)
     integer("tensor_parallel_size", tensor_parallel_size, 1)

@@ -18,6 +18,7 @@ from foretoken.cli.options import (
     Color,
     Html,
     Json,
+    KVCacheDtype,
     Output,
     Quantization,
     Retries,
@@ -26,7 +27,7 @@ from foretoken.cli.options import (
     WeightFormat,
 )
 from foretoken.cli.theme import ColorMode, staged, wide_console
-from foretoken.models.options import check_dtype, check_quantization, check_weight_format
+from foretoken.models.options import check_dtype, check_kv_cache_dtype, check_quantization, check_weight_format
 
 if TYPE_CHECKING:
     from foretoken.plan.outcome import Plan
@@ -55,6 +56,7 @@ def plan(
     turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate.")] = 24,
     quantization: Quantization = None,
     weight_format: WeightFormat = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     as_json: Json = False,
     output: Output = None,
@@ -145,14 +147,16 @@ def plan(
     check_dtype(dtype)
     check_quantization(quantization)
     check_weight_format(weight_format)
+    check_kv_cache_dtype(kv_cache_dtype)
     if engine != "foretoken" or engine_python or engine_args or engine_alone:
         from foretoken.cli.plan_vllm import Options, plan_for
         from foretoken.core.errors import InvalidRequest
 
         if rtt is not None:
             raise InvalidRequest("--rtt is answered for foretoken's own engine; leave it or --engine out")
-        if weight_format != "auto":
-            raise InvalidRequest("--weight-format belongs to foretoken's own runtime; leave it or --engine out")
+        for option, value in (("--weight-format", weight_format), ("--kv-cache-dtype", kv_cache_dtype)):
+            if value != "auto":
+                raise InvalidRequest(f"{option} belongs to foretoken's own runtime; leave it or --engine out")
         own = Options(
             engine,
             engine_python,
@@ -186,7 +190,9 @@ def plan(
     chosen = candidates(drafts, found_heads, [speculative(text) or {} for text in speculative_config or []])
     notes, console = wide_console(color, stderr=True), wide_console(color)
     with staged(notes) as say:
-        result = _plan(target, chosen, prompts, count, settings, (dtype, quantization, weight_format), say)
+        result = _plan(
+            target, chosen, prompts, count, settings, (dtype, quantization, weight_format, kv_cache_dtype), say
+        )
     if rtt is not None:
         result = replace(result, remote_drafting=remote_drafting(result.rows, rtt / 1e3))
 
@@ -222,7 +228,7 @@ def _plan(
     prompts: Path | None,
     count: int,
     settings: PlanSettings,
-    options: tuple[str, str | None, str],
+    options: tuple[str, str | None, str, str],
     say: Say,
 ) -> Plan:
     """Makes a plan, with the setting and the costs of passes."""
@@ -241,13 +247,15 @@ def _plan(
     from foretoken.plan.planner import Planner
     from foretoken.speculation import Builder
 
-    dtype, quantization, weight_format = options
+    dtype, quantization, weight_format, kv_cache_dtype = options
     torch.set_num_threads(cores())
     say("loading the models", 0.0)
     path = resolve(model)
     tokenizer = load_tokenizer(path)
     texts = load_prompts(prompts, count) if prompts is not None else list(FUNCTIONS)[:count]
-    target = load_model(path, dtype=dtype, quantization=quantization, weight_format=weight_format)
+    target = load_model(
+        path, dtype=dtype, quantization=quantization, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype
+    )
     start = start_ids(path, target.vocab_size) if target.takes_source else ()
     reader = PromptTokenizer(tokenizer, target.vocab_size, start)
     read = [reader.tokenize(text) for text in texts]

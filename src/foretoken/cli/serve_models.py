@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _ENGINE = (
     *("speculative_config", "methods", "dtype", "device", "quantization", "weight_format", "backend", "max_num_seqs"),
-    *("max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens", "seed"),
+    *("kv_cache_dtype", "max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens", "seed"),
 )
 _SETTINGS = ("chat_template", "tool_call_parser", "reasoning_parser")
 _KEYS = ("model", "draft_model", "served_model_name", "max_waiting", "lora_modules", *_ENGINE, *_SETTINGS)

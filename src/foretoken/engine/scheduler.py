@@ -44,6 +44,7 @@ class SchedulerUsage:
         waiting: Number of waiting sequences.
         kv_tokens: Number of tokens in the KV cache, rounded up to whole pages.
         kv_capacity: Number of tokens whose KV cache fits. 0 is no limit.
+        kv_bytes_per_token: Bytes of one token in the target's KV cache. 0 is unknown.
         prefix_hits: Number of prompt tokens found in the prefix cache since the start.
         prefix_queries: Number of prompt tokens looked up in the prefix cache since the start.
         preemptions: Number of preemptions since the start.
@@ -53,6 +54,7 @@ class SchedulerUsage:
     waiting: int = 0
     kv_tokens: int = 0
     kv_capacity: int = 0
+    kv_bytes_per_token: int = 0
     prefix_hits: int = 0
     prefix_queries: int = 0
     preemptions: int = 0
@@ -94,7 +96,14 @@ class Scheduler:
         held = sum(_paged(len(s.context.tokens)) + _paged(len(s.context.source)) for s in list(self.running.values()))
         capacity = self.capacity or 0
         return SchedulerUsage(
-            len(self.running), len(self.waiting), held, capacity, self._hits, self._queries, self._preemptions
+            running=len(self.running),
+            waiting=len(self.waiting),
+            kv_tokens=held,
+            kv_capacity=capacity,
+            kv_bytes_per_token=self.target.kv_bytes_per_token,
+            prefix_hits=self._hits,
+            prefix_queries=self._queries,
+            preemptions=self._preemptions,
         )
 
     def add(self, sequence: Sequence) -> None:

@@ -24,7 +24,7 @@ from foretoken.models.formats.lora.tensors import read_adapter
 from foretoken.models.formats.prequantized import check_prequantized
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Layers, Source, read_ends
-from foretoken.models.options import check_quantization, check_weight_format
+from foretoken.models.options import check_kv_cache_dtype, check_quantization, check_weight_format
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.choose import build_runner, cached_runner
 from foretoken.models.runners.native.cache import WeightCache
@@ -44,6 +44,7 @@ class Decoder(Model):
         max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
         quantization: None, or a scheme of ``options.QUANTIZATIONS`` to quantize the matrices with.
         weight_format: one of ``options.WEIGHT_FORMATS``, how bfloat16 matrices are held in memory.
+        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``, the type of keys and values.
 
     Raises:
         InvalidRequest: an option is unknown, or weights cannot be packed here.
@@ -59,9 +60,11 @@ class Decoder(Model):
         max_length: int | None = None,
         quantization: str | None = None,
         weight_format: str = "raw",
+        kv_cache_dtype: str = "auto",
     ) -> None:
         check_quantization(quantization)
         check_weight_format(weight_format)
+        check_kv_cache_dtype(kv_cache_dtype)
         check_prequantized(config)
         a = Architecture.of(config, max_length)
         self.architecture: Architecture | Seq2SeqArchitecture = a
@@ -70,8 +73,15 @@ class Decoder(Model):
         self.max_length, self.has_experts = a.max_length, a.has_experts
         source = Source(weights, a, dtype, Quantizer.of(quantization))
         cache = _cache(config, weights, dtype, quantization, weight_format)
-        self.runner: Runner = cached_runner(a, dtype, device, cache) or build_runner(
-            a, Layers(source), read_ends(source), dtype, device, cache=cache, weight_format=weight_format
+        self.runner: Runner = cached_runner(a, dtype, device, cache, kv_cache_dtype) or build_runner(
+            a,
+            Layers(source),
+            read_ends(source),
+            dtype,
+            device,
+            cache=cache,
+            weight_format=weight_format,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 

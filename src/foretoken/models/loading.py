@@ -24,7 +24,14 @@ from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.reader import located
-from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization, check_weight_format
+from foretoken.models.options import (
+    DTYPES,
+    check_backend,
+    check_dtype,
+    check_kv_cache_dtype,
+    check_quantization,
+    check_weight_format,
+)
 from foretoken.models.runners.native.build import kernels_available, packs_groups
 from foretoken.models.runners.native.weight_format import PACKED_BITS, packs
 from foretoken.models.seq2seq.model import EncoderDecoder
@@ -42,6 +49,7 @@ def load_model(
     tensor_parallel_size: int = 1,
     gguf_file: str | None = None,
     weight_format: str = "raw",
+    kv_cache_dtype: str = "auto",
 ) -> Model:
     """Loads a causal language model or an encoder-decoder.
 
@@ -58,6 +66,8 @@ def load_model(
         gguf_file: name of a GGUF file in the folder or repository.
         weight_format: how the native decoder holds bfloat16 matrices in memory: ``"raw"`` as they are, ``"packed"`` in
             12 bits without loss, ``"auto"`` packed where passes of few rows gain.
+        kv_cache_dtype: how the native decoder holds keys and values: ``"auto"`` in the model's dtype, ``"bfloat16"``,
+            or ``"int8"`` with a scale for each token and head.
 
     Raises:
         InvalidRequest: an option is unknown, or the model does not support it.
@@ -67,6 +77,7 @@ def load_model(
     check_quantization(quantization)
     check_backend(backend)
     check_weight_format(weight_format)
+    check_kv_cache_dtype(kv_cache_dtype)
     where = resolve_device(device)
     path = resolve(name, gguf_file)
     config = load_config(path)
@@ -81,6 +92,10 @@ def load_model(
     kind = resolve_dtype(dtype, where, compiled=runtime is not None)
     if weight_format == "packed":
         _check_packed(runtime, quantization, path)
+    if runtime is None and kv_cache_dtype != "auto":
+        raise InvalidRequest(
+            f"kv_cache_dtype={kv_cache_dtype!r} needs the native decoder, which does not run {path} here; leave it out"
+        )
     if ranks:
         from foretoken.models.hf.sharded import ShardedModel
 
@@ -92,7 +107,7 @@ def load_model(
     compress = runtime is not None and compiled and packs(runtime.decoder_of(config), kind, weight_format)
     check_fits(_needed(tensors, scheme, kind, compiled, PACKED_BITS if compress else None), where, str(path))
     if runtime is not None:
-        return runtime(config, tensors, kind, where, max_length, quantization, weight_format)
+        return runtime(config, tensors, kind, where, max_length, quantization, weight_format, kv_cache_dtype)
     if quantization is not None:
         raise InvalidRequest(
             f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "

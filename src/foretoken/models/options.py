@@ -12,6 +12,7 @@ from foretoken.core.errors import InvalidRequest
 BACKENDS = ("auto", "native", "hf")
 QUANTIZATIONS = ("int8", "int4", "int4-g32", "int4-g64", "int4-g128")
 WEIGHT_FORMATS = ("auto", "raw", "packed")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
 DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -47,6 +48,12 @@ def check_weight_format(name: str) -> None:
     """Raises InvalidRequest for an unknown way to hold weights in memory."""
     if name not in WEIGHT_FORMATS:
         raise InvalidRequest(f"weight_format {name!r} is not known; known: {', '.join(WEIGHT_FORMATS)}")
+
+
+def check_kv_cache_dtype(name: str) -> None:
+    """Raises InvalidRequest for an unknown type of the KV cache."""
+    if name not in KV_CACHE_DTYPES:
+        raise InvalidRequest(f"kv_cache_dtype {name!r} is not known; known: {', '.join(KV_CACHE_DTYPES)}")
 
 
 def check_adapters(names: Collection[str], backend: str, tensor_parallel_size: int) -> None:

@@ -70,6 +70,7 @@ def identify(loaded: Loaded) -> str:
         str(loaded.model.dtype),
         loaded.quantization,
         loaded.weight_format,
+        loaded.model.kv_bytes_per_token,
         str(loaded.model.device),
         _device(loaded.model.device),
         torch.get_num_threads(),

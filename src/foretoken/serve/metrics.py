@@ -43,6 +43,7 @@ class EngineUsage(Protocol):
         waiting: Number of sequences in the queue.
         kv_tokens: Tokens in the KV cache.
         kv_capacity: Tokens that fit into the KV cache; 0 if it is unbounded.
+        kv_bytes_per_token: Bytes of one token in the target's KV cache; 0 if they are unknown.
         prefix_hits: Prompt tokens that were in the prefix cache.
         prefix_queries: Prompt tokens that were looked up in the prefix cache.
         preemptions: Number of preemptions since the start.
@@ -56,6 +57,8 @@ class EngineUsage(Protocol):
     def kv_tokens(self) -> int: ...
     @property
     def kv_capacity(self) -> int: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
     @property
     def prefix_hits(self) -> int: ...
     @property
@@ -237,6 +240,8 @@ class Metrics(Collector):
         yield self._gauge("num_requests_waiting", "Waiting sequences.", usage.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", share)
         yield self._gauge("kv_cache_tokens", "Tokens in the KV cache.", usage.kv_tokens)
+        each = usage.kv_bytes_per_token
+        yield self._gauge("kv_cache_bytes_per_token", "Bytes of one token in the target's KV cache.", each)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", {(): usage.prefix_queries})
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", {(): usage.prefix_hits})
         yield self._counter("num_preemptions", "Preempted sequences.", {(): usage.preemptions})

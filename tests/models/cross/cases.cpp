@@ -15,6 +15,8 @@ int main(int, char** paths) {
     check_products(Packing(packing), products.of<Multiply>("multiply"));
     check_decoder<F32>(Packing(packing), decoder);
     check_decoder<BF16>(Packing(packing), decoder);
+    check_decoder<F32, INT8>(Packing(packing), decoder);
+    check_decoder<BF16, INT8>(Packing(packing), decoder);
     check_sampling(sampling);
     return failures ? 1 : 0;
 }

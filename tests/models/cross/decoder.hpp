@@ -3,7 +3,8 @@
 
 #include "checks.hpp"
 
-template <Kind kind>
+// kind: of the weights; cache: of keys and values.
+template <Kind kind, Kind cache>
 class TinyDecoder {
    public:
     static constexpr int HIDDEN = 64, HEADS = 4, KV_HEADS = 2, HEAD = 16, INNER = 96, VOCAB = 96, LAYERS = 2, REACH = 192;
@@ -26,7 +27,9 @@ class TinyDecoder {
             attention.qkv = matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), attention.out = matrix(HIDDEN, HEADS * HEAD);
             layer.dense.up = matrix(2 * INNER, HIDDEN), layer.dense.down = matrix(HIDDEN, INNER);
             layer.norm = {norm(HIDDEN)}, layer.mlp_norm = {norm(HIDDEN)};
-            attention.q_norm = {norm(HEAD)}, attention.k_norm = {norm(HEAD)}, attention.cache_layer = int(&layer - layers);
+            attention.q_norm = {norm(HEAD)}, attention.k_norm = {norm(HEAD)}, attention.kv_heads = KV_HEADS, attention.head_dim = HEAD;
+            attention.cache_at = int(&layer - layers) * 2 * KV_HEADS * HEAD, attention.scales_at = int(&layer - layers) * 2 * KV_HEADS;
+            layer.dense.inner = INNER, layer.dense.gated = 1, layer.scalar = 1.0f;
         }
         float* turns = packing.zeros<float>(REACH * HEAD);
         for (int i = 0; i < REACH; i++)
@@ -36,15 +39,15 @@ class TinyDecoder {
             }
         ropes[0] = {turns, HEAD / 2, 0};
         m.layers = layers, m.embedding = (const Word*)numbers(VOCAB * HIDDEN), m.norm = {norm(HIDDEN)}, m.head = matrix(VOCAB, HIDDEN);
-        m.ropes = ropes, m.layer_count = LAYERS, m.hidden = HIDDEN, m.heads = HEADS, m.kv_heads = KV_HEADS, m.head_dim = HEAD;
-        m.inner = INNER, m.vocab = VOCAB, m.eps = 1e-6f, m.scale = 0.25f, m.embedding_scale = m.attention_factor = m.mlp_factor = m.gate_factor = m.logit_scale = 1.0f;
-        m.logit_cap = 30.0f;
+        m.ropes = ropes, m.layer_count = LAYERS, m.hidden = HIDDEN, m.heads = HEADS;
+        m.vocab = VOCAB, m.eps = 1e-6f, m.scale = 0.25f, m.embedding_scale = m.attention_factor = m.mlp_factor = m.gate_factor = m.logit_scale = 1.0f;
+        m.logit_cap = 30.0f, m.embedding_kind = kind;
     }
 
     Pages pages() const {
         Pages made;
-        const PageLayout layout(m, kind);
-        for (int i = 0; i < REACH / PAGE; i++) made.push_back(packing.zeros<Word>(layout.at(LAYERS, 0)));
+        const int64_t words = 2 * LAYERS * KV_HEADS * (HEAD / per_word(cache) + (cache == INT8));
+        for (int i = 0; i < REACH / PAGE; i++) made.push_back(packing.zeros<Word>(PAGE * words));
         return made;
     }
 
@@ -89,7 +92,7 @@ class TinyDecoder {
 
     template <class F>
     F* of(const std::string& name) const {
-        return library.of<F>((name + "_" + std::to_string((int)kind)).c_str());
+        return library.of<F>((name + "_" + std::to_string((int)cache)).c_str());
     }
 
     const void* numbers(int64_t count) {
@@ -113,11 +116,11 @@ class TinyDecoder {
     }
 };
 
-template <Kind kind>
+template <Kind kind, Kind cache = kind>
 void check_decoder(const Packing& packing, const Library& library) {
-    using Decoder = TinyDecoder<kind>;
+    using Decoder = TinyDecoder<kind, cache>;
     using Row = typename Decoder::Row;
-    const std::string name = kind == F32 ? "decoder in float32" : "decoder in bfloat16";
+    const std::string name = std::string("decoder in ") + (kind == F32 ? "float32" : "bfloat16") + (cache == INT8 ? ", int8 cache" : "");
     Decoder decoder(packing, library);
     Random random{6};
     std::vector<Row> rows;

@@ -181,10 +181,23 @@ class Architecture:
             if layer.attention and layer.source is None
         )
 
+    @property
+    def kv_scales(self) -> int:
+        """Scales of one token in an int8 KV cache of all layers: one for the keys and one for the values of a head."""
+        return sum(2 * self.sizes(layer).kv_heads for layer in self.stack if layer.attention and layer.source is None)
+
     def cache_at(self, number: int) -> int:
         """Returns the numbers of one token in the KV cache before those that layer ``number`` reads."""
+        return self._before(number).kv_numbers
+
+    def scales_at(self, number: int) -> int:
+        """Returns the scales of one token in an int8 KV cache before those that layer ``number`` reads."""
+        return self._before(number).kv_scales
+
+    def _before(self, number: int) -> Architecture:
+        """Returns the layers before those keys and values that layer ``number`` reads."""
         source = self.stack[number].source
-        return self.first(number if source is None else source).kv_numbers
+        return self.first(number if source is None else source)
 
     @property
     def recurrent_layers(self) -> int:

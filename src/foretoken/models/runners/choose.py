@@ -31,6 +31,7 @@ def build_runner(
     entry: Entry | None = None,
     cache: WeightCache | None = None,
     weight_format: str = "raw",
+    kv_cache_dtype: str = "auto",
 ) -> Runner:
     """Returns the fastest runner for this model on this device.
 
@@ -44,20 +45,22 @@ def build_runner(
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         cache: where packed weights are kept on disk; None for nowhere.
         weight_format: one of ``options.WEIGHT_FORMATS``.
+        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.
 
     Raises:
         InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor, or the model has
-            recurrent layers and there are no compiled kernels for it.
+            recurrent layers or a KV cache of another dtype and there are no compiled kernels for it.
     """
     check_packed(weight_format, dtype, device)
     not_compiled = f"the device is {device.type}"
     if device.type == "cpu":
         try:
             compress = packs(architecture, dtype, weight_format)
-            return NativeRunner(architecture, layers, ends, dtype, entry, compress, cache)
+            return NativeRunner(architecture, layers, ends, dtype, entry, compress, cache, kv_cache_dtype)
         except KernelsUnavailable as reason:
             fall_back(weight_format, reason)
             not_compiled = str(reason)
+    check_cached_as(kv_cache_dtype, dtype, not_compiled)
     if architecture.recurrence is not None:
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
     a = architecture
@@ -85,6 +88,15 @@ def check_packed(weight_format: str, dtype: torch.dtype, device: torch.device) -
         )
 
 
+def check_cached_as(kv_cache_dtype: str, dtype: torch.dtype, not_compiled: str) -> None:
+    """Raises InvalidRequest for a KV cache of another dtype than the model's, which only compiled kernels have."""
+    if kv_cache_dtype != "auto" and str(dtype) != f"torch.{kv_cache_dtype}":
+        raise InvalidRequest(
+            f"kv_cache_dtype={kv_cache_dtype!r} needs the compiled kernels, which do not compute this {dtype} model: "
+            f"{not_compiled}; leave it out"
+        )
+
+
 def fall_back(weight_format: str, reason: KernelsUnavailable) -> None:
     """Says why torch operators take the place of the compiled kernels, unless these are switched off.
 
@@ -104,12 +116,16 @@ def report_fallback(reason: str) -> None:
 
 
 def cached_runner(
-    architecture: Architecture, dtype: torch.dtype, device: torch.device, cache: WeightCache | None
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache: WeightCache | None,
+    kv_cache_dtype: str = "auto",
 ) -> Runner | None:
     """Returns a runner on the packed weights that ``cache`` keeps; None if there are none for this device."""
     if cache is None or device.type != "cpu":
         return None
     try:
-        return NativeRunner.cached(architecture, dtype, cache)
+        return NativeRunner.cached(architecture, dtype, cache, kv_cache_dtype)
     except KernelsUnavailable:
         return None

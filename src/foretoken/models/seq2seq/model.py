@@ -15,8 +15,8 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.reader import TensorReader
-from foretoken.models.options import check_quantization, check_weight_format
-from foretoken.models.runners.choose import check_packed, fall_back
+from foretoken.models.options import check_kv_cache_dtype, check_quantization, check_weight_format
+from foretoken.models.runners.choose import check_cached_as, check_packed, fall_back
 from foretoken.models.runners.native.weight_format import packs
 from foretoken.models.seq2seq.native import NativeSeq2SeqRunner
 from foretoken.models.seq2seq.runner import Seq2SeqRunner
@@ -39,15 +39,17 @@ class EncoderDecoder(Decoder):
         max_length: int | None = None,
         quantization: str | None = None,
         weight_format: str = "raw",
+        kv_cache_dtype: str = "auto",
     ) -> None:
         check_quantization(quantization)
         check_weight_format(weight_format)
+        check_kv_cache_dtype(kv_cache_dtype)
         self.architecture = a = Seq2SeqArchitecture.of(config, max_length)
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length, self.source_length = a.max_length, a.source_length
         reader = TensorReader(weights, dtype, Quantizer.of(quantization))
-        self.runner = build_seq2seq_runner(Seq2SeqWeights(reader, a), dtype, device, weight_format)
+        self.runner = build_seq2seq_runner(Seq2SeqWeights(reader, a), dtype, device, weight_format, kv_cache_dtype)
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 
     @staticmethod
@@ -69,18 +71,22 @@ class EncoderDecoder(Decoder):
 
 
 def build_seq2seq_runner(
-    weights: Seq2SeqWeights, dtype: torch.dtype, device: torch.device, weight_format: str
+    weights: Seq2SeqWeights, dtype: torch.dtype, device: torch.device, weight_format: str, kv_cache_dtype: str
 ) -> NativeSeq2SeqRunner | Seq2SeqRunner:
     """Returns the fastest runner for this model on this device.
 
     Raises:
-        InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor.
+        InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor, or there are no
+            compiled kernels for a KV cache of another dtype.
     """
     check_packed(weight_format, dtype, device)
+    not_compiled = f"the device is {device.type}"
     if device.type == "cpu":
         try:
             compress = packs(weights.architecture.of_side("decoder"), dtype, weight_format)
-            return NativeSeq2SeqRunner(weights, dtype, compress)
+            return NativeSeq2SeqRunner(weights, dtype, compress, kv_cache_dtype)
         except KernelsUnavailable as reason:
             fall_back(weight_format, reason)
+            not_compiled = str(reason)
+    check_cached_as(kv_cache_dtype, dtype, not_compiled)
     return Seq2SeqRunner(weights, dtype, device)

@@ -30,16 +30,20 @@ class NativeSeq2SeqRunner(NativeRunner):
         weights: reads the checkpoint's tensors.
         dtype: float32 or bfloat16.
         compress: whether bfloat16 matrices are stored in 12 bits, without loss.
+        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``, for the decoder's keys and values and those of sources.
 
     Raises:
         KernelsUnavailable: the kernels do not support the processor or the model.
     """
 
-    def __init__(self, weights: Seq2SeqWeights, dtype: torch.dtype, compress: bool) -> None:
+    def __init__(
+        self, weights: Seq2SeqWeights, dtype: torch.dtype, compress: bool, kv_cache_dtype: str = "auto"
+    ) -> None:
         a, ends, embedding = weights.architecture, weights.ends("decoder"), weights.embedding()
         head, bias = weights.head(embedding)
         between = Ends(embedding, ends.last, head, bias, _floats(ends.positions), ends.norm)
-        super().__init__(a.of_side("decoder"), weights.layers("decoder"), between, dtype, compress=compress)
+        decoder, layers = a.of_side("decoder"), weights.layers("decoder")
+        super().__init__(decoder, layers, between, dtype, compress=compress, kv_cache_dtype=kv_cache_dtype)
         encoder = a.of_side("encoder")
         stack = self.stack(encoder, weights.layers("encoder"), weights.ends("encoder"), dtype, compress)
         self.encoder = Encoder(stack.states)

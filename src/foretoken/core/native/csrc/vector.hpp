@@ -22,3 +22,4 @@ constexpr int LANES = 16;
 #endif
 
 INLINE void prefetch(const void* line) { __builtin_prefetch(line, 0, 3); }
+INLINE void prefetch_far(const void* line) { __builtin_prefetch(line, 0, 2); }  // beyond the first level of caches

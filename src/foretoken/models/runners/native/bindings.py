@@ -51,7 +51,7 @@ class AttentionSpec(Structure):
         ("sinks", c_void_p),
         ("relative", c_void_p),
         *((name, c_int32) for name in ("kv_heads", "head_dim", "norm_stride", "window", "rope")),
-        *((name, c_int32) for name in ("cache_at", "shares", "grows", "ordered")),
+        *((name, c_int32) for name in ("cache_at", "scales_at", "shares", "grows", "ordered")),
     ]
 
 
@@ -200,6 +200,7 @@ class ModelSpec(Structure):
         ("clip", c_float),
         ("norm_sums", c_int32),
         ("farthest", c_int32),
+        ("embedding_kind", c_int32),
     ]
 
 

@@ -43,7 +43,7 @@ class ScaleKind(IntEnum):
     TWO_LEVELS = 2
 
 
-CACHES = (Kind.FLOAT32, Kind.BFLOAT16)  # of KV caches
+CACHES = (Kind.FLOAT32, Kind.BFLOAT16, Kind.INT8)  # of KV caches
 
 
 def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:

@@ -51,7 +51,7 @@ from foretoken.models.runners.native.bindings import (
     RouterSpec,
     StateSpec,
 )
-from foretoken.models.runners.native.memory import Arena, Packed, pack, pack_stack, padded
+from foretoken.models.runners.native.memory import KINDS, Arena, Packed, pack, pack_stack, padded
 
 _Spec = TypeVar("_Spec", bound=Structure)
 
@@ -142,6 +142,7 @@ class Description:
             clip=a.clip,
             norm_sums=a.norm_sums,
             farthest=a.farthest,
+            embedding_kind=KINDS[self._dtype],
             gated_attention=a.gated_attention,
             state=_sizes(a.recurrence, StateSpec),
             latent=_sizes(a.latent, LatentSpec),
@@ -228,6 +229,7 @@ class Description:
             window=layer.window,
             rope=layer.rope,
             cache_at=self._architecture.cache_at(number),
+            scales_at=self._architecture.scales_at(number),
             shares=layer.source is not None,
             grows=self._grows(layer),
             ordered=layer.ordered,
@@ -242,6 +244,7 @@ class Description:
             head_dim=sizes.head_dim,
             rope=-1,
             cache_at=number * sizes.numbers,
+            scales_at=number * 2 * sizes.kv_heads,
         )
         before = self.weight_bytes
         keys_values = self._matrix(weights.keys_values, weights.keys_values_bias)

@@ -38,8 +38,9 @@ from foretoken.models.runners.native.build import Kind, library, packing_library
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.describe import MLPS, Description
 from foretoken.models.runners.native.image import WeightImage
+from foretoken.models.runners.native.kv_cache import cache_kind, token_bytes
 from foretoken.models.runners.native.lora import PackedAdapter
-from foretoken.models.runners.native.memory import KINDS, Arena, padded
+from foretoken.models.runners.native.memory import Arena, padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
@@ -61,8 +62,10 @@ class NativeRunner(DecoderOnly):
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
         cache: where the packed weights are kept on disk; None for nowhere.
+        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.
 
     Raises:
+        InvalidRequest: the model's KV cache is not kept as int8.
         KernelsUnavailable: the kernels do not support the processor or the model.
     """
 
@@ -78,8 +81,9 @@ class NativeRunner(DecoderOnly):
         entry: Entry | None = None,
         compress: bool = False,
         cache: WeightCache | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
-        self._begin(architecture, dtype, entry)
+        self._begin(architecture, dtype, entry, kv_cache_dtype)
         description = Description(architecture, dtype, self._arena, compress)
         self._spec = description.model(layers, ends, entry or Entry())
         self._held.extend(description.held)
@@ -89,10 +93,12 @@ class NativeRunner(DecoderOnly):
         self._finish()
 
     @classmethod
-    def cached(cls, architecture: Architecture, dtype: torch.dtype, cache: WeightCache) -> NativeRunner | None:
+    def cached(
+        cls, architecture: Architecture, dtype: torch.dtype, cache: WeightCache, kv_cache_dtype: str = "auto"
+    ) -> NativeRunner | None:
         """Returns a runner on packed weights from disk; None if there are none. Raises KernelsUnavailable."""
         runner = cls.__new__(cls)
-        runner._begin(architecture, dtype, None)
+        runner._begin(architecture, dtype, None, kv_cache_dtype)
         image = cache.open()
         if image is None:
             return None
@@ -101,14 +107,17 @@ class NativeRunner(DecoderOnly):
         runner._finish()
         return runner
 
-    def _begin(self, architecture: Architecture, dtype: torch.dtype, entry: Entry | None) -> None:
-        """Checks that the kernels support the model. Raises KernelsUnavailable."""
+    def _begin(
+        self, architecture: Architecture, dtype: torch.dtype, entry: Entry | None, kv_cache_dtype: str = "auto"
+    ) -> None:
+        """Checks that the kernels support the model. Raises as ``NativeRunner`` does."""
         a = self._architecture = architecture
         self._dtype = dtype
         self._adapters: dict[str, PackedAdapter] = {}
         self._adapted: dict[int, str] = {}  # the adapter of each slot that has one
         if dtype not in (torch.float32, torch.bfloat16):
             raise KernelsUnavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
+        self._cache_kind = cache_kind(architecture, dtype, kv_cache_dtype)
         if a.latent is not None:
             _check_latent(a.latent)
         else:
@@ -137,7 +146,7 @@ class NativeRunner(DecoderOnly):
         self._head_alone = ModelSpec.from_buffer_copy(self._spec)  # for passes of features, without layers and norm
         self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, NormSpec(), 0
         self.kinds = _kinds(self._spec)
-        self._library = library(self.kinds, KINDS[self._dtype])
+        self._library = library(self.kinds, self._cache_kind)
         self._workspace = self._library.foretoken_open()
         self._pages = self._new_pages()
         self._reach = 0
@@ -168,7 +177,7 @@ class NativeRunner(DecoderOnly):
 
     def pack_adapter(self, layers: Sequence[AdapterLayer]) -> PackedAdapter:
         try:
-            library({*self.kinds, Kind.FLOAT32}, KINDS[self._dtype])  # compiled here, so that ``add_adapter`` is quick
+            library({*self.kinds, Kind.FLOAT32}, self._cache_kind)  # compiled here, so that ``add_adapter`` is quick
         except KernelsUnavailable as reason:
             raise InvalidRequest(f"LoRA adapters need the kernels of float32 matrices: {reason}") from reason
         return PackedAdapter(self._architecture, layers)
@@ -185,7 +194,7 @@ class NativeRunner(DecoderOnly):
         if Kind.FLOAT32 in self.kinds:
             return
         kinds = {*self.kinds, Kind.FLOAT32}
-        kernels = library(kinds, KINDS[self._dtype])
+        kernels = library(kinds, self._cache_kind)
         self._library.foretoken_close(self._workspace)
         self.kinds, self._library, self._workspace = kinds, kernels, kernels.foretoken_open()
 
@@ -201,7 +210,7 @@ class NativeRunner(DecoderOnly):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self._architecture.kv_numbers * self._dtype.itemsize
+        return token_bytes(self._architecture, self._cache_kind)
 
     @property
     def state_bytes(self) -> int:

@@ -1,277 +1,330 @@
 // Attention of a few rows of one sequence over its cached keys, one head of keys and values at a time.
 //
-// A row sees its prefix and, in a draft tree, its ancestors after the prefix; together they are its keys 0 .. n - 1 in the
-// order of their positions. Scores, the sum of the softmax and the weighted sum of values all follow that order, wherever
-// the keys lie and whatever else is in the pass. So a row's result depends on its own keys alone.
+// Keys are taken a page at a time, in the order of their positions, in one pass over the cache: scores, softmax with the
+// largest score so far, weighted sum of values (2205.14135). A row's pages, and the order within them, follow from its own
+// keys alone, wherever these lie and whatever else is in the pass, and so does its result. Meanwhile the next page is asked for.
 #pragma once
 
-#include "specs.hpp"
+#include "attention_rows.hpp"
 
-constexpr int TILE_QUERIES = 32;
-constexpr int MIX_QUERIES = ONE_REGISTER ? 6 : 3, MIX_VECTORS = ONE_REGISTER ? 4 : 2;  // whose sums stay in registers
-constexpr float no_scales[TILE_QUERIES] = {};  // scales for products without scales
-
-// Query heads that are computed together: those of a head of keys, or where they do not fit, the largest equal part of them.
-inline int heads_at_once(const ModelSpec& m, const AttentionSpec& layer) {
-    const int group = m.heads / layer.kv_heads;
-    int parts = 1;
-    while (group % parts || group / parts > TILE_QUERIES) parts++;
-    return group / parts;
-}
+// What comes next in memory, asked for a few lines at a time.
+struct Ahead {
+    const char *at = nullptr, *end = nullptr;
+    void ask(int lines) {
+        for (const char* until = std::min(at + 64 * lines, end); at < until; at += 64) prefetch_far(at);
+    }
+};
 
 template <Kind kv>
-struct Attention {
-    const ModelSpec& m;
-    const BatchSpec& b;
-    const AttentionSpec& layer;
-    const PageLayout layout;
-    const Word* all_queries;  // [rows][heads][words of a head]
-    Word* queries;            // [TILE_QUERIES][words of a head]; the queries of one run
-    float* scores;            // [TILE_QUERIES][length]
-    float* mixed;             // [TILE_QUERIES][head_dim]
-    int64_t length;           // keys per row of scores
+class Attention : AttentionRows<kv> {
+    using Base = AttentionRows<kv>;
+    using Base::m, Base::b, Base::layer, Base::layout, Base::start, Base::prefix, Base::keys_of;
+    static constexpr int MIX_QUERIES = ONE_REGISTER ? 6 : 3, MIX_VECTORS = ONE_REGISTER ? 4 : 2;  // whose sums stay in registers
+    static constexpr int ROW_WORDS = PAGE / 2;  // of a query's weights of one page, as bytes
+
+   public:
+    // memory: this thread's own, of `numbers` floats.
+    Attention(const ModelSpec& m, const BatchSpec& b, const AttentionSpec& layer, const PageLayout& layout, const Word* all_queries,
+              float* memory)
+        : Base{m, b, layer, layout, all_queries}, scores(memory), sums(scores + TILE_QUERIES * PAGE),
+          mixed(sums + TILE_QUERIES * LANES), bytes((Word*)(mixed + TILE_QUERIES * layer.head_dim)),
+          queries(bytes + (kv == INT8 ? TILE_QUERIES * ROW_WORDS : 0)) {}
+
+    static int64_t numbers(const ModelSpec& m) {
+        return TILE_QUERIES * (PAGE + LANES + ROW_WORDS + largest_of_layers(m, [&](const AttentionSpec& layer) {
+            return layer.head_dim + PageLayout(m, layer, kv).query_words;
+        }));
+    }
 
     // Rows [first, last) of a sequence with one part of the heads that share a head of keys. Calls store(row, head, mixed
     // [head_dim]).
     template <class Store>
     void run(int sequence, int part, int first, int last, Store store) {
-        const int group = heads_at_once(m, layer), count = (last - first) * group, first_head = part * group;
-        const int kv_head = first_head / (m.heads / layer.kv_heads), dim = layer.head_dim;
-        Word* const* pages = b.pages[sequence];
-        int end_key = 0, first_key = b.reach;
+        begin(sequence, part, first, last);
+        int end_prefix = 0, end = 0, from = b.reach;
         for (int row = first; row < last; row++) {
-            if (prefix(row) > end_key) end_key = prefix(row);
-            if (start(row) < first_key) first_key = start(row);
+            end_prefix = std::max(end_prefix, prefix(row)), end = std::max(end, keys_of(row));
+            from = std::min(from, start(row));
         }
-        for (int q = 0; q < count; q++)
-            std::memcpy(queries + q * layout.query_words, query(first + q / group, first_head + q % group),
-                        sizeof(Word) * layout.query_words);
-        for (int64_t page = first_key / PAGE; page * PAGE < end_key; page++) {
-            const Matrix keys = keys_of_page(pages, kv_head, page * PAGE);
-            Units whole(Share(0, keys.units));
-            product<kv>(keys, queries, layout.query_words, no_scales, count, whole,
-                        [&](int q, int64_t unit, Floats low, Floats high) {
-                            float* at = scores + q * length + page * PAGE + unit * BLOCKS * LANES;
-                            ::store(at, scaled(low));
-                            ::store(at + LANES, scaled(high));
-                        });
+        for (from = from / PAGE * PAGE; from < end; from += PAGE) {
+            page = from / PAGE;
+            ahead = from + PAGE < end_prefix ? next_page() : Ahead();
+            if (from < end_prefix) score();
+            branched = score_branches();
+            for (int q = 0; q < count; q++) weigh(q);
+            mix();
         }
-        float scale[TILE_QUERIES];
         for (int q = 0; q < count; q++) {
-            const int row = first + q / group;
-            for (int j = first_branch(row); j < b.branch_from[row + 1]; j++) branch(pages, kv_head, row, q, j);
-            if (layer.relative) shift(scores + q * length, b.positions[row], keys_of(row), layer.relative + (first_head + q % group) * (2 * m.farthest + 1));
-            if (m.biases) slant(scores + q * length, start(row), keys_of(row), m.biases + (first_head + q % group) * m.bias_stride);
-            const float sink = layer.sinks ? layer.sinks[first_head + q % group] : -INFINITY;
-            scale[q] = soften(scores + q * length, start(row), keys_of(row), first_key, end_key, sink);
-        }
-        for (int at = 0; layout.latent && at < layout.value_dim; at += MIX_VECTORS)
-            for (int q = 0; q < count; q += MIX_QUERIES)
-                pick_latents<MIX_QUERIES>(std::min(count - q, MIX_QUERIES), pages, first, group, q, at, end_key);
-        for (int at = 0; !layout.latent && at < dim; at += MIX_VECTORS * LANES)
-            for (int q = 0; q < count; q += MIX_QUERIES)
-                pick_vectors<MIX_VECTORS>(std::min((dim - at) / LANES, MIX_VECTORS), std::min(count - q, MIX_QUERIES),
-                                          pages, kv_head, q, at, first_key, end_key);
-        for (int q = 0; q < count; q++) {
-            const int row = first + q / group;
-            float* out = mixed + q * dim;
-            for (int j = first_branch(row); j < b.branch_from[row + 1] && !layout.latent; j++)
-                add(out, scores[q * length + b.prefix[row] + j - b.branch_from[row]],
-                    layout.value(pages, kv_head, b.branches[j]));
-            for (int i = 0; i < layout.value_dim; i += LANES)
-                ::store(out + i, load(out + i) * floats(scale[q]));
-            store(row, first_head + q % group, out);
+            float* out = mixed + q * layer.head_dim;
+            const Floats scale = floats(1.0f / total(q));
+            for (int i = 0; i < layer.head_dim; i += LANES) ::store(out + i, load(out + i) * scale);
+            store(row_of(q), head_of(q), out);
         }
     }
 
    private:
-    // The rows of a block see each other, except in layers where they see those before them alone.
-    int prefix(int row) const { return layer.ordered ? std::min(b.prefix[row], b.positions[row] + 1) : b.prefix[row]; }
+    float* const scores;  // [TILE_QUERIES][PAGE]; then the weights of keys, relative to the largest so far
+    float* const sums;    // [TILE_QUERIES][LANES]; of the weights
+    float* const mixed;   // [TILE_QUERIES][head_dim]; of values
+    Word* const bytes;    // [TILE_QUERIES][ROW_WORDS]; of an int8 cache: weights times scales of values
+    Word* const queries;  // [TILE_QUERIES][words of a head]
+    float tops[TILE_QUERIES];            // largest scores so far
+    WholeRow query_rows[TILE_QUERIES], weight_rows[TILE_QUERIES];  // of an int8 cache
+    Word* const* pages;
+    int first, count, group, first_head, kv_head;
+    int page;       // the current one
+    bool branched;  // some row has keys after its prefix in it
+    Ahead ahead;
 
-    int keys_of(int row) const { return prefix(row) + b.branch_from[row + 1] - b.branch_from[row]; }
+    int row_of(int q) const { return first + q / group; }
+    int head_of(int q) const { return first_head + q % group; }
+    float sink(int q) const { return layer.sinks ? layer.sinks[head_of(q)] : -INFINITY; }
 
-    int start(int row) const {
-        const int window = layer.window, from = b.positions[row] + 1 - window;
-        if (window < 0) return b.positions[row] / -window * -window;
-        return window && from > 0 ? from : 0;
+    // Keys of a row in the current page: [start, end of the prefix), then up to `end` those after it.
+    int first_in_page(int row) const { return std::max(start(row) - page * PAGE, 0); }
+    int prefix_in_page(int row) const { return std::min(std::max(prefix(row) - page * PAGE, 0), PAGE); }
+    int end_in_page(int row) const { return std::min(keys_of(row) - page * PAGE, PAGE); }
+    // The cache row of key `i` of the current page, which is after the prefix.
+    int branch(int row, int i) const { return b.branches[b.branch_from[row] + page * PAGE + i - prefix(row)]; }
+
+    void begin(int sequence, int part, int from, int last) {
+        pages = b.pages[sequence], group = heads_at_once(m, layer), first = from, count = (last - from) * group;
+        first_head = part * group, kv_head = first_head / (m.heads / layer.kv_heads);
+        std::fill(sums, sums + count * LANES, 0.0f), std::fill(mixed, mixed + count * layer.head_dim, 0.0f);
+        for (int q = 0; q < count; q++) {
+            Word* to = queries + q * layout.query_words;
+            std::memcpy(to, this->query(row_of(q), head_of(q)), sizeof(Word) * layout.query_words);
+            tops[q] = sink(q);
+            if constexpr (kv == INT8) {
+                WholeRow& row = query_rows[q];
+                const Word* facts = to + 2 * layout.key_words;
+                row.words = to;
+                std::memcpy(&row.scale, facts, 4), std::memcpy(&row.high, facts + 1, 4), std::memcpy(&row.low, facts + 2, 4);
+            }
+        }
     }
 
-    // The first key after the prefix that the row sees: its window or chunk may begin among them.
-    int first_branch(int row) const { return b.branch_from[row] + std::max(start(row) - b.prefix[row], 0); }
-
-    const Word* query(int row, int head) const { return all_queries + ((int64_t)row * m.heads + head) * layout.query_words; }
-
-    Floats scaled(Floats v) const {
-        v = v * floats(m.scale);
-        if (m.score_cap == 0.0f) return v;
-        Floats cap = floats(m.score_cap);
-        return cap * hyperbolic_tangent(v / cap);
+    Word* half(int number, bool values) const {
+        return pages[number] + layout.at(kv_head) + (values ? layout.half_words : 0);
     }
 
-    // The keys of a page from cache row `from` on, as a packed matrix with one output per key.
-    Matrix keys_of_page(Word* const* pages, int kv_head, int64_t from) const {
-        return {layout.keys(pages, kv_head, from / LANES), nullptr, nullptr, nullptr,
-                (PAGE - from % PAGE) / LANES / BLOCKS, layout.key_words};
+    Ahead next_page() const {
+        const char* at = (const char*)half(page + 1, false);
+        return {at, at + 2 * layout.half_words * sizeof(Word)};
     }
 
-    // The score of one key after the prefix, by the same product as in the prefix, so that it is bitwise the same.
-    void branch(Word* const* pages, int kv_head, int row, int q, int j) {
-        const int width = BLOCKS * LANES, place = b.branches[j];
-        Matrix keys = keys_of_page(pages, kv_head, place / width * width);
-        keys.units = 1;
-        alignas(64) float lanes[BLOCKS * LANES];
-        Units whole(Share(0, 1));
-        product<kv>(keys, queries + q * layout.query_words, layout.query_words, no_scales, 1, whole,
-                    [&](int, int64_t, Floats low, Floats high) {
-                        store(lanes, scaled(low));
-                        store(lanes + LANES, scaled(high));
+    // Lines to ask for at each of about eight moments of a page.
+    int some_lines() const { return int(2 * layout.half_words * sizeof(Word) / 64 / 8); }
+
+    void score() {
+        ahead.ask(some_lines());
+        if constexpr (kv == INT8) {
+            byte_product(half(page, false), layout.key_words, PAGE / LANES, query_rows, count, [&](int q, int block, Floats sums) {
+                store(scores + q * PAGE + block * LANES, byte_scores(q, page * PAGE / LANES + block, sums));
+            });
+        } else {
+            this->score_page(pages, kv_head, page, queries, count,
+                             [&](int q, int key, Floats score) { store(scores + q * PAGE + key, score); });
+        }
+    }
+
+    // Scores of an int8 cache; block: of sixteen keys.
+    Floats byte_scores(int q, int block, Floats sums) const {
+        const float* scales = layout.scales(half(block * LANES / PAGE, false)) + block * LANES % PAGE;
+        return this->scaled(sums * load(scales) * floats(query_rows[q].scale));
+    }
+
+    // Computes the scores of keys after the prefix in the current page. Returns whether there are any.
+    bool score_branches() {
+        bool any = false;
+        for (int q = 0; q < count; q += group) {
+            const int row = row_of(q);
+            for (int i = std::max(prefix_in_page(row), first_in_page(row)); i < end_in_page(row); i++) {
+                const int place = branch(row, i);
+                any = true;
+                if constexpr (kv == INT8) {
+                    alignas(64) float lanes[LANES];
+                    const Word* keys = layout.keys(pages, kv_head, place / LANES);
+                    byte_product(keys, layout.key_words, 1, query_rows + q, group, [&](int g, int, Floats sums) {
+                        store(lanes, byte_scores(q + g, place / LANES, sums));
+                        scores[(q + g) * PAGE + i] = lanes[place % LANES];
                     });
-        scores[q * length + b.prefix[row] + j - b.branch_from[row]] = lanes[place % width];
+                } else {
+                    this->score_key(pages, kv_head, place, queries + q * layout.query_words, group,
+                                    [&](int g, float score) { scores[(q + g) * PAGE + i] = score; });
+                }
+            }
+        }
+        return any;
+    }
+
+    // Turns the scores of a query into weights, exp(score - largest so far), and adds them up.
+    void weigh(int q) {
+        ahead.ask(some_lines());
+        const int row = row_of(q), low = first_in_page(row), high = end_in_page(row);
+        float* weights = scores + q * PAGE;
+        if (low < high) {
+            if (layer.relative) shift(weights, row, low, high, layer.relative + head_of(q) * (2 * m.farthest + 1));
+            if (m.biases) slant(weights, row, low, high, m.biases + head_of(q) * m.bias_stride);
+            std::fill(weights, weights + low, -INFINITY), std::fill(weights + high, weights + PAGE, -INFINITY);
+            soften(q, weights);
+        } else {
+            std::fill(weights, weights + PAGE, 0.0f);
+        }
+        if constexpr (kv == INT8) weigh_bytes(q, weights);
+    }
+
+    void soften(int q, float* weights) {
+        Floats largest = floats(tops[q]);
+        for (int i = 0; i < PAGE; i += LANES) largest = largest_of(largest, load(weights + i));
+        if (const float top = largest_lane(largest); top > tops[q]) raise(q, top);
+        const Floats top = floats(tops[q]);
+        Floats sum = load(sums + q * LANES);
+        for (int i = 0; i < PAGE; i += LANES) {
+            const Floats score = load(weights + i), e = keep(different(score, floats(-INFINITY)), exponential(score - top));
+            sum = sum + e;
+            store(weights + i, e);
+        }
+        store(sums + q * LANES, sum);
+    }
+
+    // Makes sums relative to a larger score.
+    void raise(int q, float top) {
+        if (tops[q] != -INFINITY) {
+            const Floats factor = exponential(floats(tops[q] - top));
+            float *sum = sums + q * LANES, *out = mixed + q * layer.head_dim;
+            store(sum, load(sum) * factor);
+            for (int i = 0; i < layer.head_dim; i += LANES) store(out + i, load(out + i) * factor);
+        }
+        tops[q] = top;
+    }
+
+    // The sum of a query's weights, in which a sink counts as one more key.
+    float total(int q) const {
+        const float sum = sum_of(load(sums + q * LANES));
+        return layer.sinks ? sum + first_lane(exponential(floats(sink(q) - tops[q]))) : sum;
     }
 
     // ALiBi (2108.12409): key i is at position i, and the last one is the row itself.
-    static void slant(float* row, int from, int count, const float* biases) {
-        for (int i = from; i < count; i++) row[i] += biases[i] - biases[count - 1];
+    void slant(float* weights, int row, int low, int high, const float* biases) const {
+        for (int i = low; i < high; i++) weights[i] += biases[page * PAGE + i] - biases[keys_of(row) - 1];
     }
 
     // T5's relative positions (1910.10683, 2.1): adds the number of each distance, key - row, within [-farthest, farthest].
-    void shift(float* row, int position, int count, const float* biases) const {
-        const int near = std::max(position - m.farthest, 0), beyond = std::min(position + m.farthest + 1, count);
-        biases += m.farthest;
-        for (int i = 0; i < std::min(near, count); i++) row[i] += biases[-m.farthest];
-        for (int i = near; i < beyond; i++) row[i] += biases[i - position];
-        for (int i = std::max(beyond, 0); i < count; i++) row[i] += biases[m.farthest];
+    void shift(float* weights, int row, int low, int high, const float* biases) const {
+        for (int i = low; i < high; i++)
+            weights[i] += biases[m.farthest + std::min(std::max(page * PAGE + i - b.positions[row], -m.farthest), m.farthest)];
     }
 
-    // Writes exp(score - largest) for keys [from, count) and zeros around them. Returns 1 / their sum, in which a sink counts
-    // as one more key.
-    static float soften(float* row, int from, int count, int first_key, int end_key, float sink) {
-        const int begin = from / LANES * LANES, end = (count + LANES - 1) / LANES * LANES;
-        for (int i = first_key / LANES * LANES; i < from; i++) row[i] = -INFINITY;
-        for (int i = count; i < end; i++) row[i] = -INFINITY;
-        Floats largest = floats(sink), sum = floats(0.0f);
-        for (int i = begin; i < end; i += LANES) largest = largest_of(largest, load(row + i));
-        largest = floats(largest_lane(largest));
-        for (int i = first_key / LANES * LANES; i < begin; i += LANES) store(row + i, floats(0.0f));
-        for (int i = begin; i < end; i += LANES) {
-            Floats score = load(row + i);
-            const Floats e = keep(different(score, floats(-INFINITY)), exponential(score - largest));
-            sum = sum + e;
-            store(row + i, e);
+    // Rounds weights times the scales of values.
+    void weigh_bytes(int q, float* weights) {
+        const float* scales = layout.scales(half(page, true));
+        const int row = row_of(q);
+        for (int i = std::max(prefix_in_page(row), first_in_page(row)); i < end_in_page(row); i++)
+            weights[i] *= *BytePlace(layout, pages, kv_head, branch(row, i)).value_scale;
+        Floats largest = floats(0.0f);
+        for (int i = 0; i < PAGE; i += LANES) {
+            const Floats scaled = load(weights + i) * load(scales + i);
+            const Floats weight = branched ? select(first_lanes(prefix_in_page(row) - i), scaled, load(weights + i)) : scaled;
+            store(weights + i, weight);
+            largest = largest_of(largest, weight);
         }
-        for (int i = end; i < end_key; i++) row[i] = 0.0f;
-        const float total = sum_of(sum);
-        return 1.0f / (sink == -INFINITY ? total : total + first_lane(exponential(floats(sink) - largest)));
+        weight_rows[q] = whole_row(weights, PAGE, largest_lane(largest), bytes + q * ROW_WORDS);
+    }
+
+    // Adds the weighted values of the current page, in the order of the keys.
+    void mix() {
+        if constexpr (kv == INT8) {
+            ahead.ask(8 * some_lines());
+            const Word* values = half(page, true);
+            if (branched) {
+                for (int q = 0; q < count; q++) mix_branched_bytes(q, values);
+            } else {
+                byte_product(values, PAGE / 4, layer.head_dim / LANES, weight_rows, count,
+                             [&](int q, int block, Floats sums) { add_bytes(q, block, sums); });
+            }
+            return;
+        }
+        const int width = MIX_VECTORS * LANES;
+        for (int at = 0; at < layer.head_dim; at += width) {
+            const int vectors = std::min(layer.head_dim - at, width) / LANES;
+            if (branched) {
+                for (int q = 0; q < count; q++) pick_vectors<MIX_VECTORS>(vectors, 1, q, at, prefix_in_page(row_of(q)));
+                continue;
+            }
+            for (int q = 0; q < count; q += MIX_QUERIES) {
+                ahead.ask(some_lines());
+                pick_vectors<MIX_VECTORS>(vectors, std::min(count - q, MIX_QUERIES), q, at, PAGE);
+            }
+        }
+        for (int q = 0; branched && q < count; q++) {
+            const int row = row_of(q);
+            for (int i = std::max(prefix_in_page(row), first_in_page(row)); i < end_in_page(row); i++)
+                add(mixed + q * layer.head_dim, scores[q * PAGE + i], layout.value(pages, kv_head, branch(row, i)));
+        }
     }
 
     template <int V>
-    void pick_vectors(int vectors, int count, Word* const* pages, int kv_head, int q, int at, int first_key, int end_key) {
-        if (vectors == V) pick_mix<MIX_QUERIES, V>(count, pages, kv_head, q, at, first_key, end_key);
-        else if constexpr (V > 1) pick_vectors<V - 1>(vectors, count, pages, kv_head, q, at, first_key, end_key);
+    void pick_vectors(int vectors, int count, int q, int at, int keys) {
+        if (vectors == V) pick_mix<MIX_QUERIES, V>(count, q, at, keys);
+        else if constexpr (V > 1) pick_vectors<V - 1>(vectors, count, q, at, keys);
     }
 
-    // Weighted sum of values: keys [first_key, end_key) of Q queries times V vectors of each value row, in the order of the keys.
+    // The first keys of the page for Q queries times V vectors of each value row.
     template <int Q, int V>
-    void pick_mix(int count, Word* const* pages, int kv_head, int q, int at, int first_key, int end_key) {
+    void pick_mix(int count, int q, int at, int keys) {
         if (count == Q) {
             Floats sums[Q][V];
             for (int i = 0; i < Q; i++)
-                for (int v = 0; v < V; v++) sums[i][v] = floats(0.0f);
-            const float* weights = scores + q * length;
-            for (int key = first_key; key < end_key;) {
-                const Word* value = layout.value(pages, kv_head, key);
-                const int end = end_key < (key / PAGE + 1) * PAGE ? end_key : (key / PAGE + 1) * PAGE;
-                for (; key < end; key++, value += layout.key_words) {
-                    Floats parts[V];
-                    for (int v = 0; v < V; v++) parts[v] = get<kv>(value, at + v * LANES);
+                for (int v = 0; v < V; v++) sums[i][v] = load(mixed + (q + i) * layer.head_dim + at + v * LANES);
+            const float* weights = scores + q * PAGE;
+            const Word* value = half(page, true);
+            for (int key = 0; key < keys; key++, value += layout.key_words) {
+                Floats parts[V];
+                for (int v = 0; v < V; v++) parts[v] = get<kv>(value, at + v * LANES);
 #pragma GCC unroll 6
-                    for (int i = 0; i < Q; i++) {
-                        Floats weight = floats(weights[i * length + key]);
-                        for (int v = 0; v < V; v++) sums[i][v] = multiply_add(weight, parts[v], sums[i][v]);
-                    }
+                for (int i = 0; i < Q; i++) {
+                    Floats weight = floats(weights[i * PAGE + key]);
+                    for (int v = 0; v < V; v++) sums[i][v] = multiply_add(weight, parts[v], sums[i][v]);
                 }
             }
             for (int i = 0; i < Q; i++)
                 for (int v = 0; v < V; v++) store(mixed + (q + i) * layer.head_dim + at + v * LANES, sums[i][v]);
         } else if constexpr (Q > 1) {
-            pick_mix<Q - 1, V>(count, pages, kv_head, q, at, first_key, end_key);
+            pick_mix<Q - 1, V>(count, q, at, keys);
         }
     }
 
     void add(float* out, float weight, const Word* value) const {
-        for (int i = 0; i < layer.head_dim; i += LANES) {
-            Floats sum = multiply_add(floats(weight), get<kv>(value, i), load(out + i));
-            store(out + i, sum);
-        }
+        for (int i = 0; i < layer.head_dim; i += LANES) store(out + i, multiply_add(floats(weight), get<kv>(value, i), load(out + i)));
     }
 
-    template <int Q>
-    void pick_latents(int count, Word* const* pages, int first, int group, int q, int at, int end_key) {
-        if (count == Q) mix_latents<Q>(pages, first, group, q, at, end_key);
-        else if constexpr (Q > 1) pick_latents<Q - 1>(count, pages, first, group, q, at, end_key);
+    void add_bytes(int q, int block, Floats sums) {
+        float* to = mixed + q * layer.head_dim + block * LANES;
+        store(to, multiply_add(floats(weight_rows[q].scale), sums, load(to)));
     }
 
-    // Weighted sums of numbers [at, at + MIX_VECTORS) of the keys of Q queries, from the layout of keys: lane r of a sum adds up
-    // keys r, r + 16, ..., in that order, and the lanes are added up at the end. A key after the prefix is added to the
-    // lane that it has in plain decoding.
-    template <int Q>
-    void mix_latents(Word* const* pages, int first, int group, int q, int at, int end_key) {
-        constexpr int D = MIX_VECTORS;
-        Floats sums[Q][D];
-        for (auto& row : sums)
-            for (Floats& sum : row) sum = floats(0.0f);
-        const float* weights = scores + q * length;
-        auto add = [&](const Word* words, auto weight) __attribute__((always_inline)) {
-            Floats parts[D];
-            numbers_of(words, parts);
-            for (int i = 0; i < Q; i++) {
-                const Floats w = weight(i);
-                for (int d = 0; d < D; d++) sums[i][d] = multiply_add(w, parts[d], sums[i][d]);
+    // Adds the values of one query, some of whose keys are after the prefix.
+    void mix_branched_bytes(int q, const Word* values) {
+        const int row = row_of(q), before = prefix_in_page(row);
+        const WholeRow& weights = weight_rows[q];
+        alignas(64) Word kept[ROW_WORDS];
+        std::memcpy(kept, weights.words, sizeof kept);
+        int8_t *high = (int8_t*)kept, *low = high + PAGE;
+        std::memset(high + before, 0, PAGE - before), std::memset(low + before, 0, PAGE - before);
+        const WholeRow of_prefix{kept, weights.scale, weights.high, weights.low};
+        const int8_t *all_high = (const int8_t*)weights.words, *all_low = all_high + PAGE;
+        for (int block = 0; block < layer.head_dim / LANES; block++) {
+            ByteSums<1, 1> sums;
+            sums.clear();
+            sums.add_all(values + block * PAGE / 4 * LANES, PAGE / 4, &of_prefix);
+            for (int i = std::max(before, first_in_page(row)); i < end_in_page(row); i++) {
+                const int place = branch(row, i), shift = place % 4 * 8;
+                const Word upper = (Word)(uint8_t)all_high[i] << shift, lower = (Word)(uint8_t)all_low[i] << shift;
+                const Word* at = layout.values(pages, kv_head, place / PAGE);
+                sums.add(at + (block * PAGE / 4 + place % PAGE / 4) * LANES, 0, 0, upper, lower);
             }
-        };
-        const int64_t word = at / per_word(kv), whole = end_key / LANES;
-        for (int64_t block = 0; block < whole; block++)
-            add(layout.keys(pages, 0, block) + word * LANES,
-                [&](int i) { return load(weights + i * length + block * LANES); });
-        if (end_key % LANES)  // scores after the prefix are those of a branch
-            add(layout.keys(pages, 0, whole) + word * LANES, [&](int i) {
-                alignas(64) float lanes[LANES] = {};
-                std::memcpy(lanes, weights + i * length + whole * LANES, sizeof(float) * (end_key % LANES));
-                return load(lanes);
-            });
-        for (int i = 0; i < Q; i++) {
-            const int row = first + (q + i) / group;
-            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) {
-                const int key = b.prefix[row] + j - b.branch_from[row];
-                alignas(64) float lanes[LANES] = {}, numbers[D];
-                lanes[key % LANES] = weights[i * length + key];
-                latent_of(pages, b.branches[j], at, numbers);
-                for (int d = 0; d < D; d++) sums[i][d] = multiply_add(load(lanes), floats(numbers[d]), sums[i][d]);
-            }
-            for (int d = 0; d < D; d++) mixed[(q + i) * layer.head_dim + at + d] = sum_of(sums[i][d]);
-        }
-    }
-
-    // The numbers of sixteen keys, from words of a block: vectors of one number of all keys.
-    static void numbers_of(const Word* words, Floats* to) {
-        for (int d = 0; d < MIX_VECTORS; d += per_word(kv)) {
-            const Ints word = load_ints(words + d / per_word(kv) * LANES);
-            if constexpr (kv == F32) {
-                to[d] = as_floats(word);
-            } else {
-                to[d] = as_floats(shift_left<16>(word));
-                to[d + 1] = as_floats(and_bits(word, ints((int)0xffff0000)));
-            }
-        }
-    }
-
-    // MIX_VECTORS numbers of one key.
-    void latent_of(Word* const* pages, int64_t place, int at, float* to) const {
-        const Word* words = layout.keys(pages, 0, place / LANES) + place % LANES;
-        for (int d = 0; d < MIX_VECTORS; d++) {
-            const Word word = words[(at + d) / per_word(kv) * LANES];
-            const Word bits = kv == F32 ? word : (at + d) % 2 ? word & 0xffff0000 : word << 16;
-            std::memcpy(to + d, &bits, sizeof(float));
+            add_bytes(q, block, sums.of(0, 0, weights));
         }
     }
 };

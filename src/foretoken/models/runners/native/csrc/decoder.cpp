@@ -63,16 +63,9 @@ void OF_CACHE(foretoken_move)(const ModelSpec* m, Word* const* pages, int destin
         if (!m->layers[number].attends || layer.shares) continue;
         const PageLayout layout(*m, layer, CACHE);
         for (int head = 0; head < layer.kv_heads; head++)
-            for (int i = 0; i < count; i++) {
-                const int from = sources[i], to = destination + i;
-                if (from == to) continue;
-                if (!layout.latent)
-                    std::memcpy(layout.value(pages, head, to), layout.value(pages, head, from),
-                                sizeof(Word) * layout.key_words);
-                const Word* source = layout.keys(pages, head, from / LANES) + from % LANES;
-                Word* target = layout.keys(pages, head, to / LANES) + to % LANES;
-                for (int64_t k = 0; k < layout.key_words; k++) target[k * LANES] = source[k * LANES];
-            }
+            for (int i = 0; i < count; i++)
+                if (sources[i] != destination + i)
+                    CacheRows<CACHE>{layout, layer.head_dim}.move(pages, head, sources[i], destination + i);
     }
 }
 

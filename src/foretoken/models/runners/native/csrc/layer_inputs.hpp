@@ -32,11 +32,12 @@ struct OwnInputs {
         const Floats scale = floats(s.table_scale), half = floats(std::sqrt(0.5f));
         p.member.each((int64_t)p.b.rows * layers, 8, [&](int64_t item) {
             const int64_t row = item / layers, at = item % layers * s.width;
-            const Word* embedding = s.table + p.b.tokens[row] * (stride / per_word(kv));
+            const Kind kind = (Kind)p.m.embedding_kind;
+            const Word* embedding = s.table + p.b.tokens[row] * (stride / per_word(kind));
             float* to = inputs + row * stride + at;
             normalize(p.m, to, s.norm, s.width, to);
             for (int i = 0; i < s.width; i += LANES)
-                store(to + i, (load(to + i) + get<kv>(embedding, at + i) * scale) * half);
+                store(to + i, (load(to + i) + (kind == F32 ? get<F32>(embedding, at + i) : get<BF16>(embedding, at + i)) * scale) * half);
         });
     }
 

@@ -25,12 +25,12 @@ struct AttentionMixer {
     const ModelSpec& m;
     const Tiles*tiles, &answered_tiles;
     const int64_t qkv_width;
-    float *qkv, *mixed, *scores;
+    float *qkv, *mixed, *own;
     Word* queries;
 
     AttentionMixer(Rows<kv>& rows, Workspace& w)
         : p(rows), m(rows.m), tiles(&w.tiles), answered_tiles(w.answered_tiles), qkv_width(row_numbers(m)),
-          qkv((float*)w.qkv.data), mixed((float*)w.mixed.data), scores((float*)w.own_scores[p.member.thread].data),
+          qkv((float*)w.qkv.data), mixed((float*)w.mixed.data), own((float*)w.own_attention[p.member.thread].data),
           queries((Word*)w.queries.data) {}
 
     static int64_t row_numbers(const ModelSpec& m) {
@@ -38,16 +38,17 @@ struct AttentionMixer {
             return ((1 + m.gated_attention) * m.heads + 2 * layer.kv_heads) * layer.head_dim;
         }), 32);
     }
-    static int64_t score_length(const BatchSpec& b) { return padded(std::max(b.reach, b.source_reach), PAGE) + LANES; }
 
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, dim = largest_of_layers(m, [](const AttentionSpec& layer) { return layer.head_dim; });
         const int64_t heads = m.heads * dim;
         tile(m, b, w);
         w.qkv.room<float>(rows * row_numbers(m));
-        w.queries.room<Word>(rows * heads / per_word(kv) * input_words(kv));
+        w.queries.room<Word>(rows * m.heads * largest_of_layers(m, [&](const AttentionSpec& layer) {
+            return PageLayout(m, layer, kv).query_words;
+        }));
         if (Widest(m).encoded) w.mixed.room<float>(rows * heads);
-        for (int t = 0; t < threads; t++) w.own_scores[t].room<float>(TILE_QUERIES * (score_length(b) + 2 * dim));
+        for (int t = 0; t < threads; t++) w.own_attention[t].room<float>(Attention<kv>::numbers(m));
     }
 
     // The rows of each sequence in tiles, for each number of heads that are computed together.
@@ -86,15 +87,9 @@ struct AttentionMixer {
 
     // Writes one head of keys, or behind those one of values, to cache row `place`.
     void remember(const AttentionSpec& layer, const PageLayout& layout, Word* const* pages, int place, int head, float* x) const {
-        if (head >= layer.kv_heads) {
-            // A masked key has weight 0, and 0 times infinity is NaN.
-            for (int i = 0; i < layer.head_dim; i += LANES) store(x + i, finite(load(x + i)));
-            return cache(layer, x, layout.value(pages, head - layer.kv_heads, place));
-        }
-        alignas(64) Word words[MAX_HEAD];
-        cache(layer, x, words);
-        Word* lane = layout.keys(pages, head, place / LANES) + place % LANES;
-        for (int64_t k = 0; k < layout.key_words; k++) lane[k * LANES] = words[k];
+        const CacheRows<kv> rows{layout, layer.head_dim};
+        if (head < layer.kv_heads) rows.put_key(pages, head, place, x);
+        else rows.put_value(pages, head - layer.kv_heads, place, x);
     }
 
     // Moves what was computed of a row, where rows leave the pass.
@@ -112,14 +107,11 @@ struct AttentionMixer {
     // Computes attention over the keys and values that each row of `b` sees.
     void attend(const AttentionSpec& layer, const BatchSpec& b) {
         p.clear_tails(layer.out, ATTENDED, width(layer));
-        float* values = scores + TILE_QUERIES * score_length(p.b);
-        Word* own_queries = (Word*)(values + TILE_QUERIES * layer.head_dim);
-        const PageLayout layout(m, layer, kv);
-        Attention<kv> attention{m, b, layer, layout, queries, own_queries, scores, values, score_length(p.b)};
+        Attention<kv> attention(m, b, layer, PageLayout(m, layer, kv), queries, own);
         const int together = heads_at_once(m, layer), parts = m.heads / together;
-        const std::vector<QueryTile>& own = tiles->of(together);
-        p.member.each((int64_t)own.size() * parts, 1, [&](int64_t item) {
-            const QueryTile& tile = own[item / parts];
+        const std::vector<QueryTile>& cut = tiles->of(together);
+        p.member.each((int64_t)cut.size() * parts, 1, [&](int64_t item) {
+            const QueryTile& tile = cut[item / parts];
             attention.run(tile.sequence, int(item % parts), tile.first, tile.last,
                           [&](int row, int at, const float* values) { keep(layer, row, at, values); });
         });
@@ -168,12 +160,7 @@ struct AttentionMixer {
 
     void keep_query(const AttentionSpec& layer, int row, int head, const float* x) {
         const int64_t words = PageLayout(m, layer, kv).query_words;
-        encode<kv>(x, layer.head_dim, queries + ((int64_t)row * m.heads + head) * words);
-    }
-
-    // Stores a head's numbers as the cache has them.
-    void cache(const AttentionSpec& layer, const float* x, Word* to) const {
-        for (int i = 0; i < layer.head_dim; i += LANES) put<kv>(to, i, load(x + i));
+        encode_query<kv>(x, layer.head_dim, queries + ((int64_t)row * m.heads + head) * words);
     }
 
     // In place: the norm of each head (Qwen3, Gemma 3), and the rotary embedding.

@@ -6,6 +6,7 @@
 // do not depend on how many rows a pass has, as they would if keys were made of the latents where that is less arithmetic.
 #pragma once
 
+#include "attention_latent.hpp"
 #include "mixer_attention.hpp"
 
 template <Kind kv>
@@ -22,7 +23,7 @@ struct LatentMixer {
         : p(rows), m(rows.m), shape(m.latent), tiles(&w.tiles), answered_tiles(w.answered_tiles),
           first_width(first_numbers(m)), query_width(query_numbers(m)), head_dim(head_numbers(m)), first((float*)w.qkv.data),
           expanded((float*)w.latent_queries.data), absorbed((float*)w.absorbed.data), values((float*)w.mixed.data),
-          scores((float*)w.own_scores[p.member.thread].data), head_scales((float*)w.head_scales.data),
+          scores((float*)w.own_attention[p.member.thread].data), head_scales((float*)w.head_scales.data),
           queries((Word*)w.queries.data), head_words((Word*)w.head_words.data) {}
 
     // A row of the first product: queries or their latent, then the latent and the rotary key.
@@ -34,6 +35,8 @@ struct LatentMixer {
 
     static int64_t head_numbers(const ModelSpec& m) { return m.latent.rank + m.latent.rotated; }
     static int64_t query_words(const ModelSpec& m) { return head_numbers(m) / per_word(kv) * input_words(kv); }
+
+    static int64_t score_length(const BatchSpec& b) { return padded(b.reach, PAGE) + LANES; }
 
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, heads = rows * m.heads;
@@ -51,7 +54,7 @@ struct LatentMixer {
         w.head_words.room<Word>(heads * words);
         w.head_scales.room<float>(heads * scales);
         for (int t = 0; t < threads; t++)
-            w.own_scores[t].room<float>(TILE_QUERIES * (AttentionMixer<kv>::score_length(b) + 2 * head_numbers(m)));
+            w.own_attention[t].room<float>(TILE_QUERIES * (score_length(b) + 2 * head_numbers(m)));
     }
 
     // Computes queries, and writes latents and keys of all rows to the cache.
@@ -97,10 +100,10 @@ struct LatentMixer {
     // Computes attention over the cache, and the values of heads.
     void mix(const LayerSpec& of) {
         const AttentionSpec& layer = of.attention;
-        const int64_t length = AttentionMixer<kv>::score_length(p.b);
+        const int64_t length = score_length(p.b);
         float* mixed = scores + TILE_QUERIES * length;
         Word* own_queries = (Word*)(mixed + TILE_QUERIES * head_dim);
-        Attention<kv> attention{m, p.b, layer, PageLayout(m, layer, kv), queries, own_queries, scores, mixed, length};
+        LatentAttention<kv> attention{{m, p.b, layer, PageLayout(m, layer, kv), queries}, own_queries, scores, mixed, length};
         const int together = heads_at_once(m, layer), parts = m.heads / together;
         const std::vector<QueryTile>& own = tiles->of(together);
         p.member.each((int64_t)own.size() * parts, 1, [&](int64_t item) {

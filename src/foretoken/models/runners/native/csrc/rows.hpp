@@ -36,7 +36,7 @@ struct Rows {
         w.branch.room<float>(b.rows * width);
         w.scales.room<float>(b.rows * widest.scales);
         for (Buffer* input : {&w.normed, &w.attended, &w.activated}) input->room<Word>(b.rows * widest.words);
-        if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_scores.resize(threads);
+        if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_attention.resize(threads);
         for (int t = 0; t < threads; t++)
             w.own_words[t].room<Word>(REPEATED_ROWS * (widest.words + widest.scales) +
                                       std::max({(m.joined ? 2 : 1) * width, padded(m.latent.query_rank, LANES),

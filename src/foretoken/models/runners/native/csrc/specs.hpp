@@ -28,6 +28,7 @@ struct AttentionSpec {
                           // their chunk of that length
     int32_t rope;         // index of the rotary table; -1: no rotation
     int32_t cache_at;     // numbers of a token in the cache before its keys and values
+    int32_t scales_at;    // scales of a token in an int8 cache before its own
     int32_t shares;       // the keys and values are those of a layer before it, and `qkv` are queries alone
     int32_t grows;        // queries are multiplied by `query_scales`
     int32_t ordered;      // rows see no key behind themselves, whatever their prefix
@@ -153,7 +154,7 @@ struct LayerInputsSpec {
 
 struct ModelSpec {
     const LayerSpec* layers;
-    const Word* embedding;      // [vocab][hidden padded to 32] in the cache's type; null: unpack rows of `table`
+    const Word* embedding;      // [vocab][hidden padded to 32] of `embedding_kind`; null: unpack rows of `table`
     Matrix table;               // the head where the two are tied
     const float* positions;     // learned positions [positions][hidden], added to the scaled embeddings; null: none
     NormSpec embedding_norm;    // after that
@@ -181,6 +182,7 @@ struct ModelSpec {
     float clip;                 // queries, keys and values are clipped to [-clip, clip]; 0: no bound
     int32_t norm_sums;          // norms after mixers and MLPs are those of the residual stream (BART); else of what is added to it
     int32_t farthest;           // distance from which on all relative positions are one
+    int32_t embedding_kind;     // F32 or BF16; also of the embeddings for layers
 };
 
 // Norms of queries and keys: of each head before or after its rotation, or of all heads together before it.
@@ -238,29 +240,6 @@ struct BatchSpec {
     const int32_t* source_lengths;                 // [sequences]
     int32_t rows, sequences, output_count, tap_count, reach;
     int32_t source_reach;                          // the largest of source_lengths
-};
-
-// The place of a sequence's keys and values of one layer inside a page.
-//
-// The keys of sixteen rows form a block as in a packed matrix: [block][words of a head][16 rows]. Values: [row][head_dim]; those
-// of latent attention are part of the keys.
-struct PageLayout {
-    int64_t key_words, query_words;  // words of one row, and of a query
-    int64_t half_words;              // words of all keys (or all values) of one head in one page
-    int64_t first;                   // words of a page before those of the layer
-    bool latent;                     // values are the first numbers of keys
-    int value_dim;                   // numbers of a value
-    PageLayout(const ModelSpec& m, const AttentionSpec& layer, Kind kind)
-        : key_words(layer.head_dim / per_word(kind)), query_words(key_words * input_words(kind)), half_words(PAGE * key_words),
-          first((int64_t)PAGE * layer.cache_at / per_word(kind)), latent(m.latent.rank),
-          value_dim(latent ? m.latent.rank : layer.head_dim) {}
-    int64_t at(int head) const { return first + (int64_t)head * (latent ? 1 : 2) * half_words; }
-    Word* keys(Word* const* pages, int head, int64_t block) const {
-        return pages[block / (PAGE / LANES)] + at(head) + block % (PAGE / LANES) * LANES * key_words;
-    }
-    Word* value(Word* const* pages, int head, int64_t row) const {
-        return pages[row / PAGE] + at(head) + half_words + row % PAGE * key_words;
-    }
 };
 
 // The last layer that writes to the cache or to a state: those behind it need only the rows whose logits are needed.

@@ -54,18 +54,25 @@ struct Start {
             std::fill(to + m.hidden, to + p.width, 0.0f);
             return functions(m.table).unpack(m.table, token, m.hidden, to);
         }
-        const Word* row = m.embedding ? m.embedding + token * (p.width / per_word(kv)) : unpack(token);
-        for (int64_t i = 0; i < p.width; i += LANES) store(to + i, get<kv>(row, i));
+        if ((m.embedding ? m.embedding_kind : m.table.kind) == F32) widen<F32>(token, to);
+        else widen<BF16>(token, to);
     }
 
-    const Word* unpack(int token) {
+    template <Kind kind>
+    void widen(int token, float* to) {
+        const int64_t words = p.width / per_word(kind);
+        const Word* row = m.embedding ? m.embedding + token * words : unpack(token, words);
+        for (int64_t i = 0; i < p.width; i += LANES) store(to + i, get<kind>(row, i));
+    }
+
+    const Word* unpack(int token, int64_t words) {
         if (m.table.kind == PACKED) {
-            unpack_row(m.table, token, std::min<int64_t>(m.table.steps, p.width / 2), p.own);
-            for (int64_t k = m.table.steps; k < p.width / 2; k++) p.own[k] = 0;
+            unpack_row(m.table, token, std::min<int64_t>(m.table.steps, words), p.own);
+            for (int64_t k = m.table.steps; k < words; k++) p.own[k] = 0;
             return p.own;
         }
         const Word* lane = m.table.data + token / LANES * m.table.steps * LANES + token % LANES;
-        for (int64_t k = 0; k < p.width / per_word(kv); k++) p.own[k] = k < m.table.steps ? lane[k * LANES] : 0;
+        for (int64_t k = 0; k < words; k++) p.own[k] = k < m.table.steps ? lane[k * LANES] : 0;
         return p.own;
     }
 };

@@ -118,7 +118,7 @@ struct Workspace {
     Buffer recurrent, prepared, recurrent_mixed;
     Buffer layer_inputs, gated_inputs;
     Buffer latent_queries, absorbed, head_words, head_scales;
-    std::vector<Buffer> own_words, own_scores, own_states;
+    std::vector<Buffer> own_words, own_attention, own_states;
     Answered answered;
     SourcePlan sources, answered_sources;
     Tiles tiles, answered_tiles;

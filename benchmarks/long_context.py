@@ -1,0 +1,273 @@
+"""Long contexts: what attention costs beside reading its KV cache, what a long prompt takes, and what int8 costs.
+
+    python benchmarks/long_context.py                                       # attention and loss
+    python benchmarks/long_context.py --part prefill --cache int8           # a whole prompt; minutes
+
+Attention is timed alone: a decoder has the attention of the target (its layers, heads and head size) and little else,
+and a pass behind a few tokens is subtracted from one behind many. Its cache is filled by passes whose rows see one key,
+because the time of a pass depends on how many keys there are and not on what they hold. The prompt is computed by the
+target itself; ask for one cache, so that the most memory is that of this cache. Loss and total variation are those of
+the target with each cache, on held-out text, from the one with bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+from foretoken import zoo
+from foretoken.bench.clock import TimedTask, interleaved
+from foretoken.bench.setting import cores, memory, setting, wide_console
+from foretoken.core.draft import Draft
+from foretoken.core.native.build import compiled
+from foretoken.models.base import Handle
+from foretoken.models.decoder import Decoder
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.checkpoint import load_config, load_tokenizer, open_weights
+from foretoken.models.formats.weights import Layers, Source, read_ends
+from foretoken.models.loading import load_model
+from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.train.data import encode, held_out_batches, standard_library
+from foretoken.train.widen.checkpoint import scaled
+from quantization import distance, logits
+
+CACHES = ("bfloat16", "int8")
+PARTS = ("attention", "prefill", "loss")
+NARROW, VOCAB, CHUNK, SHORT = 64, 256, 256, 64  # hidden size, vocabulary, rows of a pass that fills, a short context
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Attention of a pass: milliseconds, less those behind a few tokens, and of reading as many bytes alone."""
+
+    cache: str
+    context: int
+    rows: int
+    kv_megabytes: float
+    milliseconds: float
+    read: float
+
+    @property
+    def over_read(self) -> float:
+        """Time over that of reading the KV cache once."""
+        return self.milliseconds / self.read
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """A prompt: seconds until its logits, bytes of its KV cache, and the most memory of the process, also before it."""
+
+    cache: str
+    tokens: int
+    seconds: float
+    kv_bytes: int
+    peak_bytes: int
+    before_bytes: int
+
+
+@dataclass(frozen=True)
+class CacheLoss:
+    """Held-out loss in nats per token, and mean total variation from the bfloat16 cache."""
+
+    cache: str
+    loss: float
+    total_variation: float
+
+
+class FillingRunner(NativeRunner):
+    """A runner whose rows see one key while it fills its cache."""
+
+    filling = True
+
+    def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
+        return {"prefix": array("i", [1]) * len(plan.tokens)} if self.filling else {}
+
+
+def attention_alone(config: dict[str, Any], cache: str) -> FillingRunner:
+    """Returns a decoder with random weights that has the attention of ``config`` and is narrow elsewhere."""
+    narrow = config | {
+        "hidden_size": NARROW,
+        "intermediate_size": NARROW,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": True,
+    }
+    narrow |= {"max_position_embeddings": 1 << 20}
+    a = Architecture.of(narrow)
+    source = Source(random_weights(a), a, torch.bfloat16, None)
+    return FillingRunner(a, Layers(source), read_ends(source), torch.bfloat16, kv_cache_dtype=cache)
+
+
+def random_weights(a: Architecture) -> dict[str, Tensor]:
+    """Returns the tensors of a Llama."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * 0.1
+
+    weights = {"model.embed_tokens.weight": random(VOCAB, NARROW), "model.norm.weight": torch.ones(NARROW)}
+    for layer in range(a.layers):
+        at, width, kv_width = f"model.layers.{layer}.", a.heads * a.head_dim, a.kv_heads * a.head_dim
+        weights |= {
+            at + name: torch.ones(NARROW) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
+        }
+        weights |= {f"{at}mlp.{name}_proj.weight": random(NARROW, NARROW) for name in ("gate", "up", "down")}
+        weights |= {f"{at}self_attn.{name}_proj.weight": random(kv_width, NARROW) for name in "kv"}
+        weights |= {
+            f"{at}self_attn.q_proj.weight": random(width, NARROW),
+            f"{at}self_attn.o_proj.weight": random(NARROW, width),
+        }
+    return weights
+
+
+def tokens_of(count: int) -> list[int]:
+    """Returns arbitrary token ids."""
+    return [(7 * i) % (VOCAB - 1) + 1 for i in range(count)]
+
+
+def filled(runner: FillingRunner, context: int) -> Handle:
+    """Returns a sequence with one token left to compute, whose cache is full of numbers that no attention made."""
+    tokens, runner.filling = tokens_of(context), True
+    slot, _ = runner.acquire(tokens)
+    handle = Handle(slot, tokens)
+    while len(handle.pending) > 1:
+        rows = min(CHUNK, len(handle.pending) - 1)
+        part = Handle(slot, tokens[: handle.cached + rows], handle.cached)
+        runner.run(PassPlan.of([part], [Draft.empty()], [0]), (), logits=False)
+        handle.cached += rows
+    runner.filling = False
+    return handle
+
+
+def one_pass(runner: NativeRunner, plan: PassPlan) -> None:
+    """Computes a pass with logits."""
+    runner.run(plan, (), logits=True)
+
+
+def attention_times(
+    config: dict[str, Any], caches: Sequence[str], contexts: Sequence[int], rows: Sequence[int], turns: int
+) -> list[AttentionTime]:
+    """Times passes of all caches, contexts and rows in rotating order, and reading as many bytes."""
+    runners = {cache: attention_alone(config, cache) for cache in caches}
+    floors = ctypes.CDLL(str(compiled(Path(__file__).parent / "floors.cpp", ())))
+    floors.read_memory.restype = None
+    size = {(cache, context): runners[cache].kv_bytes_per_token * context for cache in caches for context in contexts}
+    block = torch.ones(max(size.values()) // 8 + 1024, dtype=torch.int64)
+    tasks: dict[tuple[str, str, int, int], TimedTask] = {}
+    for cache, runner in runners.items():
+        for context in (SHORT, *contexts):
+            handle = filled(runner, context)
+            for count in rows:
+                draft = Draft.chain(tokens_of(count - 1)) if count > 1 else Draft.empty()
+                plan = PassPlan.of([handle], [draft], [0])
+                tasks["pass", cache, context, count] = TimedTask(partial(one_pass, runner, plan))
+            if context in contexts:
+                bytes_read = ctypes.c_int64(size[cache, context] // 64 * 64)
+                read = partial(floors.read_memory, ctypes.c_void_p(block.data_ptr()), bytes_read, cores())
+                tasks["read", cache, context, 0] = TimedTask(read)
+    times = {key: 1000 * spread.median for key, spread in interleaved(tasks, turns).items()}
+    return [
+        AttentionTime(
+            cache,
+            context,
+            count,
+            size[cache, context] / 1e6,
+            times["pass", cache, context, count] - times["pass", cache, SHORT, count],
+            times["read", cache, context, 0],
+        )
+        for cache in caches
+        for context in contexts
+        for count in rows
+    ]
+
+
+def prefill(target: Path, cache: str, tokens: int) -> PrefillTime:
+    """Computes a prompt of the target."""
+    config = load_config(target) | {"max_position_embeddings": tokens + 1}
+    weights = open_weights(target)
+    model = Decoder(config, weights, torch.bfloat16, torch.device("cpu"), kv_cache_dtype=cache)
+    before = memory("VmHWM")
+    handle = model.open([i % (config["vocab_size"] - 1) + 1 for i in range(tokens)])
+    started = perf_counter()
+    model.score([handle], [Draft.empty()])
+    seconds = perf_counter() - started
+    return PrefillTime(cache, tokens, seconds, model.runner.nbytes(), memory("VmHWM"), before)
+
+
+def losses(caches: Sequence[str], windows: int) -> list[CacheLoss]:
+    """Compares the bundled target with each cache on held-out text."""
+    path = zoo.path("target")
+    stream = encode(standard_library().held_out, load_tokenizer(path))
+    held_out = torch.cat(held_out_batches(stream, 1, 512))[:windows].long()
+    exact = list(logits(load_model(path, "bfloat16", "cpu"), held_out))
+    models = {cache: load_model(path, "bfloat16", "cpu", kv_cache_dtype=cache) for cache in caches}
+    return [CacheLoss(cache, *distance(model, held_out, exact)) for cache, model in models.items()]
+
+
+def tables(
+    times: Sequence[AttentionTime], prompts: Sequence[PrefillTime], accuracy: Sequence[CacheLoss]
+) -> list[Table]:
+    """One table for each part that was measured."""
+    shown = []
+    if times:
+        table = Table("cache", "context", "rows", "KV, MB", "attention, ms", "reading, ms", "ratio", box=box.MARKDOWN)
+        for t in times:
+            figures = f"{t.kv_megabytes:.0f}", f"{t.milliseconds:.1f}", f"{t.read:.1f}", f"{t.over_read:.2f}"
+            table.add_row(t.cache, str(t.context), str(t.rows), *figures)
+        shown.append(table)
+    if prompts:
+        table = Table("cache", "prompt", "seconds", "tokens/s", "KV, MB", "peak, MB", "loaded, MB", box=box.MARKDOWN)
+        for p in prompts:
+            sizes = (f"{size / 1e6:.0f}" for size in (p.kv_bytes, p.peak_bytes, p.before_bytes))
+            table.add_row(p.cache, str(p.tokens), f"{p.seconds:.1f}", f"{p.tokens / p.seconds:.0f}", *sizes)
+        shown.append(table)
+    if accuracy:
+        table = Table("cache", "loss", "total variation", box=box.MARKDOWN)
+        for a in accuracy:
+            table.add_row(a.cache, f"{a.loss:.4f}", f"{a.total_variation:.5f}")
+        shown.append(table)
+    return shown
+
+
+def main(
+    target: Annotated[Path | None, typer.Option(help="A Llama. [the bundled target, widened to 0.7b]")] = None,
+    part: Annotated[list[str], typer.Option(help=f"{', '.join(PARTS)}; may be repeated.")] = ["attention", "loss"],
+    cache: Annotated[list[str], typer.Option(help="bfloat16 or int8; may be repeated.")] = [*CACHES],
+    context: Annotated[list[int], typer.Option(min=1, help="May be repeated.")] = [4096, 16384, 32768],
+    rows: Annotated[list[int], typer.Option(min=1, help="Of a pass; may be repeated.")] = [1, 8],
+    turns: Annotated[int, typer.Option(min=1)] = 15,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 32768,
+    windows: Annotated[int, typer.Option(min=1, help="Held-out windows of 512 tokens.")] = 40,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and figures here.")] = None,
+) -> None:
+    """Time attention over long contexts and the prefill of a long prompt, and compare the caches' accuracy."""
+    torch.set_num_threads(cores())
+    where = target or scaled("0.7b")
+    prompts = [prefill(where, each, prompt) for each in cache] if "prefill" in part else []
+    times = attention_times(load_config(where), cache, context, rows, turns) if "attention" in part else []
+    accuracy = losses(cache, windows) if "loss" in part else []
+    console, facts = wide_console(), setting() | {"target": where.name}
+    for table in tables(times, prompts, accuracy):
+        console.print(table)
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        record = {"setting": facts, "attention": [asdict(t) | {"over_read": t.over_read} for t in times]}
+        record |= {"prefill": [asdict(p) for p in prompts], "loss": [asdict(a) for a in accuracy]}
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
