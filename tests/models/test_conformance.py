@@ -33,6 +33,8 @@ NATIVE = [
 VARIANTS = ("llama-tied", "qwen2", "qwen2-sliding")
 WRAPPED = [name for name, tiny in ARCHITECTURES.items() if tiny.torch and name not in (*VARIANTS, "llama4")]  # refused
 ALL = NATIVE + [(name, "hf") for name in WRAPPED]
+# All families on the compiled runtime, and on each other runner one of each kind, are tested in seconds.
+QUICK = ("llama", "gemma2", "qwen3.5", "mixtral", "gpt2")
 
 
 class Reference:
@@ -96,7 +98,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     return cache(lambda name: Reference(ARCHITECTURES[name], tmp_path_factory.mktemp(name)))
 
 
-@pytest.fixture(scope="module", params=ALL, ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            each, id="-".join(each), marks=[] if each[1] == "compiled" or each[0] in QUICK else [pytest.mark.slow]
+        )
+        for each in ALL
+    ],
+)
 def pair(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Pair:
     name, runner = request.param
     reference = references(name)
