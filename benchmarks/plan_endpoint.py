@@ -32,7 +32,6 @@ from foretoken import zoo
 from foretoken.bench.http_client import listed_models
 from foretoken.bench.setting import setting, wide_console
 from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
-from foretoken.plan.endpoint.outcome import OWN
 from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts
 from servers import CONTEXT, SEQUENCES, llamacpp_serving, vllm_serving
@@ -118,11 +117,12 @@ class PlanRun:
 
 def compared(plan: EndpointPlan, basis: str, measured: dict[tuple[int, int], float]) -> list[ComparedSpeed]:
     """Returns what the plan foretold beside what was measured."""
-    rows = {(row.depth, row.concurrency): row for row in plan.rows if row.name == OWN}
+    if plan.foretelling is None:
+        return []
+    rows = {at: plan.foretelling.own(*at) for at in sorted(measured)}
     return [
-        ComparedSpeed(basis, depth, number, row.speedup, row.low or 0.0, row.high or 0.0, speedup)
-        for (depth, number), speedup in sorted(measured.items())
-        if (row := rows.get((depth, number))) is not None and row.speedup is not None
+        ComparedSpeed(basis, *at, row.speedup or 0.0, row.low or 0.0, row.high or 0.0, measured[at])
+        for at, row in rows.items()
     ]
 
 

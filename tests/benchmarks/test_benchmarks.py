@@ -129,11 +129,12 @@ def test_endpoint_alarms_counts_outcomes():
 @pytest.mark.slow
 def test_plan_endpoint_compares_a_plan_with_other_speeds(folder, monkeypatch):
     monkeypatch.setattr("foretoken.plan.endpoint.outcome._WIDEST", 1e9)  # other programs disturb short passes
-    words = "--basis 4 --depth 3 --concurrency 1 --concurrency 2 --other 1 --count 6 --max-tokens 24"
+    words = "--basis 4 --depth 3 --concurrency 1 --concurrency 3 --other 2 --count 6 --max-tokens 24"
     with simulated_server(StreamingBehaviour(owner="foretoken")) as url:
         printed = call("plan_endpoint", ["--endpoint", url, *words.split(), "--output", "result.json"])
     assert "planned from 4 and 8: " in printed and "within 10 %" in printed
-    assert json.loads((folder / "result.json").read_text(encoding="utf-8"))["pairs"]
+    pairs = json.loads((folder / "result.json").read_text(encoding="utf-8"))["pairs"]
+    assert {(pair["depth"], pair["concurrency"]) for pair in pairs} == {(3, 2), (6, 2)}
 
 
 @pytest.mark.slow

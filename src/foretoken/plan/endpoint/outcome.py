@@ -240,6 +240,7 @@ class EndpointPlan:
         choice: What to set.
         paste: Lines of the engine's configuration.
         measured: Points that a later plan at another draft length can use.
+        foretelling: Computes rows for further draft lengths and concurrencies.
     """
 
     facts: Mapping[str, Any]
@@ -249,6 +250,7 @@ class EndpointPlan:
     choice: EndpointChoice | None = None
     paste: tuple[str, ...] = ()
     measured: Mapping[str, Any] | None = None
+    foretelling: Foretelling | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan for JSON and HTML pages."""

@@ -191,7 +191,9 @@ class _Planning:
         kind = measured.lanes[1].side.dialect.kind
         depth, config = (0, None) if choice.row is None else (choice.row.depth, choice.row.config)
         lines = paste(kind, config, depth, choice.limit, self.endpoint.current)
-        return EndpointPlan(self.facts, "", tuple(self.notes), tuple(rows), choice, tuple(lines), _points(speeds))
+        return EndpointPlan(
+            self.facts, "", tuple(self.notes), tuple(rows), choice, tuple(lines), _points(speeds), whole
+        )
 
     def _speeds(self, measured: Measured, acceptances: Mapping[int, EndpointAcceptance]) -> SpeedModel:
         plain: dict[int, PassSeconds] = {}
