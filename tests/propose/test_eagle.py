@@ -30,7 +30,7 @@ from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Observation
-from foretoken.propose.eagle import Eagle, EagleConfig
+from foretoken.propose.eagle import Eagle, EagleConfig, ParallelEagle
 from foretoken.propose.growers import TreeKind
 
 CLOCK = Timings(0, 0, 0, 0, 1)
@@ -121,6 +121,21 @@ def test_drawn_drafts_carry_distributions_over_the_targets_vocabulary(tmp_path: 
         assert int((row > 0).sum()) <= 5
 
 
+def test_a_head_with_a_mask_drafts_all_levels_from_marginals(tmp_path: Path) -> None:
+    """P-EAGLE: the rows of a chain are those of mask tokens, whatever was drawn above them."""
+    head = read_eagle(tiny.save(tmp_path, *tiny.eagle3(mask=7)))
+    net = EagleNet(head, head.tensors["embed_tokens.weight"], torch.float32, torch.device("cpu"), 512)
+    proposer = ParallelEagle(net, head.taps or (), EagleConfig(tree="chain"))
+    c = context(0, [1, 2, 3], temperature=0.8, top_k=5)
+    proposer.observe([c], [seen((3,), Draft.empty(), (), 0, 2)])
+    draft = proposer.propose([c], [4])[0]
+    assert isinstance(draft.law, Sampled) and len(draft) == 4
+    fed = torch.cat([features(proposer, [0, 1]), net.mask_feature().expand(3, -1)])
+    logits = net.to_target(net.teacher_forced([2, 3, 7, 7, 7], fed)[1:])
+    expected = c.law.probs(logits, [c.history()] * 4)
+    torch.testing.assert_close(draft.law.probs, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_the_trajectory_grade_leads_with_the_targets_noise(tmp_path: Path) -> None:
     proposer = eagle(tmp_path, EagleConfig(num_steps=1, top_k=1))
     c = context(0, [1, 2, 3], Exactness.TRAJECTORY)
@@ -197,7 +212,7 @@ def test_heads_of_another_target_are_refused(tiny_pair, tmp_path: Path) -> None:
         LLM(tiny_pair.target, speculative_config={"method": "eagle3"})
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 3, "parallel"])
 @pytest.mark.slow
 def test_heads_in_the_targets_folder_are_found_and_change_nothing(version, tiny_pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     target = tmp_path / "target"
@@ -206,16 +221,16 @@ def test_heads_in_the_targets_folder_are_found_and_change_nothing(version, tiny_
         (target / file.name).symlink_to(file)
     plain = LLM(target, dtype="float32")
     written = (
-        tiny.eagle3(vocab=plain.target.vocab_size, embedding=False)
-        if version == 3
-        else tiny.eagle1(vocab=plain.target.vocab_size)
+        tiny.eagle1(vocab=plain.target.vocab_size)
+        if version == 1
+        else tiny.eagle3(vocab=plain.target.vocab_size, embedding=False, mask=9 if version == "parallel" else None)
     )
     tiny.save(target / "heads" / "eagle3", *written)
     prompts = ["def greet(name):", "class", "for i in range(10):\n    print(", "x", "€", "1", "if", "import os\n"]
     for temperature, tree in ((0.0, "sampled"), (1.0, "sampled"), (1.0, "chain")):
         options = {"method": "eagle3", "num_speculative_tokens": 6, "tree": tree}
         llm = LLM(target, dtype="float32", speculative_config=options)
-        assert isinstance(llm.engine.proposer, Eagle)
+        assert type(llm.engine.proposer) is (ParallelEagle if version == "parallel" else Eagle)
         params = SamplingParams(max_tokens=24, temperature=temperature, seed=11, ignore_eos=True)
         expected = [o.outputs[0].token_ids for o in plain.generate(prompts, params)]
         outputs = llm.generate(prompts, params)

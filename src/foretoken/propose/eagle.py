@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
 from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import TapConvention
 from foretoken.propose.base import BuildContext, Method
-from foretoken.propose.growers import GrowthConfig, TreeKind
+from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, grow_at_once
 from foretoken.propose.hidden_states import HiddenStateProposer
 
 
@@ -22,10 +25,14 @@ from foretoken.propose.hidden_states import HiddenStateProposer
 class EagleConfig(GrowthConfig):
     """Growth of the head's drafts: by default trees with drawn siblings, which had the highest acceptance for sampled
     requests.
+
+    Attributes:
+        parallel_drafting: Whether the head predicts all positions in one pass. None for heads that were trained for it.
     """
 
     tree: TreeKind = "sampled"
     top_k: int = 8
+    parallel_drafting: bool | None = None
 
 
 class Eagle(HiddenStateProposer):
@@ -34,6 +41,8 @@ class Eagle(HiddenStateProposer):
     Args:
         reading: How the head's layer ids were interpreted, if that had to be measured.
     """
+
+    net: EagleNet
 
     def __init__(
         self,
@@ -46,10 +55,29 @@ class Eagle(HiddenStateProposer):
         self.reading = reading
 
 
+class ParallelEagle(Eagle):
+    """Drafts all levels in one pass (P-EAGLE): mask tokens with a learned feature stand for those not drafted yet."""
+
+    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Sequence[int]) -> None:
+        token, net = self.net.head.mask_token, self.net
+        assert token is not None
+        masks = [Draft.chain([token] * (depth - 1)) for depth in levels]
+        rows = net.look_ahead([handle for handle, _ in active], masks, net.mask_feature())
+        for (_, grower), logits in zip(active, rows, strict=True):
+            grow_at_once(grower, logits)
+
+
 def build(config: EagleConfig, build_context: BuildContext) -> Eagle:
     """Builds the proposer from the head that "model" names, or the one that comes with the target."""
     loaded = load_eagle(build_context.target, build_context.tokenizer, build_context.model, build_context.path)
-    return Eagle(loaded.net, loaded.taps, config, loaded.convention)
+    able = loaded.net.head.mask_token is not None
+    if config.parallel_drafting and not able:
+        raise InvalidRequest(
+            "parallel_drafting needs an EAGLE-3 head that was trained for it (P-EAGLE), with the tensor 'mask_hidden' "
+            "and a pard_token in its config.json; leave it out, or take another head"
+        )
+    kind = ParallelEagle if able and config.parallel_drafting is not False else Eagle
+    return kind(loaded.net, loaded.taps, config, loaded.convention)
 
 
 METHOD = Method(EagleConfig, build, tokens=8, drafts_trees=True)

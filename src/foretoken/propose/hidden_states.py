@@ -46,10 +46,7 @@ class HiddenStateProposer(Proposer):
         active = list(growers.values())
         if active:
             self._feed([contexts[i].id for i in growers])
-            _extend(active, self.net.catch_up([handle for handle, _ in active]))
-        while active := [(handle, grower) for handle, grower in active if not grower.done]:
-            drafts = [grower.growing() for _, grower in active]
-            _extend(active, self.net.grow([handle for handle, _ in active], drafts))
+            self._grow(active, [self.config.steps(budgets[i]) for i in growers])
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
     def reusable_prefix_len(self, context: Context) -> int:
@@ -100,6 +97,18 @@ class HiddenStateProposer(Proposer):
             self.net.close(handle)
 
     # drafting
+
+    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Sequence[int]) -> None:
+        """Grows the drafts of all sequences, a level with each pass.
+
+        Args:
+            active: The sequences and their drafts.
+            levels: Maximum depth of each draft.
+        """
+        _extend(active, self.net.catch_up([handle for handle, _ in active]))
+        while active := [(handle, grower) for handle, grower in active if not grower.done]:
+            drafts = [grower.growing() for _, grower in active]
+            _extend(active, self.net.grow([handle for handle, _ in active], drafts))
 
     def _ready(self, context: Context, budget: int) -> bool:
         """Returns whether the states at all tokens but the newest are known, and the draft fits the context window."""

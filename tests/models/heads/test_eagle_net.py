@@ -143,6 +143,34 @@ def test_the_net_equals_the_papers_equations(name: str, runner: str, tmp_path: P
     torch.testing.assert_close(rows[1], whole[-1:], **close)
 
 
+@pytest.mark.parametrize("runner", ["compiled", "torch"])
+def test_rows_of_mask_tokens_follow_the_newest_token(runner: str, tmp_path: Path) -> None:
+    """P-EAGLE: one pass over pending rows and mask tokens; the next step knows nothing of the masks."""
+    config, tensors = tiny.eagle3(mask=7)
+    head = read_eagle(tiny.save(tmp_path, config, tensors))
+    assert head.mask_token == 7
+    with only_runner(runner):
+        net = EagleNet(head, tensors["embed_tokens.weight"], torch.float32, CPU, 512)
+    reference = Reference(config, tensors)
+    mask = reference.features(tensors["mask_hidden"].view(1, -1))
+    torch.testing.assert_close(net.mask_feature(), mask, rtol=1e-4, atol=1e-4)
+    tokens, raw = [3, 9, 4, 8, 60], _random(5, 192)
+    features = reference.features(raw)
+    handles = [net.open(), net.open()]
+    net.extend(handles[0], tokens, net.features(raw))
+    net.extend(handles[1], tokens[:2], net.features(raw[:2]))
+    masks = [Draft.chain([7] * 3), Draft.empty()]
+    rows = net.look_ahead(handles, masks, net.mask_feature())
+    whole, _ = reference.run([*tokens, 7, 7, 7], torch.cat([features, mask.expand(3, -1)]))
+    short, _ = reference.run(tokens[:2], features[:2])
+    close = {"rtol": 1e-3, "atol": 2e-3}
+    torch.testing.assert_close(rows[0], whole[4:], **close)
+    torch.testing.assert_close(rows[1], short[-1:], **close)
+    net.extend(handles[0], [5], net.features(raw[:1]))
+    after, _ = reference.run([*tokens, 5], torch.cat([features, features[:1]]))
+    torch.testing.assert_close(net.catch_up(handles[:1])[0], after[-1:], **close)
+
+
 def test_long_prompts_are_prefilled_in_chunks(tmp_path: Path) -> None:
     config, tensors = HEADS["eagle3"]
     head = read_eagle(tiny.save(tmp_path, config, tensors))

@@ -42,6 +42,22 @@ def test_eagle_round_trips_keep_every_bit(first: str, second: str, tmp_path: Pat
             assert getattr(head, key) == getattr(original, key), key
 
 
+@pytest.mark.parametrize("dialect", EAGLE_DIALECTS)
+def test_heads_that_predict_all_positions_keep_their_mask(dialect: str, tmp_path: Path) -> None:
+    original = read_eagle(tiny.save(tmp_path / "0", *tiny.eagle3(mask=9, norm_before_residual=True)))
+    config, tensors = write_eagle(original, dialect)
+    assert config["pard_token"] == 9
+    assert config.get("speculators_model_type") == ("peagle" if dialect == "speculators" else None)
+    back = read_eagle(tiny.save(tmp_path / "1", config, tensors))
+    _same(original.tensors, back.tensors)
+    assert original.mask_token == back.mask_token == 9
+
+
+def test_a_mask_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="pard_token"):
+        read_eagle(tiny.save(tmp_path, *tiny.eagle3(mask=101)))
+
+
 def test_names_and_keys_are_those_of_each_engine(tmp_path: Path) -> None:
     head = read_eagle(tiny.save(tmp_path, *tiny.eagle3()))
     config, tensors = write_eagle(head, "sglang")
@@ -130,7 +146,7 @@ DAMAGED = {
     "odd": (_changed(tiny.eagle3(), {}, {"midlayer.self_attn.q_norm.weight": torch.ones(16)}), "not computed here"),
     "ids": (_changed(tiny.eagle3(), {}, {"d2t": torch.full((40,), 99)}), "outside the vocabulary"),
     "no number": (_changed(tiny.eagle3(), {"hidden_size": "many"}, {}), "positive integer"),
-    "kind": (_changed(tiny.eagle3(), {"speculators_model_type": "peagle"}, {}), "'peagle'"),
+    "kind": (_changed(tiny.eagle3(), {"speculators_model_type": "dflash"}, {}), "'dflash'"),
 }
 
 

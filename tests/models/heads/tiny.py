@@ -30,9 +30,10 @@ def eagle3(
     embedding: bool = True,
     layers: int = 1,
     seed: int = 0,
+    mask: int | None = None,
     **extra: Any,
 ) -> tuple[dict[str, Any], Tensors]:
-    """config.json and tensors in EAGLE's own names; a reduced vocabulary of scattered ids."""
+    """config.json and tensors in EAGLE's own names; a reduced vocabulary of scattered ids. mask: that of P-EAGLE."""
     g = torch.Generator().manual_seed(seed)
     heads, kv, inner = 4, 2, 48
     dim = hidden // heads
@@ -65,6 +66,9 @@ def eagle3(
         tensors |= {"d2t": ids - torch.arange(draft_vocab), "t2d": t2d}
     if embedding:
         tensors["embed_tokens.weight"] = random(vocab, hidden) * 4
+    if mask is not None:
+        tensors["mask_hidden"] = random(1, 1, len(taps) * target_hidden) * 8
+        extra["pard_token"] = mask
     if extra.get("norm_before_fc"):
         tensors["input_norm.weight"] = norm(len(taps) * target_hidden)
     if extra.get("fc_norm"):

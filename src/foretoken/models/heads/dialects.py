@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.heads.eagle import EagleHead
+from foretoken.models.heads.eagle import MASK, EagleHead
 from foretoken.models.heads.files import TAPS_KEY
 
+_MASK_KEYS = ("pard_token", "mask_token_id")  # vLLM's and speculators' names for the mask token
 EAGLE_DIALECTS = ("sglang", "vllm", "speculators")
 Written = tuple[dict[str, Any], dict[str, Tensor]]
 """config.json, and the tensors of model.safetensors."""
@@ -46,6 +47,8 @@ def write_eagle(
         tensors = _with_maps(head, tensors)
     if dialect == "sglang" and head.version == 3:
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    if head.mask_token is not None:
+        tensors[MASK] = tensors[MASK].view((1, 1, -1) if dialect == "speculators" else (1, -1))
     inputs = taps if taps is not None else head.taps if head.exact else None
     config = _speculators(head, inputs, verifier) if dialect == "speculators" else _plain(head, dialect, inputs)
     return config, tensors
@@ -96,11 +99,12 @@ def _plain(head: EagleHead, dialect: str, inputs: tuple[int, ...] | None) -> dic
 
 def _speculators(head: EagleHead, inputs: tuple[int, ...] | None, verifier: str | None) -> dict[str, Any]:
     ids = inputs or head.taps
+    kind = "eagle3" if head.mask_token is None else "peagle"
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator" if head.mask_token is None else "PEagleSpeculator"],
+        "speculators_model_type": kind,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1}],
             "verifier": {"name_or_path": verifier or "", "architectures": []},
@@ -116,7 +120,8 @@ def _speculators(head: EagleHead, inputs: tuple[int, ...] | None, verifier: str 
     }
 
 
-def _switches(head: EagleHead) -> dict[str, bool]:
-    """Returns the options that are on; other engines do not know all of them."""
+def _switches(head: EagleHead) -> dict[str, Any]:
+    """Returns the options that are on, and P-EAGLE's mask token; other engines do not know all of them."""
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    return {name: True for name in names if getattr(head, name)}
+    switches: dict[str, Any] = {name: True for name in names if getattr(head, name)}
+    return switches if head.mask_token is None else switches | dict.fromkeys(_MASK_KEYS, head.mask_token)

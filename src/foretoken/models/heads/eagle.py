@@ -20,10 +20,12 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, Size, parse
 from foretoken.models.families.architecture import supports
 from foretoken.models.heads.files import MAX_HEADS, TAPS_KEY, check_shapes, number, open_head
+from foretoken.models.heads.mask_token import mask_token
 
 _SIZE_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 LAYER_KEYS = (*_SIZE_KEYS, "rms_norm_eps", "hidden_act", *_ROPE_KEYS)
+MASK = "mask_hidden"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _Taps = Annotated[list[Annotated[int, Field(ge=0, le=10_000)]], Field(max_length=64)]
 # One format counts the outputs of layers, so the first layer's input is -1.
@@ -69,6 +71,8 @@ class EagleHead:
         norm_before_fc: as in vLLM.
         fc_norm: as in vLLM.
         norm_output: as in vLLM.
+        mask_token: the token that stands for those that are not drafted yet, in heads that predict all positions at
+            once (P-EAGLE), which also have the tensor ``mask_hidden``; None for other heads.
     """
 
     version: int
@@ -84,6 +88,7 @@ class EagleHead:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_token: int | None = None
 
     @property
     def hidden(self) -> int:
@@ -119,6 +124,8 @@ def read_eagle(path: Path) -> EagleHead:
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     if "fc.weight" not in tensors or "layers.0.self_attn.q_proj.weight" not in tensors:
         raise ModelLoadError(f"{path} is not an EAGLE head: it lacks fc.weight or its layer; is it the right folder?")
+    if MASK in tensors:
+        tensors[MASK] = tensors[MASK].flatten()  # stored with one or two dimensions of 1 before it
     version = 3 if "layers.0.hidden_norm.weight" in tensors else 1
     head = _sized(flat, tensors, version, path)
     check_shapes(path, tensors, _shapes(head))
@@ -130,13 +137,15 @@ def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Returns all settings on one level. speculators nests the layer's, vLLM's own wrapper nests under "model"."""
     parse(EagleSections, config, str(path / "config.json"))
     kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise ModelLoadError(f"{path} holds a speculator of the kind {kind!r}; EAGLE-3 heads are read here")
+    if kind not in (None, "eagle3", "peagle"):
+        raise ModelLoadError(f"{path} holds a speculator of the kind {kind!r}; EAGLE-3 and P-EAGLE heads are read here")
     inner = config.get("transformer_layer_config") or config.get("model") or {}
     flat = {**inner, **{k: v for k, v in config.items() if v is not None and k not in ("model_type", "model")}}
     flat = {**(config.get("eagle_config") or {}), **flat}
     if kind is not None:
         flat.setdefault("norm_before_residual", True)  # as in vLLM
+    if kind == "peagle":
+        flat.setdefault("pard_token", flat.get("mask_token_id"))  # as in vLLM
     parse(EagleCheckpointConfig, flat, str(path / "config.json"))
     return flat
 
@@ -166,6 +175,7 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path:
         tensors=tensors,
         taps=taps,
         exact=taps is None or TAPS_KEY in flat,
+        mask_token=mask_token(flat, vocab, path) if MASK in tensors and version == 3 else None,
         **{key: bool(flat.get(key)) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
     )
 
@@ -205,6 +215,8 @@ def _shapes(head: EagleHead) -> dict[str, tuple[int, ...]]:
         shapes |= {"norm.weight": (h,), "lm_head.weight": (head.draft_vocab, h)}
         if head.draft_vocab != head.vocab:
             shapes["d2t"] = (head.draft_vocab,)
+        if head.mask_token is not None:
+            shapes[MASK] = (count * head.target_hidden,)
         if head.norm_before_fc:
             shapes["input_norm.weight"] = (count * head.target_hidden,)
         if head.fc_norm:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, NormWeight
-from foretoken.models.heads.eagle import EagleHead
+from foretoken.models.heads.eagle import MASK, EagleHead
 from foretoken.models.heads.feature_net import FeatureNet
 from foretoken.models.heads.layer_weights import layer_weights, norm_weight
 from foretoken.models.runners.choose import build_runner
@@ -58,6 +58,10 @@ class EagleNet(FeatureNet):
         super().__init__(runner, state, head.vocab, max_length, borrowed)
 
     # features
+
+    def mask_feature(self) -> Tensor:
+        """Returns the features [1, H] of a mask token, in a head that has one."""
+        return self.features(self.head.tensors[MASK][None].to(self.device, self.dtype))
 
     def features(self, taps: Tensor) -> Tensor:
         if not self.joined:

@@ -137,11 +137,29 @@ class FeatureNet(ABC):
 
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
         """Computes all pending rows. Returns the logits [1, Vd] after each sequence's newest token."""
+        return self.look_ahead(handles, [Draft.empty()] * len(handles))
+
+    def look_ahead(
+        self, handles: Sequence[HeadHandle], masks: Sequence[Draft], feature: Tensor | None = None
+    ) -> list[Tensor]:
+        """Computes all pending rows and, in the same pass, rows of mask tokens behind them, which are not kept.
+
+        Args:
+            handles: the sequences.
+            masks: a chain of mask tokens for each.
+            feature: the features [1, H] of a mask token; None if there are none.
+
+        Returns:
+            The logits [1 + masks, Vd] after each sequence's newest token and after its mask tokens.
+        """
         for handle in handles:
             self.prefill(handle, JOINT_ROWS)
-        fresh = [piece for handle in handles for piece in handle.fresh]
-        logits, states = self._score(handles, [Draft.empty()] * len(handles), torch.cat(fresh))
-        for handle, own in zip(handles, states, strict=True):
+        fed: list[Tensor] = []
+        for handle, mask in zip(handles, masks, strict=True):
+            fed += handle.fresh if feature is None else [*handle.fresh, feature.expand(len(mask), -1)]
+        logits, states = self._score(handles, masks, torch.cat(fed))
+        for handle, mask, own in zip(handles, masks, states, strict=True):
+            own = own[: len(own) - len(mask)]
             handle.fresh.clear()
             handle.cached, handle.states = len(handle.tokens), own[-1:]
             if self.keeps and handle.root is not None:
