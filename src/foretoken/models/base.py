@@ -105,11 +105,13 @@ class Scores:
             ``logits``. Index i is the *input* of layer i, as in transformers' ``hidden_states[i]``; the number of
             layers stands for the normed output.
         first: position of the first computed row in the sequence.
+        slot: the sequence's place in the model's cache, for drafters that read it; -1 where nobody can.
     """
 
     logits: Tensor
     taps: dict[int, Tensor] = field(default_factory=dict)
     first: int = 0
+    slot: int = -1
 
 
 class Model(ABC):

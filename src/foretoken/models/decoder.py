@@ -175,7 +175,8 @@ class Decoder(Model):
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
         logits = result.logits.split(plan.output_counts)
         tapped = _by_sequence(result.taps, earlier, [part.count for part in plan.parts])
-        return [Scores(*scores) for scores in zip(logits, tapped, firsts, strict=True)]
+        slots = [handle.slot for handle in handles]
+        return [Scores(*scores) for scores in zip(logits, tapped, firsts, slots, strict=True)]
 
     def unembed(self, hidden: Tensor) -> Tensor:
         return self.runner.unembed(hidden)

@@ -9,6 +9,7 @@ from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_config, resolve
+from foretoken.models.heads.assistant import ASSISTANTS
 from foretoken.speculation import SpeculativeConfig, find
 
 CHAIN = tuple(range(1, 9))  # draft lengths of chains
@@ -68,13 +69,15 @@ def head_method(folder: Path) -> str:
         return str(config["speculators_model_type"])
     if "dspark" in names or "dflash" in names:
         return "dspark" if "dspark" in names else "dflash"
+    if kind in ASSISTANTS:
+        return "assistant"
     if kind == "medusa" or "medusa_num_heads" in config:
         return "medusa"
     if kind in ("foretoken_blockwise", "foretoken_early_exit"):
         return kind.removeprefix("foretoken_")
     raise InvalidRequest(
-        f"{folder} holds no heads that are known (eagle, eagle3, dflash, dspark, medusa, blockwise, early_exit); "
-        "give them with their method in a speculative_config"
+        f"{folder} holds no heads that are known (eagle, eagle3, assistant, dflash, dspark, medusa, blockwise, "
+        "early_exit); give them with their method in a speculative_config"
     )
 
 

@@ -17,6 +17,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer, resolve
+from foretoken.models.heads.assistant import is_assistant
 from foretoken.models.heads.mask_token import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
@@ -247,6 +248,10 @@ def build(config: DraftMethodConfig, build_context: BuildContext) -> DraftModel:
     if build_context.model is None:
         raise InvalidRequest("method 'draft_model' needs a draft: pass draft_model= or 'model' in speculative_config")
     draft = resolve(build_context.model)
+    if is_assistant(load_config(draft)):
+        raise InvalidRequest(
+            f"{draft.name} is an assistant, which reads its target's KV cache; use method 'assistant' with this model"
+        )
     check_vocabulary(build_context.tokenizer, draft)
     model = build_context.load(draft)
     if model.takes_source != build_context.target.takes_source:

@@ -24,6 +24,7 @@ METHODS: dict[str, str] = {
     "eagle": "eagle",
     "dflash": "dflash",
     "dspark": "dspark",
+    "assistant": "assistant",
     "early_exit": "early_exit",
     "vocabulary": "vocabulary",
     "mixture": "mixture",

@@ -248,7 +248,7 @@ class NativeRunner(DecoderOnly):
         tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
         arrays = _arrays(plan)
         arrays |= self._beside(plan)
-        arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first, p.end) for p in plan.parts])
+        arrays["pages"] = self._page_addresses(plan)
         arrays["tap_layers"] = array("i", tapped)
         arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
         if self._adapted:
@@ -271,6 +271,19 @@ class NativeRunner(DecoderOnly):
             raise MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")
         self._pages.finish()
         return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped)
+
+    def _page_addresses(self, plan: PassPlan) -> array[int]:
+        """Returns the address of each sequence's pages, with room for its new rows."""
+        return array("Q", [self._pages.reserve(p.slot, p.first, p.end) for p in plan.parts])
+
+    def addresses(self, slot: int) -> int:
+        """Returns the address of the pages of a slot, for a pass that reads them (``borrowed.py``)."""
+        return self._pages.addresses(slot)
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Returns the numbers and the scales of a token in the cache before those that a layer reads."""
+        attention = self._spec.layers[layer].attention
+        return attention.cache_at, attention.scales_at
 
     def _adapters_of(self, parts: Sequence[Part]) -> array[int]:
         """Returns the address of each sequence's adapter, 0 for none."""

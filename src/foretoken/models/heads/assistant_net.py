@@ -1,0 +1,199 @@
+"""An assistant of Gemma 4 on our runtime: its rows read the target's keys and values, and each other not at all.
+
+Every row stands at the position of the newest token, whose keys and values the target has not computed yet, and sees
+those of the tokens before it. Its input is a token, embedded by the target, and a hidden state: the target's at the
+token before the newest, or the assistant's own at the node above. So nodes of a tree are independent rows, and nothing
+is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.decoder import Decoder
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.weights import Ends
+from foretoken.models.heads.assistant import AssistantHead, Clusters
+from foretoken.models.heads.feature_net import FeatureNet, HeadHandle
+from foretoken.models.runners.linear import Product, product
+from foretoken.models.runners.native.borrowed import BorrowingRunner
+from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.runners.pass_plan import Part, PassPlan
+
+
+@dataclass(eq=False, slots=True)
+class AssistantHandle(HeadHandle):
+    """A sequence; ``slot`` is that of the target. place: the position of the newest token."""
+
+    place: int = 0
+
+
+class AssistantNet(FeatureNet):
+    """The network of an assistant.
+
+    Args:
+        head: the checkpoint.
+        embedding: the target's, [V, Ht].
+        target: the target.
+
+    Raises:
+        InvalidRequest: the target's keys and values are not in the cache of the compiled kernels.
+        ModelLoadError: the assistant was made for another target.
+    """
+
+    def __init__(self, head: AssistantHead, embedding: Tensor, target: Decoder) -> None:
+        lender, a = target.runner, target.architecture
+        if not isinstance(lender, NativeRunner) or not isinstance(a, Architecture):
+            raise InvalidRequest(
+                "an assistant reads the target's keys and values, which only the compiled kernels share; use another "
+                "method, or run the target on a CPU that has them (foretoken info says why not)"
+            )
+        self._dtype, self._layers, self._clusters = target.dtype, head.architecture.layers, head.clusters
+        self._scale = torch.tensor(a.embedding_scale, dtype=target.dtype)
+        self._embedding, self._vocabulary = embedding.to(target.dtype), head.embedding
+        self._into, self._back = product(head.into), product(head.back)
+        vocabulary = (
+            head.embedding if head.clusters is None else head.embedding[:1]
+        )  # clusters have logits of their own
+        ends = Ends(vocabulary, head.norm, vocabulary)
+        own = head.architecture
+        runner = BorrowingRunner(own, head.layers, ends, target.dtype, lender, lenders(own, a))
+        super().__init__(runner, own.layers, own.vocab, target.max_length)
+
+    def features(self, taps: Tensor) -> Tensor:
+        return taps
+
+    # sequences
+
+    def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> AssistantHandle:
+        """Opens a sequence, of whose tokens only the last one's state is needed."""
+        return AssistantHandle(-1, list(tokens[1:]), max(len(tokens) - 1, 0))
+
+    def close(self, handle: HeadHandle) -> None:
+        handle.slot = -1
+
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        """Does nothing: nothing is cached."""
+
+    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor) -> None:
+        handle.rewind()
+        handle.states = None
+        handle.tokens.extend(tokens)
+        handle.fresh[:] = [features[-1:]]
+
+    def prefill(self, handle: HeadHandle, left: int = 0) -> None:
+        """Does nothing: only the newest token has a row."""
+
+    def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
+        fresh = [handle.fresh[-1] for handle in handles]
+        logits, states = self._step(handles, [handle.tokens[-1:] for handle in handles], torch.cat(fresh))
+        for handle, own in zip(handles, states, strict=True):
+            handle.fresh.clear()
+            handle.cached, handle.states = len(handle.tokens), own
+        return logits
+
+    def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
+        scored = [len(handle.nodes) for handle in handles]
+        new = list(zip(handles, drafts, scored, strict=True))
+        fed = torch.cat([handle.below(draft.parents[done:]) for handle, draft, done in new])
+        logits, states = self._step(handles, [draft.ids[done:] for _, draft, done in new], fed)
+        for handle, draft, own in zip(handles, drafts, states, strict=True):
+            handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
+            handle.states = own if handle.states is None else torch.cat([handle.states, own])
+        return logits
+
+    # passes
+
+    @torch.inference_mode()
+    def _step(
+        self, handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], states: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the logits and the next hidden states of each sequence's rows.
+
+        Args:
+            handles: the sequences.
+            tokens: the token of each row, by sequence.
+            states: the hidden state [rows, Ht] of each row.
+        """
+        flat = torch.tensor([token for own in tokens for token in own])
+        embedded = F.embedding(flat, self._embedding) * self._scale
+        features = _multiply(self._into, torch.cat([embedded, states.to(self._dtype)], dim=-1))
+        plan = _plan(handles, tokens, features)
+        result = self._runner.run(plan, (self._layers,), logits=self._clusters is None)
+        normed = result.taps[self._layers].to(self._dtype)
+        logits = result.logits
+        if logits is None:
+            assert self._clusters is not None
+            logits = clustered(normed, self._vocabulary, self._clusters)
+        counts = [len(own) for own in tokens]
+        return list(logits.split(counts)), list(_multiply(self._back, normed).split(counts))
+
+
+def lenders(own: Architecture, target: Architecture) -> list[int]:
+    """Returns the layer of the target that each layer of an assistant reads: the last one of its kind.
+
+    Raises:
+        ModelLoadError: the target has none of its kind, or their sizes differ.
+    """
+    numbers = []
+    for layer in own.stack:
+        alike = [
+            number
+            for number, other in enumerate(target.stack)
+            if other.attention and other.source is None and bool(other.window) == bool(layer.window)
+        ]
+        if not alike or target.sizes(target.stack[alike[-1]]) != own.sizes(layer):
+            raise ModelLoadError(
+                f"the assistant reads keys and values of {own.sizes(layer)}, which this target does not have; an "
+                "assistant only fits the model that it was trained on"
+            )
+        numbers.append(alike[-1])
+    return numbers
+
+
+def clustered(states: Tensor, vocabulary: Tensor, clusters: Clusters) -> Tensor:
+    """Returns logits of the tokens of the chosen clusters, and one less than the lowest of them for all others.
+
+    Args:
+        states: normed states [rows, H].
+        vocabulary: the vocabulary head [V, H].
+        clusters: the clusters.
+
+    Returns:
+        float32 [rows, V]
+    """
+    best = (states @ clusters.centroids.t()).topk(clusters.chosen).indices
+    tokens = clusters.tokens[best].flatten(1)
+    own = torch.bmm(F.embedding(tokens, vocabulary), states[:, :, None]).squeeze(-1).float()
+    lowest = own.min(dim=-1, keepdim=True).values - 1.0
+    return lowest.expand(-1, vocabulary.shape[0]).scatter(1, tokens, own)
+
+
+def _plan(handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], features: Tensor) -> PassPlan:
+    """Returns the pass: each row at the position of its sequence's newest token, whose place in the cache is free."""
+    places = [handle.place if isinstance(handle, AssistantHandle) else 0 for handle in handles]
+    rows = sum(map(len, tokens))
+    return PassPlan(
+        tokens=[token for own in tokens for token in own],
+        positions=[place for place, own in zip(places, tokens, strict=True) for _ in own],
+        parts=[
+            Part(handle.slot, place, len(own), place + len(own), Draft.empty())
+            for handle, place, own in zip(handles, places, tokens, strict=True)
+        ],
+        outputs=list(range(rows)),
+        output_counts=[len(own) for own in tokens],
+        reach=max(places) + 1,
+        features=features,
+    )
+
+
+def _multiply(by: Product, x: Tensor) -> Tensor:
+    """Multiplies x. A single row is doubled (see ``linear.py``)."""
+    return by(x) if len(x) > 1 else by(x.expand(2, -1).contiguous())[:1]

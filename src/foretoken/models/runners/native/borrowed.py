@@ -1,0 +1,58 @@
+"""Layers that have queries alone, on compiled kernels: they read the keys and values of another model's cache."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.weights import Ends, Entry, LayerWeights
+from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.runners.pass_plan import PassPlan
+
+
+class BorrowingRunner(NativeRunner):
+    """A runner whose rows see the first rows of a slot of another runner, and nothing else.
+
+    The rows of a plan's part see the ``first`` rows of its slot, whatever their number; they write nothing.
+
+    Args:
+        architecture: of the layers, each of which has a ``source``.
+        layers: their weights.
+        ends: embedding, last norm and vocabulary head.
+        dtype: dtype of the computation, which is that of ``lender``.
+        lender: the runner of the model whose cache is read.
+        lenders: the layer of that model whose keys and values each layer reads; their sizes are equal.
+
+    Raises:
+        KernelsUnavailable: the kernels do not support the model.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Iterable[LayerWeights],
+        ends: Ends,
+        dtype: torch.dtype,
+        lender: NativeRunner,
+        lenders: Sequence[int],
+    ) -> None:
+        self._lender = lender
+        super().__init__(architecture, layers, ends, dtype, Entry())
+        for number, layer in enumerate(lenders):
+            own = self._spec.layers[number].attention
+            own.cache_at, own.scales_at = lender.place_of(layer)
+
+    def _begin(
+        self, architecture: Architecture, dtype: torch.dtype, entry: Entry | None, kv_cache_dtype: str = "auto"
+    ) -> None:
+        super()._begin(architecture, dtype, entry, kv_cache_dtype)
+        self._cache_kind = self._lender._cache_kind
+
+    def _page_addresses(self, plan: PassPlan) -> array[int]:
+        return array("Q", [self._lender.addresses(part.slot) for part in plan.parts])
+
+    def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
+        return {"prefix": array("i", [part.first for part in plan.parts for _ in range(part.count)])}
