@@ -41,8 +41,8 @@ def wanted(target: Path) -> dict[str, list[str]]:
     return {sampling: texts(llm, sampling, 0) for sampling in SAMPLING}
 
 
-def texts(llm: LLM, sampling: str, speculative_tokens: int) -> list[str]:
-    own: dict[str, Any] = {"max_tokens": 32, "speculative_tokens": speculative_tokens, **SAMPLING[sampling]}
+def texts(llm: LLM, sampling: str, speculative_tokens: int, max_tokens: int = 32) -> list[str]:
+    own: dict[str, Any] = {"max_tokens": max_tokens, "speculative_tokens": speculative_tokens, **SAMPLING[sampling]}
     return [o.outputs[0].text for o in llm.generate(PROMPTS, SamplingParams(ignore_eos=True, **own))]
 
 
@@ -56,26 +56,28 @@ def test_every_text_is_that_of_plain_decoding(tree: str, target: Path, wanted: d
                 assert texts(llm, sampling, length) == wanted[sampling], (sequences, length)
 
 
-def test_prefix_hits_with_little_memory(target: Path, wanted: dict[str, list[str]]) -> None:
-    each = 512 * LLM(target, dtype="float32", max_num_seqs=1, max_model_len=64).target.kv_bytes_per_token
+def test_preemption_and_prefix_hits(target: Path) -> None:
+    plain = LLM(target, dtype="float32", max_num_seqs=1, max_model_len=384)
     llm = LLM(
         target,
         speculative_config={"method": "assistant"},
         dtype="float32",
         max_num_seqs=8,
         max_model_len=384,
-        kv_cache_memory_bytes=each,
+        kv_cache_memory_bytes=512 * plain.target.kv_bytes_per_token,
         enable_prefix_caching=True,
     )
     for sampling in SAMPLING:
-        for length in (4, 4):
-            assert texts(llm, sampling, length) == wanted[sampling]
-    assert llm.engine.scheduler.usage.prefix_hits
+        wanted = texts(plain, sampling, 0, max_tokens=120)
+        assert texts(llm, sampling, 4, max_tokens=120) == wanted
+    usage = llm.engine.scheduler.usage
+    assert usage.preemptions and usage.prefix_hits
     llm.target.check()
 
 
 def test_other_number_formats(target: Path) -> None:
-    for options in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}):
+    int8: dict[str, Any] = {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}
+    for options in ({"dtype": "bfloat16"}, int8):
         plain = LLM(target, max_num_seqs=1, max_model_len=512, **options)
         llm = LLM(target, speculative_config={"method": "assistant"}, max_num_seqs=8, max_model_len=512, **options)
         for sampling in SAMPLING:
