@@ -51,6 +51,8 @@ SYSTEMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("EAGLE-3, tree", {"method": "eagle3"}),
     ("DSpark, chain", {"method": "dspark", "tree": "chain"}),
     ("DSpark, tree", {"method": "dspark"}),
+    ("MTP, chain", {"method": "mtp", "top_k": 1}),
+    ("MTP, tree", {"method": "mtp"}),
     ("Medusa, chain", {"method": "medusa", "top_k": 1}),
     ("Medusa, tree", {"method": "medusa"}),
     ("blockwise, chain", {"method": "blockwise", "top_k": 1}),

@@ -15,7 +15,7 @@ from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Handle, Scores
-from foretoken.models.heads.eagle_net import HeadHandle
+from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.toy import ToyModel
 from foretoken.propose.ahead import DraftingWorker
 from foretoken.propose.base import Observation, Proposer

@@ -51,6 +51,8 @@ class Decoder(Model):
         ModelLoadError: a field or tensor is missing or wrong.
     """
 
+    taps_before_norm = True
+
     def __init__(
         self,
         config: Mapping[str, Any],

@@ -31,7 +31,7 @@ class Resumable(Model):
         self.num_layers, self.hidden_size = inner.num_layers, inner.hidden_size
         self.device, self.dtype = inner.device, inner.dtype
         self.batch_invariant, self.chunk_invariant = inner.batch_invariant, inner.chunk_invariant
-        self.source_length = inner.source_length
+        self.source_length, self.taps_before_norm = inner.source_length, inner.taps_before_norm
         # source, cache_salt and adapter by slot, of open and of parked sequences
         self._scopes: dict[int, tuple[tuple[int, ...], str | None, str | None]] = {}
         self._parked: list[tuple[int, Handle]] = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.models.base import Scores
-from foretoken.models.heads.feature_net import FeatureNet, HeadHandle
+from foretoken.models.heads.feature_net import DraftNet, HeadHandle
 from foretoken.propose.base import Needs, Observation, Proposer
 from foretoken.propose.growers import Grower, GrowthConfig, begin
 from foretoken.propose.tree import Candidates, Tree, likeliest
@@ -26,7 +26,7 @@ class HiddenStateProposer(Proposer):
     The step that computes the end of a prompt has no draft: no hidden state is known before that pass.
     """
 
-    def __init__(self, name: str, net: FeatureNet, taps: Sequence[int], config: GrowthConfig) -> None:
+    def __init__(self, name: str, net: DraftNet, taps: Sequence[int], config: GrowthConfig) -> None:
         self.name, self.net, self.config = name, net, config
         self.taps = tuple(taps)
         self.needs = Needs(tuple(sorted(set(taps))))

@@ -25,6 +25,7 @@ METHODS: dict[str, str] = {
     "dflash": "dflash",
     "dspark": "dspark",
     "assistant": "assistant",
+    "mtp": "mtp",
     "early_exit": "early_exit",
     "vocabulary": "vocabulary",
     "mixture": "mixture",

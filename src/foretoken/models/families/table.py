@@ -270,3 +270,4 @@ FAMILIES["qwen2_vl_text"] = FAMILIES["qwen2_5_vl_text"] = replace(
 )
 FAMILIES["qwen3_vl_text"] = replace(FAMILIES["qwen3"], defaults={"head_dim": 128, "rope_theta": 5e5})
 FAMILIES["glm4v_text"] = replace(FAMILIES["glm4"], defaults={})
+FAMILIES["mimo"] = FAMILIES["qwen2"]  # with an MTP layer, which is read apart

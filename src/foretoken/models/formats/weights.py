@@ -180,9 +180,17 @@ class Layers:
 
 def read_layer(source: Source, index: int) -> LayerWeights:
     """Reads layer ``index``. Raises ModelLoadError if a tensor is missing or has the wrong shape."""
-    a, reader = source.architecture, source.reader
+    reader = source.reader
+    return layer_at(source.architecture, reader, reader.base + source.architecture.names.layer.format(index), index)
+
+
+def layer_at(a: Architecture, reader: TensorReader, at: str, index: int) -> LayerWeights:
+    """Reads layer ``index`` of an architecture, whose names begin with ``at``.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has the wrong shape.
+    """
     names, layer = a.names, a.stack[index]
-    at = reader.base + names.layer.format(index)
     beside = None if layer.experts is None else layer.experts.beside
 
     def norm(name: str, exists: bool) -> NormWeight | None:

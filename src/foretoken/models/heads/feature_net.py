@@ -34,11 +34,13 @@ class HeadHandle(Handle):
         states: the layer's outputs [1 + nodes, H] at the newest token and at the cached nodes: the features of their
             children.
         root: the target's first token; None if it is unknown or rows are missing, so that no row can be shared.
+        outputs: the layer's outputs at committed tokens, in pieces, for another layer that reads them; None for none.
     """
 
     fresh: list[Tensor] = field(default_factory=list)
     states: Tensor | None = None
     root: int | None = None
+    outputs: list[Tensor] | None = None
 
     def below(self, parents: Sequence[int]) -> Tensor:
         """Returns the features of children of these nodes, [n, H]; -1 is the newest token."""
@@ -48,8 +50,70 @@ class HeadHandle(Handle):
         return self.states.index_select(0, index + 1)
 
 
-class FeatureNet(ABC):
-    """Layers that read features of the target's hidden states.
+class DraftNet(ABC):
+    """What proposers on hidden states draft with.
+
+    Attributes:
+        max_length: maximum length of a sequence in tokens, drafts included.
+        keeps: whether rows are kept for later sequences with the same prefix.
+        batch_invariant: see ``Model``.
+    """
+
+    max_length: int
+    keeps: bool = False
+    batch_invariant: bool
+
+    @abstractmethod
+    def features(self, taps: Tensor) -> Tensor:
+        """Returns the features [rows, H] for the target's concatenated hidden states [rows, taps * Ht]."""
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        """Returns logits [n, Vd] as logits over the target's vocabulary [n, V]; -inf for tokens not in the draft's."""
+        return logits
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """Returns the target's token ids for the draft's."""
+        return ids
+
+    @abstractmethod
+    def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> HeadHandle:
+        """Opens a sequence, with the rows of the target's first ``tokens`` that are in the prefix cache.
+
+        Rows are shared only between sequences with the same ``scope``.
+        """
+
+    @abstractmethod
+    def close(self, handle: HeadHandle) -> None:
+        """Closes a sequence and frees its slot. Closing twice does nothing."""
+
+    @property
+    @abstractmethod
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache per token."""
+
+    @abstractmethod
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        """Enables prefix caching within ``max_bytes`` where the runner supports it."""
+
+    @abstractmethod
+    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor) -> None:
+        """Appends committed tokens with the features [n, H] of the tokens before them; drops the draft."""
+
+    @abstractmethod
+    def prefill(self, handle: HeadHandle) -> None:
+        """Computes pending rows without logits, in passes of bounded size."""
+
+    @abstractmethod
+    def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
+        """Computes all pending rows. Returns the logits [1, Vd] after each sequence's newest token."""
+
+    @abstractmethod
+    def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
+        """Computes the new nodes of drafts that grow on the cached nodes. Returns the new nodes' logits [new, Vd]."""
+
+
+class FeatureNet(DraftNet):
+    """Layers that read features of the target's hidden states, in one KV cache.
 
     Args:
         runner: computes the layers, whose residual stream starts from features; see ``weights.Entry``.
@@ -71,20 +135,6 @@ class FeatureNet(ABC):
         self.max_length, self.keeps = max_length, False
         self.batch_invariant = runner.batch_invariant
 
-    # what a network defines
-
-    @abstractmethod
-    def features(self, taps: Tensor) -> Tensor:
-        """Returns the features [rows, H] for the target's concatenated hidden states [rows, taps * Ht]."""
-
-    def to_target(self, logits: Tensor) -> Tensor:
-        """Returns logits [n, Vd] as logits over the target's vocabulary [n, V]; -inf for tokens not in the draft's."""
-        return logits
-
-    def target_ids(self, ids: Tensor) -> Tensor:
-        """Returns the target's token ids for the draft's."""
-        return ids
-
     def _entering(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         """Returns the start of the residual stream [rows, H] for tokens and the features [rows, H] before them."""
         return features
@@ -92,30 +142,22 @@ class FeatureNet(ABC):
     # sequences
 
     def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> HeadHandle:
-        """Opens a sequence, with the rows of the target's first ``tokens`` that are in the prefix cache.
-
-        Rows are shared only between sequences with the same ``scope``.
-        """
         slot, known = self._runner.acquire([*self._row_keys(tokens), _NEXT], scope)
         return HeadHandle(slot, list(tokens[1 : known + 1]), known, root=tokens[0] if tokens else None)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV cache per token."""
         return self._runner.kv_bytes_per_token
 
     def enable_prefix_cache(self, max_bytes: int) -> None:
-        """Enable prefix caching within ``max_bytes`` where the runner supports it."""
         self.keeps = self._runner.enable_prefix_cache(max_bytes)
 
     def close(self, handle: HeadHandle) -> None:
-        """Closes a sequence and frees its slot. Closing twice does nothing."""
         if handle.slot >= 0:
             self._runner.release(handle.slot)
             handle.slot = -1
 
     def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor) -> None:
-        """Appends committed tokens with the features [n, H] of the tokens before them; drops the draft."""
         handle.nodes.clear()
         handle.parents.clear()
         handle.states = None
@@ -130,13 +172,14 @@ class FeatureNet(ABC):
         while len(handle.pending) > left:
             rows = min(PREFILL_ROWS, len(handle.pending) - left)
             part = Handle(handle.slot, handle.tokens[: handle.cached + rows], handle.cached)
-            self._run(PassPlan.of([part], [Draft.empty()], [0]), fresh[:rows], outputs=False)
+            result = self._run(PassPlan.of([part], [Draft.empty()], [0]), fresh[:rows], handle.outputs is not None)
+            if handle.outputs is not None:
+                handle.outputs.append(result.taps[self._state])
             handle.cached += rows
             fresh = fresh[rows:]
         handle.fresh[:] = [fresh] if left else []
 
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
-        """Computes all pending rows. Returns the logits [1, Vd] after each sequence's newest token."""
         return self.look_ahead(handles, [Draft.empty()] * len(handles))
 
     def look_ahead(
@@ -162,13 +205,21 @@ class FeatureNet(ABC):
             own = own[: len(own) - len(mask)]
             handle.fresh.clear()
             handle.cached, handle.states = len(handle.tokens), own[-1:]
+            if handle.outputs is not None:
+                handle.outputs.append(own)
             if self.keeps and handle.root is not None:
                 self._runner.publish(handle.slot, self._row_keys([handle.root, *handle.tokens]), handle.cached)
         return logits
 
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
-        """Computes the new nodes of drafts that grow on the cached nodes. Returns the new nodes' logits [new, Vd]."""
-        fed = [h.below(d.parents[len(h.nodes) :]) for h, d in zip(handles, drafts, strict=True)]
+        return self.grow_on(handles, drafts, handles)
+
+    def grow_on(
+        self, handles: Sequence[HeadHandle], drafts: Sequence[Draft], sources: Sequence[HeadHandle]
+    ) -> list[Tensor]:
+        """Computes the new nodes of drafts as ``grow`` does, from the outputs of ``sources`` at their parents."""
+        new = [draft.parents[len(handle.nodes) :] for handle, draft in zip(handles, drafts, strict=True)]
+        fed = [source.below(parents) for source, parents in zip(sources, new, strict=True)]
         logits, states = self._score(handles, drafts, torch.cat(fed))
         for handle, draft, own in zip(handles, drafts, states, strict=True):
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents

@@ -9,17 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
-from foretoken.models.heads.feature_net import FeatureNet
 
 TOKENS = 24  # generated for each prompt; few passes, and enough to distinguish 59 % from 1 %
 PROMPTS = ("def main():\n", "The first thing to know about", "import os\n\nclass ", "1. ")
+
+
+class TeacherForced(Protocol):
+    """A network whose top tokens are compared with a text."""
+
+    def features(self, taps: Tensor) -> Tensor:
+        """Returns features of the target's concatenated hidden states."""
+        ...
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """Returns the target's token ids for the draft's."""
+        ...
+
+    def teacher_forced(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """Returns the logits of all rows of a new sequence."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +66,7 @@ class TapConvention:
 
 
 @torch.inference_mode()
-def measure_taps(net: FeatureNet, target: Model, tokenizer: Any, ids: Sequence[int]) -> TapConvention:
+def measure_taps(net: TeacherForced, target: Model, tokenizer: Any, ids: Sequence[int]) -> TapConvention:
     """Measures the head's accuracy on the target's greedy text with both meanings of the layer ids.
 
     Args:
@@ -62,10 +77,10 @@ def measure_taps(net: FeatureNet, target: Model, tokenizer: Any, ids: Sequence[i
     """
     shifted = tuple(i + 1 for i in ids)
     layers = tuple(sorted({*ids, *(i for i in shifted if i <= target.num_layers)}))
-    texts, taps = _texts(target, _prompts(tokenizer, target.vocab_size), layers)
-    inputs = _accuracy(net, texts, taps, ids)
+    texts, taps = generated(target, tokenizer, layers)
+    inputs = accuracy(net, texts, taps, ids)
     possible = max(shifted) <= target.num_layers
-    return TapConvention(tuple(ids), inputs, _accuracy(net, texts, taps, shifted) if possible else 0.0)
+    return TapConvention(tuple(ids), inputs, accuracy(net, texts, taps, shifted) if possible else 0.0)
 
 
 def _prompts(tokenizer: Any, vocab: int) -> list[list[int]]:
@@ -75,10 +90,11 @@ def _prompts(tokenizer: Any, vocab: int) -> list[list[int]]:
     return [ids for ids in encoded if ids] or [[0]]
 
 
-def _texts(
-    target: Model, prompts: Sequence[list[int]], layers: Sequence[int]
-) -> tuple[list[list[int]], list[dict[int, Tensor]]]:
-    """Returns the prompts with greedy continuations, and the target's hidden states at all but each last token."""
+def generated(target: Model, tokenizer: Any, layers: Sequence[int]) -> tuple[list[list[int]], list[dict[int, Tensor]]]:
+    """Returns prompts with greedy continuations of ``TOKENS`` tokens, and the target's hidden states by layer, at all
+    but each last token.
+    """
+    prompts = _prompts(tokenizer, target.vocab_size)
     handles = [target.open(prompt) for prompt in prompts]
     texts = [list(prompt) for prompt in prompts]
     seen: list[list[dict[int, Tensor]]] = [[] for _ in prompts]
@@ -96,8 +112,8 @@ def _texts(
     return texts, [{i: torch.cat([taps[i] for taps in own]) for i in layers} for own in seen]
 
 
-def _accuracy(
-    net: FeatureNet, texts: Sequence[list[int]], taps: Sequence[dict[int, Tensor]], ids: Sequence[int]
+def accuracy(
+    net: TeacherForced, texts: Sequence[list[int]], taps: Sequence[dict[int, Tensor]], ids: Sequence[int]
 ) -> float:
     """Returns the share of the target's tokens that are the head's top token one step ahead."""
     right = total = 0

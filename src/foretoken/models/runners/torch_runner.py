@@ -325,7 +325,7 @@ class TorchRunner(DecoderOnly):
         sizes = AttentionSizes.of(a, layer)
         new = 0 if layer.source is not None else sizes.kv_heads
         heads = mixer.qkv(x, alone).view(x.shape[0], -1, sizes.head_dim)
-        queries_keys, values = heads.split((a.heads + new, new), dim=1)
+        queries_keys, values, gates = heads.split((a.heads + new, new, a.heads * a.gated_attention), dim=1)
         if mixer.v_norm is not None:
             values = normalize(a, values, mixer.v_norm)
         if a.head_norms != "after":
@@ -339,7 +339,8 @@ class TorchRunner(DecoderOnly):
         if a.query_growth is not None and not (a.query_growth.unrotated and layer.rope >= 0):
             queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
         mask, place = g.masks[layer.view], number if layer.source is None else layer.source
-        return mixer.out(attend(self.cache, place, queries_keys, values, g, sizes, mask, mixer.sinks), alone)
+        mixed = attend(self.cache, place, queries_keys, values, g, sizes, mask, mixer.sinks)
+        return mixer.out(mixed * gates.flatten(1).sigmoid() if a.gated_attention else mixed, alone)
 
     def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:
         a, parts = self._architecture, []

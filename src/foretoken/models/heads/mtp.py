@@ -1,0 +1,216 @@
+"""Reads multi-token-prediction layers (DeepSeek-V3, 2412.19437, section 2.2) in the layouts of several families.
+
+All of them compute proj([norm(embedding of token i + 1), norm(hidden state i)]), a decoder layer of the family, a norm,
+and the target's vocabulary head. They differ in names, and in the order of the two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.models.families.architecture import Architecture, unsupported
+from foretoken.models.families.layers import Layer
+from foretoken.models.families.multimodal import text_part
+from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.prequantized import unpacked
+from foretoken.models.formats.quantize import floats
+from foretoken.models.formats.reader import TensorReader, located
+from foretoken.models.formats.weights import LayerWeights, NormWeight, Source, layer_at
+from foretoken.models.heads.files import MAX_HEADS
+
+HIDDEN_KEY = "foretoken_mtp"  # our key in config.json: which hidden states the layers were trained on
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayout:
+    """Names of a family's tensors, without ``.weight``; {} stands for the number of an MTP layer.
+
+    Attributes:
+        layer: prefix of the decoder layer's names.
+        embedding_norm: norm of embeddings.
+        hidden_norm: norm of hidden states.
+        projection: the matrix of both, [H, 2H].
+        norm: norm before the vocabulary head.
+        hidden_first: whether the projection's input has the hidden state first.
+        appended: whether the names count from the number of the target's layers on, below the prefix of its own.
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    hidden_first: bool = False
+    appended: bool = False
+
+
+LAYOUTS = (
+    # Qwen3-Next, Qwen3.5 and their relatives: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct
+    MtpLayout("mtp.layers.{}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+    # DeepSeek-V3, GLM-4.5, GLM-4.7-Flash and others: https://huggingface.co/deepseek-ai/DeepSeek-V3
+    MtpLayout(
+        "layers.{}.",
+        "layers.{}.enorm",
+        "layers.{}.hnorm",
+        "layers.{}.eh_proj",
+        "layers.{}.shared_head.norm",
+        appended=True,
+    ),
+    # MiMo: https://huggingface.co/XiaomiMiMo/MiMo-7B-RL
+    MtpLayout(
+        "model.mtp_layers.{}.",
+        "model.mtp_layers.{}.token_layernorm",
+        "model.mtp_layers.{}.hidden_layernorm",
+        "model.mtp_layers.{}.input_proj",
+        "model.mtp_layers.{}.final_layernorm",
+        hidden_first=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MtpLayer:
+    """One MTP layer.
+
+    Attributes:
+        architecture: a decoder of this layer alone.
+        weights: the decoder layer.
+        embedding_norm: weight of the norm of embeddings, float32 [H].
+        hidden_norm: weight of the norm of hidden states, float32 [H].
+        projection: the matrix of [embedding, hidden state], [H, 2H].
+        norm: norm before the vocabulary head.
+    """
+
+    architecture: Architecture
+    weights: LayerWeights
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: Tensor
+    norm: NormWeight
+
+
+def has_mtp(path: Path) -> bool:
+    """Returns whether a checkpoint's folder or GGUF file has MTP layers that are computed here.
+
+    Raises:
+        ModelLoadError: the checkpoint is damaged.
+    """
+    config = _config(path)
+    if unsupported(config) is not None:
+        return False
+    return bool(_found(open_weights(path), Architecture.of(config)))
+
+
+def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
+    """Reads the MTP layers of a checkpoint, in their order.
+
+    Args:
+        path: the target's folder, or one with the layers alone.
+        dtype: dtype of the computation.
+
+    Raises:
+        ModelLoadError: there are none, they are incomplete, or they are not computed here.
+    """
+    config = _config(path)
+    reason = unsupported(config)
+    if reason is not None:
+        raise ModelLoadError(f"the MTP layers in {path} are not computed here: {reason}")
+    weights, a = unpacked(open_weights(path), config), Architecture.of(config)
+    places = _found(weights, a)
+    if not places:
+        raise ModelLoadError(
+            f"{path} has no multi-token-prediction layers; they are named {LAYOUTS[0].projection}.weight, "
+            f"model.{LAYOUTS[1].projection.format(a.layers)}.weight or {LAYOUTS[2].projection.format(0)}.weight"
+        )
+    reader = Source(weights, a, dtype).reader
+    return [_layer(reader, a, layout, prefix, number) for layout, prefix, number in places]
+
+
+def hidden_states_of(path: Path) -> dict[str, bool]:
+    """Returns what config.json says about the hidden states that the layers were trained on; see ``mtp_states.py``.
+
+    Raises:
+        ModelLoadError: a value is not valid.
+    """
+    value = load_config(path).get(HIDDEN_KEY)
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(v, bool) for v in value.values()):
+        raise ModelLoadError(f"{path / 'config.json'} should say true or false in {HIDDEN_KEY}, got {value!r}")
+    return dict(value)
+
+
+def mtp_embedding(path: Path, dtype: torch.dtype) -> Tensor:
+    """Returns the embedding of a target [V, H], which MTP layers share.
+
+    Raises:
+        ModelLoadError: the checkpoint has none.
+    """
+    config = _config(path)
+    weights, a = unpacked(open_weights(path), config), Architecture.of(config)
+    reader = Source(weights, a, dtype).reader
+    name = reader.base + a.names.embedding
+    return floats(reader.grouped(name) or reader.get(f"{name}.weight"), dtype)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Returns config.json, of a multimodal checkpoint its language model's."""
+    config = load_config(path)
+    return text_part(config) or config
+
+
+def _found(weights: Container[str], a: Architecture) -> list[tuple[MtpLayout, str, int]]:
+    """Returns layout, prefix of all names, and number in them of each MTP layer in ``weights``."""
+    base, _ = located(weights, a.names)
+    for layout in LAYOUTS:
+        first = a.layers if layout.appended else 0
+        for prefix in (base,) if layout.appended else ("", base, base.removesuffix("model.")):
+            places: list[tuple[MtpLayout, str, int]] = []
+            while f"{prefix}{layout.layer.format(first + len(places))}{a.names.norm}.weight" in weights:
+                places.append((layout, prefix, first + len(places)))
+                if len(places) > MAX_HEADS:
+                    break
+            if places and f"{prefix}{layout.projection.format(first)}.weight" in weights:
+                return places
+    return []
+
+
+def _layer(reader: TensorReader, a: Architecture, layout: MtpLayout, prefix: str, number: int) -> MtpLayer:
+    def name(template: str) -> str:
+        return prefix + template.format(number)
+
+    at = name(layout.layer)
+    own = replace(a, stack=(_kind(a, reader.weights, at),), recurrence=None, vocab=1, tied=False)
+    projection = floats(reader.matrix(name(layout.projection), a.hidden, 2 * a.hidden), reader.dtype)
+    return MtpLayer(
+        architecture=own,
+        weights=layer_at(own, reader, at, 0),
+        embedding_norm=reader.norm(name(layout.embedding_norm), a.hidden),
+        hidden_norm=reader.norm(name(layout.hidden_norm), a.hidden),
+        projection=projection.roll(a.hidden, 1).contiguous() if layout.hidden_first else projection,
+        norm=NormWeight(reader.norm(name(layout.norm), a.hidden)),
+    )
+
+
+def _kind(a: Architecture, weights: Mapping[str, Tensor], at: str) -> Layer:
+    """Returns what an MTP layer computes: what the target's last layer with full attention does.
+
+    Its MLP is dense or has experts by the names of its tensors.
+
+    Raises:
+        ModelLoadError: the target has no such layer.
+    """
+    dense = f"{at}{a.names.up[0]}.weight" in weights
+    layers = [layer for layer in a.stack if layer.attention and (layer.experts is None) == dense]
+    if not layers and dense:
+        layers = [replace(layer, mlp="gated", experts=None) for layer in a.stack if layer.attention]
+    if not layers:
+        raise ModelLoadError(f"the MTP layer {at} has experts, but config.json describes none")
+    return next((layer for layer in reversed(layers) if not layer.window), layers[-1])

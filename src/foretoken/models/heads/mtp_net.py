@@ -1,0 +1,71 @@
+"""A multi-token-prediction layer on our runtime (2412.19437, section 2.2), with its own KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.models.formats.weights import Ends, Entry
+from foretoken.models.heads.feature_net import FeatureNet
+from foretoken.models.heads.mtp import MtpLayer
+from foretoken.models.runners.choose import build_runner
+from foretoken.models.runners.linear import product
+
+_NORMED, _PLAIN = 1, 2  # taps of a runner of one layer
+
+
+class MtpNet(FeatureNet):
+    """The network of one MTP layer.
+
+    Args:
+        layer: the layer.
+        embedding: the target's embedding, [V, H].
+        unembed: the target's vocabulary head.
+        dtype: dtype of the computation.
+        device: device of weights and KV cache.
+        max_length: maximum length of a sequence in tokens, drafts included.
+        normed: whether children read the layer's output after its last norm; otherwise before it.
+    """
+
+    def __init__(
+        self,
+        layer: MtpLayer,
+        embedding: Tensor,
+        unembed: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int,
+        normed: bool = True,
+    ) -> None:
+        self.hidden = layer.architecture.hidden
+        self._device, self._dtype, self._eps = device, dtype, layer.architecture.eps
+        self._embedding = embedding
+        self._norms = layer.embedding_norm.to(device), layer.hidden_norm.to(device)
+        self._projection = product(layer.projection.to(device, dtype))
+        unused = torch.zeros(1, layer.architecture.hidden, dtype=dtype)
+        ends = Ends(unused, layer.norm, unused)
+        runner = build_runner(layer.architecture, [layer.weights], ends, dtype, device, Entry())
+        state = _NORMED if normed else _PLAIN
+        super().__init__(runner, state, embedding.shape[0], max_length, (unembed, _NORMED))
+
+    @property
+    def normed(self) -> bool:
+        """Whether children read the layer's output after its last norm."""
+        return self._state == _NORMED
+
+    @normed.setter
+    def normed(self, normed: bool) -> None:
+        self._state = _NORMED if normed else _PLAIN
+
+    def features(self, taps: Tensor) -> Tensor:
+        return taps
+
+    def _entering(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        embedded = F.embedding(torch.tensor(tokens, device=self._embedding.device), self._embedding).to(self._device)
+        parts = zip((embedded, features.to(self._device)), self._norms, strict=True)
+        rows = torch.cat([F.rms_norm(x.float(), w.shape, w, self._eps).to(self._dtype) for x, w in parts], dim=-1)
+        # A single row is doubled (see ``linear.py``).
+        return self._projection(rows if len(rows) > 1 else rows.expand(2, -1).contiguous())[: len(rows)]

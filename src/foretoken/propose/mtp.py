@@ -1,0 +1,71 @@
+"""Multi-token prediction (DeepSeek-V3, 2412.19437): layers that ship inside the target's checkpoint draft for it.
+
+A layer reads the target's last hidden state and the next token's embedding. It is chained for further tokens, on its
+own output. Trees grow as EAGLE's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.heads.feature_net import DraftNet
+from foretoken.models.heads.mtp_loading import load_mtp
+from foretoken.models.heads.mtp_states import MtpStates
+from foretoken.propose.base import BuildContext, Method
+from foretoken.propose.growers import GrowthConfig, TreeKind
+from foretoken.propose.hidden_states import HiddenStateProposer
+
+_PLACES = {None: None, "after_norm": True, "before_norm": False}
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig(GrowthConfig):
+    """Growth of the drafts, and which hidden states the layer reads.
+
+    Attributes:
+        hidden_states: The target's last hidden states: "after_norm" or "before_norm"; None measures both on loading.
+        chained_states: The layer's own output where it is chained: the same.
+    """
+
+    tree: TreeKind = "sampled"
+    top_k: int = 8
+    hidden_states: str | None = None
+    chained_states: str | None = None
+
+    def __post_init__(self) -> None:
+        GrowthConfig.__post_init__(self)
+        for name in ("hidden_states", "chained_states"):
+            if getattr(self, name) not in _PLACES:
+                raise InvalidRequest(f"{name} must be 'after_norm' or 'before_norm', got {getattr(self, name)!r}")
+
+
+class Mtp(HiddenStateProposer):
+    """Drafts with MTP layers.
+
+    Args:
+        states: Which hidden states are read, and how that was found out.
+    """
+
+    def __init__(
+        self, net: DraftNet, taps: Sequence[int], config: MtpConfig | None = None, states: MtpStates | None = None
+    ) -> None:
+        super().__init__("mtp", net, taps, config or MtpConfig())
+        self.states = states
+
+
+def build(config: MtpConfig, build_context: BuildContext) -> Mtp:
+    """Builds the proposer from the layers that "model" names, or those in the target's checkpoint."""
+    loaded = load_mtp(
+        build_context.target,
+        build_context.tokenizer,
+        build_context.model,
+        build_context.path,
+        _PLACES[config.hidden_states],
+        _PLACES[config.chained_states],
+    )
+    return Mtp(loaded.net, loaded.taps, config, loaded.states)
+
+
+METHOD = Method(MtpConfig, build, tokens=8, drafts_trees=True)

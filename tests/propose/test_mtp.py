@@ -1,0 +1,233 @@
+"""MTP layers as a proposer: no text depends on them, whatever is cached, preempted or batched."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.models.heads.mtp_files import MTP_FAMILIES, MtpReference
+from tests.models.plain import text
+
+from foretoken import LLM, SamplingParams
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context, Exactness
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.engine.kv_budget import state_tokens
+from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
+from foretoken.models.base import Model
+from foretoken.models.heads.mtp_loading import load_mtp
+from foretoken.models.heads.mtp_stack import MtpStack
+from foretoken.models.loading import load_model
+from foretoken.propose.base import Proposer
+from foretoken.propose.mtp import Mtp, MtpConfig
+
+FAMILIES = ("qwen3.5", "deepseek-v3", "two layers")
+LENGTH = 20
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layers = 2 if request.param == "two layers" else 1
+    family = MTP_FAMILIES["glm4-moe" if layers == 2 else request.param]
+    return MtpReference(family, layers).save(tmp_path_factory.mktemp("mtp"))
+
+
+def opened(folder: Path) -> Model:
+    return load_model(folder, "float32", "cpu", "native")
+
+
+def mtp(target: Model, folder: Path, **config: Any) -> Mtp:
+    loaded = load_mtp(target, None, None, folder, True, True)
+    return Mtp(loaded.net, loaded.taps, MtpConfig(**config))
+
+
+def run(
+    engine: Engine, prompts: Sequence[list[int]], temperature: float = 0.0, length: int = LENGTH
+) -> tuple[list[list[int]], int]:
+    """Texts, and the number of draft tokens."""
+    law, grade = SamplingLaw(temperature=temperature), Exactness.TRAJECTORY
+    contexts = [Context(i, list(prompt), len(prompt), law, Streams(i), grade) for i, prompt in enumerate(prompts)]
+    for context in contexts:
+        engine.add(context, Length(length))
+    drafted = 0
+    while engine.busy:
+        drafted += sum(len(step.draft) for step in engine.step())
+    engine.check_integrity()
+    return [c.tokens[len(p) :] for c, p in zip(contexts, prompts, strict=True)], drafted
+
+
+@pytest.mark.slow
+def test_texts_are_those_of_plain_decoding(folder: Path) -> None:
+    """Chains and trees, alone and in a batch of eight, greedy and drawn."""
+    prompts = [text(length, length) for length in (1, 2, 3, 5, 40, 70, 130, 300)]
+    for temperature in (0.0, 1.0):
+        plain, _ = run(Engine(opened(folder), Proposer(), Fixed(0), max_sequences=8), prompts, temperature)
+        for config in ({"tree": "chain"}, {"tree": "top_k", "top_k": 2}, {"tree": "sampled"}):
+            for batch in (1, 8):
+                target = opened(folder)
+                engine = Engine(target, mtp(target, folder, **config), Fixed(5), max_sequences=batch, prompt_rows=48)
+                texts, drafted = run(engine, prompts, temperature)
+                assert texts == plain and drafted > 0
+
+
+@pytest.mark.slow
+def test_preempted_sequences_go_on_as_they_would_have(folder: Path) -> None:
+    prompts, length = [text(length, length) for length in (1, 3, 20, 40)], 70
+    plain, _ = run(Engine(opened(folder), Proposer(), Fixed(0)), prompts, 1.0, length)
+    target = opened(folder)
+    proposer = mtp(target, folder)
+    engine = Engine(target, proposer, Fixed(5), capacity=320 + 3 * state_tokens(target, proposer))
+    texts, drafted = run(engine, prompts, 1.0, length)
+    assert texts == plain and drafted > 0 and engine.scheduler.usage.preemptions
+
+
+@pytest.mark.slow
+def test_after_a_prefix_cache_hit_drafts_are_the_same(folder: Path) -> None:
+    """The second prompt continues the first; what is drafted for it equals what a fresh engine drafts."""
+    target = opened(folder)
+    if not target.enable_prefix_cache(2**24):
+        pytest.skip("no compiled kernels here")
+    proposer = mtp(target, folder)
+    proposer.enable_prefix_cache(2**24)
+    kept = Engine(target, proposer, Fixed(6))
+    first = text(150, 1)
+    second = [*first, *run(kept, [first])[0][0], *text(30, 2)]
+    steps = [drafts(kept, second)]
+    again = Context(8, second, len(second), SamplingLaw(), Streams(0))
+    assert proposer.reusable_prefix_len(again) >= 126  # two pages, of several layers a row less
+    proposer.forget(again)
+    other = opened(folder)
+    steps.append(drafts(Engine(other, mtp(other, folder), Fixed(6)), second))
+    assert steps[0] == steps[1] and any(steps[0])
+
+
+def drafts(engine: Engine, prompt: list[int]) -> list[tuple[int, ...]]:
+    """The drafts of every step for one prompt."""
+    engine.add(Context(7, list(prompt), len(prompt), SamplingLaw(temperature=0.0), Streams(0)), Length(LENGTH))
+    found = []
+    while engine.busy:
+        found += [step.draft.ids for step in engine.step()]
+    return found
+
+
+@torch.no_grad()
+def test_several_layers_draft_a_token_each(tmp_path: Path) -> None:
+    """Layer k reads layer k - 1 at the token before; beyond the last layer, that one is chained."""
+    reference = MtpReference(MTP_FAMILIES["glm4-moe"], 2)
+    folder = reference.save(tmp_path)
+    net = load_mtp(opened(folder), None, None, folder, True, True).net
+    assert isinstance(net, MtpStack)
+    tokens, drafted = text(12, 4), [30, 40, 50]
+    hidden = reference(tokens[:-1]).hidden_states[-1][0]
+    handle = net.open()
+    logits = []
+    for cut in (5, len(tokens)):  # the text comes in two parts
+        at = len(handle.tokens) + 1
+        net.extend(handle, tokens[at:cut], hidden[at - 1 : cut - 1])
+        rows = net.catch_up([handle])
+    logits.append(rows[0])
+    for size in range(1, 4):
+        logits += net.grow([handle], [Draft.chain(drafted[:size])])
+
+    first, states, _ = reference.layer(0, tokens[1:], hidden)
+    expected = [first[-1]]
+    # Layer 1: token i + 2 with layer 0's output at i. The draft's first token reads layer 0's last output.
+    second, own, _ = reference.layer(1, [*tokens[2:], drafted[0]], states)
+    expected.append(second[-1])
+    fed = states
+    for size in (2, 3):  # chained: its own output at the token before
+        fed = torch.cat([fed, own[-1:]])
+        more, own, _ = reference.layer(1, [*tokens[2:], *drafted[:size]], fed)
+        expected.append(more[-1])
+    for got, wanted in zip(logits, expected, strict=True):
+        torch.testing.assert_close(got[-1], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_better_hidden_state_is_taken_and_logged(
+    normed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A target that repeats its last token, and a layer that copies the state it was made for."""
+    reference = MtpReference(MTP_FAMILIES["mimo"])
+    with torch.no_grad():
+        for block in (*reference.target.model.layers, reference.blocks[0]):
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+        embedding, norm = reference.target.get_input_embeddings().weight, reference.target.model.norm.weight
+        norm.copy_(torch.randn(len(norm)).sign())
+        reference.target.lm_head.weight.copy_(embedding * norm)
+        width = len(norm)
+        reference.projections[0].weight.zero_()
+        reference.projections[0].weight[:, :width] = torch.eye(width)  # MiMo has the hidden state first
+        reference.hidden_norms[0].weight.fill_(1.0)
+        reference.norms[0].weight.copy_(torch.ones(width) if normed else norm)
+    folder = reference.save(tmp_path)
+    with caplog.at_level(logging.INFO):
+        loaded = load_mtp(opened(folder), None, None, folder)
+    states = loaded.states
+    assert (states.normed, states.chained_normed) == (normed, normed)
+    assert loaded.net.normed == normed
+    right, wrong = (states.after, states.before)[:: 1 if normed else -1]
+    assert right is not None and wrong is not None and right > 0.9 > 0.5 > wrong
+    assert f"hidden states are read {'after' if normed else 'before'} the final norm" in caplog.text
+
+
+def test_a_setting_overrides_the_measurement(tmp_path: Path) -> None:
+    folder = MtpReference(MTP_FAMILIES["mimo"]).save(tmp_path)
+    target = opened(folder)
+    for normed in (True, False):
+        loaded = load_mtp(target, None, None, folder, normed, not normed)
+        assert loaded.taps == (target.num_layers + (not normed),)
+        assert loaded.net.normed != normed and loaded.states.after is None
+    with pytest.raises(InvalidRequest, match="hidden_states must be 'after_norm' or 'before_norm'"):
+        MtpConfig(hidden_states="both")
+
+
+def shipped(tiny_pair: Any, folder: Path) -> Path:
+    """The tiny pair's target with an MTP layer of MiMo's names, in which its family is irrelevant."""
+    folder.mkdir()
+    for file in tiny_pair.target.iterdir():
+        if file.name != "model.safetensors":
+            (folder / file.name).symlink_to(file)
+    tensors = load_file(tiny_pair.target / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    width, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    at = "model.mtp_layers.0."
+    layer = {at + name.removeprefix(last): t.clone() for name, t in tensors.items() if name.startswith(last)}
+    norms = {f"{at}{name}.weight": torch.ones(width) for name in ("token_layernorm", "hidden_layernorm")}
+    norms[f"{at}final_layernorm.weight"] = tensors["model.norm.weight"].clone()
+    projection = torch.cat([torch.eye(width), 0.1 * torch.eye(width)], dim=1)
+    save_file({**tensors, **layer, **norms, f"{at}input_proj.weight": projection}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+def test_llm_takes_the_layer_that_the_checkpoint_ships(tiny_pair: Any, tmp_path: Path) -> None:
+    folder = shipped(tiny_pair, tmp_path / "target")
+    plain = LLM(folder, dtype="float32", speculative_config={"method": "none"})
+    assert plain.methods == ("none",)
+    llm = LLM(folder, dtype="float32")
+    assert llm.methods == ("mtp",) and isinstance(llm.engine.proposer, Mtp)
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True, speculative_tokens=5)
+    outputs = [one.generate("def greet(name):", params)[0].outputs[0] for one in (plain, llm)]
+    assert outputs[0].token_ids == outputs[1].token_ids and outputs[1].stats.drafted > 0
+
+
+def test_layers_of_another_target_are_refused(tiny_pair: Any, tmp_path: Path) -> None:
+    folder = MtpReference(MTP_FAMILIES["deepseek-v3"]).save(tmp_path)
+    target = load_model(tiny_pair.target, "float32", "cpu")
+    if target.hidden_size != 64:
+        with pytest.raises(ModelLoadError, match="hidden size"):
+            load_mtp(target, None, folder, tiny_pair.target)
+    with pytest.raises(InvalidRequest, match="foretoken train mtp"):
+        load_mtp(target, None, None, tiny_pair.target)
