@@ -11,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
 from foretoken.models.heads.blockwise import read_blockwise
 from foretoken.models.heads.eagle import read_eagle
+from foretoken.models.heads.mtp_loading import load_mtp
+from foretoken.models.loading import load_model
 from foretoken.train import acceptance, heads
 from foretoken.train.block_heads import DFlashTrainConfig, DSparkTrainConfig
 from foretoken.train.data import Corpus
@@ -21,6 +24,7 @@ from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.train.head_config import HeadConfig
 from foretoken.train.heads import train_head
 from foretoken.train.lessons import Lesson, Teacher
+from foretoken.train.mtp import MtpHead, MtpTrainConfig
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.parallel_heads import BlockwiseTrainConfig, EarlyExitTrainConfig, MedusaTrainConfig
 from foretoken.train.target import Shape, train_target
@@ -31,6 +35,7 @@ CONFIG = replace(STEPS, steps=3, batch=2, window=24)
 DATA = HeadConfig(windows=8, held_out=2, generated_share=0.75)
 SETTINGS = {
     "eagle3": Eagle3Config(intermediate=48, vocabulary=100, depths=3, single_share=0.0),
+    "mtp": MtpTrainConfig(intermediate=48, depths=3, single_share=0.0),
     "medusa": MedusaTrainConfig(3, 2),
     "blockwise": BlockwiseTrainConfig(2, 16),
     "early-exit": EarlyExitTrainConfig(2),
@@ -82,6 +87,29 @@ def test_the_formats_are_those_that_proposers_read(target: Path, corpus: Corpus,
         "adapter.weight": (32, 32),
     }
     assert json.loads((tmp_path / "early-exit" / "config.json").read_text())["exit_layer"] == 2
+
+
+def test_a_trained_mtp_layer_drafts_as_it_was_trained(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    """The runtime's logits are those of the training's forward pass, at the first token and where it is chained."""
+    train("mtp", tmp_path / "mtp", target, corpus)
+    model, ids = load_model(target, "float32", "cpu"), list(range(3, 20))
+    loaded = load_mtp(model, None, tmp_path / "mtp", target)
+    assert loaded.states.after is None and loaded.taps == (model.num_layers,)  # the file says what it reads
+    (scores,) = model.score([model.open(ids)], [Draft.empty()], loaded.taps)
+    states, teacher = scores.taps[model.num_layers], Teacher(target, torch.device("cpu"))
+    head = MtpHead(SETTINGS["mtp"], teacher).eval()
+    head.start(load_file(tmp_path / "mtp" / "model.safetensors"))
+    ends = teacher.embeddings.float(), teacher.head.float()
+    with torch.no_grad():
+        expected = head(Lesson(torch.tensor([ids]), states[None, :, None], (model.num_layers,), *ends))
+    net, close = loaded.net, {"rtol": 1e-3, "atol": 1e-3}
+    for row in (0, 5, 13):
+        handle = net.open()
+        net.extend(handle, ids[1 : row + 2], states[: row + 1])
+        logits = [*net.catch_up([handle]), *net.grow([handle], [Draft.chain(ids[row + 2 : row + 3])])]
+        logits += net.grow([handle], [Draft.chain(ids[row + 2 : row + 4])])
+        for depth in range(3):
+            torch.testing.assert_close(logits[depth][0], expected[depth][0, row], **close)
 
 
 @pytest.mark.slow

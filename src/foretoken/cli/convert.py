@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of EAGLE, DFlash, DSpark or Medusa heads.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="Folder of EAGLE, MTP, DFlash, DSpark or Medusa heads.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     to: Annotated[str, typer.Option(help="sglang, vllm, speculators, medusa, or original (DFlash, DSpark).")],
     target: Annotated[
@@ -63,6 +67,8 @@ def _converted(source: Path, to: str, target: str | None) -> Written:
         borrowed = target if target is not None and "lm_head.weight" not in block.tensors else None
         own = None if borrowed is None else _vocabulary(borrowed, block.tensors["fc.weight"].dtype)
         return write_block(block, to, own, target or "")
+    if "mtp.fc.weight" in weights:
+        return config, _with_ends(source, weights, to, target)
     if "fc.weight" in weights:
         head = read_eagle(source)
         return write_eagle(head, to, _taps(source, target) if target and not head.exact else None, target)
@@ -70,6 +76,22 @@ def _converted(source: Path, to: str, target: str | None) -> Written:
     if not heads.vocabulary and target is not None:
         heads = heads.with_vocabulary(_vocabulary(target, heads.blocks[0][0][0].dtype))
     return write_medusa(heads, to)
+
+
+def _with_ends(source: Path, weights: Mapping[str, Tensor], to: str, target: str | None) -> dict[str, Tensor]:
+    """Returns MTP layers with the target's embedding and vocabulary head, without which other engines do not load."""
+    from foretoken.core.errors import InvalidRequest
+    from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
+
+    if to not in ("vllm", "sglang"):
+        raise InvalidRequest(f"MTP layers have no dialect {to!r}; known: vllm, sglang")
+    if target is None:
+        raise InvalidRequest(f"{source} shares the target's embedding; name the target by --target to write it out")
+    path, tied = resolve(target), load_config(source).get("tie_word_embeddings")
+    ends = {"model.embed_tokens.weight": open_weights(path)["model.embed_tokens.weight"]}
+    if not tied:
+        ends["lm_head.weight"] = _vocabulary(target, ends["model.embed_tokens.weight"].dtype)
+    return {**ends, **{name: tensor for name, tensor in weights.items() if name.startswith("mtp.")}}
 
 
 def _taps(source: Path, target: str) -> tuple[int, ...]:

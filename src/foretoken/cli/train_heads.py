@@ -1,4 +1,4 @@
-"""``foretoken train eagle3|dflash|dspark|medusa|...``: trains heads for a target, on text that it generates."""
+"""``foretoken train eagle3|mtp|dflash|dspark|medusa|...``: trains heads for a target, on text that it generates."""
 
 from __future__ import annotations
 
@@ -78,6 +78,16 @@ def _eagle3(
     single_share: Annotated[float, typer.Option(help="First share of the run, with one step alone.")] = 0.6,
 ) -> None:
     """Train an EAGLE-3 head (20 minutes on two cores for the bundled target)."""
+
+
+def _mtp(
+    intermediate: Annotated[int, typer.Option(help="Width of the MLP.")] = 768,
+    heads: Own = None,
+    kv_heads: Own = None,
+    depths: Annotated[int, typer.Option(help="Unrolled steps.")] = 4,
+    single_share: Annotated[float, typer.Option(help="First share of the run, with one step alone.")] = 0.5,
+) -> None:
+    """Train a multi-token-prediction layer (30 minutes on two cores for the bundled target)."""
 
 
 def _medusa(
@@ -189,6 +199,7 @@ def _register(role: str, own: Callable[..., None]) -> None:
 
 for _role, _own in (
     ("eagle3", _eagle3),
+    ("mtp", _mtp),
     ("medusa", _medusa),
     ("blockwise", _blockwise),
     ("early-exit", _early_exit),

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.lessons import Head, Lesson, RmsNorm, Teacher
-from foretoken.train.rotary import rotated, rotations
+from foretoken.train.unrolled import GatedMlp, UnrolledAttention, copy_if_fits, weights_of
 
 
 @dataclass(frozen=True)
@@ -164,8 +163,8 @@ class _Layer(nn.Module):
         self.input_layernorm = RmsNorm(width, eps)
         self.hidden_norm = RmsNorm(width, eps)
         self.post_attention_layernorm = RmsNorm(width, eps)
-        self.self_attn = _Attention(config, shape)
-        self.mlp = _Mlp(width, config.intermediate)
+        self.self_attn = UnrolledAttention(2 * width, shape, config.heads, config.kv_heads)
+        self.mlp = GatedMlp(width, config.intermediate)
 
     def forward(self, embedded: Tensor, hidden: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """Returns [B, roots, H] from [B, roots, H] each. Appends this depth's keys and values to the lists."""
@@ -176,87 +175,11 @@ class _Layer(nn.Module):
 
     def start_from(self, layer: nn.Module | None) -> None:
         """Copies what fits from a layer of the target: attention into the hidden half, the MLP's strongest units."""
-        if layer is None:
-            return
-        source = dict(layer.named_parameters())
+        source = weights_of(layer)
         width = self.hidden_norm.normalized_shape[0]
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weight, given = getattr(self.self_attn, name).weight, source.get(f"self_attn.{name}.weight")
-            own = weight if name == "o_proj" else weight[:, width:]
-            if given is not None and given.shape == own.shape:
-                own.copy_(given)
-        gate, up, down = (source.get(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
-        units = self.mlp.gate_proj.out_features
-        if gate is not None and up is not None and down is not None and len(gate) >= units:
-            strongest = (gate.norm(dim=1) * down.norm(dim=0)).topk(units).indices
-            self.mlp.gate_proj.weight.copy_(gate[strongest])
-            self.mlp.up_proj.weight.copy_(up[strongest])
-            self.mlp.down_proj.weight.copy_(down[:, strongest])
-        for own_norm, name in ((self.hidden_norm, "input"), (self.post_attention_layernorm, "post_attention")):
-            if (given := source.get(f"{name}_layernorm.weight")) is not None:
-                own_norm.weight.copy_(given)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, width: int, intermediate: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, intermediate, bias=False)
-        self.up_proj = nn.Linear(width, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: Eagle3Config, shape: Any) -> None:
-        super().__init__()
-        self.heads = config.heads or shape.num_attention_heads
-        self.kv_heads = config.kv_heads or shape.num_key_value_heads
-        self.head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // self.heads
-        if self.heads % self.kv_heads:
-            raise InvalidRequest(f"{self.heads} heads do not divide among {self.kv_heads} key heads")
-        width = shape.hidden_size
-        self.q_proj = nn.Linear(2 * width, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * width, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * width, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
-        self.theta = float(shape.rope_parameters["rope_theta"])
-
-    def forward(self, x: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """Attends to the target's features up to row i, then to index i of each depth.
-
-        Args:
-            x: [B, roots, 2H]. Index i is row i + depth.
-            depth: Depth of the rows.
-            keys: Keys of the earlier depths. This depth's are appended.
-            values: Values of the earlier depths. This depth's are appended.
-        """
-        batch, roots = x.shape[:2]
-        turn = rotations(roots, depth, self.head_dim, self.theta, x.device)
-        q = rotated(self.q_proj(x).view(batch, roots, self.heads, -1).transpose(1, 2), turn)
-        k = rotated(self.k_proj(x).view(batch, roots, self.kv_heads, -1).transpose(1, 2), turn)
-        v = self.v_proj(x).view(batch, roots, self.kv_heads, -1).transpose(1, 2)
-        group = self.heads // self.kv_heads
-        keys.append(k.repeat_interleave(group, 1))
-        values.append(v.repeat_interleave(group, 1))
-        if depth == 0:
-            mixed = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
-        else:
-            mixed = _mixed(q, keys, values)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, roots, -1))
-        return out
-
-
-def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Causal attention over depth 0, and over the same index of the later depths. Shapes: [B, heads, roots, D]."""
-    q = q * q.shape[-1] ** -0.5
-    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    prefix = (q @ keys[0].transpose(-1, -2)).masked_fill(hidden, float("-inf"))
-    own = torch.stack([(q * k).sum(-1) for k in keys[1:]], dim=-1)
-    weights = torch.cat((prefix, own), dim=-1).softmax(-1, dtype=torch.float32).to(values[0].dtype)
-    mixed = weights[..., : prefix.shape[-1]] @ values[0]
-    for i, v in enumerate(values[1:]):
-        mixed = mixed + weights[..., prefix.shape[-1] + i, None] * v
-    return mixed
+            weight = getattr(self.self_attn, name).weight
+            copy_if_fits(weight if name == "o_proj" else weight[:, width:], source.get(f"self_attn.{name}.weight"))
+        self.mlp.start_from(source)
+        for own, name in ((self.hidden_norm, "input"), (self.post_attention_layernorm, "post_attention")):
+            copy_if_fits(own.weight, source.get(f"{name}_layernorm.weight"))

@@ -22,6 +22,7 @@ _KINDS = {
     "eagle3": "EAGLE-3 head",
     "dflash": "DFlash head",
     "dspark": "DSpark head",
+    "mtp": "multi-token-prediction layer",
     "medusa": "Medusa heads",
     "blockwise": "blockwise parallel heads",
     "early-exit": "adapter for an early exit",

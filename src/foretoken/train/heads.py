@@ -1,4 +1,4 @@
-"""``foretoken train eagle3|dflash|dspark|medusa|...``: trains a head on text that the target sampled."""
+"""``foretoken train eagle3|mtp|dflash|dspark|medusa|...``: trains a head on text that the target sampled."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, w
 from foretoken.train.generated import Prompts, prepare_windows
 from foretoken.train.head_config import HEAD, HeadConfig, changed_options
 from foretoken.train.lessons import Head, Lessons, Teacher
+from foretoken.train.mtp import MtpHead, MtpTrainConfig
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.parallel_heads import (
     BlockwiseHead,
@@ -61,6 +62,7 @@ class Role:
 
 ROLES = {
     "eagle3": Role(Eagle3Config, Eagle3Head.made),
+    "mtp": Role(MtpTrainConfig, MtpHead.made),
     "medusa": Role(MedusaTrainConfig, MedusaHead.made, 6e-3),
     "blockwise": Role(BlockwiseTrainConfig, BlockwiseHead.made, 6e-3),
     "early-exit": Role(EarlyExitTrainConfig, EarlyExitHead.made),

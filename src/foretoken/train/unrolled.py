@@ -1,0 +1,124 @@
+"""Parts of a decoder layer that is trained by unrolling its own outputs (EAGLE-3, 2503.01840)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.rotary import rotated, rotations
+
+
+class GatedMlp(nn.Module):
+    """A gated MLP without biases."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate, bias=False)
+        self.up_proj = nn.Linear(width, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+    def start_from(self, source: Mapping[str, Tensor]) -> None:
+        """Copies the strongest units of a layer's MLP, if it has the same form."""
+        gate, up, down = (source.get(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+        units = self.gate_proj.out_features
+        if gate is None or up is None or down is None or len(gate) < units:
+            return
+        strongest = (gate.norm(dim=1) * down.norm(dim=0)).topk(units).indices
+        self.gate_proj.weight.copy_(gate[strongest])
+        self.up_proj.weight.copy_(up[strongest])
+        self.down_proj.weight.copy_(down[:, strongest])
+
+
+class UnrolledAttention(nn.Module):
+    """Attention over the target's features, and over the layer's own outputs at the depths before.
+
+    Args:
+        inputs: Width of the input.
+        shape: The target's configuration.
+        heads: Attention heads, None for as many as the target has.
+        kv_heads: Key-value heads, None for as many as the target has.
+        queries: Rows of the query projection by number of a head: 2 where each query is followed by a gate.
+    """
+
+    def __init__(self, inputs: int, shape: Any, heads: int | None, kv_heads: int | None, queries: int = 1) -> None:
+        super().__init__()
+        self.heads = heads or shape.num_attention_heads
+        self.kv_heads = kv_heads or shape.num_key_value_heads
+        self.head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // self.heads
+        if self.heads % self.kv_heads:
+            raise InvalidRequest(f"{self.heads} heads do not divide among {self.kv_heads} key heads")
+        self.q_proj = nn.Linear(inputs, queries * self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
+        self.theta = float(shape.rope_parameters["rope_theta"])
+
+    def forward(self, x: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """Attends to the target's features up to row i, then to index i of each depth.
+
+        Args:
+            x: [B, roots, inputs]. Index i is row i + depth.
+            depth: Depth of the rows.
+            keys: Keys of the earlier depths. This depth's are appended.
+            values: Values of the earlier depths. This depth's are appended.
+        """
+        batch, roots = x.shape[:2]
+        turn = rotations(roots, depth, self.head_dim, self.theta, x.device)
+        queries = self.q_proj(x).view(batch, roots, self.heads, -1)
+        q = rotated(self.normed_query(queries[..., : self.head_dim]).transpose(1, 2), turn)
+        k = self.normed_key(self.k_proj(x).view(batch, roots, self.kv_heads, -1))
+        k = rotated(k.transpose(1, 2), turn)
+        v = self.v_proj(x).view(batch, roots, self.kv_heads, -1).transpose(1, 2)
+        group = self.heads // self.kv_heads
+        keys.append(k.repeat_interleave(group, 1))
+        values.append(v.repeat_interleave(group, 1))
+        if depth == 0:
+            mixed = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+        else:
+            mixed = _mixed(q, keys, values)
+        mixed = mixed.transpose(1, 2)
+        if queries.shape[-1] > self.head_dim:
+            mixed = mixed * queries[..., self.head_dim :].sigmoid()
+        out: Tensor = self.o_proj(mixed.reshape(batch, roots, -1))
+        return out
+
+    def normed_query(self, x: Tensor) -> Tensor:
+        """Returns queries [B, roots, heads, D] as they are scored, before their rotation."""
+        return x
+
+    def normed_key(self, x: Tensor) -> Tensor:
+        """Returns keys [B, roots, heads, D] as they are scored, before their rotation."""
+        return x
+
+
+def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Causal attention over depth 0, and over the same index of the later depths. Shapes: [B, heads, roots, D]."""
+    q = q * q.shape[-1] ** -0.5
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    prefix = (q @ keys[0].transpose(-1, -2)).masked_fill(hidden, float("-inf"))
+    own = torch.stack([(q * k).sum(-1) for k in keys[1:]], dim=-1)
+    weights = torch.cat((prefix, own), dim=-1).softmax(-1, dtype=torch.float32).to(values[0].dtype)
+    mixed = weights[..., : prefix.shape[-1]] @ values[0]
+    for i, v in enumerate(values[1:]):
+        mixed = mixed + weights[..., prefix.shape[-1] + i, None] * v
+    return mixed
+
+
+def weights_of(layer: nn.Module | None) -> dict[str, Tensor]:
+    """Returns the parameters of a layer by name; none for None."""
+    return {} if layer is None else dict(layer.named_parameters())
+
+
+def copy_if_fits(own: Tensor, given: Tensor | None) -> None:
+    """Copies ``given`` to ``own`` if it has the same shape."""
+    if given is not None and given.shape == own.shape:
+        own.copy_(given)
