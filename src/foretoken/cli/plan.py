@@ -173,7 +173,7 @@ def plan(
         plan_for(own, named, speculative_config or [], (prompts, count), (as_json, output, html_file), color)
         return
     from foretoken.cli.generate import speculative
-    from foretoken.plan.candidates import candidates
+    from foretoken.plan.candidates import candidates, shipped
     from foretoken.plan.planner import PlanSettings
     from foretoken.plan.render import rendered
     from foretoken.plan.simulation.remote_drafting import check_rtt, remote_drafting
@@ -187,7 +187,8 @@ def plan(
         top_p=top_p,
     )
     target, drafts, found_heads = _models(model, draft_model or [], heads or [])
-    chosen = candidates(drafts, found_heads, [speculative(text) or {} for text in speculative_config or []])
+    configs = [*shipped(target), *(speculative(text) or {} for text in speculative_config or [])]
+    chosen = candidates(drafts, found_heads, configs)
     notes, console = wide_console(color, stderr=True), wide_console(color)
     with staged(notes) as say:
         result = _plan(

@@ -10,6 +10,7 @@ from typing import Any
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.models.heads.assistant import ASSISTANTS
+from foretoken.models.heads.mtp import has_mtp
 from foretoken.speculation import SpeculativeConfig, find
 
 CHAIN = tuple(range(1, 9))  # draft lengths of chains
@@ -59,6 +60,11 @@ def candidates(
     return [_candidate(config) for config in (*result, *FREE, *configs)]
 
 
+def shipped(model: str | Path) -> list[Mapping[str, Any]]:
+    """Returns the configurations of what a target's checkpoint ships for drafting: its MTP layers."""
+    return [{"method": "mtp"}] if has_mtp(resolve(model)) else []
+
+
 def head_method(folder: Path) -> str:
     """Returns the method of the heads in ``folder`` by their config.json. Raises InvalidRequest for unknown ones."""
     config = load_config(folder)
@@ -71,13 +77,15 @@ def head_method(folder: Path) -> str:
         return "dspark" if "dspark" in names else "dflash"
     if kind in ASSISTANTS:
         return "assistant"
+    if config.get("foretoken_mtp") is not None:
+        return "mtp"
     if kind == "medusa" or "medusa_num_heads" in config:
         return "medusa"
     if kind in ("foretoken_blockwise", "foretoken_early_exit"):
         return kind.removeprefix("foretoken_")
     raise InvalidRequest(
-        f"{folder} holds no heads that are known (eagle, eagle3, assistant, dflash, dspark, medusa, blockwise, "
-        "early_exit); give them with their method in a speculative_config"
+        f"{folder} holds no heads that are known (eagle, eagle3, assistant, mtp, dflash, dspark, medusa, "
+        "blockwise, early_exit); give them with their method in a speculative_config"
     )
 
 

@@ -15,6 +15,7 @@ _VLLM: Mapping[str, tuple[str, ...]] = {
     "eagle": ("model",),
     "dflash": ("model",),
     "dspark": ("model",),
+    "mtp": ("model",),
     "medusa": ("model",),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": (),
