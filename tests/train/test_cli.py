@@ -64,7 +64,7 @@ def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.
         assert f"foretoken train {role} h --model t" in card
         assert "mean acceptance length at temperature 1" in card
         assert json.loads((head / "zoo.json").read_text()) == {"name": "h", "role": role}
-    with pytest.raises(InvalidRequest, match="three layer numbers"):
+    with pytest.raises(InvalidRequest, match="layer numbers"):
         invoke("train", "eagle3", tmp_path / "x", *data, "--taps", "low")
     with pytest.raises(InvalidRequest, match="expected one of eagle3"):
         invoke("train", "card", target, "--head", target, "--data", texts)
