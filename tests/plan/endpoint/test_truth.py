@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from foretoken.core.errors import ForetokenError
 from foretoken.endpoint.client import EndpointClient
 from foretoken.endpoint.dialects import DIALECTS, ServerKind
 from foretoken.endpoint.side import Abilities, Side
 from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, plan_endpoint, run
-from foretoken.plan.endpoint.outcome import OWN, EndpointPlan
+from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance
+from foretoken.plan.endpoint.measuring import own_depth
+from foretoken.plan.endpoint.outcome import OWN, EndpointPlan, EndpointRow, Foretelling
+from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
 
 from .simulated import PROMPTS, SimulatedEngine, SimulatedSender, close
 
@@ -119,3 +123,94 @@ def test_crowds_that_fail_are_left_out_with_the_reason(monkeypatch):
     plan = planned(monkeypatch, engine, sender=sender)
     assert {row.concurrency for row in plan.rows} == {1, 4}
     assert "nothing is told about 8 requests at once, because the server does not decode so many" in plan.notes[0]
+
+
+class PlainCrowds(SimulatedSender):
+    """Drafts only while fewer than 8 requests run."""
+
+    def send(self, side, prompts, tag):
+        if len(prompts) < 8:
+            return super().send(side, prompts, tag)
+        return SimulatedSender(replace(self.engine, depth=0), self.max_tokens).send(side, prompts, tag)
+
+
+def test_drafts_that_depend_on_the_concurrency_give_no_plan(monkeypatch):
+    engine = SimulatedEngine()
+    plan = planned(monkeypatch, engine, sender=PlainCrowds(engine, 64), concurrency=(1, 4, 16))
+    assert "tokens per pass depend on the concurrency" in plan.because
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_draft_length_below_the_servers_gives_no_plan(monkeypatch, told):
+    assert (
+        "2 is not the server's draft length"
+        in planned(monkeypatch, SimulatedEngine(depth=6, told=told), depth=2).because
+    )
+
+
+def test_a_server_that_drafts_less_tells_no_other_draft_lengths(monkeypatch):
+    plan = planned(monkeypatch, SimulatedEngine(depth=3), depth=8)
+    assert {depth for depth, _ in own_rows(plan)} == {8} and "other draft lengths" in plan.notes[0]
+
+
+@pytest.mark.parametrize("rate, depth", [(0.9, 4), (0.4, None)])
+def test_the_draft_length_is_taken_from_bursts_that_recur(rate, depth):
+    engine = SimulatedEngine(rate=rate, spread=0.0, told=False)
+    speculative = Side("speculative", EndpointClient(NOWHERE), "sim", DIALECTS[ServerKind.VLLM])
+    waves = [SimulatedSender(engine, 64).send(speculative, [prompt], prompt) for prompt in PROMPTS[:4]]
+    waves = [replace(wave, counted=None) for wave in waves]
+    if depth:
+        assert own_depth(speculative, waves) == depth
+    else:
+        with pytest.raises(CannotTellError, match="--depth"):
+            own_depth(speculative, waves)
+
+
+def test_a_loss_before_gains_does_not_switch_speculation_off():
+    seconds = {1: 0.045, 4: 0.022, 16: 0.028}
+    speeds = SpeedModel(
+        {number: PassSeconds(0.02, 0.01) for number in seconds},
+        {(4, number): PassSeconds(each, 0.01, 2.0) for number, each in seconds.items()},
+    )
+    acceptance = {4: EndpointAcceptance(4, None, 100.0, ((2.0, 2.0),) * 4)}
+    whole = Foretelling(acceptance, speeds, [], [1, 4, 16])
+    assert whole._off(4)[0] is None
+
+
+def row(name: str, concurrency: int, speedup: float) -> EndpointRow:
+    config = None if name == OWN else {"method": name}
+    figures = {"tokens_per_pass": 2.0, "tokens_per_pass_low": 2.0, "tokens_per_pass_high": 2.0, "acceptance": ()}
+    ends = {"speedup": speedup, "low": speedup * 0.99, "high": speedup * 1.01, "plain_tokens_per_second": 1.0}
+    return EndpointRow(name=name, method=name, config=config, depth=4, concurrency=concurrency, **figures, **ends)
+
+
+def test_a_gain_at_one_concurrency_does_not_beat_gains_at_all():
+    speeds = SpeedModel(
+        {number: PassSeconds(0.02, 0.01) for number in (1, 4, 16)},
+        {(4, number): PassSeconds(0.02, 0.01, 1.9) for number in (1, 4, 16)},
+    )
+    acceptance = {4: EndpointAcceptance(4, None, 100.0, ((2.0, 2.0),) * 4)}
+    whole = Foretelling(acceptance, speeds, [], [1, 4, 16])
+    owns = [row(OWN, number, 1.9) for number in (1, 4, 16)]
+    assert whole.choice([row("ngram", 1, 2.0), *owns]).row.name == OWN
+    alone = whole.choice([row("ngram", 1, 9.0), *owns])
+    assert alone.row.name == "ngram" and not alone.sure and alone.off_above == 1
+    assert alone.limit.depths == ((1, 1, 4), (2, None, 0))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda record: record["setting"].update(model="other"), "model other instead of sim"),
+        (lambda record: record["setting"].update(temperature=1.0), "temperature"),
+        (lambda record: record["measured"]["speculative"][0].__setitem__(0, 0), "draft lengths of at least 1"),
+        (lambda record: record["measured"]["plain"][0].__setitem__(1, 0.0), "records that plan --endpoint wrote"),
+        (lambda record: record["measured"]["speculative"][0].__setitem__(2, float("nan")), "finite times"),
+    ],
+)
+def test_an_earlier_plan_of_something_else_is_refused(monkeypatch, change, said):
+    engine = SimulatedEngine()
+    earlier = planned(monkeypatch, replace(engine, depth=2)).to_dict()
+    change(earlier)
+    with pytest.raises(ForetokenError, match=said):
+        planned(monkeypatch, engine, earlier=[earlier])

@@ -20,10 +20,13 @@ from foretoken.plan.endpoint.waves import StreamTimes, Wave
 from foretoken.plan.statistics import ratio_interval
 
 LEVEL = 0.95
-_AGREE = 1.2  # ratio of tokens per pass by metrics and by bursts up to which both say the same
+AGREE = 1.2  # ratio of tokens per pass by metrics and by bursts up to which both say the same
 _BATCHED = 1.15  # tokens that arrive together without speculation, from which bursts are no passes
 _OVERSHOT = 1.1  # steps over passes that texts cut short explain
 _REPEATS = 4  # replays of a text, for the tokens that were not drafted
+_LONGER = 1.05  # draft tokens of a step over the draft length, from which it is not the draft length
+_SHORTER = 0.7  # and below which a server often drafts less
+_MERGED = 0.02  # share of bursts that may hold several passes
 _FEWEST = 4  # requests from which an interval means something
 
 
@@ -54,12 +57,14 @@ class EndpointAcceptance:
         counts: What the server counted over all waves, None if it does not say.
         tokens: Generated tokens of those waves without the first of each request.
         texts: For each request, the tokens of its bursts; none where bursts are no passes.
+        merged: Share of the bursts without speculation that have more than one token.
     """
 
     depth: int
     counts: DraftCounts | None
     tokens: float
     texts: tuple[tuple[float, ...], ...]
+    merged: float = 0.0
 
     @property
     def counted(self) -> float | None:
@@ -80,6 +85,14 @@ class EndpointAcceptance:
         """Tokens per pass by bursts, None where these are no passes."""
         passes = sum(map(len, self.texts))
         return sum(map(sum, self.texts)) / passes if passes else None
+
+    @property
+    def shorter(self) -> float | None:
+        """Draft tokens of a step where the server often drafts fewer than its draft length, else None."""
+        if self.counts is None or not self.counts.steps:
+            return None
+        drafted = self.counts.drafted / self.counts.steps
+        return drafted if drafted < _SHORTER * self.depth else None
 
     @cached_property
     def source(self) -> str:
@@ -102,14 +115,38 @@ class EndpointAcceptance:
             raise CannotTellError(
                 f"the server's metrics are impossible: {self.counted:.1f} tokens per pass of {self.depth} draft tokens"
             )
+        if longer := self._longer:
+            raise CannotTellError(f"{self.depth} is not the server's draft length: {longer}; see --depth")
         if self.counted is None and self.seen is None:
             raise CannotTellError("the server tells nothing about its drafts, and its streams do not show its passes")
         if self.counted is None or self.seen is None:
             return
-        if not 1 / _AGREE < self.counted / self.seen < _AGREE:
+        if not 1 / AGREE < self.counted / self.seen < AGREE:
             raise CannotTellError(
                 f"the server's metrics say {self.counted:.2f} tokens per pass, but {self.seen:.2f} arrive together"
             )
+
+    @property
+    def _longer(self) -> str:
+        """Says what shows a longer draft than ``depth``, "" if nothing does."""
+        counts = self.counts
+        if counts is not None and any(counts.by_position[self.depth :]):
+            return f"it accepted draft tokens at position {sum(map(bool, counts.by_position))}"
+        if counts is not None and counts.steps:
+            drafted = counts.drafted / counts.steps
+            return f"it drafted {drafted:.1f} tokens a step" if drafted > _LONGER * self.depth else ""
+        sizes = [round(size) for text in self.texts for size in text]
+        beyond = sum(size > self.depth + 1 for size in sizes)
+        return f"up to {max(sizes)} tokens arrive together" if beyond > (_MERGED + self.merged) * len(sizes) else ""
+
+    def differs(self, pooled: EndpointAcceptance) -> float | None:
+        """Returns the ratio of its tokens per pass to those of more waves, None if chance explains the difference."""
+        try:
+            own, whole = self.at(self.depth), pooled.at(self.depth)
+        except CannotTellError:
+            return None
+        ratio = (self.counted or self.seen or own.mean) / (pooled.counted or pooled.seen or whole.mean)
+        return ratio if abs(math.log(ratio)) > math.hypot(own.width, whole.width) else None
 
     def at(self, depth: int) -> TokensPerPass:
         """Returns tokens per pass at a draft length.
@@ -186,7 +223,9 @@ def acceptance_of(depth: int, plain: Sequence[Wave], waves: Sequence[Wave]) -> E
     tokens = float(sum(wave.tokens - len(wave.answers) for wave in waves))
     streams = [stream for wave in waves for stream in wave.streams]
     texts = tuple(stream.bursts for stream in streams) if _one_by_one(plain) else ()
-    return EndpointAcceptance(depth, counts, tokens, texts)
+    plainly = [size for wave in plain for stream in wave.streams for size in stream.bursts]
+    merged = sum(round(size) > 1 for size in plainly) / max(1, len(plainly))
+    return EndpointAcceptance(depth, counts, tokens, texts, merged)
 
 
 def _one_by_one(plain: Sequence[Wave]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ LEAST, MOST = 4, 20  # waves of each lane and concurrency
 USUAL = 5
 _DEEPEST = 16  # draft length that is measured beside the server's own
 _USUAL_DEPTH = 4
+_RECURS = 0.05  # share of the bursts that are the largest, from which it is that of a whole draft
 _CHARACTERS = 3.2  # of a token, about
 
 Say = Callable[[str, float], None]
@@ -103,11 +105,22 @@ def own_depth(side: Side, waves: Sequence[Wave]) -> int:
         if not sum(each.drafted for each in counts):
             raise CannotTellError("the server drafted nothing: there is no speculation to plan")
     if told is None:
-        sizes = sorted(size for wave in waves for stream in wave.streams for size in stream.bursts)
-        told = round(sizes[-1 - len(sizes) // 50]) - 1 if sizes else 0
+        told = _largest([size for wave in waves for stream in wave.streams for size in stream.bursts]) - 1
     if told < 1:
         raise CannotTellError("the server does not say how many tokens it drafts; name its draft length with --depth")
     return told
+
+
+def _largest(bursts: Sequence[float]) -> int:
+    """Returns the tokens of a fully accepted draft's burst, 0 if none recurs often enough to be one.
+
+    Where few drafts are accepted to their end, the largest burst is only a lower bound.
+    """
+    sizes = sorted(max(1, round(size)) for size in bursts)
+    if not sizes:
+        return 0
+    often, largest = Counter(sizes), sizes[-1 - len(sizes) // 50]
+    return largest if often[largest] >= max(2.0, _RECURS * len(sizes)) and often[largest] > often[largest - 1] else 0
 
 
 def lanes_of(plain: Side, speculative: Side, depth: int) -> list[MeasuredLane]:

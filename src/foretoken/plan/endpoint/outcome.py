@@ -96,12 +96,14 @@ class Foretelling:
         speeds: Seconds of passes.
         drafters: Other drafters.
         concurrency: Requests at once.
+        apart: Tokens per pass by draft length and concurrency, where they are not those of all waves together.
     """
 
     acceptance: Mapping[int, EndpointAcceptance]
     speeds: SpeedModel
     drafters: Sequence[ForetoldDrafter]
     concurrency: Sequence[int]
+    apart: Mapping[tuple[int, int], TokensPerPass] = field(default_factory=dict)
     _tokens: dict[int, TokensPerPass] = field(default_factory=dict)
 
     def rows(self) -> list[EndpointRow]:
@@ -132,7 +134,9 @@ class Foretelling:
 
     @property
     def depths(self) -> list[int]:
-        """Draft lengths that are told: up to twice the longest that was measured."""
+        """Draft lengths that are told: up to twice the longest that was measured, or only those that were."""
+        if any(each.shorter for each in self.acceptance.values()):
+            return sorted(self.acceptance)
         return list(range(1, min(_DEEPEST, 2 * max(self.speeds.depths)) + 1))
 
     def own(self, depth: int, concurrency: int) -> EndpointRow:
@@ -142,6 +146,7 @@ class Foretelling:
             self._tokens[depth] = self.acceptance[nearest].at(depth)
         tokens = self._tokens[depth]
         spent = self.speeds.pass_with(depth, concurrency)
+        tokens = self.apart.get((depth, concurrency), tokens)
         row = self._row(OWN, "", None, depth, concurrency, tokens)
         return self._timed(row, tokens, spent)
 
@@ -169,9 +174,11 @@ class Foretelling:
         if best.config is not None:
             own = [row for row in rows if (row.name, row.depth) == (best.name, best.depth)]
             paying = [row.concurrency for row in own if (row.speedup or 0.0) > 1.0]
-            off = None if len(paying) == len(own) else max(paying, default=0)
-            limit = ranges([(row.concurrency, best.depth if row.concurrency in paying else 0) for row in own])
-            return EndpointChoice(best, limit, off, off, None, all((row.low or 0.0) > 1.0 for row in own))
+            last = max(paying, default=0)
+            off = None if last == max(self.concurrency) else last
+            limit = ranges([(number, best.depth if number in paying else 0) for number in self.concurrency])
+            sure = len(own) == len(self.concurrency) and all((row.low or 0.0) > 1.0 for row in own)
+            return EndpointChoice(best, limit, off, off, None, sure)
         ends = self._off(best.depth)
         by_number = [(number, self._best_depth(rows, number, best.depth)) for number in self.concurrency]
         sure = all((self.own(best.depth, number).low or 0.0) > 1.0 for number in self.concurrency)
@@ -181,7 +188,8 @@ class Foretelling:
         """Returns the last concurrency up to which the speedup, and the ends of its interval, exceed 1; None if all."""
         known = range(min(self.concurrency), max(self.concurrency) + 1)
         speedups = {number: self.speedup(depth, number) for number in known}
-        return [next((n - 1 for n, each in speedups.items() if each[at] <= 1.0), None) for at in range(3)]
+        lasts = [max((n for n, each in speedups.items() if each[at] > 1.0), default=0) for at in range(3)]
+        return [None if last == max(known) else last for last in lasts]
 
     def _best_depth(self, rows: Sequence[EndpointRow], concurrency: int, usual: int) -> int:
         """Returns the draft length at a concurrency: ``usual`` unless another is clearly faster, 0 if none gains."""
@@ -280,15 +288,15 @@ def _marked(rows: Sequence[EndpointRow]) -> Iterator[EndpointRow]:
 def _overall(rows: Sequence[EndpointRow]) -> EndpointRow | None:
     """Returns a row of the drafter and draft length with the largest geometric mean of speedups, plain where it loses.
 
-    Speculation can be off where it loses, so that a loss there counts as 1. None if nothing gains anywhere.
+    Speculation can be off where it loses, so that a loss there counts as 1, and so does a concurrency without a row.
+    None if nothing gains anywhere.
     """
+    share = 1 / len({row.concurrency for row in rows})
     groups: dict[tuple[str, int], list[EndpointRow]] = {}
     for row in rows:
         if row.speedup is not None:
             groups.setdefault((row.name, row.depth), []).append(row)
-    scored = [
-        (math.prod(max(1.0, row.speedup or 0.0) for row in own) ** (1 / len(own)), own) for own in groups.values()
-    ]
+    scored = [(math.prod(max(1.0, row.speedup or 0.0) for row in own) ** share, own) for own in groups.values()]
     score, own = max(scored, key=lambda each: each[0])
     return max(own, key=lambda row: row.speedup or 0.0) if score > 1.0 else None
 

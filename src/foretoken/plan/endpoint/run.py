@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +15,13 @@ from foretoken.endpoint.answers import Refused
 from foretoken.endpoint.journal import Journal
 from foretoken.endpoint.side import Side, answering
 from foretoken.endpoint.sides import ServerPair, why_unusable
-from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance, acceptance_of
+from foretoken.plan.endpoint.acceptance import (
+    AGREE,
+    CannotTellError,
+    EndpointAcceptance,
+    TokensPerPass,
+    acceptance_of,
+)
 from foretoken.plan.endpoint.drafters import ForetoldDrafter, LocalModels, foretold_drafters, texts_of
 from foretoken.plan.endpoint.engines import copying, paste
 from foretoken.plan.endpoint.measuring import (
@@ -181,10 +188,17 @@ class _Planning:
             if lane.depth:
                 acceptances[lane.depth] = acceptance_of(lane.depth, measured.of(0), measured.of(at))
                 acceptances[lane.depth].check()
+        apart = self._apart(measured, acceptances)
         speeds = self._speeds(measured, acceptances)
         self.facts["tokens_per_pass_from"] = acceptances[max(acceptances)].source
+        self.notes += [
+            f"nothing is told about other draft lengths, because the server drafts {each.shorter:.1f} tokens a step "
+            f"where its draft length is {depth}"
+            for depth, each in acceptances.items()
+            if each.shorter
+        ]
         drafters = self._drafters(measured, work)
-        whole = Foretelling(acceptances, speeds, drafters, sorted(speeds.plain))
+        whole = Foretelling(acceptances, speeds, drafters, sorted(speeds.plain), apart)
         rows = whole.rows()
         self.notes += [whole.left_out] if whole.left_out else []
         choice = whole.choice(rows)
@@ -194,6 +208,32 @@ class _Planning:
         return EndpointPlan(
             self.facts, "", tuple(self.notes), tuple(rows), choice, tuple(lines), _points(speeds), whole
         )
+
+    @staticmethod
+    def _apart(
+        measured: Measured, acceptances: Mapping[int, EndpointAcceptance]
+    ) -> dict[tuple[int, int], TokensPerPass]:
+        """Returns tokens per pass where a concurrency has others than all together.
+
+        Raises:
+            CannotTellError: They differ so much that one acceptance for all concurrencies is wrong.
+        """
+        apart = {}
+        for (at, number), waves in measured.waves.items():
+            depth = measured.lanes[at].depth
+            if not depth:
+                continue
+            here = acceptance_of(depth, measured.of(0), waves)
+            ratio = here.differs(acceptances[depth])
+            if ratio is None:
+                continue
+            if not 1 / AGREE < ratio < AGREE:
+                raise CannotTellError(
+                    f"tokens per pass depend on the concurrency: at {number} requests at once they are {ratio:.2f} "
+                    "times those of all together; plan for each --concurrency alone"
+                )
+            apart[depth, number] = here.at(depth)
+        return apart
 
     def _speeds(self, measured: Measured, acceptances: Mapping[int, EndpointAcceptance]) -> SpeedModel:
         plain: dict[int, PassSeconds] = {}
@@ -211,7 +251,7 @@ class _Planning:
             elif found is not None:
                 plain[number] = found
         for record in self.endpoint.earlier:
-            own |= _earlier(record, plain, own)
+            own |= _earlier(record, self.facts, plain, own)
         return SpeedModel(plain, own)
 
     def _drafters(self, measured: Measured, work: Workload) -> list[ForetoldDrafter]:
@@ -241,17 +281,21 @@ def _points(speeds: SpeedModel) -> dict[str, Any]:
 
 
 def _earlier(
-    record: Mapping[str, Any], plain: Mapping[int, PassSeconds], own: Mapping[tuple[int, int], PassSeconds]
+    record: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    plain: Mapping[int, PassSeconds],
+    own: Mapping[tuple[int, int], PassSeconds],
 ) -> dict[tuple[int, int], PassSeconds]:
     """Returns the points of an earlier plan at concurrencies of this one, as fast as plain decoding is now.
 
     Raises:
-        ForetokenError: It is no record of a plan for a server.
+        ForetokenError: It is no record of a plan for a server, or one of another model or setting.
     """
     try:
-        points = record["measured"]
+        points, setting = record["measured"], record["setting"]
+        other = [key for key in ("model", "temperature", "max_tokens") if setting.get(key) != facts[key]]
         then = {int(number): float(seconds) for number, seconds, _ in points["plain"]}
-        return {
+        found = {
             (int(depth), int(number)): PassSeconds(
                 float(seconds) * plain[int(number)].seconds / then[int(number)],
                 float(width) * 2**0.5,
@@ -259,5 +303,12 @@ def _earlier(
             for depth, number, seconds, width, _ in points["speculative"]
             if int(number) in plain and (int(depth), int(number)) not in own
         }
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ForetokenError("--with needs records that plan --endpoint wrote with --output") from error
+    if other:
+        told = ", ".join(f"{key} {setting.get(key)} instead of {facts[key]}" for key in other)
+        raise ForetokenError(f"--with needs a record of the same server and setting, but it has {told}")
+    timed = all(0.0 < each.seconds < math.inf and 0.0 <= each.width < math.inf for each in found.values())
+    if not timed or any(depth < 1 for depth, _ in found):
+        raise ForetokenError("--with needs records with draft lengths of at least 1 and positive, finite times")
+    return found
