@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.heads import blocks, tiny
 from tests.models.heads.mtp_files import MTP_FAMILIES, MtpReference
 from tests.models.plain import text
 
@@ -25,9 +26,11 @@ from foretoken.engine.kv_budget import state_tokens
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
+from foretoken.models.heads.mtp import has_mtp, read_mtp
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.heads.mtp_stack import MtpStack
 from foretoken.models.loading import load_model
+from foretoken.propose import hidden_states
 from foretoken.propose.base import Proposer
 from foretoken.propose.mtp import Mtp, MtpConfig
 
@@ -221,6 +224,94 @@ def test_llm_takes_the_layer_that_the_checkpoint_ships(tiny_pair: Any, tmp_path:
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True, speculative_tokens=5)
     outputs = [one.generate("def greet(name):", params)[0].outputs[0] for one in (plain, llm)]
     assert outputs[0].token_ids == outputs[1].token_ids and outputs[1].stats.drafted > 0
+
+
+def test_prompt_logprobs_do_not_shift_what_the_head_reads(tiny_pair: Any, tmp_path: Path) -> None:
+    """They score prompt tokens as a draft, so the state at the last one comes before the token after it is known."""
+    target = shipped(tiny_pair, tmp_path / "target")
+    plain = LLM(target, dtype="float32", speculative_config={"method": "none"})
+    vocab, prompts = plain.target.vocab_size, ["def greet(name):\n    return", "import os\n" * 5]
+    tiny.save(tmp_path / "eagle3", *tiny.eagle3(vocab=vocab))
+    tiny.save(tmp_path / "dspark", *blocks.dspark(vocab=vocab))
+    for config in ({"method": "mtp"}, *({"method": m, "model": str(tmp_path / m)} for m in ("eagle3", "dspark"))):
+        llm = LLM(target, dtype="float32", speculative_config={**config, "num_speculative_tokens": 4})
+        accepted = []
+        for logprobs in (None, 1, 1):
+            params = SamplingParams(
+                max_tokens=12, temperature=0.0, ignore_eos=True, speculative_tokens=4, prompt_logprobs=logprobs
+            )
+            got = [o.outputs[0] for o in llm.generate(prompts, params)]
+            assert [o.token_ids for o in got] == [o.outputs[0].token_ids for o in plain.generate(prompts, params)]
+            assert all(o.stats.drafted for o in got)
+            accepted.append([o.stats.accepted for o in got])
+        assert accepted[0] == accepted[1] == accepted[2]
+
+
+@pytest.mark.parametrize("method", ["mtp", "dspark"])
+def test_a_prompt_that_was_not_drafted_for_is_reused(method: str, tiny_pair: Any, tmp_path: Path) -> None:
+    folder = shipped(tiny_pair, tmp_path / "target")
+    target = opened(folder)
+    if not target.enable_prefix_cache(2**24):
+        pytest.skip("no compiled kernels here")
+    config = {"method": method}
+    if method == "dspark":
+        config["model"] = str(tiny.save(tmp_path / "head", *blocks.dspark(vocab=target.vocab_size)))
+    llm = LLM(folder, dtype="float32", speculative_config=config, enable_prefix_caching=True)
+    prompt = list(range(1, 161))
+    cached = [llm.generate(prompt, SamplingParams(max_tokens=1))[0].outputs[0].stats.cached for _ in range(2)]
+    assert cached == [0, 128]
+
+
+def test_rows_that_wait_for_the_head_are_bounded(tiny_pair: Any, tmp_path: Path) -> None:
+    """A text that is not drafted for keeps no states of the whole text, nor those of its batch."""
+    folder = shipped(tiny_pair, tmp_path / "target")
+    target = opened(folder)
+    proposer = mtp(target, folder)
+    contexts = [Context(i, text(8, i), 8, SamplingLaw(), Streams(i)) for i in range(2)]
+    engine = Engine(target, proposer, Fixed(0), prompt_rows=4)
+    for context in contexts:
+        engine.add(context, Length(30))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hidden_states, "MAX_PENDING", 6)
+        for _ in range(20):
+            engine.step()
+    for context in contexts:
+        kept = proposer._pending[context.id]
+        assert 0 < sum(len(tokens) for tokens, _ in kept) <= 6 + 4
+        assert all(s.untyped_storage().nbytes() == s.nbytes for _, states in kept for s in states)
+    texts = []
+    for controller in (Fixed(0), Fixed(4)):
+        other = opened(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hidden_states, "MAX_PENDING", 6)
+            texts.append(run(Engine(other, mtp(other, folder), controller, prompt_rows=4), [text(40, 1)])[0])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["torchao", "awq"])
+def test_layers_of_a_quantized_checkpoint_are_found(kind: str, tiny_pair: Any, tmp_path: Path) -> None:
+    folder = shipped(tiny_pair, tmp_path / "target")
+    assert has_mtp(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("proj.weight", "input_proj.weight"))]:
+        matrix, stem = tensors.pop(name), name.removesuffix("weight")
+        if kind == "torchao":
+            scales = matrix.abs().amax(1, keepdim=True) / 127
+            tensors[f"{stem}_weight_qdata"] = (matrix / scales).round().to(torch.int8)
+            tensors[f"{stem}_weight_scale"] = scales
+        else:
+            rows, columns = matrix.shape
+            tensors[f"{stem}qweight"] = torch.zeros(columns, rows // 8, dtype=torch.int32)
+            tensors[f"{stem}qzeros"] = torch.zeros(columns // 16, rows // 8, dtype=torch.int32)
+            tensors[f"{stem}scales"] = torch.ones(columns // 16, rows, dtype=torch.float16)
+    save_file(tensors, file)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 16} if kind == "awq" else None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()  # a link
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    assert has_mtp(folder)
+    assert len(read_mtp(folder, torch.float32)) == 1
 
 
 def test_layers_of_another_target_are_refused(tiny_pair: Any, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from foretoken.propose.tree import Candidates, Tree, likeliest
 # A greedy target emits the argmax of logits that the head only approximates, so candidates are ranked by a sharper
 # distribution. The value was the best on the bundled pair.
 GREEDY_SCALE = 0.7
+MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them
 
 
 class HiddenStateProposer(Proposer):
@@ -71,7 +72,7 @@ class HiddenStateProposer(Proposer):
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         """Keeps every sequence's committed tokens and the target's states before them. The head processes them in a
-        step that drafts; one that does not costs nothing.
+        step that drafts, or once there are many.
         """
         for context, observation in zip(contexts, observations, strict=True):
             step, scores = observation.step, observation.scores
@@ -140,28 +141,41 @@ class HiddenStateProposer(Proposer):
     def _keep(self, context: Context, scores: Scores, rows: Sequence[int]) -> None:
         """Stores the states at ``rows`` of ``scores``, those of committed tokens from position ``scores.first`` on.
 
-        They are concatenated only when the head processes them: in steps without a draft the head has no other cost.
+        They are concatenated only when the head processes them. Without drafts the head only processes what exceeds
+        ``MAX_PENDING`` rows, which would otherwise hold memory until the end of the text.
         """
         if len(context.tokens) > self.net.max_length:
             return
         if context.id not in self._handles:
             self._handles[context.id] = self.net.open()  # after a step that was abandoned: earlier states are missing
         known = self._known.get(context.id, scores.first)
-        own = list(rows[known - scores.first :])
+        # Where prompt tokens were scored as a draft, the last row is the newest token's: the token after it is unknown.
+        own = list(rows[known - scores.first : len(context.tokens) - 1 - scores.first])
         if own:
             contiguous = own[-1] - own[0] + 1 == len(own)  # nearly always: a slice needs no copy
             chosen = slice(own[0], own[-1] + 1) if contiguous else own
-            states = [scores.taps[layer][chosen] for layer in self.taps]
+            states = [_alone(scores.taps[layer][chosen]) for layer in self.taps]
+            if sum(len(kept) for kept, _ in self._pending.get(context.id, ())) > MAX_PENDING:
+                self._feed([context.id])
+                self.net.prefill(self._handles[context.id])
             tokens = context.tokens[known + 1 : known + 1 + len(own)]
             self._pending.setdefault(context.id, []).append((tokens, states))
             self._known[context.id] = known + len(own)
 
     def _cache_end(self, context: Context) -> None:
-        """Completes the KV cache of a finished text for later texts with that prefix, if the head drafted for it."""
+        """Completes the KV cache of a finished text for later texts with that prefix.
+
+        This is also done if nothing was drafted: the target's own cache is of use only up to the head's last row.
+        """
         handle = self._handles.get(context.id)
-        if handle is not None and handle.states is not None and self.net.keeps and context.id in self._pending:
+        if handle is not None and handle.root is not None and self.net.keeps and context.id in self._pending:
             self._feed([context.id])
-            self.net.catch_up([handle])
+            self.net.complete(handle)
+
+
+def _alone(states: Tensor) -> Tensor:
+    """Returns the states in memory of their own: a view would keep those of the whole batch."""
+    return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
 
 
 def _extend(active: Sequence[tuple[HeadHandle, Grower]], rows: Sequence[Tensor]) -> None:

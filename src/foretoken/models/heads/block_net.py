@@ -120,6 +120,10 @@ class BlockNet(FeatureNet):
         return self._conditional([(handle, [0], [handle.tokens[-1]]) for handle in owned])
 
     @torch.inference_mode()
+    def complete(self, handle: HeadHandle) -> None:
+        self._inject([handle])
+
+    @torch.inference_mode()
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
         wanted = []
         for handle, draft in zip(handles, drafts, strict=True):

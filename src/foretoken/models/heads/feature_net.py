@@ -107,6 +107,10 @@ class DraftNet(ABC):
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
         """Computes all pending rows. Returns the logits [1, Vd] after each sequence's newest token."""
 
+    def complete(self, handle: HeadHandle) -> None:
+        """Computes all pending rows of a sequence that ends, and keeps its rows for later sequences."""
+        self.catch_up([handle])
+
     @abstractmethod
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
         """Computes the new nodes of drafts that grow on the cached nodes. Returns the new nodes' logits [new, Vd]."""
