@@ -97,15 +97,17 @@ class MtpLayer:
 
 
 def has_mtp(path: Path) -> bool:
-    """Returns whether a checkpoint's folder or GGUF file has MTP layers that are computed here.
+    """Returns whether a checkpoint's folder has MTP layers that are computed here.
+
+    A GGUF file has none: one that says it has such layers is not loaded.
 
     Raises:
-        ModelLoadError: the checkpoint is damaged.
+        ModelLoadError: the checkpoint is damaged, or quantized in a way that is not supported.
     """
     config = _config(path)
     if unsupported(config) is not None:
         return False
-    return bool(_found(open_weights(path), Architecture.of(config)))
+    return bool(_found(unpacked(open_weights(path), config), Architecture.of(config)))
 
 
 def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
@@ -173,13 +175,18 @@ def _found(weights: Container[str], a: Architecture) -> list[tuple[MtpLayout, st
         first = a.layers if layout.appended else 0
         for prefix in (base,) if layout.appended else ("", base, base.removesuffix("model.")):
             places: list[tuple[MtpLayout, str, int]] = []
-            while f"{prefix}{layout.layer.format(first + len(places))}{a.names.norm}.weight" in weights:
+            while _holds(weights, f"{prefix}{layout.layer.format(first + len(places))}{a.names.norm}"):
                 places.append((layout, prefix, first + len(places)))
                 if len(places) > MAX_HEADS:
                     break
-            if places and f"{prefix}{layout.projection.format(first)}.weight" in weights:
+            if places and _holds(weights, f"{prefix}{layout.projection.format(first)}"):
                 return places
     return []
+
+
+def _holds(weights: Container[str], name: str) -> bool:
+    """Returns whether there is a weight of this name, or one that torchao quantized."""
+    return any(f"{name}.{part}" in weights for part in ("weight", "_weight_qdata"))
 
 
 def _layer(reader: TensorReader, a: Architecture, layout: MtpLayout, prefix: str, number: int) -> MtpLayer:
@@ -207,7 +214,7 @@ def _kind(a: Architecture, weights: Mapping[str, Tensor], at: str) -> Layer:
     Raises:
         ModelLoadError: the target has no such layer.
     """
-    dense = f"{at}{a.names.up[0]}.weight" in weights
+    dense = _holds(weights, f"{at}{a.names.up[0]}")
     layers = [layer for layer in a.stack if layer.attention and (layer.experts is None) == dense]
     if not layers and dense:
         layers = [replace(layer, mlp="gated", experts=None) for layer in a.stack if layer.attention]
