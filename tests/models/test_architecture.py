@@ -47,6 +47,8 @@ def test_missing_fields_have_transformers_defaults(family: str) -> None:
     sizes = {own[name]: value for name, value in SIZES.items() if own[name] in known}
     if family == "gptj":
         sizes["rotary_dim"] = 8  # the default, 64, is wider than these heads
+    if family == "gemma4_text":
+        sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]  # the default is that of its own tokenizer
     if family == "gpt_neo":
         sizes |= {"num_layers": 8, "attention_types": [[["global", "local"], 4]]}
     silent, full = {"model_type": family, **sizes}, json.loads(kind(**sizes).to_json_string(use_diff=False))
@@ -100,7 +102,7 @@ def test_windows_and_rotary_tables_by_layer() -> None:
     [
         bare("mamba"),
         bare("llama", hidden_act="quick_gelu"),
-        bare("llama", rope_scaling={"rope_type": "proportional", "factor": 2.0}),
+        bare("llama", rope_scaling={"rope_type": "unheard", "factor": 2.0}),
         bare("gemma3_text", use_bidirectional_attention=True),
         bare("opt", ffn_dim=96, do_layer_norm_before=False),
         bare("opt", ffn_dim=96, word_embed_proj_dim=32),
