@@ -60,7 +60,7 @@ def assistant(clusters: bool, **changes: Any) -> Any:
             if parameter.ndim == 1:
                 parameter.add_(noise * 0.2)
             else:
-                parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
+                parameter.copy_(noise * 0.6 / parameter.shape[-1] ** 0.5)
         for name, buffer in module.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,13 @@ def model(target: tuple[Path, Any]) -> Decoder:
 
 
 class Reference:
-    """transformers' target and assistant after some tokens."""
+    """transformers' target and assistant after some tokens, in float64: states are fed back, and rounding with them."""
 
     def __init__(self, target: Any, assistant: Any, tokens: list[int]) -> None:
-        self.target, self.assistant, self.place = target, assistant, len(tokens)
+        self.target, self.assistant = copy.deepcopy(target).double(), copy.deepcopy(assistant).double()
+        self.place = len(tokens)
         with torch.no_grad():
-            output = target.model(
+            output = self.target.model(
                 torch.tensor([tokens]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True
             )
         self.state, self.shared = output.last_hidden_state[:, -1:], output.shared_kv_states
