@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,11 +12,9 @@ import torch
 from foretoken.control.base import Controller
 from foretoken.control.config import Control, FixedConfig, build, max_tokens, parse
 from foretoken.core.checks import check_keys, integer
-from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.core.errors import InvalidRequest
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
-from foretoken.models.decoder import Decoder
-from foretoken.models.heads.mtp import has_mtp
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.base import BuildContext, Proposer
 from foretoken.propose.methods import METHODS as METHODS
@@ -26,7 +23,6 @@ from foretoken.propose.methods import check_method
 from foretoken.propose.methods import find as find
 from foretoken.propose.per_request import PerRequestProposer
 
-_log = logging.getLogger(__name__)
 _REJECTIONS = ("block", "token")
 
 
@@ -129,20 +125,6 @@ class Builder:
             return Proposer()
         context = BuildContext(self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.costs)
         return method.build(config.own(), context)
-
-    def default(self, config: SpeculativeConfig) -> tuple[SpeculativeConfig, Proposer]:
-        """Returns a configuration and its proposer: of MTP layers in the target's checkpoint if it names no method.
-
-        Layers that cannot be loaded are left out with a warning.
-        """
-        names_none = config.method is None and config.method_in_force == NONE
-        if names_none and self.path is not None and isinstance(self.target, Decoder) and has_mtp(self.path):
-            shipped = replace(config, method="mtp")
-            try:
-                return shipped, self.build(shipped)
-            except ForetokenError as reason:
-                _log.warning("the checkpoint's MTP layers are not used: %s", reason)
-        return config, self.build(config)
 
     def member(self, config: Mapping[str, Any]) -> Proposer:
         """Returns the proposer of a configuration in the form of a dict."""
