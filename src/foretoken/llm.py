@@ -122,7 +122,7 @@ class LLM:
             model = zoo.path("target")
             if draft_model is None and config.model is None and config.method in (None, "draft_model"):
                 draft_model = zoo.path("draft")
-        config = with_draft(config, draft_model)
+        self.speculative_config = config = with_draft(config, draft_model)
         path = resolve(model, gguf_file)
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}
@@ -141,8 +141,7 @@ class LLM:
         options["weight_format"] = drafts_format(weight_format)
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
-        config, self._proposer = builder.default(config)
-        self.speculative_config = config
+        self._proposer = builder.build(config)
         if isinstance(config.control_in_force, GoodputConfig):
             warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
         write_kept()
@@ -301,6 +300,7 @@ class LLM:
         lora: LoraChoice,
     ) -> tuple[Assembler, list[Request]]:
         """Checks and queues all requests, or none."""
+        self.sweep_adapters()
         each = _as_list(prompts)
         settings = [params or SamplingParams()] * len(each) if not isinstance(params, Sequence) else list(params)
         if len(settings) != len(each):

@@ -113,7 +113,7 @@ class Engine:
         if not context.tokens:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         if context.adapter is not None and context.adapter not in self.target.adapters:
-            raise InvalidRequest(f"the LoRA adapter {context.adapter!r} was unloaded; load it again")
+            raise InvalidRequest("the request's LoRA adapter was unloaded before it began; send it again")
         self.target.admit(context.tokens, context.source)
 
     def abort(self, identifier: int) -> None:

@@ -26,17 +26,23 @@ class LoadedAdapters:
         self._loads = count(1)
 
     @property
+    def retired(self) -> bool:
+        """Whether there are retired adapters whose memory is not freed yet."""
+        return bool(self._retired)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the loaded adapters, the earliest first."""
         return tuple(self._keys)
 
     def key(self, name: str) -> str:
         """Returns the key of a name. Raises InvalidRequest if no adapter has the name."""
-        if name not in self._keys:
+        key = self._keys.get(name)  # once, because other threads ask while adapters are replaced
+        if key is None:
             raise InvalidRequest(
                 f"the LoRA adapter {shown(name)} is not loaded; loaded: {', '.join(self.names) or 'none'}"
             )
-        return self._keys[name]
+        return key
 
     def check_free(self, name: Any) -> None:
         """Raises InvalidRequest for a name that is no text or is taken."""
@@ -52,9 +58,15 @@ class LoadedAdapters:
     def add(self, name: str, adapter: Any) -> None:
         """Adds an adapter between two passes. Raises InvalidRequest if the name is taken."""
         self.check_free(name)
-        key = f"{name} (load {next(self._loads)})"
+        self.replace(name, adapter)
+
+    def replace(self, name: str, adapter: Any) -> None:
+        """Adds an adapter between two passes and retires the one of this name, if there is one."""
+        key, earlier = f"{name} (load {next(self._loads)})", self._keys.get(name)
         self._model.add_adapter(key, adapter)
         self._keys[name] = key
+        if earlier is not None:
+            self._retired.append(earlier)
 
     def retire(self, name: str) -> None:
         """Frees the name of an adapter for another one. Sequences that use it keep it. Raises InvalidRequest."""

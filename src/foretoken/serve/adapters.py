@@ -14,7 +14,6 @@ from typing import Annotated
 from pydantic import Field
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.step import StepOutput
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.serve.schema import Body
 from foretoken.serve.worker import Worker
@@ -55,13 +54,13 @@ class ServedAdapters:
     Attributes:
         paths: The adapters: paths by name.
         taken: Further tests of whether a name is taken, by other models behind the same address.
+        changing: Is held while adapters change; one for all models behind the same address.
     """
 
     def __init__(self, worker: Worker, model_names: Sequence[str], paths: dict[str, str]) -> None:
         self._worker, self._model_names, self.paths = worker, model_names, paths
         self.taken: list[Callable[[str], bool]] = []
-        self._changing = asyncio.Lock()
-        worker.listeners.append(self._sweep)
+        self.changing = asyncio.Lock()
 
     async def load(self, wanted: AdapterToLoad, key: str | None) -> None:
         """Loads an adapter. key: name of the client's key, for the log.
@@ -71,18 +70,17 @@ class ServedAdapters:
             ServerUnavailable: The engine does not answer.
         """
         name, llm = wanted.lora_name, self._worker.llm
-        async with self._changing:
+        async with self.changing:
             self._check_name(wanted)
             try:
                 adapter = await asyncio.to_thread(lambda: llm.adapters.read(resolve(wanted.lora_path)))
-            except ModelLoadError as error:
-                raise InvalidRequest(str(error)) from error
+            except (ModelLoadError, OSError) as error:
+                raise InvalidRequest(f"lora_path: {error}") from error
 
             def add() -> None:
-                if name in self.paths:
-                    llm.unload_lora(name)
-                llm.adapters.add(name, adapter)
+                llm.adapters.replace(name, adapter)
                 self.paths[name] = wanted.lora_path
+                self._worker.sweep_adapters()
 
             await self._worker.between_steps(add)
         _log.warning("the LoRA adapter %s was loaded by %s from %s", name, _by(key), wanted.lora_path)
@@ -97,10 +95,11 @@ class ServedAdapters:
         name, llm = wanted.lora_name, self._worker.llm
 
         def remove() -> None:
-            llm.unload_lora(name)
+            llm.adapters.retire(name)
             del self.paths[name]
+            self._worker.sweep_adapters()
 
-        async with self._changing:
+        async with self.changing:
             await self._worker.between_steps(remove)
         _log.warning("the LoRA adapter %s was unloaded by %s", name, _by(key))
 
@@ -112,9 +111,6 @@ class ServedAdapters:
             raise InvalidRequest(
                 f"there is a LoRA adapter {name!r} already; unload it, or give load_inplace to replace it"
             )
-
-    def _sweep(self, steps: Sequence[StepOutput]) -> None:
-        self._worker.llm.sweep_adapters()
 
 
 def _by(key: str | None) -> str:

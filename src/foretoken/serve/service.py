@@ -117,6 +117,7 @@ class Service:
         """Returns the prepared request, with the salt that holds for its client. Raises ApiError or InvalidRequest."""
         name = getattr(body, "model", None)
         self.served_name(name)
+        lora = name if name in self.adapters.paths else None  # while the name is known to be served
         self.check_allowed(name, request)
         ready: PreparedRequest[B] | None = getattr(request.state, "prepared", None)
         if ready is None:
@@ -130,7 +131,6 @@ class Service:
         salt = effective_salt(request.scope, getattr(body, "cache_salt", None))
         if getattr(body, "cache_prompt", None) is False:
             salt = secrets.token_hex(16)  # a scope of its own, in which nothing is cached yet
-        lora = name if name in self.adapters.paths else None
         return replace(ready, params=replace(ready.params, cache_salt=salt, lora=lora))
 
     async def generate(

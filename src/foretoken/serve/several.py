@@ -119,6 +119,7 @@ class _Dispatch(Collector):
         services: list[Service] = [app.state.service for app in apps]
         self._services = services
         for service in services:
+            service.adapters.changing = services[0].adapters.changing
             service.adapters.taken += [other.serves for other in services if other is not service]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

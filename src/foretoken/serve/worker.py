@@ -67,6 +67,7 @@ class Worker:
         self.draining = False
         self.dead: Exception | None = None
         self._open: set[Generation] = set()
+        self._building = 0  # requests that are tokenized and checked
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._large_intake = ThreadPoolExecutor(1, "foretoken-large-intake")
@@ -126,8 +127,16 @@ class Worker:
         """
         self._admit(len(prompts) * params.n)
         restrictions = await self._restrictions(params, bad_words)
-        built = await self.run_in_thread(lambda: [self._build(prompt, params, restrictions) for prompt in prompts])
-        self._admit(len(prompts) * params.n)  # again: others came while the prompts were built
+        self._building += 1
+        try:
+            built = await self.run_in_thread(lambda: [self._build(prompt, params, restrictions) for prompt in prompts])
+            self._admit(len(prompts) * params.n)  # again: others came while the prompts were built
+            return self._queue(built, options)
+        finally:
+            self._building -= 1
+            self._order_sweep()
+
+    def _queue(self, built: Sequence[BuiltRequest], options: dict[str, Any]) -> Generation:
         context = built[0][1][0]
         configured = self.llm.speculative_config.tokens if context.depth is None else context.depth
         method = self.llm.method_of(context)
@@ -214,8 +223,20 @@ class Worker:
         self._open.discard(generation)
         if abort:
             self._orders.put(lambda: self._drop(generation))
+        self._order_sweep()
+
+    def _order_sweep(self) -> None:
+        if self.llm.adapters.retired:
+            self._orders.put(self.sweep_adapters)
 
     # the engine's side
+
+    def sweep_adapters(self) -> None:
+        """Frees the memory of unloaded LoRA adapters that no request uses. For the engine's thread, between steps."""
+        if not self._building:  # a request that is being built may use any
+            built = [contexts for generation in list(self._open) for _, contexts in generation.built]
+            queued = {context.adapter for contexts in built for context in contexts}
+            self.llm.adapters.sweep(lambda: self.engine.adapters_in_use | queued)
 
     def _run(self) -> None:
         try:
