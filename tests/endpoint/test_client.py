@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 from tests.audit.endpoint.fake import Behaviour, serving
 from tests.audit.endpoint.tasks import QUICK
 
 from foretoken.core.errors import WriteError
+from foretoken.endpoint import client as client_module
 from foretoken.endpoint.answers import OTHER, Failed, Refused, ServerAnswer, TokenPlace, answer_of
 from foretoken.endpoint.client import Ask, EndpointClient
 from foretoken.endpoint.journal import Journal, restored_answer
@@ -86,3 +92,67 @@ def test_ids_of_llama_cpp():
     choice = {"text": "x", "finish_reason": "length", "logprobs": {"content": [row]}}
     answer = answer_of({"choices": [choice], "timings": {"draft_n": 5}}, 3)
     assert answer.ids == (7,) and answer.places == (TokenPlace("7", -0.1, (("7", -0.1),)),) and answer.drafted == 5
+
+
+@contextlib.contextmanager
+def pages(body: bytes, pause: float = 0.0):
+    """A server whose every page is this one, sent slowly if a pause after every byte is given."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _page(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for part in [body[i : i + 1] for i in range(len(body))] if pause else [body]:
+                    self.wfile.write(part)
+                    time.sleep(pause)
+
+        do_GET = do_POST = _page
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads, server.block_on_close = True, False
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_page_that_is_slow_or_long_is_none(monkeypatch):
+    monkeypatch.setattr(client_module, "_PAGE_SECONDS", 0.3)
+    monkeypatch.setattr(client_module, "_PAGE_BYTES", 50)
+    with pages("50 \u20ac".encode()) as url:
+        assert EndpointClient(url).get("/metrics") == "50 \u20ac"
+    with pages(b"x" * 51) as url:
+        assert EndpointClient(url).get("/metrics") == ""
+    with pages(b"x" * 40, pause=0.05) as url:
+        began = time.perf_counter()
+        assert EndpointClient(url).get("/metrics") == ""
+        assert time.perf_counter() - began < 1.5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"choices": [{"text": "a"}], "usage": {"completion_tokens": 1e999}}',
+        '{"choices": [{"text": "a"}], "usage": {"completion_tokens": -1}}',
+        '{"choices": [{"text": "a", "token_ids": [1e999]}]}',
+        '{"choices": [{"text": "a"}], "timings": {"draft_n": 1e999}}',
+        '{"choices": [{"text": "a"}], "metrics": {"speculative_decoding": '
+        '{"num_draft_tokens": 1, "num_spec_steps": "x"}}}',
+        "[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_absurd_answer_is_a_failure(body, stream):
+    sent = f"data: {body}\n\ndata: [DONE]\n\n" if stream else body
+    with pages(sent.encode()) as url:
+        (reply,) = EndpointClient(url, patience=QUICK).post("completions", [ask("a", stream=stream)], 1)
+    assert isinstance(reply, Failed)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from foretoken.endpoint.counts import DraftCounts, counts_of
 
 OTHER = ""
+_MOST = 2**40  # tokens of an answer, which no server reaches
 _SHARED = re.compile(r"|.*\ufffd.*|<[^<>]*>|\[[A-Z_0-9]+\]", re.DOTALL)
 
 
@@ -133,12 +134,12 @@ def answer_of(data: Any, top: int, seconds: float = 0.0) -> ServerAnswer:
             prompt_ids=tuple(map(int, first.get("prompt_token_ids") or data.get("prompt_token_ids") or ())),
             scored=_scored(first.get("prompt_logprobs") or data.get("prompt_logprobs") or ()),
             choices=texts,
-            tokens=int(usage.get("completion_tokens") or 0),
-            prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            tokens=_count(usage.get("completion_tokens")),
+            prompt_tokens=_count(usage.get("prompt_tokens")),
             counts=counts_of(data),
             seconds=seconds,
         )
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"the answer is not one of OpenAI's API ({type(error).__name__}: {error})") from error
 
 
@@ -162,10 +163,17 @@ def joined(events: Sequence[Any], top: int, times: Sequence[float], seconds: flo
                 told |= {key: choice[key] for key in ("prompt_token_ids",) if choice.get(key)}
                 if own or fresh or thought:
                     arrivals.append(Arrival(came, len(fresh) or None, len(own) + len(thought)))
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"the stream is not one of OpenAI's API ({type(error).__name__}: {error})") from error
     answer = answer_of(told | {"choices": [{"text": text, "finish_reason": finish, "token_ids": ids}]}, top, seconds)
     return replace(answer, arrivals=tuple(arrivals), tokens=answer.tokens or len(ids))
+
+
+def _count(value: Any) -> int:
+    number = int(value or 0)
+    if not 0 <= number < _MOST:
+        raise ValueError(f"a number of tokens was expected, got {str(value)[:40]}")
+    return number
 
 
 def _text(choice: Mapping[str, Any]) -> str:

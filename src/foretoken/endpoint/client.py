@@ -25,6 +25,8 @@ from foretoken.endpoint.journal import Journal, request_key, restored_answer
 _SHOWN = 200  # characters of a server's words
 _REFUSALS = (400, 401, 403, 404, 405, 413, 415, 422, 501)
 _IN_A_ROW = 3  # failed requests after which no more are sent
+_PAGE_SECONDS = 10.0  # for a page that is not an answer, such as metrics
+_PAGE_BYTES = 2**24  # of such a page
 _LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
 
 
@@ -114,14 +116,25 @@ class EndpointClient:
         return asyncio.run(work())
 
     def get(self, path: str, body: Mapping[str, Any] | None = None) -> str:
-        """Returns the text of a page, "" if there is none. body: sent as JSON, by POST."""
+        """Returns the text of a page, "" if there is none or it is too slow or long. body: sent as JSON, by POST."""
         try:
-            how = {"method": "GET"} if body is None else {"method": "POST", "json": dict(body)}
-            with httpx.Client(headers=auth_headers(self.key), timeout=10.0, verify=_certificates()) as http:
-                answer = http.request(url=f"{self.url}{path}", **how)
-        except (httpx.HTTPError, httpx.InvalidURL):
+            return asyncio.run(asyncio.wait_for(self._page(path, body), _PAGE_SECONDS))
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
             return ""
-        return answer.text if answer.status_code == 200 else ""
+
+    async def _page(self, path: str, body: Mapping[str, Any] | None) -> str:
+        method, sent, content = "GET" if body is None else "POST", None if body is None else dict(body), bytearray()
+        async with (
+            httpx.AsyncClient(headers=auth_headers(self.key), timeout=_PAGE_SECONDS, verify=_certificates()) as http,
+            http.stream(method, f"{self.url}{path}", json=sent) as answer,
+        ):
+            if answer.status_code != 200:
+                return ""
+            async for chunk in answer.aiter_bytes():
+                content += chunk
+                if len(content) > _PAGE_BYTES:
+                    return ""
+            return content.decode(answer.encoding or "utf-8", "replace")
 
     async def _reply(self, http: httpx.AsyncClient, path: str, ask: Ask) -> Reply:
         key = request_key(f"{self.url}/{path}", ask.tag, ask.body)
@@ -156,7 +169,7 @@ class EndpointClient:
                 why, wait = str(limited), limited.wait
             except TimeoutError:
                 why = f"no answer within {self.patience.timeout:g} s"
-            except (httpx.HTTPError, ValueError) as error:
+            except (httpx.HTTPError, ValueError, OverflowError, RecursionError, TypeError) as error:
                 why = str(error) or type(error).__name__
             except httpx.InvalidURL as error:
                 return Failed(f"{self.url} is no address: {error}")
@@ -216,6 +229,6 @@ def _words(answer: httpx.Response) -> str:
     try:
         error = answer.json()["error"]
         said = error["message"] if isinstance(error, dict) else error
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         said = answer.text
     return " ".join(str(said).split())[:_SHOWN] or answer.reason_phrase

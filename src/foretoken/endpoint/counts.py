@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,30 +91,55 @@ class ServerCounters:
         """Returns the counters of a page, summed over engines and models."""
         sums: dict[str, float] = {}
         positions: dict[int, float] = {}
-        for name, labels, value in _COUNTER.findall(page):
-            where = _POSITION.search(labels)
+        lengths: list[float] = []
+        for name, labels, text in _COUNTER.findall(page):
+            where, value = _POSITION.search(labels), _finite(text)
+            if value is None:
+                continue
             if name == f"{_PREFIX}accepted_tokens_per_pos" and where:
-                positions[int(where[1])] = positions.get(int(where[1]), 0.0) + float(value)
+                positions[int(where[1])] = positions.get(int(where[1]), 0.0) + value
+            elif name == "spec_accept_length":
+                lengths.append(value)
             else:
-                sums[name] = sums.get(name, 0.0) + float(value)
+                sums[name] = sums.get(name, 0.0) + value
         generated = next((sums[name] for name in _GENERATED if name in sums), None)
         drafted, accepted = sums.get(f"{_PREFIX}draft_tokens"), sums.get(f"{_PREFIX}accepted_tokens")
         if drafted is None or accepted is None:
-            lengths = [float(value) for name, _, value in _COUNTER.findall(page) if name == "spec_accept_length"]
             return ServerCounters(None, generated, sum(lengths) / len(lengths) if lengths else None)
         by_position = tuple(positions[at] for at in sorted(positions))
         return ServerCounters(DraftCounts(drafted, accepted, sums.get(f"{_PREFIX}drafts"), by_position), generated)
 
 
+def _finite(value: Any) -> float | None:
+    """Returns a number, None for what is none or is not finite."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _told(value: Any) -> float:
+    number = _finite(value)
+    if number is None:
+        raise ValueError(f"a count of draft tokens was expected, got {str(value)[:40]!r}")
+    return number
+
+
 def counts_of(data: Mapping[str, Any]) -> DraftCounts | None:
-    """Returns the counts in an answer: our and vLLM's ``metrics``, or llama.cpp's ``timings``."""
+    """Returns the counts in an answer: our and vLLM's ``metrics``, or llama.cpp's ``timings``.
+
+    Raises:
+        ValueError: A count is not a finite number.
+    """
     metrics = (data.get("metrics") or {}).get("speculative_decoding")
     if metrics is not None:
         drafted, accepted = metrics["num_draft_tokens"], metrics.get("num_accepted_draft_tokens") or 0
         histogram = metrics.get("acceptance_histogram") or ()
-        positions = tuple(float(sum(histogram[at:])) for at in range(1, len(histogram)))
-        return DraftCounts(float(drafted), float(accepted), metrics.get("num_spec_steps"), positions)
+        positions = tuple(sum(map(_told, histogram[at:])) for at in range(1, len(histogram)))
+        steps = metrics.get("num_spec_steps")
+        return DraftCounts(_told(drafted), _told(accepted), None if steps is None else _told(steps), positions)
     timings = data.get("timings")
     if timings is None:
         return None
-    return DraftCounts(float(timings.get("draft_n") or 0), float(timings.get("draft_n_accepted") or 0))
+    return DraftCounts(_told(timings.get("draft_n") or 0), _told(timings.get("draft_n_accepted") or 0))

@@ -116,5 +116,5 @@ def detect(client: EndpointClient) -> Dialect:
     try:
         owner = json.loads(client.get("/v1/models"))["data"][0].get("owned_by", "")
         return DIALECTS[ServerKind(owner)]
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return DIALECTS[ServerKind.OPENAI]

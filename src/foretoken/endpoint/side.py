@@ -231,5 +231,5 @@ def tokenized(side: Side, prompt: str) -> tuple[int, ...]:
     try:
         tokens = json.loads(side.client.get("/tokenize", {"content": prompt, "add_special": True}))["tokens"]
         return tuple(map(int, tokens))
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return ()

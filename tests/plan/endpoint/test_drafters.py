@@ -28,6 +28,9 @@ def test_texts_are_taken_once_each_and_need_ids():
     assert len(texts_of(SIDE, answers, ["p"] * 8, 2)) == 4
     with pytest.raises(CannotTellError, match="token ids"):
         texts_of(SIDE, [ServerAnswer("ab")] * 8, ["p"] * 8, 2)
+    for wrong in (-1, 2**31):
+        with pytest.raises(CannotTellError, match="impossible token ids"):
+            texts_of(SIDE, [ServerAnswer("ab", ids=(5, wrong), prompt_ids=(1,))] * 8, ["p"] * 8, 2)
 
 
 def test_text_that_repeats_is_drafted_by_those_that_copy():

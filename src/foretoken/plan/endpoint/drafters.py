@@ -27,6 +27,7 @@ from foretoken.speculation import Builder
 
 _FEWEST = 4  # texts from which an interval means something
 _DEPTHS = (2, 4, 8)
+_MOST_TOKENS = 2**24  # of any vocabulary
 
 
 class TextsAlone(Model):
@@ -82,7 +83,7 @@ def texts_of(side: Side, answers: Sequence[ServerAnswer], prompts: Sequence[str]
     """Returns the token ids of answers to prompts, each text once.
 
     Raises:
-        CannotTellError: The server tells no token ids.
+        CannotTellError: The server tells no token ids, or impossible ones.
     """
     made: dict[SampledText, None] = {}
     for answer, prompt in zip(answers, prompts, strict=True):
@@ -90,6 +91,8 @@ def texts_of(side: Side, answers: Sequence[ServerAnswer], prompts: Sequence[str]
         ids = answer.ids or tokenized(side, answer.text)
         if not start or not ids:
             break
+        if not all(0 <= each < _MOST_TOKENS for each in (*start, *ids)):
+            raise CannotTellError("other drafters are not replayed, because the server tells impossible token ids")
         if len(ids) > 1:
             made[SampledText(tuple(start), tuple(ids[:limit]), limit)] = None
     if len(made) < _FEWEST:

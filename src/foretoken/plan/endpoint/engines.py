@@ -122,7 +122,7 @@ def told_depth(kind: ServerKind, client: EndpointClient) -> int | None:
                 return int(steps) if steps else None
             case _:
                 return None
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
