@@ -149,3 +149,15 @@ vllm:generation_tokens_total{engine="0"} 50.0
 def test_earlier_plans_must_be_plans():
     with pair() as own, pytest.raises(ForetokenError, match="--with needs records"):
         planned(own, concurrency=(1,), earlier=[json.loads("{}")])
+
+
+def test_a_budget_that_is_too_small_is_refused_before_warm_up():
+    behaviour = StreamingBehaviour()
+    with pair(behaviour) as own, pytest.raises(InvalidRequest, match="--budget is too small"):
+        planned(own, concurrency=(8,), budget=100)
+    assert behaviour.seen == 3  # a first request and two probes
+
+
+def test_counters_that_are_no_numbers_are_skipped():
+    page = "vllm:generation_tokens_total 1-2\nvllm:spec_decode_num_draft_tokens_total 1e999\n"
+    assert ServerCounters.of(page + "vllm:spec_decode_num_accepted_tokens_total 3\n") == ServerCounters()

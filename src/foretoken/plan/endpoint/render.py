@@ -18,7 +18,8 @@ def costs_line(costs: Mapping[str, Any]) -> str:
     return (
         f"about {costs['requests']:,} requests, {costs['prompt_tokens']:,} prompt tokens and {costs['tokens']:,} "
         f"generated tokens in {costs['waves']} waves of {', '.join(map(str, costs['concurrency']))} at once; "
-        f"about {costs['minutes']:.1f} minutes"
+        f"about {costs['minutes']:.1f} minutes; {costs['sent']['requests']:,} requests and {costs['sent']['tokens']:,} "
+        "generated tokens are spent already, to find this out"
     )
 
 

@@ -177,10 +177,14 @@ class _Planning:
     def _work(self, sender: WaveSender, lanes: Sequence[MeasuredLane]) -> tuple[Workload, Mapping[str, Any]]:
         end = self.endpoint
         numbers = sorted(set(end.concurrency))
-        each = warmed(sender, lanes, self.prompts, numbers[-1]) * len(numbers)
         tokens = len(lanes) * sum(numbers) * end.max_tokens
+        if end.budget is not None:
+            rounds_of(end.budget, None, tokens, 0.0)  # too small a budget is refused before more is spent
+        each = warmed(sender, lanes, self.prompts, numbers[-1]) * len(numbers)
         work = Workload(self.prompts, numbers, rounds_of(end.budget, end.seconds, tokens, each))
-        return work, work.costs(len(lanes), end.max_tokens, each)
+        spent = {id(lane.side.client.spent): lane.side.client.spent for lane in lanes}.values()
+        sent = {"requests": sum(one.requests for one in spent), "tokens": sum(one.tokens for one in spent)}
+        return work, {**work.costs(len(lanes), end.max_tokens, each), "sent": sent}
 
     def _foretold(self, measured: Measured, work: Workload) -> EndpointPlan:
         acceptances: dict[int, EndpointAcceptance] = {}
