@@ -47,7 +47,13 @@ def test_costs_alone(run, prompts):
     with streaming(StreamingBehaviour()) as url, streaming(StreamingBehaviour(), speculative=False) as plain:
         words = ("--endpoint", url, "--baseline", plain, "--model", "sim", "--concurrency", "2")
         result = run("plan", *words, "--prompts", str(prompts), "--dry-run", "--json", "--max-tokens", "24")
-    assert result.code == 0 and json.loads(result.out)["costs"]["requests"] == 20
+    costs = json.loads(result.out)["costs"]
+    assert result.code == 0 and costs["requests"] == 20
+    assert costs["sent"] == {
+        "requests": 10,
+        "tokens": 204,
+    }  # a first one and warm-up waves to each side, and two probes
+    assert "10 requests and 204 generated tokens are spent already" in " ".join(result.err.split())
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,10 @@ def test_costs_alone(run, prompts):
         (("--model", "m", "--draft-model", "d"), "--draft-model and --heads of a server's plan need --checkpoint"),
         (("--model", "m", "--temperature", "0", "--temperature", "1"), "a plan for a server takes one --temperature"),
         (("--model", "m", "--with", "nothing.json"), "--with nothing.json: expected a record"),
+        (("--model", "m", "--top-p", "0.9"), "--top-p does not go with --endpoint"),
+        (("--model", "m", "--batch", "4"), "--batch does not go with --endpoint"),
+        (("--model", "m", "--engine", "vllm"), "--engine does not go with --endpoint"),
+        (("--model", "m", "--rtt", "20"), "--rtt does not go with --endpoint"),
     ],
 )
 def test_wrong_requests_are_one_line(run, args, said):

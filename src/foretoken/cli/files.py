@@ -44,6 +44,12 @@ def check_alone(options: Mapping[str, object]) -> None:
         raise InvalidRequest(f"{given[0]} goes with --endpoint URL; name the server, or leave it out")
 
 
+def check_served(options: Mapping[str, bool]) -> None:
+    """Raises InvalidRequest for an option that says nothing about a server. options: by name, whether it was given."""
+    if given := [name for name, value in options.items() if value]:
+        raise InvalidRequest(f"{given[0]} does not go with --endpoint; leave it or --endpoint out")
+
+
 def json_object(option: str, text: str) -> dict[str, Any]:
     """Returns the JSON object that an option has. Raises InvalidRequest."""
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.files import check_alone, check_places, json_object, publish, write_text
+from foretoken.cli.files import check_alone, check_places, check_served, json_object, publish, write_text
 from foretoken.cli.options import (
     ApiKey,
     Baseline,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _ROLES = ("eagle3", "medusa", "blockwise")
 _VLLM_ROLES = ("eagle3", "medusa")
+_TURNS = 24
 
 
 def plan(
@@ -53,7 +54,7 @@ def plan(
     temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="Repeatable. [0 and 1]")] = None,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once (repeatable). [1]")] = None,
-    turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate.")] = 24,
+    turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate.")] = _TURNS,
     quantization: Quantization = None,
     weight_format: WeightFormat = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
@@ -106,6 +107,22 @@ def plan(
     """
     check_places(output=output, html=html_file)
     if endpoint is not None:
+        check_served(
+            {
+                "--top-p": top_p != 1.0,
+                "--batch": bool(batch),
+                "--turns": turns != _TURNS,
+                "--quantization": quantization is not None,
+                "--weight-format": weight_format != "auto",
+                "--kv-cache-dtype": kv_cache_dtype != "auto",
+                "--dtype": dtype != "auto",
+                "--engine": engine != "foretoken",
+                "--engine-python": engine_python is not None,
+                "--engine-args": engine_args is not None,
+                "--engine-alone": engine_alone,
+                "--rtt": rtt is not None,
+            }
+        )
         from foretoken.cli.plan_endpoint import PlanEndpointOptions, plan_for_endpoint
 
         given = PlanEndpointOptions(
