@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file
 from tests.models.heads import blocks, tiny
 
+from foretoken.models.heads.files import ends_of
+
 
 def _tensors(folder):
     return load_file(folder / "model.safetensors")
@@ -54,6 +56,26 @@ def test_block_drafters_change_their_layout(run, tiny_pair, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
     config = json.loads((tmp_path / "c" / "config.json").read_text())
     assert config["dflash_config"] == {"mask_token_id": 100, "target_layer_ids": [0, 1]}
+
+
+def test_the_ends_of_multimodal_targets_are_found(run, tiny_pair, tmp_path):
+    """Their language model's names have another prefix."""
+    before = _tensors(tiny_pair.target)
+    text = json.loads((tiny_pair.target / "config.json").read_text())
+    tensors = {f"model.language_model.{name.removeprefix('model.')}": t for name, t in before.items()}
+    config = {"model_type": "llava", "text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
+    target = tiny.save(tmp_path / "target", config, tensors)
+    embedding = before["model.embed_tokens.weight"]
+    layer = {"mtp.fc.weight": torch.ones(64, 128)}
+    source = tiny.save(tmp_path / "mtp", {"tie_word_embeddings": True}, layer)
+    result = run("convert", str(source), str(tmp_path / "out"), "--to", "vllm", "--target", str(target))
+    assert result.code == 0, result.err
+    assert torch.equal(_tensors(tmp_path / "out")["model.embed_tokens.weight"], embedding)
+    weights, name, _ = ends_of(target)
+    assert torch.equal(weights[name], embedding)
+    tiny.save(tmp_path / "none", config, layer)
+    result = run("convert", str(source), str(tmp_path / "b"), "--to", "vllm", "--target", str(tmp_path / "none"))
+    assert result.code == 1 and "has no embedding" in result.err
 
 
 def test_refusals_are_one_line(run, tmp_path):

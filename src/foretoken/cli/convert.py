@@ -80,15 +80,19 @@ def _converted(source: Path, to: str, target: str | None) -> Written:
 
 def _with_ends(source: Path, weights: Mapping[str, Tensor], to: str, target: str | None) -> dict[str, Tensor]:
     """Returns MTP layers with the target's embedding and vocabulary head, without which other engines do not load."""
-    from foretoken.core.errors import InvalidRequest
-    from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
+    from foretoken.core.errors import InvalidRequest, ModelLoadError
+    from foretoken.models.formats.checkpoint import load_config, resolve
+    from foretoken.models.heads.files import ends_of
 
     if to not in ("vllm", "sglang"):
         raise InvalidRequest(f"MTP layers have no dialect {to!r}; known: vllm, sglang")
     if target is None:
         raise InvalidRequest(f"{source} shares the target's embedding; name the target by --target to write it out")
     path, tied = resolve(target), load_config(source).get("tie_word_embeddings")
-    ends = {"model.embed_tokens.weight": open_weights(path)["model.embed_tokens.weight"]}
+    tensors, embedding, _ = ends_of(path)
+    if embedding not in tensors:
+        raise ModelLoadError(f"{path} has no embedding {embedding} that could be written out")
+    ends = {"model.embed_tokens.weight": tensors[embedding]}
     if not tied:
         ends["lm_head.weight"] = _vocabulary(target, ends["model.embed_tokens.weight"].dtype)
     return {**ends, **{name: tensor for name, tensor in weights.items() if name.startswith("mtp.")}}
@@ -107,11 +111,14 @@ def _taps(source: Path, target: str) -> tuple[int, ...]:
 def _vocabulary(target: str, dtype: torch.dtype) -> Tensor:
     """Returns the target's vocabulary head [V, H], or its embedding if the two are tied."""
     from foretoken.core.errors import ModelLoadError
-    from foretoken.models.formats.checkpoint import open_weights, resolve
+    from foretoken.models.formats.checkpoint import resolve
+    from foretoken.models.heads.files import ends_of
 
     path = resolve(target)
-    weights = open_weights(path)
-    name = next((name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in weights), None)
-    if name is None:
-        raise ModelLoadError(f"{path} has no lm_head.weight and no model.embed_tokens.weight to take its place")
+    weights, embedding, head = ends_of(path)
+    stem = head.removesuffix("weight")
+    quantized = head not in weights and any(name.startswith(stem) for name in weights)
+    name = next((name for name in (head, embedding) if name in weights), None)
+    if name is None or quantized:
+        raise ModelLoadError(f"{path} has no {head} and no {embedding} to take its place, or they are quantized")
     return weights[name].to(dtype)

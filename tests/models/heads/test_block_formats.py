@@ -12,6 +12,7 @@ from tests.models.heads import blocks, tiny
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_dialects import BLOCK_DIALECTS, write_block
+from foretoken.models.heads.eagle import read_eagle
 
 
 def test_layouts_are_read_into_one_form(tmp_path: Path) -> None:
@@ -81,6 +82,35 @@ def test_settings_that_are_not_computed_are_refused(changes: dict[str, Any], mes
     config, tensors = blocks.dflash()
     with pytest.raises(ModelLoadError, match=message):
         read_block(tiny.save(tmp_path, {**config, **changes}, tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("fc.weight", torch.tensor(1.0)),
+        ("fc.weight", torch.ones(64)),
+        ("t2d", torch.tensor(True)),
+        ("markov_head.markov_w1.weight", torch.ones(101)),
+        ("lm_head.weight", torch.tensor(1.0)),
+        ("layers.0.self_attn.q_proj.bias", torch.ones(3)),
+        ("confidence_head.proj.bias", torch.ones(2)),
+    ],
+)
+def test_tensors_of_wrong_shapes_are_refused(name: str, tensor: torch.Tensor, tmp_path: Path) -> None:
+    config, tensors = blocks.dspark()
+    biases = {f"layers.0.self_attn.{p}_proj.bias": torch.ones(n) for p, n in zip("qkv", (64, 32, 32), strict=True)}
+    assert read_block(tiny.save(tmp_path / "a", config, {**tensors, **biases})).layers == 2
+    with pytest.raises(ModelLoadError, match=name.replace(".", r"\.") + ".* has the shape"):
+        read_block(tiny.save(tmp_path / "b", config, {**tensors, **biases, name: tensor}))
+
+
+@pytest.mark.parametrize(("name", "shape"), [("fc.weight", ()), ("midlayer.self_attn.k_proj.bias", (3,))])
+def test_tensors_of_wrong_shapes_are_refused_in_eagle_heads(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    config, tensors = tiny.eagle3()
+    biases = {f"midlayer.self_attn.{p}_proj.bias": torch.ones(n) for p, n in zip("qkv", (64, 32, 32), strict=True)}
+    assert read_eagle(tiny.save(tmp_path / "a", config, {**tensors, **biases})).version == 3
+    with pytest.raises(ModelLoadError, match=r"(fc\.weight|k_proj\.bias) in .* has the shape"):
+        read_eagle(tiny.save(tmp_path / "b", config, {**tensors, **biases, name: torch.ones(shape)}))
 
 
 def test_heads_of_other_kinds_are_refused(tmp_path: Path) -> None:

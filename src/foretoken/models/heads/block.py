@@ -24,7 +24,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, Size, parse
 from foretoken.models.families.architecture import unsupported
 from foretoken.models.heads.eagle import LAYER_KEYS
-from foretoken.models.heads.files import MAX_HEADS, check_shapes, number, open_head
+from foretoken.models.heads.files import MAX_HEADS, check_dimensions, check_shapes, number, open_head
 
 Method = Literal["dflash", "dspark"]
 _LayerIds = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(min_length=1, max_length=64)]
@@ -35,6 +35,9 @@ _NOT_COMPUTED = {  # keys of config.json, and the values with which a head is co
     "input_embedding_scale": (None, 1, 1.0),
     "attention_bias": (None, False),
 }
+
+
+_DIMENSIONS = {"fc.weight": 2, "t2d": 1, "lm_head.weight": 2, "markov_head.markov_w1.weight": 2}  # sizes are read off
 
 
 class BlockSections(Schema):
@@ -153,6 +156,7 @@ def read_block(path: Path) -> BlockHead:
         )
     flat = _flat(config, path)
     _refuse(flat, tensors, path)
+    check_dimensions(path, tensors, _DIMENSIONS)
     head = _sized(flat, tensors, path, "speculators_model_type" in config)
     check_shapes(path, tensors, _shapes(head))
     _check_values(head, path)
@@ -247,6 +251,7 @@ def _ordered(flat: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[bool, .
 def _shapes(head: BlockHead) -> dict[str, tuple[int, ...]]:
     width, inner, dim, layer = head.hidden, head.layer["intermediate_size"], head.head_dim, head.layer
     heads, kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
+    counts = heads, kv_heads, kv_heads
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (width, len(head.taps) * head.target_hidden),
         "hidden_norm.weight": (width,),
@@ -267,11 +272,15 @@ def _shapes(head: BlockHead) -> dict[str, tuple[int, ...]]:
             f"{at}mlp.up_proj.weight": (inner, width),
             f"{at}mlp.down_proj.weight": (width, inner),
         }
+        biases = {f"{at}self_attn.{part}_proj.bias": (n * dim,) for part, n in zip("qkv", counts, strict=True)}
+        if any(name in head.tensors for name in biases):
+            shapes |= biases
     optional = {
         "embed_tokens.weight": (head.vocab, width),
         "lm_head.weight": (head.draft_vocab, width),
         "d2t": (head.draft_vocab,),
         "t2d": (head.vocab,),
+        "confidence_head.proj.bias": (1,),
     }
     rank = head.markov_rank
     if rank:

@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, Size, parse
 from foretoken.models.families.architecture import supports
-from foretoken.models.heads.files import MAX_HEADS, TAPS_KEY, check_shapes, number, open_head
+from foretoken.models.heads.files import MAX_HEADS, TAPS_KEY, check_dimensions, check_shapes, number, open_head
 from foretoken.models.heads.mask_token import mask_token
 
 _SIZE_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -126,6 +126,7 @@ def read_eagle(path: Path) -> EagleHead:
         raise ModelLoadError(f"{path} is not an EAGLE head: it lacks fc.weight or its layer; is it the right folder?")
     if MASK in tensors:
         tensors[MASK] = tensors[MASK].flatten()  # stored with one or two dimensions of 1 before it
+    check_dimensions(path, tensors, {"fc.weight": 2, "t2d": 1})
     version = 3 if "layers.0.hidden_norm.weight" in tensors else 1
     head = _sized(flat, tensors, version, path)
     check_shapes(path, tensors, _shapes(head))
@@ -211,6 +212,9 @@ def _shapes(head: EagleHead) -> dict[str, tuple[int, ...]]:
             at + "mlp.up_proj.weight": (inner, h),
             at + "mlp.down_proj.weight": (h, inner),
         }
+        biases = {f"{at}self_attn.{part}_proj.bias": (n,) for part, n in zip("qkv", (heads, kv, kv), strict=True)}
+        if any(name in head.tensors for name in biases):
+            shapes |= biases
     if v3:
         shapes |= {"norm.weight": (h,), "lm_head.weight": (head.draft_vocab, h)}
         if head.draft_vocab != head.vocab:

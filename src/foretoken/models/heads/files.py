@@ -11,11 +11,20 @@ from torch import Tensor
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import MAX_INT, shortened
+from foretoken.models.families.architecture import Architecture, unsupported
+from foretoken.models.families.family import TensorNames
+from foretoken.models.families.multimodal import text_part
 from foretoken.models.formats.checkpoint import INDEX, PICKLES, SINGLE, load_config, open_weights, resolve
 from foretoken.models.formats.prequantized import check_prequantized, read_int8, unpacked
+from foretoken.models.formats.reader import located
 
 FOLDER = "heads"  # a target's folder may contain heads for it, each in heads/<role>
 MAX_HEADS = 256  # heads of a checkpoint, and layers of a head; their tensors are listed before any is read
+# Of architectures that the native decoder does not compute.
+_OTHER_NAMES = (
+    TensorNames(base="transformer.", embedding="wte"),
+    TensorNames(base="model.decoder.", embedding="embed_tokens"),
+)
 TAPS_KEY = "foretoken_taps"  # our key in config.json: the tapped layers, as indices of their inputs
 
 
@@ -65,6 +74,22 @@ def open_head(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     return config, {name: weights[name] if (m := int8[name]) is None else m.dequantize() for name in names}
 
 
+def ends_of(path: Path) -> tuple[Mapping[str, Tensor], str, str]:
+    """Returns a target's tensors, and the names of its embedding and its vocabulary head, whether it has them or not.
+
+    Raises:
+        ModelLoadError: the checkpoint is damaged.
+    """
+    config, weights = load_config(path), open_weights(path)
+    config = text_part(config) or config
+    if unsupported(config) is None:
+        names = Architecture.of(config).names
+    else:
+        names = next((n for n in _OTHER_NAMES if f"{n.base}{n.embedding}.weight" in weights), TensorNames())
+    base, head = located(weights, names)
+    return weights, f"{base}{names.embedding}.weight", f"{head}.weight"
+
+
 def check_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ModelLoadError for the first tensor of ``expected`` that is missing or has another shape."""
     for name, shape in expected.items():
@@ -73,6 +98,16 @@ def check_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[st
         if tuple(tensors[name].shape) != shape:
             raise ModelLoadError(
                 f"{name} in {path} has the shape {tuple(tensors[name].shape)}, but config.json says {shape}"
+            )
+
+
+def check_dimensions(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, int]) -> None:
+    """Raises ModelLoadError for a tensor of ``expected`` that has another number of dimensions, or is empty."""
+    for name, dimensions in expected.items():
+        if name in tensors and (tensors[name].ndim != dimensions or not tensors[name].numel()):
+            raise ModelLoadError(
+                f"{name} in {path} has the shape {tuple(tensors[name].shape)}; expected {dimensions} dimensions, none "
+                "of them 0"
             )
 
 

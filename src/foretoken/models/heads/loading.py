@@ -12,15 +12,13 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
-from foretoken.models.formats.checkpoint import open_weights
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockNet
 from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
-from foretoken.models.heads.files import find_head
+from foretoken.models.heads.files import ends_of, find_head
 from foretoken.models.heads.taps import TapConvention, measure_taps
 
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight")
 _log = logging.getLogger(__name__)
 
 
@@ -139,11 +137,11 @@ def _embedding(
     """Returns the head's own embedding [V, H], else the target's, read from the target's checkpoint."""
     if (own := tensors.get("embed_tokens.weight")) is not None:
         return own
-    weights: Mapping[str, Tensor] = open_weights(target) if target is not None else {}
-    name = next((name for name in _EMBEDDINGS if name in weights), None)
-    if name is None or tuple(weights[name].shape) != shape:
+    weights, name = ends_of(target)[:2] if target is not None else ({}, "")
+    found = weights.get(name)
+    if found is None or tuple(found.shape) != shape:
         raise ModelLoadError(
             f"the {what} in {folder} has no embedding and cannot share this target's; it needs embed_tokens.weight "
             f"of {shape[0]} x {shape[1]}"
         )
-    return weights[name]
+    return found
