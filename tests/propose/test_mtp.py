@@ -29,6 +29,7 @@ from foretoken.models.base import Model
 from foretoken.models.heads.mtp import has_mtp, read_mtp
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.heads.mtp_stack import MtpStack
+from foretoken.models.heads.taps import TOKENS
 from foretoken.models.loading import load_model
 from foretoken.propose import hidden_states
 from foretoken.propose.base import Proposer
@@ -194,6 +195,21 @@ def test_a_setting_overrides_the_measurement(tmp_path: Path) -> None:
         assert loaded.net.normed != normed and loaded.states.after is None
     with pytest.raises(InvalidRequest, match="hidden_states must be 'after_norm' or 'before_norm'"):
         MtpConfig(hidden_states="both")
+
+
+class Beyond:
+    """A tokenizer with more tokens than the target."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2, 3] if text.startswith("def") else [10**6]}
+
+
+def test_what_the_target_cannot_take_is_not_measured(tmp_path: Path) -> None:
+    folder = MtpReference(MTP_FAMILIES["mimo"]).save(tmp_path)
+    assert load_mtp(opened(folder), Beyond(), None, folder).states.after is not None
+    short = load_model(folder, "float32", "cpu", "native", max_length=TOKENS)
+    states = load_mtp(short, None, None, folder).states
+    assert (states.normed, states.chained_normed, states.after) == (True, True, None)
 
 
 def shipped(tiny_pair: Any, folder: Path) -> Path:

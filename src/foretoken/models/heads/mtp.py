@@ -19,6 +19,7 @@ from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.families.layers import Layer
 from foretoken.models.families.multimodal import text_part
 from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.prequantized import unpacked
 from foretoken.models.formats.quantize import floats
 from foretoken.models.formats.reader import TensorReader, located
@@ -133,6 +134,18 @@ def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
         )
     reader = Source(weights, a, dtype).reader
     return [_layer(reader, a, layout, prefix, number) for layout, prefix, number in places]
+
+
+def check_mtp_fits(path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ModelLoadError if the MTP layers of a checkpoint that is not quantized do not fit the device's memory."""
+    config = _config(path)
+    if config.get("quantization_config") or unsupported(config) is not None:
+        return
+    weights = open_weights(path)
+    prefixes = tuple(p + layout.layer.format(n) for layout, p, n in _found(weights, Architecture.of(config)))
+    copies = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's, which are not read
+    shapes = {n: s for n, s in weights.shapes.items() if n.startswith(prefixes) and not n.endswith(copies)}
+    check_fits(weight_bytes(shapes, dtype, bits=None), device, f"MTP in {path}")
 
 
 def hidden_states_of(path: Path) -> dict[str, bool]:

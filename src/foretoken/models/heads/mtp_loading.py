@@ -12,7 +12,7 @@ from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.models.heads.files import find_head
 from foretoken.models.heads.loading import check_vocabulary, check_width
-from foretoken.models.heads.mtp import has_mtp, hidden_states_of, mtp_embedding, read_mtp
+from foretoken.models.heads.mtp import check_mtp_fits, has_mtp, hidden_states_of, mtp_embedding, read_mtp
 from foretoken.models.heads.mtp_net import MtpNet
 from foretoken.models.heads.mtp_stack import MtpStack
 from foretoken.models.heads.mtp_states import MtpStates, measure_states
@@ -72,6 +72,7 @@ def load_mtp(
         ModelLoadError: the layers are damaged, or were made for another target.
     """
     folder = find_mtp(model, path)
+    check_mtp_fits(folder, target.dtype, target.device)
     layers = read_mtp(folder, target.dtype)
     check_width("MTP layer", folder, layers[0].architecture.hidden, target)
     if path is None:

@@ -18,7 +18,7 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 from foretoken.models.heads.mtp_net import MtpNet
 from foretoken.models.heads.mtp_stack import MtpStack
-from foretoken.models.heads.taps import TOKENS, accuracy, generated
+from foretoken.models.heads.taps import TOKENS, accuracy, generated, measurable
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ def measure_states(
 ) -> MtpStates:
     """Measures the layer's accuracy on the target's greedy text with both meanings of both states.
 
+    Where the text does not fit the target's context window, states are those after the norms.
+
     Args:
         net: the layers.
         target: the target.
@@ -69,6 +71,8 @@ def measure_states(
         normed = True
     if normed is not None and chained_normed is not None:
         return MtpStates(normed, chained_normed)
+    if not measurable(target, tokenizer):  # as most checkpoints were trained
+        return MtpStates(normed is not False, chained_normed is not False)
     both = (last, last + 1)
     texts, taps = generated(target, tokenizer, both if normed is None else (both[not normed],))
     after = before = chained_after = chained_before = None

@@ -87,7 +87,12 @@ def _prompts(tokenizer: Any, vocab: int) -> list[list[int]]:
     if tokenizer is None:
         return [[1 + 7 * i % (vocab - 1), 2 % vocab] for i in range(len(PROMPTS))]
     encoded = [list(tokenizer(text)["input_ids"]) for text in PROMPTS]
-    return [ids for ids in encoded if ids] or [[0]]
+    return [ids for ids in encoded if ids and max(ids) < vocab] or [[0]]
+
+
+def measurable(target: Model, tokenizer: Any) -> bool:
+    """Returns whether the texts of the measurement fit the target's context window."""
+    return max(map(len, _prompts(tokenizer, target.vocab_size))) + TOKENS <= target.max_length
 
 
 def generated(target: Model, tokenizer: Any, layers: Sequence[int]) -> tuple[list[list[int]], list[dict[int, Tensor]]]:
