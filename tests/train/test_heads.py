@@ -71,6 +71,15 @@ def test_every_head_is_trained_and_stored(role: str, target: Path, corpus: Corpu
     assert facts["parameters"] == sum(t.numel() for t in tensors.values() if t.is_floating_point())
 
 
+@pytest.mark.parametrize("role", ["dflash", "dspark", "mtp"])
+def test_windows_that_are_too_short_are_refused_before_any_text_is_made(
+    role: str, target: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequest, match="windows of 4 tokens are too short"):
+        train(role, tmp_path / role, target, corpus, replace(CONFIG, window=4))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_the_formats_are_those_that_proposers_read(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     for role in SETTINGS:

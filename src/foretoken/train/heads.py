@@ -125,7 +125,13 @@ def train_head(
             shutil.rmtree(folder, ignore_errors=True)
         processes.wait()
         teacher = Teacher(target, where, config.compile)
-        ROLES[role].make(settings, teacher, torch.ones(teacher.vocab))  # raises for wrong settings before any work
+        # Wrong settings are refused before any work.
+        depths = ROLES[role].make(settings, teacher, torch.ones(teacher.vocab)).depths
+        if depths + 2 > config.window:
+            raise InvalidRequest(
+                f"windows of {config.window} tokens are too short for a head that predicts {depths}; expected at least "
+                f"{depths + 2}"
+            )
         text = prepare_windows(target, where, corpus, folder, config, data)
         torch.manual_seed(config.seed)
         head = ROLES[role].make(settings, teacher, torch.bincount(text["train"].flatten(), minlength=teacher.vocab))
