@@ -21,7 +21,7 @@ from foretoken.core.streams import Streams
 from foretoken.models.base import Scores
 from foretoken.models.heads.mask_token import mask_token
 from foretoken.models.toy import ToyModel
-from foretoken.propose.draft_model import DraftModelConfig, ParallelDraftModel
+from foretoken.propose.draft_model import DraftMethodConfig, DraftModelConfig, ParallelDraftModel, _mask_token
 from foretoken.propose.growers import TreeKind
 
 MASK = 6
@@ -108,6 +108,17 @@ def test_the_mask_token_of_a_config() -> None:
     for wrong in (7, -1, "x", 1.5, True):
         with pytest.raises(ModelLoadError, match="below 7"):
             mask_token({"pard_token": wrong}, 7, path)
+
+
+def test_a_wrong_mask_token_is_an_error_only_where_it_is_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"pard_token": 7}))
+    assert _mask_token(DraftMethodConfig(), tmp_path, 7) is None
+    assert "token by token" in caplog.text
+    with pytest.raises(ModelLoadError, match="below 7"):
+        _mask_token(DraftMethodConfig(parallel_drafting=True), tmp_path, 7)
+    assert _mask_token(DraftMethodConfig(), tmp_path, 8) == 7
 
 
 def test_a_stop_needs_several_passes() -> None:

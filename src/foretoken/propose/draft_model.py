@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer, resolve
 from foretoken.models.heads.assistant import is_assistant
@@ -25,6 +26,7 @@ from foretoken.propose.growers import Grower, GrowthConfig, begin, grow_at_once
 from foretoken.propose.stopping import base as stopping
 from foretoken.propose.stopping.base import Stop
 
+_log = logging.getLogger(__name__)
 PREFILL_CHUNK = 1024  # tokens of the draft's prefill per step; bounds the latency added to other requests
 
 
@@ -262,12 +264,29 @@ def build(config: DraftMethodConfig, build_context: BuildContext) -> DraftModel:
         )
     model.share(build_context.target)
     vocab_size = build_context.target.vocab_size
-    mask = None if config.parallel_drafting is False else mask_token(load_config(draft), model.vocab_size, draft)
+    mask = _mask_token(config, draft, model.vocab_size)
     if mask is not None:
         return ParallelDraftModel(model, mask, config, vocab_size)
     if config.parallel_drafting:
         raise no_mask_token(draft)
     return DraftModel(model, config, vocab_size)
+
+
+def _mask_token(config: DraftMethodConfig, draft: Path, vocab: int) -> int | None:
+    """Returns the mask token to draft in parallel with; None to draft token by token.
+
+    Raises:
+        ModelLoadError: ``parallel_drafting`` is true, and config.json names no token of the vocabulary.
+    """
+    if config.parallel_drafting is False:
+        return None
+    try:
+        return mask_token(load_config(draft), vocab, draft)
+    except ModelLoadError as error:
+        if config.parallel_drafting:
+            raise
+        _log.warning("%s; it drafts token by token", error)
+        return None
 
 
 METHOD = Method(DraftMethodConfig, build)
