@@ -18,6 +18,7 @@ from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.lessons import Drafted, Head, Lesson, RmsNorm, Teacher
 from foretoken.train.rotary import rotated, rotations
+from foretoken.train.unrolled import GatedMlp
 
 _EVALUATED = 4  # one row of so many is evaluated
 
@@ -245,7 +246,7 @@ class _Layer(nn.Module):
         self.input_layernorm = RmsNorm(width, eps)
         self.post_attention_layernorm = RmsNorm(width, eps)
         self.self_attn = _Attention(config, shape)
-        self.mlp = _Mlp(width, config.intermediate or shape.intermediate_size)
+        self.mlp = GatedMlp(width, config.intermediate or shape.intermediate_size)
 
     def forward(self, hidden: Tensor, context: Tensor, roots: Tensor) -> Tensor:
         """Returns [B, R, K, H] from that and the context [B, T, H]; a block sees the context up to its root."""
@@ -261,18 +262,6 @@ class _Layer(nn.Module):
         for name, weight in self.named_parameters():
             if (given := source.get(name)) is not None and given.shape == weight.shape:
                 weight.copy_(given)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, width: int, intermediate: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, intermediate, bias=False)
-        self.up_proj = nn.Linear(width, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 class _Attention(nn.Module):

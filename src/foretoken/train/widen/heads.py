@@ -222,8 +222,8 @@ def _role(config: dict[str, Any]) -> str:
     if kind == MODEL_TYPE:
         return "blockwise"
     names = " ".join(config.get("architectures") or []).lower()
-    if found := next((role for role in ("dspark", "dflash") if role in names), None):
-        return found
+    if block := next((role for role in ("dspark", "dflash") if role in names), None):
+        return block
     return "medusa" if kind == "medusa" or "medusa_num_heads" in config else "eagle3"
 
 

@@ -144,7 +144,7 @@ constexpr int MAX_HEAD = 512, MAX_LATENT = 1024;  // numbers of a head; rank + r
 
 // Where the inputs of single layers come from (layer_inputs.hpp).
 struct LayerInputsSpec {
-    const Word* table;   // embeddings [vocab][layers * width padded to 32] in the cache's type
+    const Word* table;   // embeddings [vocab][layers * width padded to 32] of `embedding_kind`
     Matrix projection;   // of the scaled embedding
     NormSpec norm;       // of one layer's part of it
     int32_t width;       // numbers of one layer's input; 0: there are none
