@@ -127,9 +127,9 @@ def _facts(plan: EndpointPlan) -> str:
 def _record(file: Path) -> Mapping[str, Any]:
     """Returns the record of an earlier plan. Raises ForetokenError."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(record, dict):
+            return record
     except (OSError, ValueError) as error:
         raise ForetokenError(f"--with {file}: expected a record of plan --endpoint ({error})") from error
     raise ForetokenError(f"--with {file}: expected a record of plan --endpoint")

@@ -138,10 +138,10 @@ def _embedding(
     if (own := tensors.get("embed_tokens.weight")) is not None:
         return own
     weights, name = ends_of(target)[:2] if target is not None else ({}, "")
-    found = weights.get(name)
-    if found is None or tuple(found.shape) != shape:
+    shared = weights.get(name)
+    if shared is None or tuple(shared.shape) != shape:
         raise ModelLoadError(
             f"the {what} in {folder} has no embedding and cannot share this target's; it needs embed_tokens.weight "
             f"of {shape[0]} x {shape[1]}"
         )
-    return found
+    return shared

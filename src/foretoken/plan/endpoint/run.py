@@ -144,13 +144,13 @@ class _Planning:
         for side, one in zip(sides, ready, strict=True):
             if not isinstance(one, Side):
                 raise CannotTellError(why_unusable(side, one), later=True)
-        found = [one for one in ready if isinstance(one, Side)]
-        if len(found) < 2:
+        usable = [one for one in ready if isinstance(one, Side)]
+        if len(usable) < 2:
             raise CannotTellError(
-                f"there is no plain decoding to compare with: {found[0].dialect.kind} has no switch for a request; "
+                f"there is no plain decoding to compare with: {usable[0].dialect.kind} has no switch for a request; "
                 "give the same model without speculation as --baseline"
             )
-        return found[0], found[1]
+        return usable[0], usable[1]
 
     def _planned(self, plain: Side, speculative: Side) -> EndpointPlan:
         end = self.endpoint
@@ -192,8 +192,12 @@ class _Planning:
             if lane.depth:
                 acceptances[lane.depth] = acceptance_of(lane.depth, measured.of(0), measured.of(at))
                 acceptances[lane.depth].check()
-        apart = self._apart(measured, acceptances)
-        speeds = self._speeds(measured, acceptances)
+        here = {
+            (depth, number): acceptance_of(depth, measured.of(0), waves)
+            for (at, number), waves in measured.waves.items()
+            if (depth := measured.lanes[at].depth)
+        }
+        apart, speeds = self._apart(here, acceptances), self._speeds(measured, here, acceptances)
         self.facts["tokens_per_pass_from"] = acceptances[max(acceptances)].source
         self.notes += [
             f"nothing is told about other draft lengths, because the server drafts {each.shorter:.1f} tokens a step "
@@ -215,20 +219,20 @@ class _Planning:
 
     @staticmethod
     def _apart(
-        measured: Measured, acceptances: Mapping[int, EndpointAcceptance]
+        here: Mapping[tuple[int, int], EndpointAcceptance], acceptances: Mapping[int, EndpointAcceptance]
     ) -> dict[tuple[int, int], TokensPerPass]:
         """Returns tokens per pass where a concurrency has others than all together.
+
+        Args:
+            here: Acceptance by draft length and concurrency.
+            acceptances: That of all concurrencies together, by draft length.
 
         Raises:
             CannotTellError: They differ so much that one acceptance for all concurrencies is wrong.
         """
         apart = {}
-        for (at, number), waves in measured.waves.items():
-            depth = measured.lanes[at].depth
-            if not depth:
-                continue
-            here = acceptance_of(depth, measured.of(0), waves)
-            ratio = here.differs(acceptances[depth])
+        for (depth, number), own in here.items():
+            ratio = own.differs(acceptances[depth])
             if ratio is None:
                 continue
             if not 1 / AGREE < ratio < AGREE:
@@ -236,24 +240,24 @@ class _Planning:
                     f"tokens per pass depend on the concurrency: at {number} requests at once they are {ratio:.2f} "
                     "times those of all together; plan for each --concurrency alone"
                 )
-            apart[depth, number] = here.at(depth)
+            apart[depth, number] = own.at(depth)
         return apart
 
-    def _speeds(self, measured: Measured, acceptances: Mapping[int, EndpointAcceptance]) -> SpeedModel:
+    def _speeds(
+        self,
+        measured: Measured,
+        here: Mapping[tuple[int, int], EndpointAcceptance],
+        acceptances: Mapping[int, EndpointAcceptance],
+    ) -> SpeedModel:
         plain: dict[int, PassSeconds] = {}
         own: dict[tuple[int, int], PassSeconds] = {}
         for (at, number), waves in measured.waves.items():
-            depth = measured.lanes[at].depth
-            if not depth:
-                found = measured_pass(waves, 1.0)
-            else:
-                here = acceptance_of(depth, measured.of(0), waves)
-                mean = here.counted or here.seen or acceptances[depth].at(depth).mean
-                found = measured_pass(waves, mean)
-            if found is not None and depth:
-                own[depth, number] = found
-            elif found is not None:
-                plain[number] = found
+            if depth := measured.lanes[at].depth:
+                one = here[depth, number]
+                if seconds := measured_pass(waves, one.counted or one.seen or acceptances[depth].at(depth).mean):
+                    own[depth, number] = seconds
+            elif seconds := measured_pass(waves, 1.0):
+                plain[number] = seconds
         for record in self.endpoint.earlier:
             own |= _earlier(record, self.facts, plain, own)
         return SpeedModel(plain, own)
@@ -299,7 +303,7 @@ def _earlier(
         points, setting = record["measured"], record["setting"]
         other = [key for key in ("model", "temperature", "max_tokens") if setting.get(key) != facts[key]]
         then = {int(number): float(seconds) for number, seconds, _ in points["plain"]}
-        found = {
+        scaled = {
             (int(depth), int(number)): PassSeconds(
                 float(seconds) * plain[int(number)].seconds / then[int(number)],
                 float(width) * 2**0.5,
@@ -312,7 +316,7 @@ def _earlier(
     if other:
         told = ", ".join(f"{key} {setting.get(key)} instead of {facts[key]}" for key in other)
         raise ForetokenError(f"--with needs a record of the same server and setting, but it has {told}")
-    timed = all(0.0 < each.seconds < math.inf and 0.0 <= each.width < math.inf for each in found.values())
-    if not timed or any(depth < 1 for depth, _ in found):
+    timed = all(0.0 < each.seconds < math.inf and 0.0 <= each.width < math.inf for each in scaled.values())
+    if not timed or any(depth < 1 for depth, _ in scaled):
         raise ForetokenError("--with needs records with draft lengths of at least 1 and positive, finite times")
-    return found
+    return scaled

@@ -93,8 +93,8 @@ class Wave:
             return ()
         start = max(answer.began + answer.arrivals[0].seconds for answer in told)
         end = min(answer.began + answer.arrivals[-1].seconds for answer in told)
-        found = [_stream(answer, start - answer.began, end - answer.began) for answer in told]
-        whole = tuple(each for each in found if each is not None)
+        streams = [_stream(answer, start - answer.began, end - answer.began) for answer in told]
+        whole = tuple(each for each in streams if each is not None)
         return whole if len(whole) == len(told) else ()
 
     @property
@@ -138,8 +138,8 @@ def _separation(gaps: Sequence[float]) -> float:
     Tokens of one pass arrive within a fraction of its time. Gaps then have two sizes, with nothing between them.
     """
     ordered = sorted(max(gap, 1e-6) for gap in gaps)
-    most = len(ordered) - max(_PASSES, round(_SHARE * len(ordered)))
-    jumps = [(ordered[i] / ordered[i - 1], i) for i in range(1, most + 1)]
+    last = len(ordered) - max(_PASSES, round(_SHARE * len(ordered)))
+    jumps = [(ordered[i] / ordered[i - 1], i) for i in range(1, last + 1)]
     if not jumps or max(jumps)[0] < _JUMP:
         return -1.0
     at = max(jumps)[1]
