@@ -23,7 +23,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Stream, Streams
 from foretoken.verify import Verifier, choose, stream_for
 
-from .enumerate import Branching, Text, autoregressive_law, exact_law, total_variation
+from .enumerate import Branching, Rest, Text, autoregressive_law, exact_law, total_variation
 from .enumerate import Law as TextLaw
 
 Table = Callable[[Text], Tensor]  # all tokens so far -> logits [V]
@@ -84,9 +84,24 @@ class Pair:
 
     def emit(self, text: Text, streams: Branching | Streams) -> Text:
         """Runs one decode step after ``text``: budget, draft, forward pass, distributions, verify, cut."""
-        context = Context(0, [*PROMPT, *text], len(PROMPT), self.law, streams, self.exactness)  # type: ignore[arg-type]
+        return self._verified(text, *self._drafted(text, streams), streams)
+
+    def step(self, text: Text, streams: Branching) -> Rest[Text]:
+        """The same, for enumerations: how a draft is verified branches without drafting it again."""
+        draft, rows = self._drafted(text, streams)
+        return Rest(lambda rest: self._verified(text, draft, rows, rest))
+
+    def _context(self, text: Text, streams: Branching | Streams) -> Context:
+        return Context(0, [*PROMPT, *text], len(PROMPT), self.law, streams, self.exactness)  # type: ignore[arg-type]
+
+    def _drafted(self, text: Text, streams: Branching | Streams) -> tuple[Draft, Tensor]:
+        """A draft, and the target's rows."""
+        context = self._context(text, streams)
         draft = self.propose(context, self.budget(len(text)))
-        rows = (self.target_rows or target_rows)(context, draft, self.target)
+        return draft, (self.target_rows or target_rows)(context, draft, self.target)
+
+    def _verified(self, text: Text, draft: Draft, rows: Tensor, streams: Branching | Streams) -> Text:
+        context = self._context(text, streams)
         verifier = self.verifier or choose(draft.law, self.exactness, self.rejection)
         verdict = verifier(draft, rows, self.stream(self.exactness, context.streams, context.generated))
         return self.cut(text, (*(draft.ids[i] for i in verdict.path), verdict.token))
@@ -109,7 +124,7 @@ class Pair:
 
     def gap(self, length: int, ended: Callable[[Text], bool] = lambda text: False) -> float:
         """Total variation between what is emitted and what the target alone would emit."""
-        return total_variation(exact_law(self.emit, length, ended), self.reference(length, ended))
+        return total_variation(exact_law(self.step, length, ended), self.reference(length, ended))
 
 
 def target_rows(context: Context, draft: Draft, target: Table) -> Tensor:

@@ -2,7 +2,8 @@
 
 ``Branching`` stands in for ``Streams``. A draw takes one of its possible outcomes and remembers how many there
 were; ``outcomes`` runs a function again and again, depth first, until every branch has been taken, and adds up
-the probabilities. Nothing is sampled, so the result is exact up to the rounding of float64.
+the probabilities. Nothing is sampled, so the result is exact up to the rounding of float64. A function may return the
+``Rest`` of its run, whose branches then do not repeat the draws before it.
 
 Independence is an assumption of the sum, so it is checked: an address (purpose, index, kind) that is asked twice
 within one run would repeat a number, and raises ``AddressReused``.
@@ -11,19 +12,20 @@ within one run would repeat a number, and raises ``AddressReused``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from foretoken.core.streams import Purpose
 
 T = TypeVar("T", bound=Hashable)
+R = TypeVar("R")
 Text = tuple[int, ...]
 Law = dict[Text, float]
-DecodeStep = Callable[[Text, "Branching"], Text]
+DecodeStep = Callable[[Text, "Branching"], "Text | Rest[Text]"]
 
 
 class AddressReused(AssertionError):
@@ -73,6 +75,17 @@ class Branching:
         self.probability *= p
         return value
 
+    def resumed(self, script: list[int]) -> Branching:
+        """Returns streams that go on after the draws of these, with branches of their own."""
+        return Branching(self.position, script, [], self.probability, set(self.used))
+
+
+@dataclass(frozen=True)
+class Rest(Generic[T]):
+    """What is left of a run: all its branches go on from the draws made before."""
+
+    run: Callable[[Branching], T]
+
 
 @dataclass
 class BranchingUniform:
@@ -121,25 +134,36 @@ class BranchingStream:
         return (self.purpose, self.position, index, kind)
 
 
-@lru_cache(maxsize=10_000)  # by the tensor, not its values: callers that keep theirs ask again for every branch
 def _options(weights: Tensor) -> list[tuple[int, float]]:
-    values = weights.double()
-    if bool((values < 0).any()) or not bool(values.sum() > 0):
-        raise ValueError(f"weights must be non-negative with a positive sum, got {values.tolist()}")
-    return list(enumerate((values / values.sum()).tolist()))
+    values = weights.tolist()
+    total = sum(values)
+    if any(value < 0 for value in values) or not total > 0:
+        raise ValueError(f"weights must be non-negative with a positive sum, got {values}")
+    return [(token, value / total) for token, value in enumerate(values)]
 
 
-def outcomes(run: Callable[[Branching], T], position: int | None = None) -> dict[T, float]:
+def outcomes(run: Callable[[Branching], T | Rest[T]], position: int | None = None) -> dict[T, float]:
     """The law of ``run``'s result under all of its draws; it may use the private numbers of ``position`` only."""
     law: dict[T, float] = defaultdict(float)
+    for result, streams in _branches(run, partial(Branching, position)):
+        if isinstance(result, Rest):
+            for outcome, ended in _branches(result.run, streams.resumed):
+                law[outcome] += ended.probability
+        else:
+            law[result] += streams.probability
+    return dict(law)
+
+
+def _branches(run: Callable[[Branching], R], start: Callable[[list[int]], Branching]) -> Iterator[tuple[R, Branching]]:
+    """Yields the result of every branch and the streams behind it."""
     script: list[int] = []
     while True:
-        streams = Branching(position, script)
-        law[run(streams)] += streams.probability
+        streams = start(script)
+        yield run(streams), streams
         while script and script[-1] + 1 == streams.widths[len(script) - 1]:
             script.pop()
         if not script:
-            return dict(law)
+            return
         script[-1] += 1
 
 
@@ -153,8 +177,13 @@ def exact_law(emit: DecodeStep, length: int, ended: Callable[[Text], bool] = lam
     open_texts[0][()] = 1.0
     done: Law = defaultdict(float)
 
-    def checked(text: Text, streams: Branching) -> Text:
+    def checked(text: Text, streams: Branching) -> Text | Rest[Text]:
         emitted = emit(text, streams)
+        if isinstance(emitted, Rest):
+            return Rest(lambda rest: check(text, emitted.run(rest), rest))
+        return check(text, emitted, streams)
+
+    def check(text: Text, emitted: Text, streams: Branching) -> Text:
         if not ended((text + emitted)[:length]):
             streams.check_shared(before=len(text) + len(emitted))
         return emitted

@@ -13,7 +13,7 @@ from .enumerate import outcomes
 
 
 def accepted(pair: Pair) -> float:
-    return sum(p * (len(emitted) - 1) for emitted, p in outcomes(lambda s: pair.emit((), s), position=0).items())
+    return sum(p * (len(emitted) - 1) for emitted, p in outcomes(lambda s: pair.step((), s), position=0).items())
 
 
 def simplex(vocab: int) -> st.SearchStrategy[tuple[float, ...]]:

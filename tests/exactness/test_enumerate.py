@@ -7,7 +7,7 @@ import torch
 
 from foretoken.core.streams import Purpose
 
-from .enumerate import AddressReused, Branching, autoregressive_law, exact_law, outcomes, total_variation
+from .enumerate import AddressReused, Branching, Rest, autoregressive_law, exact_law, outcomes, total_variation
 
 COIN = torch.tensor([0.25, 0.75], dtype=torch.float64)
 
@@ -37,6 +37,28 @@ def test_an_address_asked_twice_fails(kind):
             stream = streams.private(Purpose.VERIFY, 4)
             stream.bernoulli(0.5, index=1) if kind == "bernoulli" else stream.categorical(COIN, index=1)
         return 0
+
+    with pytest.raises(AddressReused):
+        outcomes(run)
+
+
+def test_the_rest_of_a_run_branches_without_the_draws_before_it():
+    drawn = []
+
+    def run(streams: Branching) -> Rest[tuple[int, bool]]:
+        token = streams.private(Purpose.DRAFT, 0).categorical(COIN, index=0)
+        drawn.append(token)
+        return Rest(lambda rest: (token, rest.private(Purpose.VERIFY, 0).bernoulli(0.5, index=0)))
+
+    law = outcomes(run)
+    assert law == {(0, True): 0.125, (0, False): 0.125, (1, True): 0.375, (1, False): 0.375}
+    assert drawn == [0, 1]
+
+
+def test_the_rest_of_a_run_may_not_ask_an_address_again():
+    def run(streams: Branching) -> Rest[int]:
+        streams.private(Purpose.DRAFT, 0).categorical(COIN, index=0)
+        return Rest(lambda rest: rest.private(Purpose.DRAFT, 0).categorical(COIN, index=0))
 
     with pytest.raises(AddressReused):
         outcomes(run)

@@ -188,7 +188,7 @@ def test_draft_may_have_its_own_temperature_and_filters(rejection):
 
 def accepted(pair: Pair) -> float:
     """Expected accepted draft tokens of the first step."""
-    return sum(p * (len(emitted) - 1) for emitted, p in outcomes(lambda s: pair.emit((), s), position=0).items())
+    return sum(p * (len(emitted) - 1) for emitted, p in outcomes(lambda s: pair.step((), s), position=0).items())
 
 
 @pytest.mark.parametrize("rejection, expected", [("token", 10 / 9), ("block", 11 / 9)])

@@ -33,7 +33,7 @@ pairs = pytest.mark.parametrize("seed, zeros", PAIRS)
 
 
 def accepted(pair: Pair) -> float:
-    return sum(p * (len(emitted) - 1) for emitted, p in outcomes(lambda s: pair.emit((), s), position=0).items())
+    return sum(p * (len(emitted) - 1) for emitted, p in outcomes(lambda s: pair.step((), s), position=0).items())
 
 
 def models(vocab: int, seed: int, zeros: float = 0.0):

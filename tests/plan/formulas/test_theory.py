@@ -197,7 +197,7 @@ def expected_steps(pair: Pair, length: int) -> float:
     for reached in range(length):
         for text, chance in waiting[reached].items():
             total += chance
-            for emitted, p in outcomes(lambda s, text=text: pair.emit(text, s), position=reached).items():
+            for emitted, p in outcomes(lambda s, text=text: pair.step(text, s), position=reached).items():
                 longer = text + emitted
                 if len(longer) < length:
                     waiting[len(longer)][longer] = waiting[len(longer)].get(longer, 0.0) + chance * p
