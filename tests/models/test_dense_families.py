@@ -123,14 +123,14 @@ def check_rows(model: Model) -> None:
     """The rows of a batch with a tree and a chain have the bits of plain steps over their paths alone."""
     handles = [model.open(text(count)) for count in LENGTHS]
     for count, draft, scores in zip(LENGTHS, DRAFTS, model.score(handles, DRAFTS), strict=True):
-        for node in range(-1, len(draft)):
-            path = [draft.ids[i] for i in draft.path(node)]
+        leaves = [node for node in range(-1, len(draft)) if node not in draft.parents]
+        for path in map(draft.path, leaves):
             handle = model.open(text(count))
-            (plain,) = model.score([handle], [Draft.empty()])
-            for token in path:
-                model.commit([handle], [[token]])
+            for node in (-1, *path):
+                if node >= 0:
+                    model.commit([handle], [[draft.ids[node]]])
                 (plain,) = model.score([handle], [Draft.empty()])
-            assert torch.equal(plain.logits[-1], scores.logits[node + 1]), (count, node)
+                assert torch.equal(plain.logits[-1], scores.logits[node + 1]), (count, node)
             model.close(handle)
 
 
