@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import ssl
+import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken; before torch is 
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests import preloaded
 
 from foretoken.core.folders import cache_folder
 
@@ -32,8 +34,8 @@ gc.disable()
 # A shell that starts the tests in the background has them ignore Ctrl-C, and their children with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long drawing an input takes says how busy the machine is, not whether a test is right; and a change is judged by the
-# same inputs as the one before it. `--hypothesis-profile default` draws new ones.
+# How long drawing an input takes says how busy the machine is, not whether a test is right; and a change is judged by
+# the same inputs as the one before it. `--hypothesis-profile default` draws new ones.
 settings.register_profile("same", suppress_health_check=[HealthCheck.too_slow], deadline=None, derandomize=True)
 settings.load_profile("same")
 
@@ -128,6 +130,19 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (folder / "native").symlink_to(kernels, target_is_directory=True)
     monkeypatch.setenv("FORETOKEN_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def _preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with preloaded.program(tmp_path_factory.mktemp("python")) as launcher:
+        yield launcher
+
+
+@pytest.fixture
+def preloaded_python(_preloaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts by ``sys.executable`` have imported torch and Foretoken already."""
+    monkeypatch.setattr(sys, "executable", str(_preloaded))
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(_preloaded))
 
 
 class Pair(NamedTuple):

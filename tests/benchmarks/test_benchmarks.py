@@ -96,6 +96,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder):
@@ -148,6 +149,7 @@ def test_memory_pressure_runs_in_a_process_of_its_own():
     assert "|" in done.stdout
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_serving_measures_throughput(monkeypatch):
     serving = importlib.import_module("serving")

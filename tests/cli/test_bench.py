@@ -33,6 +33,7 @@ def short(pair) -> tuple[str, ...]:
     return ("--target", str(pair.target), "--draft", str(pair.draft), "--count", "2", "--max-tokens", "8")
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tiny_pair, nowhere, tmp_path):
     """Ours and transformers, each in a process of its own; a peer that is not set up is one line."""
@@ -74,6 +75,7 @@ def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tin
     assert files[1].read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
     file = tmp_path / "race.json"
@@ -138,6 +140,7 @@ def test_rows_must_be_numbers(run, tiny_pair):
     assert result.code == 1 and "--rows must be whole numbers" in result.err
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_costs_are_tabled_beside_their_floor(run, tiny_pair):
     models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))

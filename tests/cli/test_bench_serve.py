@@ -99,6 +99,7 @@ def test_a_generator_that_fails_or_is_missing(loaded: VllmLoadedServer, monkeypa
         VllmLoadedServer("http://x", None, None, {}, "tokenizer")
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
     files = tmp_path / "load.json", tmp_path / "load.html"
@@ -129,6 +130,7 @@ def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
         (("--server-options", "--model /no/such"), "the server did not start: foretoken: error:"),
     ],
 )
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_what_it_refuses(run, arguments: tuple[str, ...], words: str) -> None:
     result = run("bench", "serve", *arguments)

@@ -37,6 +37,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, **options)
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_two_ranks_equal_one(tiny_pair: Pair, tmp_path: Path) -> None:
     out = tmp_path / "result.json"

@@ -117,6 +117,7 @@ def test_a_process_gives_the_text_of_one_worker_and_may_die(
     endpoint.close()
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_a_worker_ends_with_its_engine(tiny_pair: Any) -> None:
     llm = remote_llm(tiny_pair)

@@ -99,6 +99,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         command.size_in_bytes("--kv-cache-memory-bytes", text)
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("host, keys, warned", [("0.0.0.0", "a b", False), ("0.0.0.0", "", True)])
 def test_the_address_is_said_and_an_open_one_without_keys_warned_of(host: str, keys: str, warned: bool) -> None:

@@ -58,6 +58,7 @@ def served(*options: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_tls_with_certificates_of_clients_json_logs_and_reloading(tmp_path: Path) -> None:
     """One server of its own: HTTPS, SIGHUP with a new key and a new certificate, lines of JSON, SIGTERM."""

@@ -120,6 +120,7 @@ def test_adapters_are_for_the_model_that_they_name(
     assert server.post({**BODY, "model": "own"}, headers=bearer("k")).status_code == 404
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_large_bodies_malformed_ones_and_requests_without_a_key(several: tuple[Running, str]) -> None:
     server, _ = several
     large = {**BODY, "model": "tiny", "prompt": ["x "] * 100, "user": "u" * 70_000}
@@ -202,6 +203,7 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     assert two.names == ("b",) and two.draft_model == "c" and two.max_waiting == 3 and one.max_waiting is None
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_the_command(tiny_pair: Any, tmp_path: Path) -> None:
     file = tmp_path / "models.json"
     names = {"served_model_name": "tiny", "draft_model": str(tiny_pair.draft)}

@@ -61,6 +61,7 @@ def without_identifiers(answer: httpx.Response) -> Any:
         {"max_tokens": 0, "echo": True},
     ],
 )
+@pytest.mark.usefixtures("preloaded_python")
 def test_completions_are_those_of_small_bodies(server: Running, fields: dict[str, Any]) -> None:
     content = json.dumps({**OK, **fields}).encode()
     small, large = post(server, content, "completions"), post(server, content + PADDING, "completions")
@@ -77,6 +78,7 @@ def test_completions_are_those_of_small_bodies(server: Running, fields: dict[str
         {"n": 2},
     ],
 )
+@pytest.mark.usefixtures("preloaded_python")
 def test_chats_are_those_of_small_bodies(server: Running, fields: dict[str, Any]) -> None:
     content = json.dumps({**CHAT, **fields}).encode()
     small, large = post(server, content, "chat/completions"), post(server, content + PADDING, "chat/completions")
@@ -84,6 +86,7 @@ def test_chats_are_those_of_small_bodies(server: Running, fields: dict[str, Any]
     assert without_identifiers(small) == without_identifiers(large)
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_streams_are_those_of_small_bodies(server: Running) -> None:
     content = json.dumps({**OK, "stream": True, "stream_options": {"include_usage": True}}).encode()
     texts = []
@@ -148,6 +151,7 @@ def test_streams_are_those_of_small_bodies(server: Running) -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("preloaded_python")
 def test_errors_are_those_of_small_bodies(server: Running, content: bytes) -> None:
     """Some of these bodies are large without the padding. Their errors are in ``test_errors``."""
     path = "chat/completions" if b"messages" in content else "completions"
@@ -169,6 +173,7 @@ def prepared(side_process: SideProcess, **fields: Any) -> PreparedRequest[Any] |
     return asyncio.run(side_process.prepared(CompletionRequest, body))
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_only_what_answering_needs_comes_back(side_process: SideProcess) -> None:
     words = [f"x{i}" for i in range(1000)]
     request = prepared(side_process, prompt="x" * 100, bad_words=words, user="a" * 1000)
@@ -177,6 +182,7 @@ def test_only_what_answering_needs_comes_back(side_process: SideProcess) -> None
     assert request.prompts[0].text == "" and request.params.seed == 5
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_a_server_starts_it_before_the_first_large_body(spare: LLM) -> None:
     with running(spare, prestarted=True) as server:
         server.until(lambda: server.app.state.service.side_process.process.pid is not None)
@@ -191,6 +197,7 @@ def test_a_process_that_died_is_started_again(side_process: SideProcess) -> None
     assert side_process.process.pid != process
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_time_has_a_limit(server: Running) -> None:
     limited = SideProcess(server.app.state.service.intake, SideProcessLimits(cpu_seconds=0.02))
     with pytest.raises(ApiError, match=r"the body takes more than 0.02 s or 1024 MiB to read") as caught:
@@ -199,6 +206,7 @@ def test_time_has_a_limit(server: Running) -> None:
     limited.close()
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_memory_has_a_limit(server: Running) -> None:
     limited = SideProcess(server.app.state.service.intake, SideProcessLimits(memory_bytes=2**25))
     with pytest.raises(ApiError):
@@ -206,6 +214,7 @@ def test_memory_has_a_limit(server: Running) -> None:
     limited.close()
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_waiting_bodies_are_bounded(side_process: SideProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.serve.side_process._MAX_WAITING", 2)
 

@@ -45,6 +45,7 @@ def batches(each, rank):  # type: ignore[no-untyped-def]
         yield whole[rank * each : (rank + 1) * each]
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one_with_both_their_batches(tmp_path: Path) -> None:
     with socket.socket() as free:
