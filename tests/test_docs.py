@@ -74,10 +74,9 @@ def examples() -> Iterator[Any]:
         yield pytest.param(block, marks=[pytest.mark.slow] if "audit(" in block.code else [])
 
 
-@pytest.mark.usefixtures("_registries")
+@pytest.mark.usefixtures("_registries", "short_audits")
 @pytest.mark.parametrize("block", list(examples()), ids=str)
-def test_python_runs(block, capsys, monkeypatch):
-    monkeypatch.setattr("foretoken.audit.trajectory.TOKENS", 8)  # the least of an audit takes ten seconds otherwise
+def test_python_runs(block, capsys):
     code = block.code
     for name, role in STAND_INS.items():
         assert (name in code) <= (block.marker == "models: bundled"), f"{block} needs its marker"

@@ -56,6 +56,8 @@ COMMANDS = {
     "two_workers": "--small --count 1 --tokens 8 --repeats 1 --transport thread",
 }
 """Short forms of the benchmarks that take ``--output``, by module."""
+SMALLER = {"request_fuzz": {"TINY": [{"method": "ngram"}, {"method": "suffix"}], "BATCH": 6}}
+"""Constants in the place of those of a benchmark that its options do not change."""
 ELSEWHERE = {
     "attacks": "tests/serve/test_attacks.py",
     "attackers": "its attacks",
@@ -76,13 +78,11 @@ def call(name: str, arguments: list[str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch):
-    """One package of the standard library in its place: reading and encoding all of it takes seconds. Audits have
-    short texts, since the least that one checks takes ten seconds otherwise."""
+def _small(monkeypatch, short_audits):
+    """One package of the standard library in its place: reading and encoding all of it takes seconds."""
     root = Path(asyncio.__file__).parent
     for module in ("foretoken.train.data", "shift"):
         monkeypatch.setattr(f"{module}.sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(root)}))
-    monkeypatch.setattr("foretoken.audit.trajectory.TOKENS", 8)
     # Only root may empty the page cache, and then everything on the machine would be read from disk again.
     monkeypatch.setattr("loading.DROP", Path("/nowhere"))
 
@@ -99,7 +99,9 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder):
+def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder, monkeypatch):
+    for constant, smaller in SMALLER.get(name, {}).items():
+        monkeypatch.setattr(f"{name}.{constant}", smaller)
     roles = {"TARGET": "target", "DRAFT": "draft", "SEQ2SEQ": "seq2seq-target"}
     models = {word: str(zoo.path(role)) for word, role in roles.items()}
     words = [models.get(word, word) for word in shlex.split(COMMANDS[name])]

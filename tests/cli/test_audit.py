@@ -10,9 +10,9 @@ from foretoken.audit import Audit, Check, CheckOutcome
 
 
 @pytest.mark.slow
-def test_an_audit_names_every_check_and_its_outcome(run, pair, tmp_path):
+def test_an_audit_names_every_check_and_its_outcome(run, pair, tmp_path, short_audits):
     file = tmp_path / "audit.json"
-    result = run("audit", "--budget", "2s", "--no-float32", "--output", str(file))
+    result = run("audit", "--budget", "1s", "--no-float32", "--output", str(file))
     assert result.code in (0, 3), result.out + result.err
     record = json.loads(file.read_text())
     assert {0: "passed", 3: "inconclusive"}[result.code] == record["outcome"]
@@ -24,9 +24,9 @@ def test_an_audit_names_every_check_and_its_outcome(run, pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_transformers_is_audited_with_the_checks_that_it_can_have(run, pair):
+def test_transformers_is_audited_with_the_checks_that_it_can_have(run, pair, short_audits):
     lookup = ("--speculative-config", '{"method": "ngram"}')
-    result = run("audit", "--engine", "transformers", *lookup, "--budget", "2s", "--temperature", "0.8")
+    result = run("audit", "--engine", "transformers", *lookup, "--budget", "1s", "--temperature", "0.8")
     assert result.code in (0, 3), result.out + result.err
     assert "engine transformers" in result.out and "skipped" in result.out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,22 +26,30 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, VOCAB, LAYERS = 512, 2048, 4096, 36
+CASES = [(native, quantization) for native in ("0", "1") for quantization in ("", "int8")]
+# Each case is measured in a process of its own, forked from one that has imported what loading needs.
 LOAD = """
-import re, sys
+import json, os, re, sys
 from pathlib import Path
-import torch
+from foretoken.core.native.build import SWITCH
 from foretoken.models.loading import load_model
-from foretoken.models.runners.native.build import packs_groups
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-small, large, quantization = sys.argv[1:]
-load_model(small, "bfloat16", "cpu", quantization=quantization or None)  # imports, kernels, threads
-Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
-before = status("VmRSS")
-model = load_model(large, "bfloat16", "cpu", quantization=quantization or None)
-print(status("VmHWM") - before, status("VmRSS") - before)
+small, large, cases = sys.argv[1:]
+for native, quantization in json.loads(cases):
+    if child := os.fork():
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
+        continue
+    os.environ[SWITCH] = native
+    load_model(small, "bfloat16", "cpu", quantization=quantization or None)  # imports, kernels, threads
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+    before = status("VmRSS")
+    model = load_model(large, "bfloat16", "cpu", quantization=quantization or None)
+    print(json.dumps([native, quantization, status("VmHWM") - before, status("VmRSS") - before]), flush=True)
+    os._exit(0)
 """
 
 
@@ -76,17 +83,26 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure")
-@pytest.mark.parametrize("quantization", ["", "int8"])
-@pytest.mark.parametrize("native", ["0", "1"], ids=["torch", "compiled"])
-def test_peak_memory_while_loading_is_near_the_weights(
-    large: Path, tmp_path: Path, quantization: str, native: str
-) -> None:
-    small = ARCHITECTURES["llama"].save(tmp_path / "small")
-    command = [sys.executable, "-c", LOAD, str(small), str(large), quantization]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, SWITCH: native})
+@pytest.fixture(scope="module")
+def measured(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, int]]:
+    """The peak of memory while a model is loaded and what is left of it, by case."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("needs Linux to measure")
+    small = ARCHITECTURES["llama"].save(tmp_path_factory.mktemp("small"))
+    command = [sys.executable, "-c", LOAD, str(small), str(large), json.dumps(CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    peak, after = map(int, done.stdout.split())
+    rows = map(json.loads, done.stdout.splitlines())
+    return {(native, quantization): (peak, after) for native, quantization, peak, after in rows}
+
+
+@pytest.mark.parametrize(
+    "native, quantization", CASES, ids=lambda value: {"0": "torch", "1": "compiled"}.get(value, value)
+)
+def test_peak_memory_while_loading_is_near_the_weights(
+    large: Path, measured: dict[tuple[str, str], tuple[int, int]], native: str, quantization: str
+) -> None:
+    peak, after = measured[native, quantization]
     weights = weight_bytes(open_weights(large).shapes, torch.bfloat16, 8.0 if quantization else None)
     limit = 1.3 if quantization else 1.2  # int8 halves the weights, but not the layer that is read in full
     assert 0.9 * weights < peak < limit * weights, f"{peak / weights:.2f}, {after / weights:.2f} afterwards"
