@@ -56,6 +56,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) else None
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process more than cores: tests of servers, browsers and clusters wait for a part of their time."""
+    if config.option.markexpr == "not slow":
+        return None
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 # A file runs in one process. One that takes half a minute must not be what the others wait for at the end.
 LONGEST = (
     *("serve/test_replicas.py", "serve/test_clients.py", "models/test_aarch64.py", "benchmarks/test_benchmarks.py"),
