@@ -1,9 +1,10 @@
-"""Our server beside vLLM's: the same model, requests and machine, one after the other for each workload.
+"""Our server beside vLLM's: the same model, requests and machine, in turns at each concurrency.
 
     python benchmarks/serving_vllm.py --workload short --workload agents --temperature 0 --output serving_vllm.json
     python benchmarks/serving_vllm.py --workload short --concurrency 1 --vllm-depth 4
 
-Both servers run all the while, and wait while the other one is loaded. The load is that of ``foretoken bench serve``.
+Both servers run all the while, and wait while the other one is loaded. The load is that of ``foretoken bench serve``,
+with other prompts in each turn; ratios are medians of the turns, since a machine's speed changes between minutes.
 It needs ``make peers PEERS=vllm``. vLLM gets both cores and, where they are there, the libraries that it recommends
 (Intel's OpenMP of its environment, tcmalloc of the system). Without ``--vllm-depth`` it decodes plainly.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -32,21 +35,35 @@ console = wide_console()
 
 
 def compared(theirs: Sequence[LoadResult], ours: Sequence[LoadResult]) -> Iterator[str]:
-    """Yields, for each workload and concurrency, our figures over vLLM's, in words."""
-    for one, other in zip(ours, theirs, strict=True):
-        if one.itl and other.itl and one.ttft and other.ttft and other.output_tokens_per_second:
-            rate = one.output_tokens_per_second / other.output_tokens_per_second
+    """Yields, for each workload and concurrency, our figures over vLLM's as medians of the turns, in words."""
+
+    def place(pair: tuple[LoadResult, LoadResult]) -> tuple[str, int]:
+        return pair[0].workload, pair[0].concurrency
+
+    for (workload, concurrency), turns in groupby(sorted(zip(ours, theirs, strict=True), key=place), key=place):
+        ratios = [ratio for pair in turns if (ratio := _ratios(*pair))]
+        if ratios:
+            rate, itl, ttft = (median(each) for each in zip(*ratios, strict=True))
             yield (
-                f"{one.workload}, {one.concurrency} at once: {rate:.2f}x the tokens per second, "
-                f"{one.itl.p99 / other.itl.p99:.2f}x the p99 ITL, {one.ttft.p50 / other.ttft.p50:.2f}x the median TTFT"
+                f"{workload}, {concurrency} at once, {len(ratios)} turns: {rate:.2f}x the tokens per second, "
+                f"{itl:.2f}x the p99 ITL, {ttft:.2f}x the median TTFT"
             )
+
+
+def _ratios(ours: LoadResult, theirs: LoadResult) -> tuple[float, float, float] | None:
+    """Returns our tokens per second, p99 ITL and median TTFT over theirs; None if either has none."""
+    if not (ours.itl and theirs.itl and ours.ttft and theirs.ttft and theirs.output_tokens_per_second):
+        return None
+    rate = ours.output_tokens_per_second / theirs.output_tokens_per_second
+    return rate, ours.itl.p99 / theirs.itl.p99, ours.ttft.p50 / theirs.ttft.p50
 
 
 def main(
     workload: Annotated[list[str], typer.Option(help="short, long, shared, agents.")] = [SHORT, LONG, SHARED, AGENTS],
     concurrency: Annotated[list[int], typer.Option(help="Requests at once; may be repeated.")] = [1, 4, 16, 64],
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
-    requests: Annotated[int, typer.Option(help="Requests of each concurrent client.")] = 2,
+    requests: Annotated[int, typer.Option(help="Requests of each concurrent client in a turn.")] = 2,
+    turns: Annotated[int, typer.Option(help="Turns of each server at each concurrency.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Of every answer.")] = 64,
     long_tokens: Annotated[int, typer.Option(help="Of a long prompt, about.")] = 1500,
     vllm_depth: Annotated[int, typer.Option(help="Draft tokens of vLLM; 0 is plain decoding.")] = 0,
@@ -65,7 +82,9 @@ def main(
             for server in servers.values():
                 server.run("warm-up", ["import os\n"] * 8, 4)
             for kind in workload:
-                results = {name: list(run_workload(kind, server, plan)) for name, server in servers.items()}
+                loads = [run_workload(kind, server, plan) for _ in range(turns) for server in servers.values()]
+                both = [result for at_once in zip(*loads, strict=True) for result in at_once]
+                results = {name: both[number :: len(servers)] for number, name in enumerate(servers)}
                 for name, each in results.items():
                     console.print(f"{name}, temperature {degree:g}", load_table(each), *speedup_lines(each), sep="\n")
                     record += [{"server": name, "temperature": degree, **asdict(result)} for result in each]

@@ -212,8 +212,9 @@ def test_two_servers_are_compared_by_rate_and_latency():
         return LoadResult("short", 4, 8, 0, 1.0, 80.0, 0.0, rate, 1.0, *latency)
 
     compared = importlib.import_module("serving_vllm").compared
-    assert list(compared([result(20.0, 0.2, 1.0)], [result(50.0, 0.1, 0.5)])) == [
-        "short, 4 at once: 2.50x the tokens per second, 0.50x the p99 ITL, 0.50x the median TTFT"
+    theirs, slower = result(20.0, 0.2, 1.0), result(10.0, 0.2, 1.0)
+    assert list(compared([slower, theirs, theirs], [result(50.0, 0.1, 0.5)] * 3)) == [
+        "short, 4 at once, 3 turns: 2.50x the tokens per second, 0.50x the p99 ITL, 0.50x the median TTFT"
     ]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
 from foretoken.bench.http_load import LoadedServer, LoadResult
 from foretoken.bench.workloads import FUNCTIONS
@@ -80,10 +82,12 @@ def task(number: int) -> str:
 
 def prefix_speedups(results: list[LoadResult]) -> dict[int, float]:
     """Returns by concurrency how many times shorter the median TTFT of warm agents is than that of cold ones."""
-    ttfts = {(result.workload, result.concurrency): result.ttft for result in results}
-    ratios = {}
-    for (name, concurrency), cold in ttfts.items():
-        warm = ttfts.get((f"{AGENTS}, warm", concurrency))
-        if name == f"{AGENTS}, cold" and cold is not None and warm is not None:
-            ratios[concurrency] = cold.p50 / warm.p50
-    return ratios
+    ttfts: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for result in results:
+        if result.ttft is not None:
+            ttfts[result.workload, result.concurrency].append(result.ttft.p50)
+    return {
+        concurrency: median(cold) / median(warm)
+        for (name, concurrency), cold in list(ttfts.items())
+        if name == f"{AGENTS}, cold" and (warm := ttfts.get((f"{AGENTS}, warm", concurrency)))
+    }
