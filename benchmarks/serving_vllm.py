@@ -4,7 +4,8 @@
     python benchmarks/serving_vllm.py --workload short --concurrency 1 --vllm-depth 4
 
 Both servers run all the while, and wait while the other one is loaded. The load is that of ``foretoken bench serve``,
-with other prompts in each turn; ratios are medians of the turns, since a machine's speed changes between minutes.
+with other prompts in each turn, and answers of several lengths, so that some requests begin while others decode.
+Ratios are medians of the turns, since a machine's speed changes between minutes.
 It needs ``make peers PEERS=vllm``. vLLM gets both cores and, where they are there, the libraries that it recommends
 (Intel's OpenMP of its environment, tcmalloc of the system). Without ``--vllm-depth`` it decodes plainly.
 """
@@ -64,7 +65,7 @@ def main(
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
     requests: Annotated[int, typer.Option(help="Requests of each concurrent client in a turn.")] = 2,
     turns: Annotated[int, typer.Option(help="Turns of each server at each concurrency.")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Of every answer.")] = 64,
+    max_tokens: Annotated[list[int], typer.Option(help="Of the answers, one after another.")] = [32, 80, 48, 96, 64],
     long_tokens: Annotated[int, typer.Option(help="Of a long prompt, about.")] = 1500,
     vllm_depth: Annotated[int, typer.Option(help="Draft tokens of vLLM; 0 is plain decoding.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write what was measured there.")] = None,
@@ -77,8 +78,9 @@ def main(
     own = ("--model", model, "--draft-model", draft, "--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)
     with vllm_serving(model, draft, vllm_depth) as theirs, serving(*own) as (ours, _):
         for degree in temperature:
-            options = {"max_tokens": max_tokens, "temperature": degree, "ignore_eos": True}
-            servers = {name: LoadedServer(url, None, None, options) for name, url in (("vllm", theirs), ("ours", ours))}
+            options = {"temperature": degree, "ignore_eos": True}
+            addresses = {"vllm": theirs, "ours": ours}
+            servers = {name: LoadedServer(url, None, None, options, max_tokens) for name, url in addresses.items()}
             for server in servers.values():
                 server.run("warm-up", ["import os\n"] * 8, 4)
             for kind in workload:

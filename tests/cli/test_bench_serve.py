@@ -58,6 +58,20 @@ def test_an_event_that_is_not_openais_is_an_error_of_its_request(line: str, monk
     assert (result.requests, result.failed) == (2, 2) and result.error
 
 
+def test_requests_take_the_lengths_of_answers_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.bench.http_load.listed_models", lambda url, key: [{"id": "m"}])
+    asked: list[int | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content).get("max_tokens"))
+        return httpx.Response(200, text="data: [DONE]\n\n")
+
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=httpx.MockTransport(answer)))
+    LoadedServer("http://x", None, None, {}, (8, 9)).run("short", ["a", "b", "c"], 1)
+    LoadedServer("http://x", None, None, {"max_tokens": 5}).run("short", ["a"], 1)
+    assert asked == [8, 9, 8, 5]
+
+
 PROGRAM = """#!{python}
 import json, sys
 words = sys.argv[1:]

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import httpx
@@ -139,15 +139,18 @@ class LoadedServer:
         key: An API key, if it asks for one.
         model: Name of the model; None takes the first that the server lists.
         options: Fields of every request, such as the temperature.
+        lengths: ``max_tokens`` of the requests, one after another and again from the first; none: as ``options`` say.
 
     Raises:
         ForetokenError: It does not answer, or does not list the model.
     """
 
-    def __init__(self, url: str, key: str | None, model: str | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, url: str, key: str | None, model: str | None, options: dict[str, Any], lengths: Sequence[int] = ()
+    ) -> None:
         self.url = base_url(url)
         self._headers = auth_headers(key)
-        self._options = options
+        self._options, self._lengths = options, cycle(lengths)
         listed = [str(entry["id"]) for entry in listed_models(self.url, key)]
         if model is not None and model not in listed:
             raise ForetokenError(f"{self.url} serves no model {model!r}; it serves {', '.join(listed)}")
@@ -179,6 +182,8 @@ class LoadedServer:
     async def _stream(self, client: httpx.AsyncClient, prompt: str, answer: Streamed) -> None:
         body = {"model": self.model, "prompt": prompt, "stream": True, **self._options}
         body["stream_options"] = {"include_usage": True}
+        if length := next(self._lengths, None):
+            body["max_tokens"] = length
         async with client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
             if response.status_code != 200:
                 answer.error = f"{response.status_code}: {(await response.aread()).decode(errors='replace')[:_SHOWN]}"
