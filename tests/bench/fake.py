@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 
@@ -15,6 +16,11 @@ def load(setup: Setup) -> tuple[Complete, str]:
     if setup.method == "crash":
         print("out of memory", file=sys.stderr)
         os._exit(3)
+    if setup.method == "parent":
+        hold = "kept = b'1' * 40 * 2**20; print(flush=True); input()"
+        child = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
     print("a library that prints to standard output")
 
     def complete(ask: PeerRequest) -> Answer:

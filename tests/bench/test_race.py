@@ -27,6 +27,7 @@ class Fake:
     version: str = "1"
     best: int = 4
     closed: bool = False
+    resident_bytes: int = 2**20
 
     def answer(self, question: PeerRequest) -> Answer:
         if self.setup.method == "fails":
@@ -70,6 +71,7 @@ def test_rows_of_an_interleaved_race():
     assert fastest.decode_tokens_per_second == pytest.approx(50)
     assert fastest.tokens_per_second == pytest.approx(40 / (40 / 50 + 1))
     assert fastest.prefill_seconds == 0.5
+    assert fastest.resident_bytes == 2**20
     assert fastest.tokens_per_pass == pytest.approx(5)
     assert fastest.identical_to_plain is True and fastest.identical_texts == fastest.texts == 2
     assert {ratio["over"] for ratio in ratios(rows)} == {"foretoken plain", "other plain"}

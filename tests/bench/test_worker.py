@@ -55,6 +55,13 @@ def test_it_sleeps_between_turns_and_is_gone_afterwards(tmp_path):
     assert not Path(f"/proc/{pid}").exists()
 
 
+@linux
+def test_its_memory_includes_that_of_its_children(tmp_path):
+    with worker(tmp_path) as alone, worker(tmp_path, "parent") as parent:
+        assert alone.resident_bytes > 2**20
+        assert parent.resident_bytes > alone.resident_bytes + 30 * 2**20
+
+
 def test_failures_are_one_line_and_what_can_answer_goes_on(tmp_path):
     with pytest.raises(PeerError, match=r"fake broken: ValueError: no such model"):
         worker(tmp_path, "broken")

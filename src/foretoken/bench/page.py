@@ -11,7 +11,10 @@ from foretoken.report.document import bullets, document, paragraph, section, tab
 from foretoken.report.markup import Html, join
 
 NAMES = {"plain": "plain", "draft_model": "draft model", "ngram": "prompt lookup"}
-HEADS = ("system", "tokens/s", "spread", "decode tokens/s", "prefill ms", "tokens/pass", "= plain", "sampling bias (z)")
+HEADS = (
+    *("system", "tokens/s", "spread", "decode tokens/s", "prefill ms", "tokens/pass", "= plain", "memory MB"),
+    "sampling bias (z)",
+)
 
 
 def page(setting: Mapping[str, Any], rows: Sequence[RaceRow]) -> str:
@@ -25,9 +28,9 @@ def page(setting: Mapping[str, Any], rows: Sequence[RaceRow]) -> str:
         "took turns in one run, all others stopped; bars are medians, whiskers the lowest and the highest repeat. "
         "Machines differ and drift: only ratios within this page are claims.",
         footer="tokens/s includes prefill, decode tokens/s does not. tokens/pass: emitted tokens over "
-        "target passes. = plain: texts that are token for token the same system's plain decoding. sampling bias (z): "
-        "how far sampled texts are from the target's distribution, in standard errors (exact ones stay within 3). "
-        "Bold: the fastest depth.",
+        "target passes. = plain: texts that are token for token the same system's plain decoding. memory: resident, "
+        "with the files that are mapped. sampling bias (z): how far sampled texts are from the target's distribution, "
+        "in standard errors (exact ones stay within 3). Bold: the fastest depth.",
     )
 
 
@@ -81,5 +84,6 @@ def cells(row: RaceRow) -> tuple[str, ...]:
         f"{row.prefill_seconds * 1e3:.0f}",
         f"{row.tokens_per_pass:.2f}",
         "" if row.identical_texts is None else f"{row.identical_texts}/{row.texts}",
+        f"{row.resident_bytes / 1e6:.0f}" if row.resident_bytes else "",
         "" if row.sampling_bias_z is None else f"{row.sampling_bias_z:+.1f}",
     )

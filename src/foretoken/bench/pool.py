@@ -18,6 +18,11 @@ class RaceWorker(Protocol):
 
     version: str
 
+    @property
+    def resident_bytes(self) -> int:
+        """Resident memory of its processes."""
+        ...
+
     def answer(self, request: PeerRequest) -> Answer:
         """Completes the request's prompts."""
         ...

@@ -43,6 +43,7 @@ class RaceRow:
         identical_to_plain: Whether all texts equal the system's own plain ones. None for sampled texts.
         best: Whether this is the depth at which the system and method were fastest.
         weights: How the system stores the target's weights.
+        resident_bytes: Largest resident memory of the system's processes after a turn; 0 if hidden.
         sampling_bias_z: Sampling bias in standard errors, see ``sampling_bias.py``.
         sampling_bias_nats: Sampling bias in nats per token.
     """
@@ -66,6 +67,7 @@ class RaceRow:
     repeats: int
     weights: str = "bf16"
     best: bool = False
+    resident_bytes: int = 0
     sampling_bias_z: float | None = None
     sampling_bias_nats: float | None = None
 
@@ -103,6 +105,7 @@ def race(
     order = turns(len(pairs), repeats)
     race_answers: RaceAnswers = {(entrant, task.temperature): [] for entrant, task in pairs}
     versions: dict[Setup, str] = {}
+    resident: dict[Setup, int] = {}
     failed: set[Setup] = set()
     with Pool(start, [pairs[i][0].setup for i in order]) as pool:
         for turn in track(range(len(order))):
@@ -113,6 +116,7 @@ def race(
                 worker = pool.get(turn)
                 versions[entrant.setup] = worker.version
                 race_answers[entrant, task.temperature].append(run(worker, entrant, task))
+                resident[entrant.setup] = max(resident.get(entrant.setup, 0), worker.resident_bytes)
             except PeerError as error:
                 failed.add(entrant.setup)
                 pool.drop(entrant.setup)
@@ -124,9 +128,13 @@ def race(
             entrant: answers for (entrant, value), answers in race_answers.items() if value == task.temperature
         }
         plain = {e.system: answers[0] for e, answers in by_entrant.items() if e.method == "plain"}
-        rows += mark_best(
-            [summarize(e, versions[e.setup], task, answers, plain.get(e.system)) for e, answers in by_entrant.items()]
-        )
+        found = [
+            replace(
+                summarize(e, versions[e.setup], task, answers, plain.get(e.system)), resident_bytes=resident[e.setup]
+            )
+            for e, answers in by_entrant.items()
+        ]
+        rows += mark_best(found)
     return rows, race_answers
 
 

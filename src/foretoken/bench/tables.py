@@ -28,6 +28,7 @@ def race(rows: Sequence[RaceRow]) -> Iterator[Table | str]:
             "prefill ms",
             "tokens/pass",
             "= plain",
+            "memory MB",
             "sampling bias (z)",
         )
         table = _table(("system", "method"), heads)

@@ -51,6 +51,11 @@ class PeerWorker:
         """Id of the process, and of its group."""
         return self._process.pid
 
+    @property
+    def resident_bytes(self) -> int:
+        """Resident memory of the process and its children, with the files that they map; 0 where it is hidden."""
+        return sum(_resident(process) for process in Path("/proc").glob("[0-9]*") if _group(process) == self.pid)
+
     def answer(self, request: PeerRequest) -> Answer:
         """Resumes the process, completes the request, stops it again."""
         return Answer(**self._exchange(asdict(request)))
@@ -105,3 +110,19 @@ class PeerWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _group(process: Path) -> int | None:
+    """Returns the process group; None if the process has ended."""
+    try:
+        return int((process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[2])
+    except OSError:
+        return None
+
+
+def _resident(process: Path) -> int:
+    """Returns the resident bytes of a process; 0 if it has ended."""
+    try:
+        return int((process / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
+    except OSError:
+        return 0
