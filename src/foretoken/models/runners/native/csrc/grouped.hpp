@@ -10,17 +10,17 @@
 // first block's and the second's. All of it is read once, front to back.
 #pragma once
 
-#include <algorithm>
 #include <vector>
 
-#include "product.hpp"
+#include "levels.hpp"
 
 constexpr int SPAN = 128;         // inputs of an activation row that share a scale; a multiple of shorter groups
-// Rows of a tile: 12 integer sums, 12 float sums, and what is multiplied. With narrow registers, the integer sums of half a
-// block and its unpacked weights.
-constexpr int GROUPED_ROWS = ONE_REGISTER ? 12 : 8;
-constexpr int BOTH_BLOCKS = 7;    // up to this many rows take a unit's two blocks at once, so that memory is read in order
-constexpr int BYTES_AHEAD = 8192;  // what they prefetch ahead
+
+// Rows of a tile, which takes both blocks of a unit at once, so that memory is read in order and inputs are loaded once for both.
+// With eight rows the sums of floats do not fit into registers beside those of integers; compilers keep them in memory, which
+// costs nothing, since the multipliers are what is busy. Taller tiles are no faster for each row.
+constexpr int GROUPED_ROWS = 8;
+constexpr int BYTES_AHEAD = 8192;  // what a unit's only tile prefetches ahead
 
 // What an activation row stores for each group: the scale of its span, what the group's integer sums start from, so that
 // levels count from `zero`, and the sum of its codes, for offsets.
@@ -85,12 +85,6 @@ struct GroupAt {
     }
 };
 
-// Levels above 127 are multiplied as signed bytes, 128 lower, where no instruction takes unsigned ones.
-inline bool large_levels(const Matrix& w, int bits) {
-    if (bits == 8) return true;
-    return bits == 4 && *std::max_element(w.levels, w.levels + 16) > 63;
-}
-
 inline int64_t span_groups(const Matrix& w) { return w.group < SPAN ? SPAN / w.group : 1; }
 
 // Stores a row of floats as int8 words with a scale for each span. Padding after `count` becomes zero.
@@ -120,93 +114,28 @@ inline void encode_groups(const Matrix& w, const float* row, int64_t count, Word
     }
 }
 
-// Sixteen inputs of a block are four words of inputs. In four bits they take two vectors, each of two words, the first in the
-// low halves of bytes; in six bits a third vector has the upper two bits, the first word in its lowest; in eight bits four.
-constexpr int vectors_of(int bits) { return bits / 2; }
-
-// The levels of word `number` of sixteen inputs, signed in eight bits where products are.
-template <int BITS, int number>
-__attribute__((always_inline)) inline Ints levels_of(const Ints* codes, Ints levels) {
-    if constexpr (BITS == 8 && UNSIGNED_BYTES) return load_ints(codes + number);
-    if constexpr (BITS == 8) return xor_bits(load_ints(codes + number), bytes(-128));
-    const Ints packed = load_ints(codes + number / 2);
-    const Ints low = and_bits(number % 2 ? shift_right16<4>(packed) : packed, bytes(15));
-    if constexpr (BITS == 4) return look_up(levels, low);
-    const Ints upper = load_ints(codes + 2), mask = bytes(48);
-    const Ints high = number < 2 ? shift_left16<number < 2 ? 4 - 2 * number : 0>(upper)
-                                 : shift_right16<number < 2 ? 0 : 2 * number - 4>(upper);
-    return bits_from(mask, high, low);  // two bits from `high`, the rest from `low`
-}
-
-#ifndef __AVX512F__
-// The same of one register of sixteen inputs.
-template <int BITS, int number>
-INLINE IntPiece piece_levels(const Ints* codes, IntPiece levels, int i) {
-    if constexpr (BITS == 8) {
-        const IntPiece whole = codes[number].p[i];
-        return UNSIGNED_BYTES ? whole : whole ^ piece((int32_t)0x80808080);
-    }
-    const IntPiece packed = codes[number / 2].p[i];
-    const IntPiece low = (number % 2 ? (IntPiece)((HalfPiece)packed >> 4) : packed) & piece(0x0f0f0f0f);
-    if constexpr (BITS == 4) return (IntPiece)piece_look_up((BytePiece)levels, (BytePiece)low);
-    const HalfPiece upper = (HalfPiece)codes[2].p[i];
-    const HalfPiece high = number < 2 ? upper << (number < 2 ? 4 - 2 * number : 0) : upper >> (number < 2 ? 0 : 2 * number - 4);
-    return ((IntPiece)high & piece(0x30303030)) | low;
-}
-
-// part[r] += levels * x[r] over a group: one register of outputs after the other, so that the sums of all rows and four
-// unpacked words fit into sixteen registers. SMALL: no level is above 63, so two sums of products fit into 16 bits.
-template <int BITS, bool SMALL, int R>
-INLINE void add_pieces(const Ints* codes, Ints levels, int sixteens, const Word* x, Ints (&part)[R]) {
-    constexpr int VECTORS = vectors_of(BITS);
-    for (int p = 0; p < PIECES; p++) {
-        IntPiece sums[R];
-        each<R>([&](auto r) __attribute__((always_inline)) { sums[r()] = part[r()].p[p]; });
-        const Ints* at = codes;
-        const Word* words = x;
-        for (int i = 0; i < sixteens; i++, at += VECTORS, words += 4 * R)
-            each<2>([&](auto half) __attribute__((always_inline)) {
-                constexpr int first = half() * 2;
-                const IntPiece a = piece_levels<BITS, first>(at, levels.p[p], p), b = piece_levels<BITS, first + 1>(at, levels.p[p], p);
-                each<R>([&](auto r) __attribute__((always_inline)) {
-                    const IntPiece x_a = piece((int32_t)words[first * R + r()]), x_b = piece((int32_t)words[(first + 1) * R + r()]);
-                    if constexpr (SMALL) sums[r()] = piece_add_small(sums[r()], a, x_a, b, x_b);
-                    else sums[r()] = piece_add_products(piece_add_products(sums[r()], a, x_a), b, x_b);
-                });
-            });
-        each<R>([&](auto r) __attribute__((always_inline)) { part[r()].p[p] = sums[r()]; });
-    }
-}
-#else
-template <int BITS, bool SMALL, int R>
-INLINE void add_pieces(const Ints*, Ints, int, const Word*, Ints (&)[R]) {}
-#endif
-
-// One block of a unit times R rows, over one group: sums[r] += (levels - zero) * x[r] * scales + offsets * x[r]. x is
-// [words][R].
+// One unit times R rows, over one group: sums[block][r] += (levels - zero) * x[r] * scales + offsets * x[r]. x is [words][R].
 template <class V, bool SMALL, int R>
-__attribute__((always_inline)) inline void add_group(const GroupAt<V>& at, int block, Ints levels, int sixteens,
-                                                     const Word* x, const GroupMeta* meta, int64_t groups,
-                                                     Floats (&sums)[R]) {
-    Ints part[R];
-    each<R>([&](auto r) __attribute__((always_inline)) { part[r()] = ints(meta[r() * groups].start); });
-    const Ints* codes = (const Ints*)at.codes + block * sixteens * vectors_of(V::bits);
-    if constexpr (!ONE_REGISTER) add_pieces<V::bits, SMALL, R>(codes, levels, sixteens, x, part);
-    else for (int i = 0; i < sixteens; i++, codes += vectors_of(V::bits), x += 4 * R)
-        each<4>([&](auto number) __attribute__((always_inline)) {
-            const Ints weights = levels_of<V::bits, number()>(codes, levels);
-            each<R>([&](auto r) __attribute__((always_inline)) { add_products(part[r()], weights, x[number() * R + r()]); });
-        });
-    const Floats scales = at.floats(block, 0);
+__attribute__((always_inline)) inline void add_group(const GroupAt<V>& at, Ints levels, int sixteens, const Word* x,
+                                                     const GroupMeta* meta, int64_t groups, Floats (&sums)[BLOCKS][R]) {
+    Ints part[BLOCKS][R];
     each<R>([&](auto r) __attribute__((always_inline)) {
-        sums[r()] = multiply_add(to_floats(part[r()]), scales, sums[r()]);
+        const Ints start = ints(meta[r() * groups].start);
+        each<BLOCKS>([&](auto b) __attribute__((always_inline)) { part[b()][r()] = start; });
     });
-    if constexpr (V::sides == 2) {
-        const Floats offsets = at.floats(block, 1);
+    add_levels<V::bits, SMALL>((const Ints*)at.codes, levels, sixteens, x, part);
+    each<BLOCKS>([&](auto b) __attribute__((always_inline)) {
+        const Floats scales = at.floats(b(), 0);
         each<R>([&](auto r) __attribute__((always_inline)) {
-            sums[r()] = multiply_add(offsets, floats(meta[r() * groups].sum), sums[r()]);
+            sums[b()][r()] = multiply_add(to_floats(part[b()][r()]), scales, sums[b()][r()]);
         });
-    }
+        if constexpr (V::sides == 2) {
+            const Floats offsets = at.floats(b(), 1);
+            each<R>([&](auto r) __attribute__((always_inline)) {
+                sums[b()][r()] = multiply_add(offsets, floats(meta[r() * groups].sum), sums[b()][r()]);
+            });
+        }
+    });
 }
 
 // Prefetches a share of memory: what lies between the end of the last call's and `until`. In assembly, because compilers
@@ -222,44 +151,38 @@ struct Fetch {
     }
 };
 
-// One unit times R rows: both blocks at once for few rows, otherwise one after the other, so that twelve rows fit into
-// registers. Each turn prefetches its part of the next unit.
+// One unit times R rows. A unit's only tile prefetches a little ahead; of several tiles, each prefetches its part of the next
+// unit.
 template <class V, bool SMALL, int R, class Store>
 inline void grouped_tile(const Matrix& w, const Word* x, const GroupMeta* meta, int row, int64_t unit, TileOf tile,
                          Store& store) {
-    constexpr int AT_ONCE = R <= BOTH_BLOCKS ? BLOCKS : 1;
     const int64_t groups = w.groups(), words = w.group / 4 * R, per = span_groups(w);
     const int64_t bytes = w.record_bytes / w.record_groups, unit_bytes = bytes * groups;
     const int sixteens = w.group / LANES;
     Ints levels = repeated(w.levels);
     if constexpr (!UNSIGNED_BYTES && V::bits == 4 && !SMALL) levels = xor_bits(levels, ::bytes(-128));
     alignas(64) float totals[BLOCKS][R][LANES] = {};
-    for (int block = 0; block < BLOCKS; block += AT_ONCE) {
-        GroupAt<V> at(w, unit, 0);
-        const int turn = tile.number * BLOCKS / AT_ONCE + block, turns = tile.count * BLOCKS / AT_ONCE;
-        Fetch fetch{at.record + (turns == 1 ? BYTES_AHEAD : unit_bytes + unit_bytes * turn / turns)};
-        const uint8_t* next = fetch.at;
-        for (int64_t g = 0; g < groups;) {
-            Floats sums[AT_ONCE][R];
-            each<R>([&](auto r) __attribute__((always_inline)) {
-                each<AT_ONCE>([&](auto b) __attribute__((always_inline)) { sums[b()][r()] = floats(0.0f); });
-            });
-            for (const int64_t end = std::min(g + per, groups); g < end; g++, at.advance()) {
-                next += turns == 1 ? bytes : bytes / turns;
-                fetch.upto(next);
-                each<AT_ONCE>([&](auto b) __attribute__((always_inline)) {
-                    add_group<V, SMALL, R>(at, block + b(), levels, sixteens, x + g * words, meta + g, groups, sums[b()]);
-                });
-            }
-            asm volatile("" : : : "memory");  // so that the compiler keeps totals in memory and the sums in registers
-            each<R>([&](auto r) __attribute__((always_inline)) {
-                const Floats scale = floats(meta[r() * groups + g - 1].scale);
-                each<AT_ONCE>([&](auto b) __attribute__((always_inline)) {
-                    float* total = totals[block + b()][r()];
-                    ::store(total, multiply_add(sums[b()][r()], scale, load(total)));
-                });
-            });
+    GroupAt<V> at(w, unit, 0);
+    Fetch fetch{at.record + (tile.count == 1 ? BYTES_AHEAD : unit_bytes + unit_bytes * tile.number / tile.count)};
+    const uint8_t* next = fetch.at;
+    for (int64_t g = 0; g < groups;) {
+        Floats sums[BLOCKS][R];
+        each<R>([&](auto r) __attribute__((always_inline)) {
+            each<BLOCKS>([&](auto b) __attribute__((always_inline)) { sums[b()][r()] = floats(0.0f); });
+        });
+        for (const int64_t end = std::min(g + per, groups); g < end; g++, at.advance()) {
+            next += bytes / tile.count;
+            fetch.upto(next);
+            add_group<V, SMALL>(at, levels, sixteens, x + g * words, meta + g, groups, sums);
         }
+        asm volatile("" : : : "memory");  // so that the compiler keeps totals in memory and the sums in registers
+        each<R>([&](auto r) __attribute__((always_inline)) {
+            const Floats scale = floats(meta[r() * groups + g - 1].scale);
+            each<BLOCKS>([&](auto b) __attribute__((always_inline)) {
+                float* total = totals[b()][r()];
+                ::store(total, multiply_add(sums[b()][r()], scale, load(total)));
+            });
+        });
     }
     for (int r = 0; r < R; r++)
         store(row + r, unit, finish(w, unit * BLOCKS, load(totals[0][r])),
@@ -307,15 +230,6 @@ inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, cons
                     pick_grouped<V, false, GROUPED_ROWS>(count, w, words, metas, first, unit, {t, tiles}, store);
             }
     } while (work.next(share));
-}
-
-// The code of input i, 0 to 15, in the vectors of sixteen inputs that begin with its output's bytes.
-template <int BITS>
-inline uint8_t code_at(const uint8_t* vectors, int64_t i) {
-    const int64_t word = i / 4, byte = i % 4;
-    if (BITS == 8) return vectors[word * 64 + byte];
-    const uint8_t low = vectors[word / 2 * 64 + byte] >> word % 2 * 4 & 15;
-    return BITS == 4 ? low : low | (vectors[128 + byte] >> word * 2 & 3) << 4;
 }
 
 // The float32 weights of one output, for a tied embedding.
