@@ -196,10 +196,13 @@ inline void pick_grouped(int rows, const Matrix& w, const Word* x, const GroupMe
     else if constexpr (R > 1) pick_grouped<V, SMALL, R - 1>(rows, w, x, meta, row, unit, tile, store);
 }
 
-// Writes rows of x [rows][stride] as [words][rows], so that a word's operands are at constant distances from one address.
+// Writes up to R rows of x [rows][stride] as [words][rows], so that a word's operands are at constant distances from one address.
+template <int R>
 inline void side_by_side(const Word* x, int64_t stride, int64_t words, int rows, Word* to) {
-    for (int64_t k = 0; k < words; k++)
-        for (int r = 0; r < rows; r++) to[k * rows + r] = x[r * stride + k];
+    if (rows == R)
+        for (int64_t k = 0; k < words; k++, to += R)
+            each<R>([&](auto r) __attribute__((always_inline)) { to[r()] = x[r() * stride + k]; });
+    else if constexpr (R > 1) side_by_side<R - 1>(x, stride, words, rows, to);
 }
 
 // Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread takes.
@@ -216,7 +219,7 @@ inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, cons
     auto first_of = [&](int tile) { return rows * tile / tiles; };
     for (int t = 0; rows > 1 && t < tiles; t++) {
         const int first = first_of(t), count = first_of(t + 1) - first;
-        side_by_side(x + first * stride, stride, w.steps, count, buffer.data() + first * w.steps);
+        side_by_side<GROUPED_ROWS>(x + first * stride, stride, w.steps, count, buffer.data() + first * w.steps);
     }
     do {
         for (int64_t unit = share.first; unit < share.last; unit++)
