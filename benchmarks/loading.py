@@ -89,20 +89,20 @@ def main(
     model: Annotated[Path, typer.Option(help="GGUF file or folder of a checkpoint.")],
     draft_model: Annotated[str, typer.Option(help="Draft model of the engine; empty for none.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 3,
+    cold: Annotated[bool, typer.Option(help="Cold starts too, which empty the system's page cache.")] = True,
     output: Annotated[Path | None, typer.Option(help="Record in JSON.")] = None,
 ) -> None:
     """Start a model several times and print what it took."""
     path = resolve(model)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    kinds = [False, *([True] if os.access(DROP, os.W_OK) else [])]
     starts = []
-    for cold in kinds:
+    for emptied in [False, *([True] if cold and os.access(DROP, os.W_OK) else [])]:
         runs: dict[str, list[Start]] = {"packed": [], "mapped": []}
         for _ in range(repeats):
             with OwnCache() as environment:
                 for name, found in runs.items():
-                    found.append(start(name, path, files, draft_model, cold, environment))
+                    found.append(start(name, path, files, draft_model, emptied, environment))
         starts += [_medians(found) for found in runs.values()]
     if output is not None:
         record = {"setting": setting(), "bytes": size, "starts": [asdict(each) for each in starts]}
