@@ -79,22 +79,24 @@ INLINE void add_levels(const Ints* codes, Ints levels, int sixteens, const Word*
     const int64_t block_vectors = sixteens * vectors_of(BITS);
     if constexpr (!ONE_REGISTER) {
         for (int b = 0; b < BLOCKS; b++) add_pieces<BITS, SMALL, R>(codes + b * block_vectors, levels, sixteens, x, part[b]);
-        return;
+    } else {
+        int i = 0;
+        do {  // a loop that might end before it begins would cost registers
+            each<4>([&](auto number) __attribute__((always_inline)) {
+                Ints weights[BLOCKS];
+                each<BLOCKS>([&](auto b) __attribute__((always_inline)) {
+                    weights[b()] = levels_of<BITS, number()>(codes + b() * block_vectors, levels);
+                });
+                each<R>([&](auto r) __attribute__((always_inline)) {
+                    const Ints word = ints((int)x[number() * R + r()]);
+                    each<BLOCKS>([&](auto b) __attribute__((always_inline)) {
+                        part[b()][r()] = add_products(part[b()][r()], weights[b()], word);
+                    });
+                });
+            });
+            codes += vectors_of(BITS), x += 4 * R;
+        } while (++i < sixteens);
     }
-    int i = 0;
-    do {  // a loop that might end before it begins would cost registers
-        each<4>([&](auto number) __attribute__((always_inline)) {
-            Ints weights[BLOCKS];
-            each<BLOCKS>([&](auto b) __attribute__((always_inline)) {
-                weights[b()] = levels_of<BITS, number()>(codes + b() * block_vectors, levels);
-            });
-            each<R>([&](auto r) __attribute__((always_inline)) {
-                const Ints word = ints((int)x[number() * R + r()]);
-                each<BLOCKS>([&](auto b) __attribute__((always_inline)) { part[b()][r()] = add_products(part[b()][r()], weights[b()], word); });
-            });
-        });
-        codes += vectors_of(BITS), x += 4 * R;
-    } while (++i < sixteens);
 }
 
 // The code of input i, 0 to 15, in the vectors of sixteen inputs that begin with its output's bytes.
