@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.exactness.gtest import draws_needed, g_test
+from tests.exactness.gtest import draws_for, g_test
 from tests.models.seq2seq.tiny import save
 
 from foretoken import LLM, SamplingParams
@@ -185,17 +185,17 @@ def reference(target: Model, law: SamplingLaw) -> dict[tuple[int, ...], float]:
 def test_drawn_texts_follow_the_targets_law(toys: tuple[Model, Model], tree: str) -> None:
     target, draft = toys
     law = SamplingLaw(temperature=1.5)
-    draws = draws_needed(DELTA, cells=VOCAB**LENGTH)
+    expected = reference(target, law)
     engine = Engine(target, DraftModel(draft, DraftModelConfig(tree=tree)), Fixed(3), max_sequences=64)
     contexts = [
         Context(i, list(START), 1, law, Streams(random_seed_from(3, i)), depth=i % 4, source=SOURCE)
-        for i in range(draws)
+        for i in range(draws_for(expected, DELTA))
     ]
     for context in contexts:
         engine.add(context, Length(LENGTH))
     while engine.busy:
         engine.step()
-    result = g_test(Counter(tuple(context.tokens[1:]) for context in contexts), reference(target, law))
+    result = g_test(Counter(tuple(context.tokens[1:]) for context in contexts), expected)
     assert result.p_value > 1e-3 and result.delta <= DELTA, result
 
 

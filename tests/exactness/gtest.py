@@ -62,3 +62,17 @@ def noncentrality(dof: int, alpha: float = 1e-3, power: float = 0.9) -> float:
 def draws_needed(delta: float, cells: int, alpha: float = 1e-3, power: float = 0.9) -> int:
     """Draws that detect any law at total variation ``delta`` with ``power`` at level ``alpha``."""
     return ceil(noncentrality(cells - 1, alpha, power) / (4 * delta**2))
+
+
+def draws_for(law: Mapping[Hashable, float], delta: float, smallest: float = 5.0) -> int:
+    """Draws that detect any law at total variation ``delta`` from ``law``, pooled cells counting as one."""
+    draws = draws_needed(delta, cells=len(law))
+    while (fewer := draws_needed(delta, _cells(law, draws, smallest))) < draws:
+        draws = fewer
+    return draws
+
+
+def _cells(law: Mapping[Hashable, float], draws: int, smallest: float) -> int:
+    """Cells of a test of so many draws."""
+    alone = sum(draws * p >= smallest for p in law.values())
+    return alone + any(0.0 < draws * p < smallest for p in law.values())

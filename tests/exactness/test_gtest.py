@@ -20,7 +20,7 @@ from foretoken.models.toy import ToyModel
 from foretoken.verify import choose
 
 from .enumerate import Text
-from .gtest import GResult, draws_needed, g_test
+from .gtest import GResult, draws_for, g_test
 from .test_engine import LAWS, PROMPT, PROPOSERS, reference
 
 VOCAB, LENGTH, DELTA = 3, 4, 0.1
@@ -44,7 +44,7 @@ def sample(proposer: str, grade: Exactness, law: str, draws: int, seed: int) -> 
 
 
 def holds(proposer: str, grade: Exactness, law: str) -> None:
-    draws = draws_needed(DELTA, cells=VOCAB**LENGTH)
+    draws = draws_for(reference(TARGET, LAWS[law], LENGTH, None), DELTA)
     result = sample(proposer, grade, law, draws, seed=17)
     assert result.p_value > 1e-3, result
     assert result.delta <= DELTA, result
@@ -72,5 +72,5 @@ def test_texts_follow_it_with_filters_and_penalties(grade):
 @pytest.mark.slow
 def test_the_lossy_grade_is_told_apart():
     """The control: the same test with as many draws finds typical acceptance."""
-    draws = draws_needed(DELTA, cells=VOCAB**LENGTH)
+    draws = draws_for(reference(TARGET, LAWS["plain"], LENGTH, None), DELTA)
     assert sample("draft by argmax", Exactness.TYPICAL, "plain", draws, seed=17).p_value < 1e-3

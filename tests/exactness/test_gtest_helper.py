@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from .gtest import draws_needed, g_test
+from .gtest import draws_for, draws_needed, g_test
 
 
 def law_of(cells: int, seed: int) -> np.ndarray:
@@ -45,6 +45,15 @@ def test_power_at_the_stated_distance():
     assert 0.5 * np.abs(law - wrong).sum() == pytest.approx(0.05)
     result = p_values(wrong, law, draws_needed(0.05, 81), repeats=200)
     assert (result < 1e-3).mean() > 0.83  # 0.9 and three standard errors
+
+
+def test_a_law_of_small_cells_needs_fewer_draws_for_the_same_power():
+    law = dict(enumerate([0.4, 0.3, 0.2, *[0.1 / 78] * 78]))
+    draws = draws_for(law, 0.1)
+    assert draws == draws_needed(0.1, cells=4) < draws_needed(0.1, cells=81)
+    expected = {cell: draws * p for cell, p in law.items()}
+    result = g_test(expected, law)
+    assert result.dof == 3 and result.delta <= 0.1
 
 
 def test_small_cells_are_pooled():
