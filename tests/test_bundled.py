@@ -32,7 +32,7 @@ def test_one_text(bundled: Bundled, params: dict[str, float]) -> None:
     pair, lookup = bundled
 
     def texts(llm: LLM, depth: int, batch: int) -> list[tuple[int, ...]]:
-        settings = SamplingParams(max_tokens=24, ignore_eos=True, speculative_tokens=depth, **params)  # type: ignore[arg-type]
+        settings = SamplingParams(max_tokens=16, ignore_eos=True, speculative_tokens=depth, **params)  # type: ignore[arg-type]
         parts = [PROMPTS[i : i + batch] for i in range(0, len(PROMPTS), batch)]
         return [o.outputs[0].token_ids for part in parts for o in llm.generate(part, settings)]
 
@@ -77,7 +77,7 @@ def write(llm: LLM, temperature: float, batch: int) -> list[Any]:
     texts = []
     for start in range(0, len(PROMPTS), batch):
         params = [
-            SamplingParams(max_tokens=24, temperature=temperature, seed=i, ignore_eos=True)
+            SamplingParams(max_tokens=16, temperature=temperature, seed=i, ignore_eos=True)
             for i in range(start, start + batch)
         ]
         texts += [o.outputs[0].token_ids for o in llm.generate(PROMPTS[start : start + batch], params)]

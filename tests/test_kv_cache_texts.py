@@ -28,7 +28,7 @@ def opened(**options: Any) -> LLM:
     return LLM(zoo.path("target"), dtype="bfloat16", kv_cache_dtype="int8", max_model_len=256, **options)
 
 
-def write(llm: LLM, temperature: float, batch: int, max_tokens: int = 24, **options: Any) -> list[Sequence[int]]:
+def write(llm: LLM, temperature: float, batch: int, max_tokens: int = 16, **options: Any) -> list[Sequence[int]]:
     """Continues all prompts, ``batch`` at once, each with its own seed."""
     texts: list[Sequence[int]] = []
     for start in range(0, len(PROMPTS), batch):

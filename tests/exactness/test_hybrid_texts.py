@@ -51,7 +51,7 @@ def saved(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return save
 
 
-def texts(llm: LLM, sampling: str, speculative_tokens: int, max_tokens: int = 40) -> list[str]:
+def texts(llm: LLM, sampling: str, speculative_tokens: int, max_tokens: int = 24) -> list[str]:
     own = {"max_tokens": max_tokens, "speculative_tokens": speculative_tokens, **SAMPLING[sampling]}
     params = SamplingParams(ignore_eos=True, **own)
     return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]

@@ -25,7 +25,7 @@ from foretoken.propose.recycling import Recycling, RecyclingConfig
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 
 from .enumerate import Branching, Text, outcomes, total_variation
-from .gtest import draws_needed, g_test
+from .gtest import draws_for, g_test
 from .test_engine import LAWS, LIMIT, PROMPT, generate, reference
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def texts(proposer: Proposer, grade: Exactness, count: int, batch: int, law: str
         for i in range(count)
     ]
     for context in contexts:
-        engine.add(context, Length(LENGTH if count > 100 else 40))
+        engine.add(context, Length(LENGTH if count > 100 else 24))
     while engine.busy:
         engine.step()
     return [tuple(context.tokens[len(PROMPT) :]) for context in contexts]
@@ -102,9 +102,9 @@ def texts(proposer: Proposer, grade: Exactness, count: int, batch: int, law: str
 
 @pytest.mark.parametrize("proposer", ["shared tokens", "mixture"])
 def test_texts_follow_the_targets_law(proposer: str) -> None:
-    draws = draws_needed(DELTA, cells=VOCAB**LENGTH)
-    drawn = Counter(texts(PROPOSERS[proposer](), Exactness.DISTRIBUTION, draws, batch=64))
-    result = g_test(drawn, reference(TARGET, LAWS["plain"], LENGTH, None))
+    law = reference(TARGET, LAWS["plain"], LENGTH, None)
+    drawn = Counter(texts(PROPOSERS[proposer](), Exactness.DISTRIBUTION, draws_for(law, DELTA), batch=64))
+    result = g_test(drawn, law)
     assert result.p_value > 1e-3, result
     assert result.delta <= DELTA, result
 

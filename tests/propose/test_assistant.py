@@ -19,6 +19,8 @@ pytestmark = pytest.mark.slow
 PREFIX = "def read(path):\n    with open(path) as file:\n        return file.read()\n" * 4
 PROMPTS = [PREFIX + "for i in range", "x = 1", PREFIX + "print(", "a b a b a b a b", PREFIX[:100], "import os\n" * 9]
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 3}}
+# By the number of sequences: sampling and draft length, so that any two of the three meet.
+PAIRS = {1: (("greedy", 5), ("sampled", 1)), 8: (("greedy", 1), ("sampled", 5))}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def wanted(target: Path) -> dict[str, list[str]]:
     return {sampling: texts(llm, sampling, 0) for sampling in SAMPLING}
 
 
-def texts(llm: LLM, sampling: str, speculative_tokens: int, max_tokens: int = 32) -> list[str]:
+def texts(llm: LLM, sampling: str, speculative_tokens: int, max_tokens: int = 24) -> list[str]:
     own: dict[str, Any] = {"max_tokens": max_tokens, "speculative_tokens": speculative_tokens, **SAMPLING[sampling]}
     return [o.outputs[0].text for o in llm.generate(PROMPTS, SamplingParams(ignore_eos=True, **own))]
 
@@ -51,9 +53,8 @@ def test_every_text_is_that_of_plain_decoding(tree: str, target: Path, wanted: d
     config = {"method": "assistant", "tree": tree, "top_k": 2}
     for sequences in (1, 8):
         llm = LLM(target, speculative_config=config, dtype="float32", max_num_seqs=sequences, max_model_len=512)
-        for sampling in SAMPLING:
-            for length in (1, 5):
-                assert texts(llm, sampling, length) == wanted[sampling], (sequences, length)
+        for sampling, length in PAIRS[sequences]:
+            assert texts(llm, sampling, length) == wanted[sampling], (sequences, sampling, length)
 
 
 def test_preemption_and_prefix_hits(target: Path) -> None:

@@ -41,7 +41,7 @@ def llm_draft(llm: LLM) -> Any:
 
 
 def texts(llm: LLM, nodes: int, prompts: tuple[str, ...], **params: Any) -> list[tuple[int, ...]]:
-    settings = SamplingParams(max_tokens=20, ignore_eos=True, speculative_tokens=nodes, **params)
+    settings = SamplingParams(max_tokens=16, ignore_eos=True, speculative_tokens=nodes, **params)
     return [o.outputs[0].token_ids for o in llm.generate(prompts, settings)]
 
 

@@ -72,16 +72,16 @@ def run(
 
 @pytest.mark.slow
 def test_texts_are_those_of_plain_decoding(folder: Path) -> None:
-    """Chains and trees, alone and in a batch of eight, greedy and drawn."""
+    """Chains and trees, alone and in a batch of eight, greedy and drawn: any two of the three settings meet."""
     prompts = [text(length, length) for length in (1, 2, 3, 5, 40, 70, 130, 300)]
-    for temperature in (0.0, 1.0):
+    configs: tuple[dict[str, Any], ...] = ({"tree": "chain"}, {"tree": "top_k", "top_k": 2}, {"tree": "sampled"})
+    for temperature, batches in ((0.0, (1, 8, 1)), (1.0, (8, 1, 8))):
         plain, _ = run(Engine(opened(folder), Proposer(), Fixed(0), max_sequences=8), prompts, temperature)
-        for config in ({"tree": "chain"}, {"tree": "top_k", "top_k": 2}, {"tree": "sampled"}):
-            for batch in (1, 8):
-                target = opened(folder)
-                engine = Engine(target, mtp(target, folder, **config), Fixed(5), max_sequences=batch, prompt_rows=48)
-                texts, drafted = run(engine, prompts, temperature)
-                assert texts == plain and drafted > 0
+        for config, batch in zip(configs, batches, strict=True):
+            target = opened(folder)
+            engine = Engine(target, mtp(target, folder, **config), Fixed(5), max_sequences=batch, prompt_rows=48)
+            texts, drafted = run(engine, prompts, temperature)
+            assert texts == plain and drafted > 0
 
 
 @pytest.mark.slow
