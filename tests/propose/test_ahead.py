@@ -218,14 +218,14 @@ def test_decoding_continues_when_the_worker_dies(caplog: pytest.LogCaptureFixtur
 def test_a_worker_that_hangs_is_not_waited_for_again(caplog: pytest.LogCaptureFixture) -> None:
     def work(endpoint: WorkerEndpoint) -> None:
         proposer, model = inner(DraftModelConfig())
-        model.before = lambda: time.sleep(2.0)
+        model.before = lambda: time.sleep(5.0)
         DraftingWorker(proposer, endpoint, 0).run()
 
     drafting = Remote(ThreadTransport(work), timeout=0.05)
     started = time.perf_counter()
     texts, _ = run(drafting, *LAWS["seeded"], Steady(4))
     assert texts == run(Proposer(), *LAWS["seeded"], Steady(4))[0]
-    assert time.perf_counter() - started < 1.0
+    assert time.perf_counter() - started < 4.0
     assert "gave none in 0.05 s" in caplog.text
 
 

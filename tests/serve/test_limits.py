@@ -98,7 +98,7 @@ def test_a_trickle_behind_an_answer_does_not_keep_the_connection(
     limited: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next request's head has a limit of time as the first one's has; a whole request in time is answered."""
-    monkeypatch.setattr(HttpProtocol, "head_seconds", 0.5)
+    monkeypatch.setattr(HttpProtocol, "head_seconds", 1.5)
     ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with connected(limited) as connection:
         for _ in range(3):

@@ -19,11 +19,11 @@ from .tasks import PROMPTS, SIZES, Patience, endpoint, tasked
 REASONS = {
     "fails": "500: out of memory",
     "limits": "429: slow down (tried 2 times)",
-    "stalls": "no answer within 0.2 s",
+    "stalls": "no answer within 0.6 s",
     "closes": "peer closed connection",
     "garbage": "not one of OpenAI's API",
 }
-IMPATIENT = Patience(timeout=0.2, retries=1, pause=0.01)
+IMPATIENT = Patience(timeout=0.6, retries=1, pause=0.01)
 
 
 @pytest.mark.parametrize("healthy", [0, 12])
