@@ -54,8 +54,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
-    subprocess.run([*install, "-q", "--no-deps", "--no-compile", str(wheel)], check=True, capture_output=True)
+    install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--prefix", str(folder)]
+    options = ["-q", "--no-deps", "--no-compile", "--ignore-installed"]
+    subprocess.run([*install, *options, str(wheel)], check=True, capture_output=True)
     (packages / "others.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     return folder / "bin"
 

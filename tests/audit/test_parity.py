@@ -43,6 +43,7 @@ def careless(law, exactness):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_audits")
 def test_a_wrong_verifier_is_a_bug():
     check = greedy(work(subject(drafting(strength=0.9), rule=careless)))
     assert check.outcome is CheckOutcome.FAILED

@@ -147,7 +147,7 @@ def test_a_stop_id_comes_only_where_the_text_is_complete(grammars, pair):
     assert ids(grammar.allowed(History([letter, letter], 0))) == [brace]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_byte_level_tokenizers_come_back_equal(pre: str, tmp_path: Path) -> None
     full.save_pretrained(source)
     quantize_checkpoint(source, tmp_path / "model.gguf", "F16")
     ours = load_tokenizer(tmp_path / "model.gguf")
-    check_equal(ours, full)
+    check_equal(ours, full, every=5)  # reading a file is compared on all of them
     assert ours.full.chat_template == full.chat_template
     assert (ours.bos_token_id, ours.eos_token_id) == (full.bos_token_id, full.eos_token_id)
 

@@ -95,7 +95,7 @@ def test_every_answer_is_one_that_the_schema_describes(described: Any, path: str
     wanted = [getattr(checks, name) for name in CHECKS]
 
     @given(case=described[path][method].as_strategy(generation_mode=GenerationMode(mode)))
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     def conforms(case: Any) -> None:
         case.body = short(path, case.body)
         case.call_and_validate(checks=wanted, timeout=30)
