@@ -65,9 +65,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 # A file runs in one process. One that takes half a minute must not be what the others wait for at the end.
 LONGEST = (
-    *("serve/test_replicas.py", "serve/test_clients.py", "models/test_aarch64.py", "benchmarks/test_benchmarks.py"),
-    *("serve/test_playground.py", "quantize/test_file.py", "test_bundled.py", "exactness/test_gtest.py"),
-    *("test_docs.py", "exactness/test_hybrid_texts.py", "test_wheel.py", "models/test_tensor_parallel.py"),
+    *("serve/test_replicas.py", "serve/test_clients.py", "benchmarks/test_benchmarks.py", "models/test_conformance.py"),
+    *("models/test_aarch64.py", "serve/test_playground.py", "quantize/test_file.py", "exactness/test_hybrid_texts.py"),
+    *("test_bundled.py", "test_docs.py", "exactness/test_gtest.py", "exactness/test_verifiers.py", "test_wheel.py"),
+    *("models/test_gguf.py", "test_kv_cache_texts.py", "serve/test_openapi.py", "models/test_tensor_parallel.py"),
 )
 _HERE = Path(__file__).parent.name
 
@@ -142,16 +143,18 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with preloaded.program(tmp_path_factory.mktemp("python")) as launcher:
+def preloaded_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Python that has imported torch and Foretoken already."""
+    own = tmp_path_factory.getbasetemp()
+    with preloaded.program((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "python") as launcher:
         yield launcher
 
 
 @pytest.fixture
-def preloaded_python(_preloaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def preloaded_python(preloaded_launcher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that the test starts by ``sys.executable`` have imported torch and Foretoken already."""
-    monkeypatch.setattr(sys, "executable", str(_preloaded))
-    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(_preloaded))
+    monkeypatch.setattr(sys, "executable", str(preloaded_launcher))
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(preloaded_launcher))
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ import runpy
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import traceback
@@ -34,8 +33,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-MODULES = ("torch", "foretoken.llm", "foretoken.cli.main", "foretoken.serve.app", "foretoken.serve.run", "uvicorn")
+MODULES = (
+    *("torch", "transformers.modeling_utils", "uvicorn"),
+    *("foretoken.llm", "foretoken.cli.main", "foretoken.serve.app", "foretoken.serve.run"),
+)
 _PYTHON = sys.executable
+_USER = bytes(8)  # what a process of tests sends, in the place of the size of a request
 _SEPARATE = 500  # the files of a request wait from this number on, while the child closes those below
 _LAUNCHER = """#!{python} -IS
 import array, json, os, signal, socket, sys
@@ -68,45 +71,70 @@ os._exit(os.WEXITSTATUS(status))
 
 @contextmanager
 def program(folder: Path) -> Iterator[Path]:
-    """Starts the process that forks, and yields the path of the launcher; of Python itself on other systems."""
+    """Yields the path of the launcher; of Python itself on other systems.
+
+    Args:
+        folder: Shared by the processes of tests. The first of them starts the process that forks.
+    """
     if not hasattr(os, "pidfd_open"):
         yield Path(sys.executable)
         return
-    address, launcher = str(folder / "socket"), folder / "python"
-    launcher.write_text(_LAUNCHER.format(python=sys.executable, address=address), encoding="utf-8")
-    launcher.chmod(0o755)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
-        listening.listen(64)
-        command = [sys.executable, __file__, str(listening.fileno()), str(launcher)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(listening.fileno(),))
-    try:
+    import fcntl  # Windows has none
+
+    folder.mkdir(exist_ok=True)
+    address, launcher = folder / "socket", folder / "python"
+    with socket.socket(socket.AF_UNIX) as user:
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                user.connect(str(address))
+            except (FileNotFoundError, ConnectionRefusedError):  # nobody needed it yet, or nobody any more
+                _start(address, launcher)
+                user.connect(str(address))
+        user.sendall(_USER)
         yield launcher
-    finally:
-        process.communicate()  # closes its input, which ends it
+
+
+def _start(address: Path, launcher: Path) -> None:
+    """Starts the process that forks. It ends when the last process of tests that uses it has ended."""
+    launcher.write_text(_LAUNCHER.format(python=sys.executable, address=str(address)), encoding="utf-8")
+    launcher.chmod(0o755)
+    address.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(address))
+        listening.listen(64)
+        listening.set_inheritable(True)
+        command = [sys.executable, __file__, str(listening.fileno()), str(launcher)]
+        nothing = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+        os.posix_spawn(sys.executable, command, os.environ, file_actions=[nothing])
 
 
 # in the process that forks, and in its children
 
 
 def serve(listening: socket.socket) -> Callable[[], None] | None:
-    """Forks for every request until the input ends. Returns what to run in a child, None in this process."""
-    selector, children = selectors.DefaultSelector(), dict[int, socket.socket]()
-    selector.register(0, selectors.EVENT_READ, ("end", 0))
+    """Forks for every request until nobody is left. Returns what to run in a child, None in this process."""
+    selector, children, users = selectors.DefaultSelector(), dict[int, socket.socket](), list[socket.socket]()
     selector.register(listening, selectors.EVENT_READ, ("request", 0))
     while True:
         for key, _ in selector.select():
             what, pid = key.data
-            if what == "end":
-                for child in children:
-                    os.kill(child, signal.SIGKILL)
-                return None
-            if what == "request":
+            if what == "user":  # is gone
+                selector.unregister(key.fileobj)
+                users.remove(key.fileobj)  # type: ignore[arg-type]
+                if not users:
+                    for child in children:
+                        os.kill(child, signal.SIGKILL)
+                    return None
+            elif what == "request":
                 connection, _ = listening.accept()
                 with suppress(OSError, EOFError):
-                    request = _received(connection)
+                    if (request := _received(connection)) is None:
+                        users.append(connection)
+                        selector.register(connection, selectors.EVENT_READ, ("user", 0))
+                        continue
                     if not (pid := os.fork()):
-                        for own in (selector, listening, connection, *children.values()):
+                        for own in (selector, listening, connection, *children.values(), *users):
                             own.close()
                         _take(request)
                         return partial(_run, request.arguments)
@@ -143,9 +171,12 @@ class Request:
             os.close(file)
 
 
-def _received(connection: socket.socket) -> Request:
+def _received(connection: socket.socket) -> Request | None:
+    """Returns a request, None from a process of tests that will make some."""
     size, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(4 * 64))
     files = array.array("i", b"".join(data for _, _, data in ancillary))
+    if size == _USER:
+        return None
     left, parts = int.from_bytes(size, "big"), list[bytes]()
     while left:
         parts.append(connection.recv(left))

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ PROMPT = "def read_lines(path):"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(preloaded_launcher: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where the service answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -36,7 +35,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("bentoml")
     environment = os.environ | {"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(folder)}
     command = [
-        sys.executable,
+        str(preloaded_launcher),
         "-m",
         "bentoml",
         "serve",

@@ -14,7 +14,7 @@ from tests.serve.conftest import PATIENCE, Running, running
 from foretoken import LLM
 from foretoken.serve.limits import ServerSettings
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
 OK = {"prompt": "x = ", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

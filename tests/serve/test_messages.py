@@ -14,7 +14,7 @@ from tests.serve.conftest import PATIENCE, Running, events_of, running
 from foretoken import LLM, zoo
 from foretoken.serve.limits import ServerSettings
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
 anthropic = pytest.importorskip("anthropic")
 

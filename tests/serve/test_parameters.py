@@ -19,7 +19,7 @@ from foretoken import LLM, zoo
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fill_in import FORMATS, fill_in_prompt
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
 PROMPT: dict[str, Any] = {"prompt": "def main(args):\n    x = ", "temperature": 0, "max_tokens": 12}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "def f(x):"}], "temperature": 0, "max_tokens": 12}

@@ -16,7 +16,7 @@ from foretoken import LLM
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.unknown_fields import header
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
 MESSAGE = {**CHAT, "max_tokens": 4}
 RESPONSE = {"input": "x", "max_output_tokens": 4}

@@ -16,7 +16,7 @@ from tests.serve.conftest import Running, events_of, running
 from foretoken import LLM
 from foretoken.serve.limits import ServerSettings
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 GREEDY: dict[str, Any] = {"model": "stdlib", "input": "def main(args):", "temperature": 0, "max_output_tokens": 24}
