@@ -13,16 +13,23 @@ extern "C" __declspec(dllimport) unsigned long GetLastError();
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "specs.hpp"
 
 inline int failures = 0;
 
-inline void check(bool right, const std::string& what) {
+inline std::string words(const std::string& part) { return part; }
+template <class Number>
+std::enable_if_t<std::is_arithmetic_v<Number>, std::string> words(Number part) { return std::to_string(part); }
+
+// parts: what is wrong if it is not right; they are joined only then, since an emulator takes long for it.
+template <class... Parts>
+void check(bool right, const Parts&... parts) {
     if (right) return;
     failures++;
-    std::printf("wrong: %s\n", what.c_str());
+    std::printf("wrong: %s\n", (words(parts) + ...).c_str());
 }
 
 template <class T>

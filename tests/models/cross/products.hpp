@@ -151,14 +151,14 @@ inline void check_products(const Packing& packing, Multiply* multiply) {
                 }
                 const double error = std::fabs(all[r * STRIDE + n] - sum);
                 check(error <= (each.exact ? 0.0 : 1e-6 * magnitude),
-                      each.name + " row " + std::to_string(r) + " output " + std::to_string(n) + " error " + std::to_string(error));
+                      each.name, " row ", r, " output ", n, " error ", error);
             }
         for (int rows = 1; rows < ROWS; rows++) {
             multiply(&each.w, x.data(), INPUTS, rows, some.data());
-            check(!std::memcmp(some.data(), all.data(), rows * STRIDE * 4), each.name + " of " + std::to_string(rows) + " rows");
+            check(!std::memcmp(some.data(), all.data(), rows * STRIDE * 4), each.name, " of ", rows, " rows");
             multiply(&each.w, &x[rows * INPUTS], INPUTS, ROWS - rows, some.data());
             check(!std::memcmp(some.data(), &all[rows * STRIDE], (ROWS - rows) * STRIDE * 4),
-                  each.name + " from row " + std::to_string(rows));
+                  each.name, " from row ", rows);
         }
         report(each.name, all);
         if (each.name == "bfloat16") whole = all;

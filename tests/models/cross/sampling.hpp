@@ -70,10 +70,10 @@ inline void check_sampling(const Library& library) {
             all(logits.data(), n, 1, n, &dist, p.data(), 3);
             const std::vector<double> right = expected(logits.data(), n, f);
             // exponents of up to 50 are rounded twice
-            for (int i = 0; i < n; i++) check(std::fabs(p[i] - right[i]) <= 8e-6 * right[i], name + " token " + std::to_string(i));
+            for (int i = 0; i < n; i++) check(std::fabs(p[i] - right[i]) <= 8e-6 * right[i], name, " token ", i);
             for (int64_t i = 0; i < n; i += 911) {
                 one(logits.data(), n, 1, &dist, &i, &q[0]);
-                check(q[0] == p[i], name + " of one token");
+                check(q[0] == p[i], name, " of one token");
             }
             report(name, p);
             for (double u : {0.0, 0.3, 0.77, 1.0}) {
@@ -83,8 +83,8 @@ inline void check_sampling(const Library& library) {
                 check(std::fabs(total - 1.0) < 1e-5 && p[token] > 0, name + " draws");
                 check(before <= u * total + 1e-9 && before + p[token] >= u * total - 1e-9, name + " draws the token of a fraction");
             }
-            for (uint64_t key = 1; key < 20; key++)
-                check(winner(p.data(), 0, n, key * 0x123456789ABCDEFu, 3) == race(p, key * 0x123456789ABCDEFu), name + " race");
+            for (uint64_t key = 1; key < 20; key += n == N ? 5 : 1)
+                check(winner(p.data(), 0, n, key * 0x123456789ABCDEFu, 3) == race(p, key * 0x123456789ABCDEFu), name, " race");
             if (n == N && &f == filters) base = p;
             if (n == N && &f == filters + 2) {
                 std::vector<double> left(n);
@@ -92,7 +92,7 @@ inline void check_sampling(const Library& library) {
                 double sum = 0.0;
                 for (int i = 0; i < n; i++) {
                     sum += left[i];
-                    check(left[i] == std::max(0.0, (double)p[i] * 0.9 - (double)base[i]), name + " excess");
+                    check(left[i] == std::max(0.0, (double)p[i] * 0.9 - (double)base[i]), name, " excess");
                 }
                 check(std::fabs(mass - sum) < 1e-12, name + " mass of the excess");
             }
