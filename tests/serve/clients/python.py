@@ -6,8 +6,6 @@ The name of a check is "client | API | what"; the table of clients in docs/guide
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,10 +25,12 @@ from agents import (
     ToolsToFinalOutputResult,
     function_tool,
 )
+from click.testing import CliRunner
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from llm.cli import cli as llm
 from pydantic import BaseModel
 from pydantic_ai import Agent, RunContext, ToolDefinition
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -271,27 +271,12 @@ def agents_tools(api: str) -> None:
 
 
 def llm_text(*options: str) -> None:
+    words = ["-m", "served", "-o", "max_tokens", "8", "-o", "temperature", "0", *options, "def f"]
     with tempfile.TemporaryDirectory() as folder:
         entry = f"- model_id: served\n  model_name: {MODEL}\n  api_base: {V1}\n"
         (Path(folder) / "extra-openai-models.yaml").write_text(entry, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "llm",
-            "-m",
-            "served",
-            "-o",
-            "max_tokens",
-            "8",
-            "-o",
-            "temperature",
-            "0",
-            *options,
-            "def f",
-        ]
-        environment = {**os.environ, "LLM_USER_PATH": folder, "OPENAI_API_KEY": "none"}
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-        assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr
+        ran = CliRunner(env={"LLM_USER_PATH": folder, "OPENAI_API_KEY": "none"}).invoke(llm, words)
+    assert ran.exit_code == 0 and ran.output.strip(), ran.output
 
 
 def has_text(text: str | None) -> None:
