@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +73,19 @@ def test_the_fallback_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert [record.getMessage() for record in caplog.records] == [
         "torch operators compute the model, several times slower than the compiled kernels: the processor lacks wings"
     ]
+
+
+def test_programs_that_benchmarks_install_do_not_count_as_cache(run: Any, own_cache: Path) -> None:
+    environment, weights = own_cache / "peers" / "other" / "lib", own_cache / "weights"
+    for folder in (environment, weights):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "large").write_bytes(bytes(2**20))
+    (environment.parent / "pyvenv.cfg").touch()
+    assert json.loads(run("info", "--json").out)["settings"]["cache"]["mib"] == 1.0
+
+
+def test_torch_built_for_cpus_is_not_imported() -> None:
+    if "+cpu" not in version("torch"):
+        pytest.skip("this torch may see a GPU")
+    program = "import sys; from foretoken.cli.info import collect; collect(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

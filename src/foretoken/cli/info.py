@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ _FEATURES = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"),
     *("avx512vbmi", "gfni", "amx_tile", "amx_bf16", "amx_int8", "asimddp", "i8mm", "bf16"),
 )
+_INSTALLED = {"pyvenv.cfg", "node_modules"}  # what a folder with installed programs contains
 _VARIABLES = ("OMP_NUM_THREADS", "XDG_CACHE_HOME", "HF_HOME", "CUDA_VISIBLE_DEVICES")
 
 
@@ -46,21 +48,27 @@ def collect() -> dict[str, dict[str, Any]]:
 def _machine() -> dict[str, Any]:
     import platform
 
-    import torch
-
     from foretoken.bench.setting import cores, memory, processor
     from foretoken.core.native.cpu import features
 
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": processor(),
         "features": [name for name in _FEATURES if name in features()],
         "cores": {"in the machine": os.cpu_count(), "used": cores()},
-        "torch_threads": torch.get_num_threads(),
         "memory_gib": {"total": _gib(memory("MemTotal")), "available": _gib(memory("MemAvailable"))},
-        "gpus": [f"{gpu.name}, {_gib(gpu.total_memory)} GiB" for gpu in gpus],
+        "gpus": _gpus(),
     }
+
+
+def _gpus() -> list[str]:
+    """Returns names and memory. Importing torch takes longer than all other facts, and its CPU build sees no GPU."""
+    if "+cpu" in _version("torch"):
+        return []
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{gpu.name}, {_gib(gpu.total_memory)} GiB" for gpu in gpus]
 
 
 def _kernels() -> dict[str, Any]:
@@ -81,15 +89,19 @@ def _kernels() -> dict[str, Any]:
 
 def _versions() -> dict[str, Any]:
     import platform
+
+    found = {name: _version(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), **{name: value for name, value in found.items() if value}}
+
+
+def _version(package: str) -> str:
+    """Returns the version of an installed package, or an empty string."""
     from importlib.metadata import PackageNotFoundError, version
 
-    versions: dict[str, Any] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _settings() -> dict[str, Any]:
@@ -105,12 +117,19 @@ def _settings() -> dict[str, Any]:
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    for path in folder.rglob("*"):
-        try:
-            if path.is_file():
-                yield path.stat().st_size
-        except OSError:
+    """Yields the sizes of files, without the programs that benchmarks install: these may be a hundred thousand."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    if not _INSTALLED.isdisjoint(entry.name for entry in entries):
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _sizes(Path(entry))
             continue
+        with suppress(OSError):  # it may have been deleted meanwhile
+            yield entry.stat(follow_symlinks=False).st_size
 
 
 def _gib(size: int) -> float:
