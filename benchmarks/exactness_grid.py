@@ -2,11 +2,13 @@
 
 Greedy decoding and the trajectory grade at temperature 1, in float32, bfloat16 and with int8 and int4 weights, or on
 GGUF files of the bundled target. Where the runner is batch-invariant, texts must be equal byte for byte. Elsewhere each
-difference is examined: does a tie explain it?
+difference is examined: does a tie explain it? ``--short`` tries every proposer in some minutes, for instance on each
+instruction-set level that ``foretoken info`` lists: ``FORETOKEN_CPU=avx2 python benchmarks/exactness_grid.py --short``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +24,7 @@ from foretoken import LLM, CompletionOutput, SamplingParams, zoo
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.core.draft import Draft
+from foretoken.core.native import build
 from foretoken.core.streams import SharedStream
 from foretoken.models.options import QUANTIZATIONS
 
@@ -46,6 +49,18 @@ ALL: list[Config] = [
 ]
 HEADS = ("eagle3", "medusa", "blockwise")
 PROBES = (0, 1, 4, 8)  # draft nodes of the passes that a row is compared over
+
+
+@dataclass(frozen=True)
+class Usual:
+    """Sizes of a grid that options do not give."""
+
+    count: int
+    max_tokens: int
+    depths: tuple[int, ...]
+
+
+LONG, SHORT = Usual(50, 64, (1, 4, 8)), Usual(8, 24, (4,))
 
 
 @dataclass(frozen=True)
@@ -169,40 +184,62 @@ def load(kind: str, **options: Any) -> LLM:
 
 @dataclass(frozen=True)
 class Course:
-    """Settings that all cells of one dtype and temperature share."""
+    """Plain texts of one dtype and temperature, with which its cells are compared."""
 
     prompts: Sequence[str]
     max_tokens: int
     kind: str  # a dtype, a quantization, or the path of a target
     temperature: float
+    plain: Sequence[CompletionOutput]
 
 
-def grid(course: Course, configs: Sequence[Config], depths: Sequence[int]) -> Iterator[Cell]:
-    """Yields every configuration, at its own draft length or at all of them, compared with plain decoding.
+def courses(
+    kind: str, prompts: Sequence[str], max_tokens: int, temperatures: Sequence[float]
+) -> tuple[list[Course], list[Cell]]:
+    """Decodes plainly, one prompt at a time. Returns the texts and the cells of plain decoding in a batch.
 
     Packed weights are compared with plain decoding on raw ones.
     """
-    pair = load(course.kind, draft_model=zoo.path("draft"))
-    reference = load("bfloat16", weight_format="raw") if course.kind == PACKED else pair
-    plain = complete(reference, course.prompts, 0, course.temperature, course.max_tokens, batch=1)
-    yield compare(course, pair, plain, "off", 0, BATCHES[-1])
-    for config in configs:
-        llm = load(course.kind, speculative_config=named(config, heads=Path(course.kind).exists()))
-        own = config.get("num_speculative_tokens")
+    llm = load(kind)
+    reference = load("bfloat16", weight_format="raw") if kind == PACKED else llm
+    plain = [complete(reference, prompts, 0, value, max_tokens, batch=1) for value in temperatures]
+    result = [Course(prompts, max_tokens, kind, *each) for each in zip(temperatures, plain, strict=True)]
+    return result, [compare(course, llm, "off", 0, BATCHES[-1]) for course in result]
+
+
+def grid(course_by_temperature: Sequence[Course], config: Config, depths: Sequence[int]) -> Iterator[Cell]:
+    """Yields the cells of one configuration, at its own draft length or at all of them."""
+    kind = course_by_temperature[0].kind
+    llm = load(kind, speculative_config=named(config, heads=Path(kind).exists()))
+    own = config.get("num_speculative_tokens")
+    for course in course_by_temperature:
         for depth in depths if own is None else [own]:
             for batch in BATCHES:
-                yield compare(course, llm, plain, label(config), depth, batch)
+                yield compare(course, llm, label(config), depth, batch)
 
 
-def compare(course: Course, llm: LLM, plain: Sequence[CompletionOutput], name: str, depth: int, batch: int) -> Cell:
+def compare(course: Course, llm: LLM, name: str, depth: int, batch: int) -> Cell:
     """Returns one cell."""
-    outputs = complete(llm, course.prompts, depth, course.temperature, course.max_tokens, batch)
+    plain, temperature = course.plain, course.temperature
+    outputs = complete(llm, course.prompts, depth, temperature, course.max_tokens, batch)
     apart = [i for i, (a, b) in enumerate(zip(plain, outputs, strict=True)) if a.token_ids != b.token_ids]
-    reasons = [
-        explain(llm, course.prompts[i], i, course.temperature, plain[i].token_ids, outputs[i].token_ids) for i in apart
-    ]
+    reasons = [explain(llm, course.prompts[i], i, temperature, plain[i].token_ids, outputs[i].token_ids) for i in apart]
     equal, promised = len(plain) - len(apart), llm.target.batch_invariant
-    return Cell(course.temperature, course.kind, name, depth, batch, equal, len(plain), promised, reasons)
+    return Cell(temperature, course.kind, name, depth, batch, equal, len(plain), promised, reasons)
+
+
+def digest(course: Course) -> str:
+    """Returns a short hash of the plain texts, which tells whether two machines or levels write the same."""
+    tokens = json.dumps([list(each.token_ids) for each in course.plain])
+    return hashlib.sha256(tokens.encode()).hexdigest()[:8]
+
+
+def level() -> str:
+    """Returns the instruction-set level of the kernels, or that torch operators take their place."""
+    try:
+        return build.require().name
+    except build.KernelsUnavailable:
+        return "torch operators"
 
 
 def label(config: Config) -> str:
@@ -233,8 +270,8 @@ def table(cells: Sequence[Cell]) -> Table:
 
 def main(
     prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
-    count: Annotated[int, typer.Option(min=1)] = 50,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    count: Annotated[int | None, typer.Option(min=1, help="Prompts. [50]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="[64]")] = None,
     dtype: Annotated[list[str], typer.Option(help="Or packed, int8, int4; may be repeated.")] = [
         "float32",
         "bfloat16",
@@ -242,7 +279,7 @@ def main(
         "int8",
         "int4",
     ],
-    depth: Annotated[list[int], typer.Option(min=1, help="Drafted tokens; may be repeated.")] = [1, 4, 8],
+    depth: Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens; may be repeated. [1 4 8]")] = None,
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
     target: Annotated[
         list[Path] | None,
@@ -250,25 +287,39 @@ def main(
     ] = None,
     config: Annotated[list[str] | None, typer.Option(help="JSON; may be repeated. [draft model and lookup]")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every proposer of the bundled family.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="Every proposer, 8 prompts, 24 tokens, draft length 4.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
     """Compares texts over proposers, draft lengths and batches; the exit code is 1 on a bug or a broken promise."""
     torch.set_num_threads(cores())
     console = wide_console()
+    usual = SHORT if short else LONG
+    count, max_tokens, depth = count or usual.count, max_tokens or usual.max_tokens, depth or list(usual.depths)
     texts = load_prompts(prompts, count) if prompts else own_prompts(count)
-    configs = [json.loads(text) for text in config] if config else ALL if every else PAIR
+    configs = [json.loads(text) for text in config] if config else ALL if every or short else PAIR
     cells: list[Cell] = []
+    digests: dict[str, str] = {}
     for kind in map(str, target) if target else dtype:
-        for value in temperature:
-            with console.status(f"{kind}, temperature {value:g}"):
-                cells += grid(Course(texts, max_tokens, kind, value), configs, depth)
+        with console.status(f"{kind}, plain decoding") as status:
+            plain, own = courses(kind, texts, max_tokens, temperature)
+            cells += own
+            digests |= {f"{Path(kind).name}, temperature {each.temperature:g}": digest(each) for each in plain}
+            for each in configs:
+                status.update(f"{kind}, {label(each)}")
+                cells += grid(plain, each, depth)
     console.print(table(cells))
-    facts = setting() | {"prompts": len(texts), "max_tokens": max_tokens}
+    for name, value in digests.items():
+        console.print(f"plain texts, {name}: {value}", style="dim")
+    facts = setting() | {"kernels": level(), "prompts": len(texts), "max_tokens": max_tokens}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
         rows = [asdict(c) | {"divergences": [asdict(d) | {"kind": d.kind} for d in c.divergences]} for c in cells]
-        json_file.write_text(json.dumps({"setting": facts, "cells": rows}, indent=2) + "\n", encoding="utf-8")
+        record = {"setting": facts, "plain_texts": digests, "cells": rows}
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     wrong = [c for c in cells if any(d.kind == "bug" for d in c.divergences) or (c.promised and c.divergences)]
+    console.print(f"{sum(c.equal for c in cells)} of {sum(c.texts for c in cells)} texts are the plain ones")
     raise typer.Exit(1 if wrong else 0)
 
 
