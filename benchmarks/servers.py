@@ -45,7 +45,7 @@ def vllm_serving(model: str, draft: str, depth: int) -> Iterator[str]:
 def llamacpp_serving(model: str, draft: str, depth: int, slots: int = 16) -> Iterator[str]:
     """Runs llama.cpp's server, as ``vllm_serving`` runs vLLM's. slots: sequences at once."""
     command = [
-        str(PEERS["llamacpp"].place / "build" / "bin" / "llama-server"),
+        str(PEERS["llamacpp"].place / PEERS["llamacpp"].program),
         "--model",
         str(gguf(Path(model), "BF16")),
     ]

@@ -2,11 +2,14 @@
 
 The lists are complete (every package, dependencies included), so nothing is resolved: the peers' own pins contradict
 each other where it does not matter, and vLLM's CPU build requires packages that are built for CUDA. llama.cpp is built
-from the source that the sdist of llama-cpp-python contains, which takes a C++ compiler and some minutes.
+from the source that the sdist of llama-cpp-python contains, which takes a C++ compiler and some minutes. With
+FORETOKEN_CPU set it is built for the instructions of that level, in a folder of its own; a race with the same
+FORETOKEN_CPU takes that one.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,18 +20,36 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+from foretoken.bench.peers.llamacpp import BUILD
 from foretoken.bench.peers.registry import PEERS, Peer
+from foretoken.core.native import cpu
 
 TORCH = "torch==2.13.0"
 IMPORTS = {"openvino": "import openvino_genai, optimum.intel", "vllm": "from vllm import LLM"}
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 VENDORED = "/vendor/llama.cpp/"
 NAMES = (*IMPORTS, "llamacpp")
-# Built for this processor. Nothing is downloaded during the build, and the server has no web page.
+# Nothing is downloaded during the build, and the server has no web page.
 OPTIONS = (
-    *("CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "GGML_CCACHE=OFF", "LLAMA_CURL=OFF", "LLAMA_OPENSSL=OFF"),
+    *("CMAKE_BUILD_TYPE=Release", "GGML_CCACHE=OFF", "LLAMA_CURL=OFF", "LLAMA_OPENSSL=OFF"),
     *("LLAMA_USE_PREBUILT_UI=OFF", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_APP=OFF"),
 )
+# llama.cpp's options for instructions, by the feature that they need.
+INSTRUCTIONS = {
+    "AVX": "avx2",
+    "AVX2": "avx2",
+    "BMI2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX_VNNI": "avx_vnni",
+    "AVX512": "avx512f",
+    "AVX512_VBMI": "avx512vbmi",
+    "AVX512_VNNI": "avx512_vnni",
+    "AVX512_BF16": "avx512_bf16",
+    "AMX_TILE": "amx_tile",
+    "AMX_INT8": "amx_int8",
+    "AMX_BF16": "amx_bf16",
+}
 TOOLS = ("llama-server", "llama-quantize", "llama-bench", "llama-perplexity")
 
 
@@ -56,15 +77,24 @@ def set_up(peer: Peer, pip_args: list[str]) -> bool:
 
 def build_llamacpp(peer: Peer, install: list[str], download: list[str]) -> Iterator[list[str]]:
     """Yields the commands that build llama.cpp; each has succeeded before the next is asked for."""
-    source, build, programs = peer.place / "source", peer.place / "build", peer.python.parent
+    source, build, programs = peer.place / "source", peer.place / BUILD, peer.python.parent
     yield install
     with tempfile.TemporaryDirectory(dir=peer.place) as temporary:
         sdist = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", temporary, LLAMA_CPP]
         yield [*download, *sdist]
         unpack(next(Path(temporary).glob("*.tar.gz")), source)
-    options = [f"-D{option}" for option in (*OPTIONS, f"CMAKE_MAKE_PROGRAM={programs / 'ninja'}")]
+    options = [f"-D{option}" for option in (*OPTIONS, *instructions(), f"CMAKE_MAKE_PROGRAM={programs / 'ninja'}")]
     yield [str(programs / "cmake"), "-S", str(source), "-B", str(build), "-G", "Ninja", *options]
     yield [str(programs / "cmake"), "--build", str(build), "--target", *TOOLS]
+
+
+def instructions() -> list[str]:
+    """Returns options for this processor's instructions, or for those of the level that FORETOKEN_CPU names."""
+    level = cpu.chosen()
+    if level is None or not os.environ.get(cpu.VARIABLE):
+        return ["GGML_NATIVE=ON"]
+    chosen = (f"GGML_{name}={'ON' if need in level.features else 'OFF'}" for name, need in INSTRUCTIONS.items())
+    return ["GGML_NATIVE=OFF", *chosen]
 
 
 def unpack(sdist: Path, out: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from gguf.constants import LlamaFileType
 
 from foretoken import zoo
+from foretoken.bench.peers import llamacpp
 from foretoken.bench.peers.registry import PEERS
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.files import atomic_directory, atomic_file
@@ -62,7 +63,7 @@ def gguf(checkpoint: Path, kind: str) -> Path:
     if out.exists():
         return out
     place = PEERS["llamacpp"].place
-    if not (place / "build" / "bin" / "llama-quantize").exists():
+    if not (place / llamacpp.BUILD / "bin" / "llama-quantize").exists():
         raise ModelLoadError(f"llama.cpp's tools, which write GGUF files, are not in {place}; `make peers` builds them")
     out.parent.mkdir(parents=True, exist_ok=True)
     task = f"llama.cpp's conversion of {checkpoint.name} to {kind}"
@@ -71,7 +72,7 @@ def gguf(checkpoint: Path, kind: str) -> Path:
             convert = [sys.executable, "-P", str(CONVERTER), str(place / "source")]
             _run([*convert, str(checkpoint), str(part), kind.lower()], task, part)
         else:
-            quantize = str(place / "build" / "bin" / "llama-quantize")
+            quantize = str(place / llamacpp.BUILD / "bin" / "llama-quantize")
             _run([quantize, str(gguf(checkpoint, "BF16")), str(part), kind], task, part)
     return out
 

@@ -15,7 +15,9 @@ from typing import Any, TextIO
 
 from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, die_with_parent
 
-SERVER = Path(sys.prefix) / "build" / "bin" / "llama-server"
+# Programs for this processor, or for the instruction set that FORETOKEN_CPU takes of it, each in a folder of its own.
+BUILD = "-".join(filter(None, ("build", os.environ.get("FORETOKEN_CPU"))))
+SERVER = Path(sys.prefix) / BUILD / "bin" / "llama-server"
 NGRAM = 2  # tokens that must repeat; llama.cpp looks up one length, and proposes only where as many tokens follow
 
 

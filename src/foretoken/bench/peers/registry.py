@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken import zoo
+from foretoken.bench.peers import llamacpp
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.options import QUANTIZATIONS
 from foretoken.speculation import METHODS
@@ -110,7 +111,7 @@ PEERS = {
             fixed_depth=True,
             weights={"": "BF16", "int8": "Q8_0"} | dict.fromkeys(_INT4, "Q4_0") | _same(GGUF_TYPES),
             reads_gguf=True,
-            program="build/bin/llama-server",
+            program=f"{llamacpp.BUILD}/bin/llama-server",
         ),
     )
 }
