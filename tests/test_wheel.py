@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hatchling.builders.sdist import SdistBuilder
 
+from foretoken import zoo
 from foretoken.core.native.build import KernelsUnavailable, require, toolchain
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +92,17 @@ def test_the_wheel_has_the_whole_package_and_its_kernels(wheel: Path) -> None:
     assert {name.split("/")[-1].split("-")[0] for name in kernels} == {"decoder", "packing", "pool", "sampling"}
     assert "-py3-none-" in wheel.name
     assert "-any" not in wheel.name
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_wheel_compares_its_kernels(wheel: Path) -> None:
+    arguments = ["--scheme", "int8", "--rows", "3", "--context", "8", "--turns", "2", "--json", "--target"]
+    program = ROOT / "benchmarks" / "wheel_kernels.py"
+    command = [sys.executable, str(program), str(wheel), *arguments, str(zoo.path("draft"))]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (passes,) = json.loads(done.stdout)["passes"]
+    assert (passes["rows"], passes["same_bits"]) == (3, True)
 
 
 def test_a_wheel_that_is_not_asked_for_kernels_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ ELSEWHERE = {
     "prompts": "imported by the others",
     "servers": "imported by serving_vllm and plan_endpoint",
     "replicas": "tests/serve/test_replicas.py kills one under load",
+    "wheel_kernels": "tests/test_wheel.py, which builds a wheel",
 }
 
 
