@@ -63,8 +63,9 @@ def kernels_of(folder: Path) -> Iterator[None]:
 def logits(model: Loaded, rows: int) -> torch.Tensor:
     """Returns the logits of a pass behind a short prompt."""
     handle = model.open(20)
+    draft = Draft.chain(list(range(1, rows))) if rows > 1 else Draft.empty()
     with torch.inference_mode():
-        scores = model.model.score([handle], [Draft.chain(list(range(1, rows)))])[0].logits.clone()
+        scores = model.model.score([handle], [draft])[0].logits.clone()
     model.model.close(handle)
     return scores
 
