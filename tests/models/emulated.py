@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +34,25 @@ def level_of(name: str) -> cpu.Level:
     return next(level for level in cpu.LEVELS if level.name == name)
 
 
-def output(level: cpu.Level, folder: Path, tools: Toolchain | None = None, emulator: Sequence[str] = ()) -> str:
+def compiled(tools: Toolchain, folder: Path) -> Path:
+    """Returns the program that runs the cases, which is kept in ``folder`` by its content as libraries are."""
+    sources = [*(HERE / "cross").iterdir(), *build.SHARED.glob("*.hpp"), *SOURCES.glob("*.hpp")]
+    flags = ("-O1", "-std=c++17", "-w", "-ffp-contract=off")
+    digest = hashlib.sha256(repr([tools.command, tools.linking, flags]).encode())
+    for source in sorted(sources):
+        digest.update(source.read_bytes())
+    program = folder / f"emulated-{digest.hexdigest()[:16]}{'.exe' if tools.suffix == '.dll' else ''}"
+    if not program.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            made = Path(place) / program.name
+            loading = ["-ldl"] if tools.suffix == ".so" else []
+            command = [*tools.command, *tools.linking, *flags, f"-I{build.SHARED}", f"-I{SOURCES}"]
+            subprocess.run([*command, str(HERE / "cross" / "cases.cpp"), "-o", str(made), *loading], check=True)
+            made.replace(program)
+    return program
+
+
+def output(level: cpu.Level, tools: Toolchain | None = None, emulator: Sequence[str] = ()) -> str:
     """Returns what the cases print with kernels of a level. ``tools``, ``emulator``: None and () for this machine."""
     own = tools or build.toolchain()
     products = [
@@ -47,11 +67,7 @@ def output(level: cpu.Level, folder: Path, tools: Toolchain | None = None, emula
         build.linked("decoder", decoder_sources(FLOATS, CACHES), level, tools=tools),
         build.linked("sampling", [(build.SHARED / "sampling.cpp", ())], level, tools=tools),
     )
-    program = folder / f"{level.name}{'.exe' if own.suffix == '.dll' else ''}"
-    flags = ("-O1", "-std=c++17", "-w", "-ffp-contract=off", f"-I{build.SHARED}", f"-I{SOURCES}")
-    loading = ["-ldl"] if own.suffix == ".so" else []
-    source = str(HERE / "cross" / "cases.cpp")
-    subprocess.run([*own.command, *own.linking, *flags, source, "-o", str(program), *loading], check=True)
+    program = compiled(own, libraries[0].parent)
     done = subprocess.run([*emulator, str(program), *map(str, libraries)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

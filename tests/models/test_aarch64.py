@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -20,10 +19,10 @@ CROSS = Toolchain((COMPILER,), ".so", ("-fPIC",), folder="aarch64-linux-gnu")
 @pytest.mark.skipif(not shutil.which(COMPILER), reason=f"{COMPILER} is not installed")
 @pytest.mark.skipif(not shutil.which(EMULATOR), reason=f"{EMULATOR} is not installed")
 @pytest.mark.skipif(local_suffix() != ".so", reason="needs Linux")
-def test_emulated_kernels_are_right_and_give_the_bits_of_avx2(tmp_path: Path) -> None:
+def test_emulated_kernels_are_right_and_give_the_bits_of_avx2() -> None:
     """Sums are in the same order on both, and both multiply and add with one rounding."""
     run = (EMULATOR, "-L", SYSTEM)
-    dot, plain = (output(level_of(name), tmp_path, CROSS, run) for name in ("neon-dotprod", "neon"))
+    dot, plain = (output(level_of(name), CROSS, run) for name in ("neon-dotprod", "neon"))
     assert dot == plain and len(plain.splitlines()) > 20
     if level_of("avx2") in cpu.available():
-        assert output(level_of("avx2"), tmp_path) == plain
+        assert output(level_of("avx2")) == plain

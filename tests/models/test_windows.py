@@ -25,5 +25,5 @@ def test_kernels_for_windows_give_the_bits_of_linux(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("WINEPREFIX", str(tmp_path / "wine"))
     monkeypatch.setenv("WINEDEBUG", "-all")
     assert TOOLS is not None and WINE is not None
-    found = output(level_of("avx2"), tmp_path, TOOLS, (WINE,))
-    assert found.splitlines() == output(level_of("avx2"), tmp_path).splitlines()
+    found = output(level_of("avx2"), TOOLS, (WINE,))
+    assert found.splitlines() == output(level_of("avx2")).splitlines()
