@@ -49,6 +49,7 @@ CONFIGS = [  # trees of the draft, and early exit, are in tests/propose/test_dra
     {"method": "medusa"},
     {"method": "blockwise"},
     {"method": "vocabulary", "model": str(zoo.path("draft"))},
+    {"method": "auto", "model": str(zoo.path("draft"))},
     {"method": "suffix"},
     {"method": "recycling"},
     {"method": "mixture", "members": [{"method": "eagle3"}, {"method": "suffix"}, {"method": "recycling"}]},

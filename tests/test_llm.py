@@ -320,6 +320,7 @@ def test_an_unknown_quantization_names_the_known(tiny_pair: Any) -> None:
 
 
 def test_a_draft_model_has_the_maximum_length_of_its_target(tiny_pair: Any) -> None:
-    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_model_len=96)
+    config = {"method": "draft_model"}
+    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_model_len=96, speculative_config=config)
     assert isinstance(llm.engine.proposer, DraftModel)
     assert llm.engine.proposer.model.max_length == llm.target.max_length == 96

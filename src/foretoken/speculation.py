@@ -10,12 +10,14 @@ from typing import Any, Self
 import torch
 
 from foretoken.control.base import Controller
-from foretoken.control.config import Control, FixedConfig, build, max_tokens, parse
+from foretoken.control.config import Control, FixedConfig, GoodputConfig, build, max_tokens, parse
 from foretoken.core.checks import check_keys, integer
 from foretoken.core.errors import InvalidRequest
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
 from foretoken.params import MAX_SPECULATIVE_TOKENS
+from foretoken.propose.auto import AUTO as AUTO
+from foretoken.propose.auto import Auto
 from foretoken.propose.base import BuildContext, Proposer
 from foretoken.propose.methods import METHODS as METHODS
 from foretoken.propose.methods import NONE as NONE
@@ -32,7 +34,8 @@ class SpeculativeConfig:
 
     Args:
         method: One of ``METHODS``, a method added by ``propose.methods.register``, or "none". None infers it:
-            "draft_model" where a model is given.
+            "draft_model" where a model is given. An ``LLM`` takes "auto" instead where no number of tokens, no key of a
+            method and no fixed control is given.
         model: The draft model, heads or datastore of the method.
         num_speculative_tokens: Draft tokens per step, all nodes of a tree included. None takes the method's default.
         rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
@@ -105,7 +108,9 @@ class SpeculativeConfig:
 
     def controller(self, device: torch.device, costs: CostModel) -> Controller:
         """Returns the controller, which reads ``costs``."""
-        return build(self.control_in_force, self.max_tokens, device, costs)
+        method = find(self.method_in_force)
+        whole = self.method_in_force if method is not None and method.prunes else None
+        return build(self.control_in_force, self.max_tokens, device, costs, whole=whole)
 
 
 @dataclass(frozen=True)
@@ -139,21 +144,20 @@ def selection(
     Args:
         builder: Builds the other proposers.
         config: Configuration of ``default``.
-        default: The proposer of requests that choose none.
+        default: The proposer of requests that choose none. Requests may also choose the model of an ``Auto`` alone.
         others: Names or configurations of other methods.
 
     Raises:
         InvalidRequest: Two methods have the same name.
     """
-    if not others:
-        return default
     members = {config.method_in_force: default}
+    parts = default.parts if isinstance(default, Auto) else {}
     for other in others:
         own = SpeculativeConfig.of({"method": other} if isinstance(other, str) else other)
-        if own.method_in_force in members:
+        if own.method_in_force in {**members, **parts}:
             raise InvalidRequest(f"two ways to speculate are named {own.method_in_force!r}; leave one of them out")
         members[own.method_in_force] = builder.build(own)
-    return PerRequestProposer(members)
+    return PerRequestProposer(members, parts) if others or parts else default
 
 
 def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> SpeculativeConfig:
@@ -164,9 +168,24 @@ def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> Spe
         raise InvalidRequest(
             f"two drafts were given, draft_model={draft_model} and speculative_config's {config.model}"
         )
-    if config.method not in (None, "draft_model", "vocabulary"):
+    if config.method not in (None, AUTO, "draft_model", "vocabulary"):
         raise InvalidRequest(f"method {config.method!r} takes no draft model, but {draft_model!s} was given")
     return replace(config, method=config.method or "draft_model", model=str(draft_model))
+
+
+def with_default(config: SpeculativeConfig, draft_model: str | Path | None, *, single: bool) -> SpeculativeConfig:
+    """Returns ``with_draft``, and the method "auto" where nothing chooses a method or fixes a draft length.
+
+    Args:
+        config: As the user gave it.
+        draft_model: A draft model that was given beside it.
+        single: Whether a draft model alone must be the method, because it is to learn.
+    """
+    complete = with_draft(config, draft_model)
+    if single or complete.model is None or config.method is not None or config.options:
+        return complete
+    fixed = config.num_speculative_tokens is not None or not isinstance(complete.control_in_force, GoodputConfig)
+    return complete if fixed else replace(complete, method=AUTO)
 
 
 def _common() -> list[str]:

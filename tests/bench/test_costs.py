@@ -79,7 +79,7 @@ def test_a_step_beside_transformers(tiny_pair):
 
 
 def test_the_parts_of_a_step_add_up(tiny_pair):
-    llm = LLM(tiny_pair.target, tiny_pair.draft)
+    llm = LLM(tiny_pair.target, tiny_pair.draft, speculative_config={"method": "draft_model"})
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, speculative_tokens=2)
     result = step_times(llm, ["def f(", "class"], params)
     assert result.steps >= 2 and result.tokens <= 22

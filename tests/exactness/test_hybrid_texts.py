@@ -21,6 +21,7 @@ TARGETS = ("qwen3.5", "lfm2")
 PREFIX = "def read(path):\n    with open(path) as file:\n        return file.read()\n" * 6
 PROMPTS = [PREFIX + "for i in range", "x = 1", PREFIX + "print(", "a b a b a b a b", PREFIX[:200], "import os\n" * 9]
 METHODS: dict[str, dict[str, Any]] = {
+    "the default": {"method": "auto"},
     "draft model": {"method": "draft_model"},
     "tree of a draft model": {"method": "draft_model", "tree": "top_k", "top_k": 2},
     "drawn tree": {"method": "draft_model", "tree": "sampled", "top_k": 2},
@@ -53,6 +54,7 @@ def saved(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 def texts(llm: LLM, sampling: str, speculative_tokens: int, max_tokens: int = 24) -> list[str]:
     own = {"max_tokens": max_tokens, "speculative_tokens": speculative_tokens, **SAMPLING[sampling]}
+    own["speculative_method"] = llm.methods[0]
     params = SamplingParams(ignore_eos=True, **own)
     return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
 
@@ -76,7 +78,7 @@ def test_every_proposer_and_batch(
 ) -> None:
     """The draft model has recurrent layers of its own: the target's first layers would agree, these seldom do."""
     config = dict(METHODS[method])
-    if config["method"] == "draft_model":
+    if config["method"] in ("auto", "draft_model"):
         config["model"] = str(target if config.get("tree") is None else saved("qwen3-next"))
     if config["method"] == "dspark":
         hidden = load_config(target)["hidden_size"]

@@ -52,11 +52,12 @@ def other_tokenizer(algorithm: str, **keys) -> Vocabulary:
     return Vocabulary(draft, LETTERS, PAIRS, VOCAB, VocabularyConfig(algorithm=algorithm, **keys))
 
 
-def mixture() -> Mixture:
+def mixture(tree: TreeKind = "chain") -> Mixture:
+    model = DraftModel(TARGET.perturbed(0.5), DraftModelConfig(tree=tree, top_k=2))
     members = [
         Member("ngram", Lookup(), free=True),
         Member("recycling", Recycling(VOCAB, RecyclingConfig(top_k=2)), free=True),
-        Member("draft_model", DraftModel(TARGET.perturbed(0.5)), free=False, max_nodes=2, cost=0.1),
+        Member("draft_model", model, free=False, max_nodes=2, cost=0.1),
     ]
     return Mixture(members)
 
@@ -71,6 +72,7 @@ PROPOSERS = {
     "shared tokens": lambda: other_tokenizer("tli"),
     "shared tokens, drawn tree": lambda: other_tokenizer("tli", tree="sampled", top_k=2),
     "mixture": mixture,
+    "mixture with a drawn tree": lambda: mixture("sampled"),
     "all levels at once": lambda: at_once("chain"),
     "all levels at once, ranked tree": lambda: at_once("top_k"),
     "all levels at once, drawn tree": lambda: at_once("sampled"),
@@ -100,7 +102,7 @@ def texts(proposer: Proposer, grade: Exactness, count: int, batch: int, law: str
     return [tuple(context.tokens[len(PROMPT) :]) for context in contexts]
 
 
-@pytest.mark.parametrize("proposer", ["shared tokens", "mixture"])
+@pytest.mark.parametrize("proposer", ["shared tokens", "mixture", "mixture with a drawn tree"])
 def test_texts_follow_the_targets_law(proposer: str) -> None:
     law = reference(TARGET, LAWS["plain"], LENGTH, None)
     drawn = Counter(texts(PROPOSERS[proposer](), Exactness.DISTRIBUTION, draws_for(law, DELTA), batch=64))

@@ -101,7 +101,7 @@ def test_after_any_verdict_it_drafts_as_after_one_prefill(shape: str) -> None:
             assert torch.equal(draft.law.probs, fresh.law.probs)
 
 
-TREES = get_args(TreeKind)[1:]
+TREES = [kind for kind in get_args(TreeKind) if kind not in ("chain", "ranked")]  # of a drawn draft
 
 
 def tree(shape: str, budget: int = 6, c: Context | None = None, **config: int) -> Draft:
@@ -140,6 +140,12 @@ def test_depth_and_siblings_are_bounded(shape: str) -> None:
     assert len(tree("chain", budget=9, num_steps=2)) == 2
 
 
+def test_a_ranked_tree_is_a_chain_where_tokens_are_drawn() -> None:
+    assert tree("ranked", budget=5).is_chain and isinstance(tree("ranked", budget=5).law, Sampled)
+    for c in (context(temperature=0.0), context(grade=Exactness.TRAJECTORY)):
+        assert not tree("ranked", 9, c).is_chain and isinstance(tree("ranked", 9, c).law, PointMass)
+
+
 def test_a_greedy_tree_holds_the_greedy_chain_and_the_seeded_one_the_seeded_chain() -> None:
     for c in (context(temperature=0.0), context(grade=Exactness.TRAJECTORY)):
         chain, spread = tree("chain", 3, c), tree("sampled", 40, c, num_steps=3)
@@ -161,7 +167,7 @@ def test_trees_of_a_batch_are_those_of_each_alone(shape: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"tree": "bush"}, "chain, top_k, sampled, greedy_multi"),
+        ({"tree": "bush"}, "chain, top_k, ranked, sampled, greedy_multi"),
         ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
         ({"top_k": True}, "top_k must be an integer"),
         ({"draft_temperature": -1.0}, "draft_temperature must be a number"),

@@ -49,15 +49,24 @@ def row(*probs: float) -> torch.Tensor:
     return torch.tensor([probs], dtype=torch.float64)
 
 
-def grown(rows: dict[tuple[int, ...], torch.Tensor], width: int, budget: int, steps: int) -> tuple[Tree, int]:
+def grown(
+    rows: dict[tuple[int, ...], torch.Tensor], width: int, budget: int, steps: int, floor: float = 0.0
+) -> tuple[Tree, int]:
     """Returns a tree grown from distributions by path, and the number of passes."""
-    tree, passes = Tree(), 0
+    tree, passes = Tree(floor=log(floor) if floor else float("-inf")), 0
     while tree.frontier and passes < steps:
         assert tree.growing().ids == tuple(tree.tokens[node] for node in tree.scored)
         probs = torch.cat([rows.get(tree.path(node), row(0.5, 0.3, 0.2)) for node in tree.frontier])
         tree.expand(likeliest(probs, width), width, budget)
         passes += 1
     return tree, passes
+
+
+def test_a_tree_does_not_grow_below_a_node_under_the_floor() -> None:
+    rows = {(): row(0.6, 0.3, 0.1), (0,): row(0.9, 0.1, 0.0), (0, 0): row(0.4, 0.4, 0.2)}
+    tree, passes = grown(rows, width=2, budget=9, steps=9, floor=0.5)
+    assert passes == 3  # the root, and the two nodes of 0.6 and 0.54
+    assert {tree.path(node) for node in range(len(tree.tokens))} == {(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1)}
 
 
 def test_a_tree_keeps_the_best_nodes_of_all_levels() -> None:

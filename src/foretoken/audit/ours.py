@@ -43,6 +43,7 @@ class Foretoken:
         facts: Description for the report.
         float32: Loads the same engine in float32, None where that is impossible.
         start: First decoder tokens of an encoder-decoder, whose encoder receives the prompts.
+        method: Name of the proposer that drafts, where the engine has several.
     """
 
     batch = 16
@@ -58,8 +59,9 @@ class Foretoken:
         facts: Mapping[str, Any] | None = None,
         float32: Callable[[], Foretoken] | None = None,
         start: Sequence[int] = (),
+        method: str | None = None,
     ) -> None:
-        self.target, self.proposer = engine.target, engine.proposer
+        self.target, self.proposer, self.method = engine.target, engine.proposer, method
         self.controller, self.rule = engine.controller, engine.rule
         self.encode, self.depth, self.ends, self.facts = encode, depth, tuple(ends), facts or {}
         self.bit_equal = engine.target.batch_invariant
@@ -87,7 +89,8 @@ class Foretoken:
         ends = eos_ids(resolve(llm.model), llm.tokenizer, llm.target.vocab_size)
         other = None if target.dtype == torch.float32 else again
         depth = config.tokens if config.method_in_force != NONE else None
-        return cls(llm.engine, partial(_encoded, llm.tokenizer), depth, ends, facts, other, llm.requests.start)
+        encode, start = partial(_encoded, llm.tokenizer), llm.requests.start
+        return cls(llm.engine, encode, depth, ends, facts, other, start, config.method_in_force)
 
     def law(self, temperature: float) -> SamplingLaw:
         return SamplingLaw(temperature=temperature)
@@ -104,6 +107,7 @@ class Foretoken:
                 Streams(seed),
                 settings.grade,
                 settings.depth,
+                method=self.method,
                 source=tuple(source),
             )
             for (tokens, source), seed in zip(map(self._prompt_and_source, prompts), settings.seeds, strict=True)

@@ -92,7 +92,9 @@ def max_tokens(config: FixedConfig, tokens: int, given: bool) -> int:
     return config.max_tokens or max(tokens, _MAX_TOKENS if tokens else 0)
 
 
-def build(config: FixedConfig, tokens: int, device: torch.device, costs: CostModel) -> Controller:
+def build(
+    config: FixedConfig, tokens: int, device: torch.device, costs: CostModel, *, whole: str | None = None
+) -> Controller:
     """Returns the controller of a configuration.
 
     Args:
@@ -100,9 +102,10 @@ def build(config: FixedConfig, tokens: int, device: torch.device, costs: CostMod
         tokens: Draft tokens per step, at most.
         device: Device of the models, whose memory is watched.
         costs: Measured seconds.
+        whole: Name of the usual method, if it leaves out what does not pay; see ``Goodput``.
     """
     memory = MemoryWatch(tokens, FreeMemory(device)) if config.memory else None
     ledger = Ledger(config.allowance) if config.guard else None
     if isinstance(config, GoodputConfig):
-        return Goodput(tokens, costs, ledger, memory)
+        return Goodput(tokens, costs, ledger, memory, whole)
     return Capped(tokens, costs, ledger, memory) if ledger else Fixed(tokens, memory)

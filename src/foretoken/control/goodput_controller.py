@@ -39,12 +39,26 @@ class Goodput(Capped):
 
     A request that does not draft gets a trial after a wait, which doubles after each trial that fails. No trial is made
     where drafting could not pay off even if it went well.
+
+    Args:
+        max_tokens: Largest draft length of a request.
+        costs: Measured seconds.
+        ledger: Bounds the seconds that may be lost, None for no bound.
+        memory: Bounds draft lengths while memory is short.
+        whole: Name of the usual method, if it leaves out what does not pay: it knows better than an average what does.
+            So a request that it is to draft for gets its largest draft length, where that may be lost.
     """
 
     def __init__(
-        self, max_tokens: int, costs: CostModel, ledger: Ledger | None = None, memory: MemoryWatch | None = None
+        self,
+        max_tokens: int,
+        costs: CostModel,
+        ledger: Ledger | None = None,
+        memory: MemoryWatch | None = None,
+        whole: str | None = None,
     ) -> None:
         super().__init__(max_tokens, costs, ledger, memory)
+        self.whole = whole
         self._records: dict[int, Record] = {}
         self._kinds: dict[tuple[bool, str | None, bool], Survival] = {}
         self._wait = self.tuning.min_wait  # of new requests
@@ -127,7 +141,16 @@ class Goodput(Capped):
         accepted, exists = acceptance([self._record(batch.contexts[i]).survival for i in payable])
         caps, seconds = [batch.caps[i] for i in payable], [missed[i] for i in payable]
         candidates = LengthCandidates(payable, caps, seconds, accepted, exists)
-        return goodput(candidates, len(batch.contexts), forced, self.costs, batch.allowed)
+        best = goodput(candidates, len(batch.contexts), forced, self.costs, batch.allowed)
+        return self._whole(batch, best, missed) if self.whole and best.lengths else best
+
+    def _whole(self, batch: Batch, best: Allocation, missed: dict[int, float]) -> Allocation:
+        """Returns ``best`` with the largest draft lengths of requests of the usual method, if these may be lost."""
+        usual = {i for i in best.lengths if batch.contexts[i].method in (None, self.whole)}
+        lengths = {i: batch.caps[i] if i in usual else length for i, length in best.lengths.items()}
+        seconds = self.costs.draft_seconds(max(lengths.values()), len(lengths)) + sum(missed[i] for i in lengths)
+        worst = float(worst_case(self.costs, len(batch.contexts), np.full(sum(lengths.values()), seconds))[-1])
+        return Allocation(lengths, worst) if worst <= batch.allowed else best
 
     def _left(self, record: Record) -> int:
         """Returns the number of steps until a request's next trial."""

@@ -93,7 +93,8 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
     """Calibrates ``costs`` with passes and drafts of up to ``max_tokens`` tokens.
 
     It needs space for 32 tokens and the drafts in the target's context window, and does nothing with less. Where
-    drafting takes no time, or the proposer would learn from the synthetic prompt, only passes are timed. Passes of a
+    drafting takes no time, or the proposer would learn from the synthetic prompt, only passes are timed; of a mixture,
+    its model drafts alone. Passes of a
     model with experts are timed apart, over tokens drawn from the vocabulary: what a proposer drafts on a synthetic
     prompt repeats itself, and would choose fewer experts than a text.
 
@@ -110,16 +111,16 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
     if sweeps < 1 or not max_tokens:
         return
     length = min(_PROMPT, space - sweeps * emitted)
-    passes_alone = proposer.costless or proposer.learns
+    timed = proposer.rehearsed
     passes: dict[int, float] = {}
     drafting: dict[int, float] = {}
-    if passes_alone or target.has_experts:
+    if timed is None or target.has_experts:
         script = _Script([*_FIRST, *(sweep * sweeps)], CostModel(), synthetic=True)
         _run(target, _Synthetic(target.vocab_size), script, length)
         passes = script.pass_seconds
-    if not passes_alone:
+    if timed is not None:
         script = _Script([*_FIRST, *(sweep * sweeps)], costs)
-        _run(target, proposer, script, length)
+        _run(target, timed, script, length)
         drafting = {depth: median(seconds) for depth, seconds in script.drafting.items()}
         passes = passes or script.pass_seconds
     costs.calibrate(passes, drafting)

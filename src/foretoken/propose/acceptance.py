@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from foretoken.core.draft import Draft
 
@@ -16,17 +17,21 @@ from foretoken.core.draft import Draft
 _PLACES = (1, 2, 3, 4, 6, 9, 16)  # index of the node in its draft
 _STREAKS = (1, 4, 12)  # tokens that the proposer had right just before
 _SIZES = (3, 8)  # nodes of the draft
+_FIRST_STEPS = 8  # steps after which their tokens per second are taken to be usual
 _BUCKETS = (0.25, 0.75, 1.5, 3.0, 6.0)  # promised tokens
-_BASE = 0.7  # rate before any observation; too high costs a few rows, too low leaves good drafts out
+_CLAIMS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # P(node | parent) by a model itself
+_BASE = 0.7  # claim of a draft without scores
+_TRUST = 0.5  # of the claims of copied text before any observation: all drafts are scored, so good ones show soon
 
 DraftKind = tuple[int, int]  # buckets of streak and size
 
 
 class NodeRates:
-    """P(node accepted | its parent accepted) for one proposer, by streak, draft size, and index in the draft.
+    """P(node accepted | its parent accepted) for one proposer, by streak, draft size, and index in the draft (place).
 
     A conditional rate is updated only if the parent was accepted and the text beyond it is known, so text that ends
-    early (right censoring) causes no bias. Old observations decay once a cell holds ``memory`` of them.
+    early (right censoring) causes no bias. Old observations decay once a cell holds ``memory`` of them. What was not
+    observed starts from the rate of the same streak, and that from the claims of the draft's own scores.
 
     Args:
         prior: Rates to start from, with the weight of ``strength`` nodes.
@@ -34,22 +39,25 @@ class NodeRates:
 
     def __init__(self, prior: NodeRates | None = None, strength: float = 4.0, memory: float = 400.0) -> None:
         self._prior, self._strength, self._memory = prior, strength, memory
-        self._cells: dict[DraftKind, list[list[float]]] = {}  # by place: hits, trials
+        self._cells: dict[DraftKind, dict[int, list[float]]] = {}  # by place: hits, trials
         self._streaks: dict[int, list[float]] = {}
 
-    def row(self, key: DraftKind) -> list[float]:
-        """Returns the rate at each index for drafts of one kind; where unobserved, that of the same streak."""
-        if self._prior:
-            base = self._prior.row(key)
-        else:
-            base = [self._mean(self._streaks.get(key[0]), _BASE)] * (len(_PLACES) + 1)
-        cells = self._cells.get(key)
-        return base if cells is None else [self._mean(cell, rate) for cell, rate in zip(cells, base, strict=True)]
+    def within(self) -> Self:
+        """Returns the rates of one request, which start from these."""
+        return type(self)(self, strength=16.0, memory=48.0)
+
+    def kind(self, streak: int, draft: Draft) -> DraftKind:
+        """Returns the kind of a draft from a proposer that had ``streak`` tokens right before it."""
+        return bisect_right(_STREAKS, streak), bisect_right(_SIZES, len(draft))
+
+    def places(self, draft: Draft) -> list[int]:
+        """Returns the place of each node among the rates of a kind."""
+        return [bisect_right(_PLACES, node) for node in range(len(draft))]
 
     def add(self, key: DraftKind, place: int, accepted: bool) -> None:
         """Counts one node."""
-        cells = self._cells.setdefault(key, [[0.0, 0.0] for _ in range(len(_PLACES) + 1)])
-        for cell in (cells[place], self._streaks.setdefault(key[0], [0.0, 0.0])):
+        cells = self._cells.setdefault(key, {})
+        for cell in (cells.setdefault(place, [0.0, 0.0]), self._streaks.setdefault(key[0], [0.0, 0.0])):
             if cell[1] >= self._memory:
                 cell[0] *= 0.5
                 cell[1] *= 0.5
@@ -58,13 +66,42 @@ class NodeRates:
         if self._prior:
             self._prior.add(key, place, accepted)
 
-    def _mean(self, cell: list[float] | None, base: float) -> float:
-        return base if cell is None else (cell[0] + self._strength * base) / (cell[1] + self._strength)
+    def bases(self, key: DraftKind, draft: Draft) -> list[float]:
+        """Returns the rates of nodes at places where nothing was observed."""
+        return [self._mean(self._streaks.get(key[0]), _TRUST * claim) for claim in claims(draft)]
 
     def of(self, key: DraftKind, draft: Draft) -> list[float]:
         """Returns P(node accepted | its parent accepted) of every node."""
-        rates = self.row(key)
-        return [rates[bisect_right(_PLACES, node)] for node in range(len(draft))]
+        rates = self._prior.of(key, draft) if self._prior else self.bases(key, draft)
+        cells = self._cells.get(key, {})
+        return [self._mean(cells.get(place), rate) for place, rate in zip(self.places(draft), rates, strict=True)]
+
+    def _mean(self, cell: list[float] | None, base: float) -> float:
+        return base if cell is None else (cell[0] + self._strength * base) / (cell[1] + self._strength)
+
+
+class ScoredRates(NodeRates):
+    """P(node accepted | its parent accepted) of a model's drafts, by what the model itself takes it to be.
+
+    Without scores every node claims the same, and the streak tells more.
+    """
+
+    def kind(self, streak: int, draft: Draft) -> DraftKind:
+        return (bisect_right(_STREAKS, streak), 1) if draft.scores is None else (0, 0)
+
+    def places(self, draft: Draft) -> list[int]:
+        return [bisect_right(_CLAIMS, claim) for claim in claims(draft)]
+
+    def bases(self, key: DraftKind, draft: Draft) -> list[float]:
+        return claims(draft)
+
+
+def claims(draft: Draft) -> list[float]:
+    """Returns P(node accepted | its parent accepted) of every node, as the draft's own scores have it."""
+    if draft.scores is None:
+        return [_BASE] * len(draft)
+    reach = [*draft.scores.double().exp().tolist(), 1.0]  # the root's last, at -1
+    return [min(1.0, reach[node] / max(reach[parent], 1e-30)) for node, parent in enumerate(draft.parents)]
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +123,7 @@ class PendingDraft:
     def follow(self, tokens: Sequence[int], rates: NodeRates | None = None) -> bool:
         """Follows the text as it is now and updates ``rates``. Returns whether nothing is left to learn."""
         ids, children = self.draft.ids, self.draft.children
+        places = rates.places(self.draft) if rates is not None and len(self.draft) else ()
         while below := children[self.at + 1]:
             if self.start + self.depth >= len(tokens):
                 return False
@@ -95,7 +133,7 @@ class PendingDraft:
                 accepted = ids[child] == token
                 match = child if accepted else match
                 if rates is not None:
-                    rates.add(self.key, bisect_right(_PLACES, child), accepted)
+                    rates.add(self.key, places[child], accepted)
             if match is None:
                 return True
             self.at, self.depth = match, self.depth + 1
@@ -122,9 +160,9 @@ class MemberRecord:
 
     def add(self, draft: Draft, start: int) -> list[float]:
         """Records a draft. Returns P(node accepted | its parent accepted) of its nodes."""
-        key = (bisect_right(_STREAKS, self.streak), bisect_right(_SIZES, len(draft)))
+        key = self.rates.kind(self.streak, draft)
         self.open.append(PendingDraft(draft, start, key))
-        return self.rates.of(key, draft)
+        return self.rates.of(key, draft) if len(draft) else []
 
     def settle(self, tokens: Sequence[int]) -> None:
         """Scores the open drafts after new text."""
@@ -158,6 +196,27 @@ class DecayingMean:
         if self._prior is None:
             return self._sum / self.count if self.count else 0.0
         return (self._sum + self._strength * self._prior.value) / (self.count + self._strength)
+
+
+class UsualRate:
+    """Tokens per second over the latest steps, of all of which the last ``memory`` count."""
+
+    def __init__(self, memory: float = 256.0) -> None:
+        self._memory = memory
+        self._tokens = self._seconds = self._steps = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Adds a step."""
+        if self._steps >= self._memory:
+            self._tokens, self._seconds, self._steps = self._tokens / 2, self._seconds / 2, self._steps / 2
+        self._tokens += tokens
+        self._seconds += seconds
+        self._steps += 1.0
+
+    @property
+    def rate(self) -> float:
+        """The rate, 0 before enough steps."""
+        return self._tokens / self._seconds if self._steps >= _FIRST_STEPS and self._seconds else 0.0
 
 
 class BucketedMeans:

@@ -54,12 +54,16 @@ class Proposer:
         needs: What it needs from the target.
         costless: Drafts come from text and tables: they take negligible time and are fixed candidates.
         learns: Keeps state across requests, so warm-up must not use synthetic requests.
+        floor: Probability of acceptance below which a node is not worth drafting. A mixture sets it by measured costs.
+        heeds_floor: It estimates that probability before it drafts a node, and leaves out those below ``floor``.
     """
 
     name: str = "none"
     needs: Needs = Needs()
     costless: bool = False
     learns: bool = False
+    floor: float = 0.0
+    heeds_floor: bool = False
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """Returns one draft per context with at most ``budgets[i]`` nodes.
@@ -84,6 +88,14 @@ class Proposer:
 
     def forget(self, context: Context) -> None:
         """Called when a sequence ends or is preempted. Does nothing for an unknown one."""
+
+    @property
+    def rehearsed(self) -> Proposer | None:
+        """The part whose drafts warm-up times on a synthetic prompt.
+
+        None where drafting takes no time, or everything would learn from the prompt.
+        """
+        return None if self.costless or self.learns else self
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -173,9 +185,11 @@ class Method:
         build: Builds the proposer from a ``config`` and a ``BuildContext``.
         tokens: Default number of draft tokens per step.
         drafts_trees: Drafts are trees unless the key "top_k" is 1. Methods with a key "tree" draft what that names.
+        prunes: Drafts hold only nodes that pay for their rows, so a controller need not shorten them.
     """
 
     config: type[Any]
     build: Callable[[Any, BuildContext], Proposer]
     tokens: int = 4
     drafts_trees: bool = False
+    prunes: bool = False

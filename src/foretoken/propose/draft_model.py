@@ -73,6 +73,7 @@ class DraftModel(Proposer):
         self.model = model
         self.config = config or DraftModelConfig()
         self.vocab_size = vocab_size or model.vocab_size
+        self.heeds_floor = self.config.tree != "chain"
         self.stop: Stop | None = stopping.make(self.config.draft_stop, model)
         self._handles: dict[int, Handle] = {}
         self._drafts: dict[int, Draft] = {}  # drafts whose outcome the stop learns
@@ -189,7 +190,7 @@ class DraftModel(Proposer):
         if own is not None and not law.greedy:
             law = law.with_temperature(own)
         gate = None if self.stop is None else self.stop.begin(context)
-        return begin(self.config, context, budget, self._fit, law, gate=gate)
+        return begin(self.config, context, budget, self._fit, law, gate=gate, floor=self.floor)
 
 
 class ParallelDraftModel(DraftModel):

@@ -29,6 +29,11 @@ TYPICAL = 0.65
 DrawnTreeKind = Literal["sampled", "greedy_multi"]
 
 
+def expected_acceptance(row: Tensor) -> float:
+    """Returns how likely a token drawn from ``row`` [V] is accepted, before it is drawn."""
+    return MIN_FIRST + (MAX_FIRST - MIN_FIRST) * float(row.double().pow(3).sum())
+
+
 @dataclass(slots=True)
 class DrawnTree(Growth):
     """A drawn tree while it grows.
@@ -40,6 +45,7 @@ class DrawnTree(Growth):
         steps: Levels left to draw.
         width: Maximum number of siblings.
         stream: The draft's private random numbers. Node i is drawn with number i.
+        floor: Estimated probability of acceptance below which a node is not drawn.
         rows: The distribution [V] that a node's children were drawn from, by node.
         reach: Estimated probability that a node is accepted, by node.
     """
@@ -49,6 +55,7 @@ class DrawnTree(Growth):
     steps: int = 0
     width: int = 0
     stream: Stream | None = None
+    floor: float = 0.0
     rows: dict[int, Tensor] = field(default_factory=dict)
     reach: list[float] = field(default_factory=list)
 
@@ -122,6 +129,8 @@ class DrawnTree(Growth):
         left = self.budget - len(self.tokens)
         while offers and left > 0:
             reach, level, owner, rank, chance = heappop(offers)
+            if -reach < self.floor:
+                break
             counts[owner] += level == 0
             left -= 1
             if rank + 1 < self.width:

@@ -72,7 +72,9 @@ class DSpark(BlockProposer):
             assert isinstance(handle, BlockHandle)
             handle.confidence = []
             gate = ConfidenceGate(handle.confidence, threshold)
-        return begin(self.config, context, budget, self.net.to_target, context.law, self._greedy_rank, gate)
+        return begin(
+            self.config, context, budget, self.net.to_target, context.law, self._greedy_rank, gate, floor=self.floor
+        )
 
 
 def build(config: DSparkConfig, build_context: BuildContext) -> DSpark:

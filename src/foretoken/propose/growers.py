@@ -21,11 +21,11 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
 from foretoken.core.streams import Purpose, Stream
-from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
+from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind, expected_acceptance
 from foretoken.propose.stopping.base import Gate
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
 
-TreeKind = Literal["chain", "top_k", DrawnTreeKind]
+TreeKind = Literal["chain", "top_k", "ranked", DrawnTreeKind]
 TREE_STEPS = 8  # default depth of a tree
 
 # Maps logits [rows, Vd] over the draft's vocabulary to [rows, V] over the target's.
@@ -42,7 +42,8 @@ class GrowthConfig:
 
     Attributes:
         tree: "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings drawn
-            without replacement; "greedy_multi", the likeliest siblings and one drawn.
+            without replacement; "greedy_multi", the likeliest siblings and one drawn; "ranked", "top_k" where
+            candidates are fixed, and a chain where tokens are drawn.
         num_steps: Maximum depth, hence the number of draft passes. None is the whole budget, for trees at most 8.
         top_k: Maximum number of siblings, and of nodes expanded on a level.
     """
@@ -95,6 +96,8 @@ class Chain:
     Attributes:
         drawn: The tokens are random draws, so the verifier needs their distributions.
         gate: Decides before each draw whether the chain ends.
+        floor: Estimated probability of acceptance below which nothing is drawn.
+        reach: Estimated probability that the next token is accepted.
     """
 
     context: Context
@@ -104,6 +107,8 @@ class Chain:
     stream: Stream
     drawn: bool
     gate: Gate | None = None
+    floor: float = 0.0
+    reach: float = 1.0
     stopped: bool = False
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
@@ -121,7 +126,7 @@ class Chain:
         certain = rows.certain(0)
         # If no token is possible the chain ends before the draw: dropping a drawn token would change the distribution.
         impossible = math.isnan(rows[0][0]) if certain is None else certain < 0
-        self.stopped = impossible or self._gated(rows, logits, hidden)
+        self.stopped = impossible or self._gated(rows, logits, hidden) or self._unlikely(rows)
         if self.stopped:
             return
         self.tokens.append(self.stream.categorical(rows[0], len(self.tokens)) if certain is None else certain)
@@ -131,6 +136,13 @@ class Chain:
     def draft(self) -> Draft:
         law: ProposalLaw = Sampled(torch.stack(self.rows)) if self.rows else PointMass()
         return Draft.chain(self.tokens, law)
+
+    def _unlikely(self, rows: NodeDistributions) -> bool:
+        """Returns whether a drawn token would be accepted too seldom, by the distribution that it comes from."""
+        if not self.floor or not self.drawn:
+            return False
+        self.reach *= expected_acceptance(rows[0])
+        return self.reach < self.floor
 
     def _gated(self, rows: NodeDistributions, logits: Tensor, hidden: Tensor | None) -> bool:
         """Returns whether the gate ends the chain here."""
@@ -151,7 +163,7 @@ class RankedTreeGrower:
     steps: int
     width: int
     rank: Rank
-    tree: Tree = field(default_factory=Tree)
+    tree: Tree
 
     @property
     def done(self) -> bool:
@@ -220,10 +232,12 @@ def begin(
     law: Law,
     greedy_rank: Rank | None = None,
     gate: Gate | None = None,
+    floor: float = 0.0,
 ) -> Grower:
     """Returns the grower of a draft of ``budget`` nodes for ``context``, which draws from ``law`` or ranks by it.
 
     Args:
+        floor: Estimated probability of acceptance below which a tree does not grow, and nothing is drawn.
         greedy_rank: Ranks for a greedy request whose law needs no history. None ranks by ``law`` at temperature 1:
             which other token could be the target's argmax depends on the probabilities at temperature 1.
         gate: May end a chain early. A tree always uses its budget.
@@ -232,8 +246,9 @@ def begin(
     streams, position = context.streams, context.generated
     stream = streams.shared(position) if shared else streams.private(Purpose.DRAFT, position)
     steps, width = config.steps(budget), config.top_k
-    if config.tree == "chain":
-        return Chain(context, steps, law, widen, stream, drawn=not shared and not law.greedy, gate=gate)
+    drawn = not shared and not law.greedy
+    if config.tree == "chain" or (config.tree == "ranked" and drawn):
+        return Chain(context, steps, law, widen, stream, drawn=drawn, gate=gate, floor=floor)
     ranking = law.with_temperature(1.0) if law.greedy else law
 
     def distributions(logits: Tensor, tree: Growth) -> Tensor:
@@ -241,19 +256,14 @@ def begin(
         histories = [context.history(tree.path(node)) for node in tree.frontier] if ranking.needs_history else ()
         return drafting_probs(ranking, widen(logits), histories)
 
-    if law.greedy:
-        own = None if law.needs_history else greedy_rank
-        return RankedTreeGrower(
-            budget, steps, width, own or (lambda logits, tree: likeliest(distributions(logits, tree), width))
-        )
-    if shared:
-        return RankedTreeGrower(
-            budget, steps, width, lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level)
-        )
-    if config.tree == "top_k":
-        return RankedTreeGrower(
-            budget, steps, width, lambda logits, tree: likeliest(distributions(logits, tree), width)
-        )
-    return SampledTreeGrower(
-        DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream), distributions
-    )
+    def ranked(rank: Rank) -> Grower:
+        return RankedTreeGrower(budget, steps, width, rank, Tree(floor=math.log(floor) if floor else -math.inf))
+
+    if law.greedy and greedy_rank is not None and not law.needs_history:
+        return ranked(greedy_rank)
+    if shared and not law.greedy:
+        return ranked(lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level))
+    if law.greedy or config.tree == "top_k" or config.tree == "ranked":
+        return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width))
+    grown = DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream, floor=floor)
+    return SampledTreeGrower(grown, distributions)

@@ -29,6 +29,7 @@ class HiddenStateProposer(Proposer):
 
     def __init__(self, name: str, net: DraftNet, taps: Sequence[int], config: GrowthConfig) -> None:
         self.name, self.net, self.config = name, net, config
+        self.heeds_floor = config.tree != "chain"
         self.taps = tuple(taps)
         self.needs = Needs(tuple(sorted(set(taps))))
         self._handles: dict[int, HeadHandle] = {}
@@ -118,7 +119,7 @@ class HiddenStateProposer(Proposer):
         return complete and has_new and len(context.tokens) + budget <= self.net.max_length
 
     def _grower(self, context: Context, budget: int) -> Grower:
-        return begin(self.config, context, budget, self.net.to_target, context.law, self._greedy_rank)
+        return begin(self.config, context, budget, self.net.to_target, context.law, self._greedy_rank, floor=self.floor)
 
     def _greedy_rank(self, logits: Tensor, tree: Tree) -> Candidates:
         """Ranks the draft's own tokens; no distribution over the target's whole vocabulary is needed."""

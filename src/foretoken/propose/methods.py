@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from foretoken.propose.base import Method
 
 METHODS: dict[str, str] = {
+    "auto": "auto",
     "draft_model": "draft_model",
     "ngram": "lookup",
     "suffix": "suffix",

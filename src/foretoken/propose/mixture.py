@@ -7,29 +7,41 @@ as pay for their rows by its acceptance so far. Its gain is learned by the numbe
 because where text is being copied no other draft is needed.
 
 If the costly member's draft has fixed candidates (greedy requests, requests with a seed, "top_k" trees) it joins the
-tree; if it was drawn it has its own distribution, and replaces the tree. A request starts from what was learned in
-earlier requests; its own observations soon weigh more.
+tree, of which the nodes that pay for their rows are kept; if it was drawn it has its own distribution, and replaces the
+tree. A tree of a model does not grow where, by its own estimate, a node would not pay for its row and for the time to
+draft it. A request starts from what was learned in earlier requests of its kind (temperature 0 or not, and grade); its
+own observations soon weigh more.
 
 The choice depends on the past alone and precedes any draw of the step, so it cannot change the distribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from foretoken.control.survival import Survival
-from foretoken.core.context import Context
+from foretoken.control.survival import Survival, acceptance
+from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass
 from foretoken.core.verdict import Verdict
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Scores
-from foretoken.propose.acceptance import BucketedMeans, MemberRecord, NodeRates, PendingDraft
+from foretoken.propose.acceptance import BucketedMeans, MemberRecord, PendingDraft, UsualRate
 from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
-from foretoken.propose.mixture_members import MAX_COSTLY, PROBE, TRIALS, Member, MixtureConfig, MixtureState
+from foretoken.propose.mixture_members import (
+    MAX_COSTLY,
+    PROBE,
+    TRIALS,
+    Member,
+    MixtureConfig,
+    MixtureState,
+    RequestKind,
+)
 from foretoken.propose.pace import DraftingCosts
 from foretoken.propose.union import DraftUnion, MergedDraft
 
@@ -54,7 +66,8 @@ class Mixture(Proposer):
         self.pace = DraftingCosts(costs)
         self.last_member: dict[int, tuple[str, ...]] = {}
         self._records: dict[int, MixtureState] = {}
-        self._surplus = BucketedMeans()
+        self._surplus: dict[RequestKind, BucketedMeans] = defaultdict(BucketedMeans)
+        self._usual: dict[RequestKind, UsualRate] = defaultdict(UsualRate)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         offers = [member.propose(contexts, budgets) for member in self.free]
@@ -65,12 +78,14 @@ class Mixture(Proposer):
             tree = self._join(context, record, budget, [offer[i] for offer in offers], len(contexts))
             trees.append(tree)
             record.promised = tree.promised
+            record.fixed = context.law.greedy or context.exactness is Exactness.TRAJECTORY
             record.chosen = self._choose(record, tree, budget, len(contexts)) if budget > 0 else None
             if record.chosen is not None:
                 indices_by_member.setdefault(record.chosen, []).append(i)
         for costly, indices in indices_by_member.items():
             node_budgets = [self._record(contexts[i]).requested for i in indices]
-            drafts = self.costly[costly].propose([contexts[i] for i in indices], node_budgets)
+            floor = min(self._record(contexts[i]).floor for i in indices)
+            drafts = self.costly[costly].propose([contexts[i] for i in indices], node_budgets, floor)
             for i, draft in zip(indices, drafts, strict=True):
                 trees[i] = self._with(contexts[i], costly, trees[i], draft, budgets[i], len(contexts))
         for context, tree in zip(contexts, trees, strict=True):
@@ -93,6 +108,10 @@ class Mixture(Proposer):
                 self._settle(context, record, observation)
 
     @property
+    def rehearsed(self) -> Proposer | None:
+        return next((member.proposer.rehearsed for member in self.costly), None)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return sum(member.proposer.kv_bytes_per_token for member in self.members)
 
@@ -111,12 +130,16 @@ class Mixture(Proposer):
 
     def _record(self, context: Context) -> MixtureState:
         if context.id not in self._records:
+            costly = [member.known(context) for member in self.costly]
+            surplus = self._surplus[context.law.greedy, context.exactness]
             self._records[context.id] = MixtureState(
-                accounts=[MemberRecord(NodeRates(member.rates, strength=16.0, memory=48.0)) for member in self.free],
-                costly=[MemberRecord(NodeRates(member.rates, strength=16.0, memory=48.0)) for member in self.costly],
-                gains=[BucketedMeans(member.gain, strength=8.0, memory=32.0) for member in self.costly],
-                survivals=[Survival(member.survival.max_rank, member.survival) for member in self.costly],
-                surplus=BucketedMeans(self._surplus, strength=8.0, memory=32.0),
+                accounts=[MemberRecord(member.known(context).rates.within()) for member in self.free],
+                costly=[MemberRecord(known.rates.within()) for known in costly],
+                gains=[BucketedMeans(known.gain, strength=8.0, memory=32.0) for known in costly],
+                sizes=[BucketedMeans(known.size, strength=8.0, memory=32.0) for known in costly],
+                survivals=[Survival(known.survival.max_rank, known.survival) for known in costly],
+                surplus=BucketedMeans(surplus, strength=8.0, memory=32.0),
+                usual=self._usual[context.law.greedy, context.exactness],
                 idle=[0] * len(self.costly),
                 probe=[PROBE] * len(self.costly),
             )
@@ -133,7 +156,7 @@ class Mixture(Proposer):
             if not isinstance(draft.law, PointMass):
                 raise TypeError(f"{member.name} counts as free, but its drafts are drawn; only fixed candidates join")
             union.add(draft, account.add(draft, len(context.tokens)), member.name)
-        tree = self._pruned(union, budget, batch)
+        tree = self._pruned(union, budget, batch, record.usual.rate)
         if len(tree.draft):
             record.trees.append((PendingDraft(tree.draft, len(context.tokens)), tree.promised))
         return tree
@@ -150,40 +173,56 @@ class Mixture(Proposer):
         tree = MergedDraft(free.union, draft, (member.name,) * len(draft), free.promised)
         if isinstance(draft.law, PointMass):
             rates = record.costly[costly].add(draft, len(context.tokens))
-            held = free.union.add(draft, rates, member.name)  # its cost is already paid, and rows cost little beside it
-            tree = self._pruned(free.union, budget, batch, held)
+            free.union.add(draft, rates, member.name)
+            tree = self._pruned(free.union, budget, batch, record.usual.rate)
         return tree
 
-    def _pruned(self, union: DraftUnion, budget: int, batch: int, held: Sequence[int] = ()) -> MergedDraft:
-        """Returns the nodes that pay for their rows, and those ``held``."""
+    def _pruned(self, union: DraftUnion, budget: int, batch: int, rate: float) -> MergedDraft:
+        """Returns the nodes that pay for their rows."""
+        if not union.tokens:
+            return MergedDraft(union, Draft.empty(), (), 0.0)
         weights = union.weights()
-        kept = sorted(self.pace.worthwhile(weights, budget, batch, held))
+        kept = sorted(self.pace.worthwhile(weights, budget, batch, rate))
         names = tuple(union.owners[node] for node in kept)
         return MergedDraft(union, union.draft(kept, weights), names, sum(weights[node] for node in kept))
 
     def _choose(self, record: MixtureState, tree: MergedDraft, budget: int, batch: int) -> int | None:
         """Returns the costly member with the most expected tokens per second, None for the free tree."""
-        expected = max(0.0, tree.promised + record.surplus.at(tree.promised).value)
-        best = (1.0 + expected) / self.pace.seconds(len(tree.draft), batch)
+        promised = tree.promised
+        best = _tokens(promised, record.surplus) / self.pace.seconds(len(tree.draft), batch)
         choice: int | None = None
         for i, (member, gain) in enumerate(zip(self.costly, record.gains, strict=True)):
             max_nodes = min(budget, record.survivals[i].max_rank)
-            seconds = (
-                self.pace.table(max_nodes, batch)
-                + np.arange(1.0, max_nodes + 1.0) * self._price(member, max_nodes) / batch
-            )
-            nodes = int(np.argmax((1.0 + np.cumsum(record.survivals[i].accepted()[:max_nodes])) / seconds))
-            value = (1.0 + gain.at(tree.promised).value) / seconds[nodes]
-            unexplored = member.gain.all.count < TRIALS or record.idle[i] >= record.probe[i]
+            price = self._price(member, max_nodes) / batch
+            verified = record.sizes[i].at(promised).value
+            value = _tokens(promised, gain) / (self.pace.seconds(verified, batch) + verified * price)
+            unexplored = not self._explored(record, i)
             if unexplored or value > best:
-                best, choice, record.requested = value, i, nodes + 1
+                best, choice, record.price = max(best, value), i, price
+                record.requested = (
+                    max_nodes
+                    if member.proposer.heeds_floor and record.fixed
+                    else self._depth(record.survivals[i], max_nodes, price, batch)
+                )
+                record.floor = (record.usual.rate or best) * (self.pace.row(max_nodes, batch) + price)
             if unexplored:
                 break
         return choice
 
+    def _depth(self, survival: Survival, max_nodes: int, price: float, batch: int) -> int:
+        """Returns the number of nodes that pays best on average, each of which takes ``price`` seconds to draft."""
+        accepted, exists = (p[0, :max_nodes] for p in acceptance([survival]))
+        nodes = np.cumsum(exists)
+        seconds = self.pace.table(nodes, batch) + nodes * price
+        return int(np.argmax((1.0 + np.cumsum(accepted)) / seconds)) + 1
+
     def _price(self, member: Member, max_nodes: int) -> float:
-        """Returns the seconds to draft one node."""
+        """Returns the seconds to draft one level, or one node of a member whose cost is given."""
         return member.seconds.value if member.cost is None else member.cost * self.pace.seconds(0, 1) / max_nodes
+
+    def _explored(self, record: MixtureState, costly: int) -> bool:
+        """Returns whether a costly member was tried often enough, and lately."""
+        return record.gains[costly].all.count >= TRIALS and record.idle[costly] < record.probe[costly]
 
     def _settle(self, context: Context, record: MixtureState, observation: Observation) -> None:
         """Updates the request's statistics after a step."""
@@ -197,22 +236,32 @@ class Mixture(Proposer):
                 open_trees.append((tree, expected))
         record.trees = open_trees
         step = observation.step
+        if self.pace.known:
+            drafting = 0.0 if record.chosen is None else record.price * max(step.draft.depths, default=0)
+            seconds = self.pace.seconds(len(step.draft), step.timings.batch) + drafting
+            record.usual.add(1.0 + step.accepted, seconds)
         for i, gain in enumerate(record.gains):
             record.idle[i] += 1
             if record.chosen == i:
                 record.probe[i] *= 2 if record.idle[i] > record.probe[i] else 1
                 record.idle[i] = 0
                 if step.finish_reason is None and record.own is not None:
-                    gain.at(record.promised).add(float(step.accepted))
+                    gain.at(record.promised).add(step.accepted - record.promised)
+                    record.sizes[i].at(record.promised).add(float(len(step.draft)))
                     record.own.follow(context.tokens)
                     draft, path = record.own.draft, record.own.draft.path(record.own.at)
                     record.survivals[i].observe(record.requested, draft, Verdict(path, 0))
 
 
-def build(config: MixtureConfig, build_context: BuildContext) -> Mixture:
+def _tokens(promised: float, surplus: BucketedMeans) -> float:
+    """Returns the tokens expected of a step whose free tree promises ``promised`` accepted ones."""
+    return 1.0 + max(0.0, promised + surplus.at(promised).value)
+
+
+def build_members(configs: Sequence[Mapping[str, Any]], build_context: BuildContext) -> list[Member]:
     """Builds every member from its own configuration."""
     members: list[Member] = []
-    for member_config in config.members:
+    for member_config in configs:
         own = {key: value for key, value in member_config.items() if key != "cost"}
         method = member_config["method"]
         name = method if all(member.name != method for member in members) else f"{method} {len(members) + 1}"
@@ -220,7 +269,12 @@ def build(config: MixtureConfig, build_context: BuildContext) -> Mixture:
         free = proposer.costless and not member_config.get("cost")
         max_nodes = member_config.get("num_speculative_tokens", None if free else MAX_COSTLY)
         members.append(Member(name, proposer, free, max_nodes, member_config.get("cost")))
-    return Mixture(members, build_context.costs)
+    return members
 
 
-METHOD = Method(MixtureConfig, build, tokens=32, drafts_trees=True)
+def build(config: MixtureConfig, build_context: BuildContext) -> Mixture:
+    """Builds the mixture."""
+    return Mixture(build_members(config.members, build_context), build_context.costs)
+
+
+METHOD = Method(MixtureConfig, build, tokens=32, drafts_trees=True, prunes=True)

@@ -9,10 +9,18 @@ from typing import Any
 
 from foretoken.control.survival import Survival
 from foretoken.core.checks import number
-from foretoken.core.context import Context
+from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.propose.acceptance import BucketedMeans, DecayingMean, MemberRecord, NodeRates, PendingDraft
+from foretoken.propose.acceptance import (
+    BucketedMeans,
+    DecayingMean,
+    MemberRecord,
+    NodeRates,
+    PendingDraft,
+    ScoredRates,
+    UsualRate,
+)
 from foretoken.propose.base import Proposer
 
 _DEFAULT = ({"method": "suffix"}, {"method": "recycling"})
@@ -45,6 +53,26 @@ class MixtureConfig:
             number("cost (in passes of the target)", member.get("cost"), 0.0, optional=True)
 
 
+RequestKind = tuple[bool, Exactness]  # whether the request is greedy, and its grade
+
+
+@dataclass(eq=False, slots=True)
+class Experience:
+    """What is known of a member over all requests of one kind.
+
+    Attributes:
+        rates: Acceptance rates of its nodes.
+        gain: Accepted tokens of the steps in which it drafted, beyond what the free tree promised. Costly members only.
+        size: Nodes that were verified in these steps. Costly members only.
+        survival: Probability that its nodes are accepted, by rank. Costly members only.
+    """
+
+    rates: NodeRates
+    gain: BucketedMeans
+    size: BucketedMeans
+    survival: Survival
+
+
 @dataclass(eq=False, slots=True)
 class Member:
     """A proposer in the mixture, with what is known of it over all requests.
@@ -53,10 +81,7 @@ class Member:
         free: Its drafts take negligible time.
         max_nodes: Maximum number of nodes that it drafts, None for the whole budget.
         cost: Duration of its longest draft in target passes, None if measured.
-        seconds: Measured seconds to draft one node.
-        rates: Acceptance rates of its nodes.
-        gain: Accepted tokens of the steps in which it drafted. Costly members only.
-        survival: Probability that its nodes are accepted, by position. Costly members only.
+        seconds: Measured seconds to draft one level.
     """
 
     name: str
@@ -65,22 +90,32 @@ class Member:
     max_nodes: int | None = None
     cost: float | None = None
     seconds: DecayingMean = field(default_factory=lambda: DecayingMean(memory=32.0))
-    rates: NodeRates = field(default_factory=NodeRates)
-    gain: BucketedMeans = field(default_factory=BucketedMeans)
-    survival: Survival = field(init=False)
+    _known: dict[RequestKind, Experience] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.survival = Survival(MAX_COSTLY if self.max_nodes is None else self.max_nodes, memory=256.0)
+    def known(self, context: Context) -> Experience:
+        """Returns what is known of the member over all requests of the kind of ``context``."""
+        kind = context.law.greedy, context.exactness
+        if kind not in self._known:
+            survival = Survival(MAX_COSTLY if self.max_nodes is None else self.max_nodes, memory=256.0)
+            self._known[kind] = Experience(
+                NodeRates() if self.free else ScoredRates(), BucketedMeans(), BucketedMeans(), survival
+            )
+        return self._known[kind]
 
     def budget(self, nodes: int) -> int:
         """Returns the member's part of a budget."""
         return nodes if self.max_nodes is None else min(nodes, self.max_nodes)
 
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        """Drafts, and measures the time per node."""
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int], floor: float = 0.0) -> list[Draft]:
+        """Drafts what is accepted with a probability of ``floor`` at least, and measures the time per level."""
         started = time.perf_counter()
-        drafts = self.proposer.propose(contexts, [self.budget(nodes) for nodes in budgets])
-        self.seconds.add((time.perf_counter() - started) / max(1, *map(len, drafts)))
+        self.proposer.floor = floor
+        try:
+            drafts = self.proposer.propose(contexts, [self.budget(nodes) for nodes in budgets])
+        finally:
+            self.proposer.floor = 0.0  # it may also draft alone
+        if levels := max(max(draft.depths, default=0) for draft in drafts):
+            self.seconds.add((time.perf_counter() - started) / levels)
         return drafts
 
 
@@ -91,27 +126,37 @@ class MixtureState:
     Attributes:
         accounts: Records of the free members.
         costly: Records of the costly members.
-        gains: See ``Member.gain``.
-        survivals: See ``Member.survival``.
+        gains: See ``Experience``; of the costly members in this request.
+        sizes: Likewise.
+        survivals: Likewise.
         surplus: Tokens that free trees brought beyond what they promised.
+        usual: Tokens per second of requests of this kind.
         idle: Steps since each costly member drafted.
         probe: Steps after which each costly member is tried again.
         trees: Free trees that are not fully scored, each with the accepted tokens that it promised.
         chosen: The costly member of the current step, None for the free tree.
         promised: Accepted tokens that the current free tree promises.
         requested: Nodes that the costly member was to draft.
+        floor: Probability of acceptance from which its nodes pay.
+        price: Seconds in which the chosen costly member drafts one level, as this request's share.
+        fixed: Whether a model's candidates are fixed in this request, so that what does not pay is pruned.
         own: The costly member's draft.
     """
 
     accounts: list[MemberRecord]
     costly: list[MemberRecord]
     gains: list[BucketedMeans]
+    sizes: list[BucketedMeans]
     survivals: list[Survival]
     surplus: BucketedMeans
+    usual: UsualRate
     idle: list[int]
     probe: list[int]
     trees: list[tuple[PendingDraft, float]] = field(default_factory=list)
     chosen: int | None = None
     promised: float = 0.0
     requested: int = 0
+    floor: float = 0.0
+    price: float = 0.0
+    fixed: bool = False
     own: PendingDraft | None = None

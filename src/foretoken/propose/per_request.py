@@ -15,14 +15,20 @@ PREDICTION = "prediction"
 class PerRequestProposer(Proposer):
     """Chooses a proposer for each request by name.
 
-    A request that names none uses the first, or, if it has a prediction, the method that follows predictions.
+    A request that names none uses the first, or, if it has a prediction, the method that follows predictions. One that
+    asks for a draft length uses the part of the first that drafts alone, if there is one.
 
     Args:
         members: Proposers by the name that requests use, the default first; at least one.
+        parts: Parts of the first that also draft alone, by name. The first one drafts for requests that ask for a draft
+            length.
     """
 
-    def __init__(self, members: Mapping[str, Proposer]) -> None:
-        self.members = dict(members)
+    def __init__(self, members: Mapping[str, Proposer], parts: Mapping[str, Proposer] | None = None) -> None:
+        first, *others = members
+        parts = parts or {}
+        self.members = {first: members[first], **parts, **{name: members[name] for name in others}}
+        self.parts, self._whole = tuple(parts), first
         self.make_usual(next(iter(self.members)))
         self.needs = Needs.union(member.needs for member in self.members.values())
 
@@ -35,6 +41,8 @@ class PerRequestProposer(Proposer):
         """Returns the name of the member that drafts for ``context``."""
         if context.method is None and context.prediction and self.name != "mixture" and PREDICTION in self.members:
             return PREDICTION
+        if context.method is None and context.depth is not None and self.parts and self.usual == self._whole:
+            return self.parts[0]
         return self.usual if context.method is None else context.method
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
@@ -61,14 +69,19 @@ class PerRequestProposer(Proposer):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return sum(member.kv_bytes_per_token for member in self.members.values())
+        return sum(member.kv_bytes_per_token for member in self._owners)
 
     @property
     def state_bytes(self) -> int:
-        return sum(member.state_bytes for member in self.members.values())
+        return sum(member.state_bytes for member in self._owners)
 
     def enable_prefix_cache(self, max_bytes: int) -> None:
-        self.enable_prefix_caches(self.members.values(), max_bytes)
+        self.enable_prefix_caches(self._owners, max_bytes)
+
+    @property
+    def _owners(self) -> list[Proposer]:
+        """The members that are no part of another one."""
+        return [member for name, member in self.members.items() if name not in self.parts]
 
     def _by_member(self, contexts: Sequence[Context]) -> list[tuple[Proposer, list[int]]]:
         """Returns the members that have work, with the indices of their contexts."""

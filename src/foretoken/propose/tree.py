@@ -7,6 +7,7 @@ nodes of a tree always contain their own ancestors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
@@ -124,12 +125,13 @@ class Tree(Growth):
 
     scores: list[float] = field(default_factory=list)
     level: int = 0  # of the frontier; the root's is 0
+    floor: float = -math.inf  # score below which a node is not expanded
 
     def expand(self, candidates: Candidates, width: int, budget: int) -> None:
         """Adds ``candidates`` below the frontier; the next frontier is the best ``width`` of them.
 
         A node with ``budget`` better nodes in the tree will not be kept, nor will anything below it, so it is not
-        expanded.
+        expanded. Nor is a node whose score is below ``floor``.
 
         Args:
             candidates: One row for each node of the frontier.
@@ -146,7 +148,7 @@ class Tree(Growth):
                 self.scores.append(above + min(0.0, score))
         best = set(self._best(budget, range(len(self.tokens))))
         best_of_level = self._best(width, range(start, len(self.tokens)))
-        self.advance(sorted(node for node in best_of_level if node in best))
+        self.advance(sorted(node for node in best_of_level if node in best and self.scores[node] >= self.floor))
         self.level += 1
 
     def pruned(self, budget: int) -> Draft:

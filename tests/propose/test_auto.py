@@ -1,0 +1,127 @@
+"""The default: which method an ``LLM`` takes without one, what it drafts, and that no text changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.control.goodput_controller import Goodput
+from foretoken.core.errors import InvalidRequest
+from foretoken.costs.model import CostModel
+from foretoken.engine.warmup import warm_up
+from foretoken.models.toy import ToyModel
+from foretoken.propose.auto import Auto
+from foretoken.propose.draft_model import DraftModel
+from foretoken.propose.mixture import Mixture
+from foretoken.propose.mixture_members import Member
+from foretoken.propose.per_request import PerRequestProposer
+from foretoken.propose.recycling import Recycling
+from foretoken.speculation import SpeculativeConfig, with_default
+
+TEXT = FUNCTIONS[0]
+
+
+@pytest.mark.parametrize(
+    "config, draft, method",
+    [
+        ({}, "D", "auto"),
+        ({"model": "D"}, None, "auto"),
+        ({"control": "goodput"}, "D", "auto"),
+        ({"rejection": "token"}, "D", "auto"),
+        ({"control": "fixed"}, "D", "draft_model"),
+        ({"method": "auto"}, "D", "auto"),
+        ({}, None, "none"),
+        ({"num_speculative_tokens": 4}, "D", "draft_model"),
+        ({"tree": "top_k"}, "D", "draft_model"),
+        ({"method": "draft_model"}, "D", "draft_model"),
+        ({"method": "vocabulary"}, "D", "vocabulary"),
+        ({"method": "ngram"}, None, "ngram"),
+        ({"method": "none"}, None, "none"),
+    ],
+)
+def test_what_the_user_chooses_is_taken(config: dict[str, Any], draft: str | None, method: str) -> None:
+    given = SpeculativeConfig.of(config)
+    assert with_default(given, draft, single=False).method_in_force == method
+
+
+def test_a_draft_model_that_learns_is_the_method() -> None:
+    assert with_default(SpeculativeConfig(), "D", single=True).method_in_force == "draft_model"
+
+
+@pytest.fixture(scope="module")
+def pair() -> LLM:
+    return LLM(zoo.path("draft"), zoo.path("draft"), dtype="float32", max_model_len=256)
+
+
+def completed(llm: LLM, **params: Any) -> Any:
+    return llm.generate(TEXT, SamplingParams(max_tokens=16, ignore_eos=True, **params))[0].outputs[0]
+
+
+def test_requests_may_choose_the_draft_model_alone(pair: LLM) -> None:
+    assert pair.methods == ("auto", "draft_model")
+    chosen = pair.engine.proposer
+    assert isinstance(chosen, PerRequestProposer) and isinstance(chosen.members["auto"], Auto)
+    assert isinstance(chosen.members["draft_model"], DraftModel)
+    assert chosen.kv_bytes_per_token == chosen.members["draft_model"].kv_bytes_per_token
+    for params in ({"speculative_tokens": 3}, {"speculative_method": "draft_model", "speculative_tokens": 3}):
+        stats = completed(pair, temperature=0.0, **params).stats
+        assert len(stats.drafted_per_position) == 3 and stats.drafted >= 3 * (stats.drafts - 2)
+    assert completed(pair, temperature=0.0, speculative_tokens=0).stats.drafted == 0
+    with pytest.raises(InvalidRequest, match="loaded: auto, draft_model"):
+        completed(pair, speculative_method="suffix")
+
+
+def test_another_method_becomes_the_default(pair: LLM) -> None:
+    plain = completed(pair, temperature=0.0, speculative_tokens=0).token_ids
+    pair.use_method("draft_model")
+    try:
+        assert pair.methods == ("draft_model", "auto")
+        assert completed(pair, temperature=0.0).token_ids == plain
+        assert completed(pair, temperature=0.0, speculative_method="auto", speculative_tokens=4).token_ids == plain
+    finally:
+        pair.use_method("auto")
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.slow
+def test_no_text_changes(params: dict[str, Any]) -> None:
+    """In a batch, with stop strings, prefix-cache hits, preemption, predictions and other methods beside it."""
+    plain = LLM(zoo.path("target"), dtype="float32", max_model_len=192)
+    if not plain.target.batch_invariant:
+        pytest.skip("rows are not promised to be independent in float32 on this machine")
+    memory = 256 * plain.target.kv_bytes_per_token
+    llm = LLM(dtype="float32", max_model_len=192, enable_prefix_caching=True, kv_cache_memory_bytes=memory)
+    prompts = ["import os\nimport sys\n" * 4 + f"def {name}(" for name in ("read", "write", "close", "x")]
+
+    def texts(llm: LLM, **more: Any) -> list[tuple[int, ...]]:
+        own = SamplingParams(max_tokens=100, stop=["\n\n\n\n"], **params, **more)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, own)]
+
+    expected = texts(plain)
+    assert texts(llm) == expected
+    assert texts(llm, speculative_method="auto", speculative_tokens=12, prediction=TEXT) == expected
+    assert texts(llm, speculative_tokens=4) == expected
+    usage = llm.engine.usage
+    assert usage.preemptions and usage.prefix_hits
+
+
+def test_warm_up_times_the_model_of_a_mixture() -> None:
+    target, costs = ToyModel(vocab_size=8, order=2, seed=3, max_length=512), CostModel()
+    model = DraftModel(target.perturbed(0.1))
+    mixture = Mixture([Member("recycling", Recycling(8), free=True), Member("draft_model", model, free=False)], costs)
+    warm_up(target, mixture, costs, 8)
+    assert costs.ready and costs.known
+    alone = CostModel()
+    warm_up(target, Mixture([Member("recycling", Recycling(8), free=True)], alone), alone, 8)
+    assert alone.known and not alone.ready
+
+
+def test_a_proposer_that_prunes_gets_its_whole_budget() -> None:
+    config = SpeculativeConfig(method="auto", model="D")
+    controller = config.controller(torch.device("cpu"), CostModel())
+    assert isinstance(controller, Goodput) and controller.whole == "auto" and controller.max_tokens == 16
+    assert not SpeculativeConfig(method="ngram").controller(torch.device("cpu"), CostModel()).whole  # type: ignore[attr-defined]
