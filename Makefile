@@ -6,7 +6,7 @@
 #   make docs       the documentation as a site, in site/; broken links and unknown names are errors
 #   make wheel      wheels with compiled kernels for the platforms WHEELS, in dist/; Zig compiles them (100 MB, in pip's cache)
 #   make peers      OpenVINO GenAI, vLLM and llama.cpp, each in an environment of its own, for the race (gigabytes)
-#   make bench      the figures of the README (two hours; leave the machine alone meanwhile)
+#   make bench      one table of all benchmarks (under two hours; a second start goes on where the first one ended)
 # PIP_ARGS goes to pip, for instance --extra-index-url with an index of smaller, CPU-only builds of torch.
 
 SHELL := /bin/sh
@@ -69,12 +69,7 @@ peers: $(RUNTIME)
 
 bench: $(DEV)
 	@mkdir -p $(RESULTS)
-	$(BIN)/foretoken bench race --temperature 0 --temperature 1 --output $(RESULTS)/race.json --html $(RESULTS)/race.html $(ARGS)
-	$(BIN)/foretoken bench race --quantization int8 --output $(RESULTS)/int8.json --html $(RESULTS)/int8.html $(ARGS)
-	$(BIN)/foretoken bench race --prompts ragged --batch 8 --output $(RESULTS)/batch.json --html $(RESULTS)/batch.html $(ARGS)
-	$(BIN)/foretoken bench costs
-	$(BIN)/foretoken bench costs --quantization int8 --parts passes,steps
-	$(BIN)/python benchmarks/exactness_grid.py
+	$(BIN)/foretoken bench table --record $(RESULTS)/table.jsonl --output $(RESULTS)/table.json --html $(RESULTS)/table.html $(ARGS)
 
 install: $(DEV)
 

@@ -159,3 +159,19 @@ def test_costs_as_json(run, tiny_pair):
     assert set(record["steps"]) == {"temperature 0", "temperature 1", "seeded"}
     assert 0 < record["steps"]["seeded"]["outside"] < 1
     assert record["setting"]["command"]
+
+
+@pytest.mark.slow
+def test_a_tiny_cell_of_the_table(run, tiny_pair, nowhere, tmp_path):
+    files = [tmp_path / name for name in ("record.jsonl", "table.json", "table.html")]
+    arguments = [*short(tiny_pair), "--only", "completion, T=0, bf16, batch 1", "--repeats", "1", "--peers", "none"]
+    arguments += ["--fixed", '{"method": "suffix", "num_speculative_tokens": 2}', "--record", str(files[0])]
+    for _ in range(2):  # the second one finds all in the record
+        result = run("bench", "table", *arguments, "--output", str(files[1]), "--html", str(files[2]))
+        assert result.code == 0, result.err
+        assert "completion, T=0, bf16, batch 1" in result.out
+    cell = json.loads(files[1].read_text())["cells"][0]
+    assert [row["method"] for row in cell["rows"]] == ["plain", "auto", "suffix"]
+    assert files[2].read_text().startswith("<!DOCTYPE html>")
+    wrong = run("bench", "table", *short(tiny_pair), "--only", "telepathy")
+    assert wrong.code and "the cells are: completion" in wrong.err

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foretoken.bench.peers import export
-from foretoken.bench.peers.protocol import Setup
+from foretoken.bench.peers.protocol import OWN_CHOICE, Setup
 from foretoken.bench.peers.registry import GGUF_TYPES, OURS, Peer
 from foretoken.bench.race import Entrant
 from foretoken.bench.setting import cores
 from foretoken.core.errors import ForetokenError
 from foretoken.models.formats.checkpoint import is_gguf
-from foretoken.speculation import SpeculativeConfig
+from foretoken.speculation import AUTO, SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Pairing:
             system=peer.name,
             method=method,
             target=str(self.target),
-            draft=str(self.draft) if method == "draft_model" else "",
+            draft=str(self.draft) if method in (AUTO, "draft_model") else "",
             quantization=self.quantization,
             weights=self.weights,
             max_length=self.max_length,
@@ -137,6 +137,8 @@ def _label(config: Config) -> str:
 
 
 def _depths(config: Config, depths: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the depths to race: the configuration's own if it names one."""
+    """Returns the depths to race: the configuration's own if it names one or chooses it."""
+    if config.get("method") == AUTO:
+        return (OWN_CHOICE,)
     depth = config.get("num_speculative_tokens")
     return (int(str(depth)),) if depth is not None else depths

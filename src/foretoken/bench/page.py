@@ -10,7 +10,7 @@ from foretoken.report.charts import Bar, bars
 from foretoken.report.document import bullets, document, paragraph, section, table
 from foretoken.report.markup import Html, join
 
-NAMES = {"plain": "plain", "draft_model": "draft model", "ngram": "prompt lookup"}
+NAMES = {"plain": "plain", "auto": "default", "draft_model": "draft model", "ngram": "prompt lookup"}
 HEADS = (
     *("system", "tokens/s", "spread", "decode tokens/s", "prefill ms", "tokens/pass", "= plain", "memory MB"),
     "sampling bias (z)",
@@ -65,7 +65,7 @@ def _bar(row: RaceRow) -> Bar:
 
 def label(row: RaceRow) -> str:
     """Returns the display name of a row."""
-    depth = f", depth {row.num_speculative_tokens}" if row.num_speculative_tokens else ""
+    depth = f", depth {row.num_speculative_tokens}" if row.num_speculative_tokens > 0 else ""
     return f"{row.system} {NAMES.get(row.method, row.method)}{depth}{weights(row)}"
 
 

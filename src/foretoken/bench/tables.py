@@ -33,7 +33,7 @@ def race(rows: Sequence[RaceRow]) -> Iterator[Table | str]:
         )
         table = _table(("system", "method"), heads)
         for row in group:
-            depth = str(row.num_speculative_tokens or "")
+            depth = str(row.num_speculative_tokens) if row.num_speculative_tokens > 0 else ""
             name = f"{row.system} {row.version}".strip()
             style = "bold" if row.best and row.method != "plain" else None
             table.add_row(name, NAMES.get(row.method, row.method) + weights(row), depth, *cells(row), style=style)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.bench_serve import bench_serve
+from foretoken.cli.bench_table import bench_table
 from foretoken.cli.costs import costs, tracker
 from foretoken.cli.files import check_places, publish, write_text
 from foretoken.cli.options import Color, Html, Json, Output
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 app.command()(costs)
 app.command("serve")(bench_serve)
+app.command("table")(bench_table)
 
 
 @app.command()
@@ -105,9 +107,7 @@ def _race(
     from foretoken.bench.costs import Loaded
     from foretoken.bench.entrants import own, peers
     from foretoken.bench.peers.foretoken import quantization
-    from foretoken.bench.peers.protocol import Setup
-    from foretoken.bench.peers.registry import OURS, PEERS, folder
-    from foretoken.bench.peers.worker import PeerWorker
+    from foretoken.bench.peers.worker import start
     from foretoken.bench.race import RaceTask, race
     from foretoken.bench.sampling_bias import with_sampling_bias
     from foretoken.cli.theme import waiting
@@ -115,10 +115,6 @@ def _race(
 
     def say(text: str) -> None:
         notes.print(text, style="yellow", markup=False, soft_wrap=True)
-
-    def start(setup: Setup) -> PeerWorker:
-        log = folder() / "logs" / f"{setup.system}-{setup.method}-{setup.depth}.log"
-        return PeerWorker((PEERS | {OURS.name: OURS})[setup.system].command, setup, log)
 
     with waiting(notes, "setting up"):
         entrants = own(pairing, configs) + peers(pairing, configs, candidates, say)

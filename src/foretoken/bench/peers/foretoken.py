@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from time import perf_counter
 
-from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, Watch
+from foretoken.bench.peers.protocol import OWN_CHOICE, Answer, Complete, PeerRequest, Setup, Watch
 from foretoken.models.options import QUANTIZATIONS
 
 
@@ -26,12 +27,15 @@ def load(setup: Setup) -> tuple[Complete, str]:
         quantization=quantization(setup),
     )
 
+    salts = count()
+
     def complete(request: PeerRequest) -> Answer:
         params = SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             ignore_eos=True,
-            speculative_tokens=request.depth,
+            cache_salt=str(next(salts)),  # nothing is known from an earlier turn of the same prompts
+            speculative_tokens=None if request.depth == OWN_CHOICE else request.depth,
         )
         watch, outputs = Watch(len(request.prompts)), {}
         started = perf_counter()

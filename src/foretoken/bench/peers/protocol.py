@@ -42,9 +42,16 @@ class Setup:
     options: tuple[tuple[str, str], ...] = ()
 
 
+OWN_CHOICE = -1
+"""Depth of a request that leaves it to the system."""
+
+
 @dataclass(frozen=True)
 class PeerRequest:
-    """Completes prompts in one batch, each by ``max_tokens`` tokens, ignoring EOS. depth 0 is plain decoding."""
+    """Completes prompts in one batch, each by ``max_tokens`` tokens, ignoring EOS.
+
+    depth 0 is plain decoding, ``OWN_CHOICE`` what the system chooses.
+    """
 
     prompts: list[list[int]]
     max_tokens: int

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from foretoken.bench.peers import registry
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.core.errors import ForetokenError
 
@@ -110,6 +111,13 @@ class PeerWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def start(setup: Setup) -> PeerWorker:
+    """Returns a process that has loaded ``setup``. Raises PeerError."""
+    known = registry.PEERS | {registry.OURS.name: registry.OURS}
+    log = registry.folder() / "logs" / f"{setup.system}-{setup.method}-{setup.depth}.log"
+    return PeerWorker(known[setup.system].command, setup, log)
 
 
 def _group(process: Path) -> int | None:

@@ -1,0 +1,225 @@
+"""The table of benchmarks: a race for every cell of prompts, temperature, weights and batch, kept once it is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from foretoken.bench.edits import EDITS
+from foretoken.bench.entrants import Config, Pairing, own, peers
+from foretoken.bench.peers.protocol import Setup
+from foretoken.bench.peers.registry import OURS, Peer
+from foretoken.bench.pool import RaceWorker
+from foretoken.bench.race import RaceRow, RaceTask, race
+from foretoken.bench.workloads import FUNCTIONS, ragged
+from foretoken.core.errors import WriteError
+from foretoken.speculation import AUTO
+
+PROMPTS = ("completion", "editing", "repetition", "long")
+HAND_PICKED: tuple[Config, ...] = (
+    {"method": "draft_model", "num_speculative_tokens": 4},
+    {"method": "draft_model", "num_speculative_tokens": 8},
+    {"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 6},
+    {"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 12},
+    {"method": "suffix", "num_speculative_tokens": 8},
+)
+"""What a user of ours might fix, beside the default."""
+
+PEER_DEPTHS = (4, 8)
+LONG = 1000  # tokens of a long context
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """One race.
+
+    Attributes:
+        prompts: One of ``PROMPTS``.
+        quantization: "" is bf16.
+        batch: Prompts completed at once.
+    """
+
+    prompts: str
+    temperature: float = 0.0
+    quantization: str = ""
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it."""
+        return f"{self.prompts}, T={self.temperature:g}, {self.quantization or 'bf16'}, batch {self.batch}"
+
+    def has(self, parts: str) -> bool:
+        """Returns whether the name has all of these parts, which commas separate."""
+        return {part.strip() for part in parts.split(",")} <= set(self.name.split(", "))
+
+
+CELLS: tuple[GridCell, ...] = (
+    *(GridCell(prompts) for prompts in PROMPTS),
+    GridCell("completion", 0.7),
+    *(GridCell(prompts, 1.0) for prompts in PROMPTS),
+    *(GridCell(prompts, 0.0, weights) for weights in ("int8", "int4") for prompts in ("completion", "editing")),
+    *(GridCell("completion", 1.0, weights) for weights in ("int8", "int4")),
+    *(GridCell("completion", t, "", batch) for batch in (8, 32) for t in (0.0, 1.0)),
+)
+"""Every value of every kind, and every pair that a reader asks for; all combinations would take a day."""
+
+
+@dataclass(frozen=True)
+class GridTask:
+    """What every cell runs.
+
+    Attributes:
+        count: Prompts of a batch of one; larger batches run one batch of that size.
+        max_tokens: Tokens of each prompt.
+        repeats: Turns of every system.
+        picked: Fixed configurations of ours, each with its number of tokens.
+    """
+
+    count: int = 4
+    max_tokens: int = 64
+    repeats: int = 3
+    picked: tuple[Config, ...] = HAND_PICKED
+
+
+class Record:
+    """Finished cells in a file, one JSON object a line. A start skips the cells that the same task finished before.
+
+    Args:
+        file: Is created with its folder. Lines that were cut off are ignored.
+        facts: What must be equal for a kept cell to count: the task, the models and the version.
+    """
+
+    def __init__(self, file: Path, facts: Mapping[str, Any]) -> None:
+        self.file, self.facts = file, json.loads(json.dumps(facts))
+
+    def rows(self) -> dict[GridCell, list[RaceRow]]:
+        """Returns the rows of every finished cell; the last of a cell counts."""
+        found: dict[GridCell, list[RaceRow]] = {}
+        for line in self._lines():
+            try:
+                entry = json.loads(line)
+                if entry["facts"] == self.facts:
+                    found[GridCell(**entry["cell"])] = [_row(row) for row in entry["rows"]]
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    def add(self, cell: GridCell, rows: Sequence[RaceRow]) -> None:
+        """Keeps a finished cell. Raises WriteError."""
+        entry = {"cell": asdict(cell), "facts": self.facts, "rows": [asdict(row) for row in rows]}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise WriteError(f"cannot keep a finished cell in {self.file}: {error}; choose another --record") from error
+
+    def _lines(self) -> list[str]:
+        return self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+
+
+def run(
+    cells: Sequence[GridCell],
+    pairing: Pairing,
+    candidates: Sequence[Peer],
+    encode: Callable[[str], list[int]],
+    task: GridTask,
+    record: Record,
+    start: Callable[[Setup], RaceWorker],
+    say: Callable[[str], None],
+) -> Iterator[tuple[GridCell, list[RaceRow]]]:
+    """Races every cell that the record lacks, and yields it once it is kept.
+
+    Args:
+        cells: What to race.
+        pairing: The models. Depths, batch and weights are set by the cell.
+        candidates: The peers.
+        encode: Returns token ids.
+        task: What every cell runs.
+        record: Of finished cells.
+        start: Loads a system.
+        say: Receives notes.
+    """
+    for cell in cells:
+        if cell in record.rows():
+            continue
+        prompts = prompts_of(cell, encode, task.count)
+        longest = max(map(len, prompts)) + task.max_tokens + 32
+        own_pairing = replace(
+            pairing, depths=PEER_DEPTHS, batch=cell.batch, quantization=cell.quantization, max_length=longest
+        )
+        configs: list[Config] = [{"method": AUTO}, *task.picked]
+        methods: list[Config] = [{"method": "draft_model"}, {"method": "ngram"}]
+        entrants = own(own_pairing, configs) + peers(own_pairing, methods, candidates, say)
+        groups = [prompts[at : at + cell.batch] for at in range(0, len(prompts), cell.batch)]
+        rows, _ = race(entrants, [RaceTask(groups, task.max_tokens, cell.temperature)], task.repeats, start, say)
+        record.add(cell, rows)
+        yield cell, rows
+
+
+def prompts_of(cell: GridCell, encode: Callable[[str], list[int]], count: int) -> list[list[int]]:
+    """Returns the prompts of a cell as token ids. No prompt repeats within a batch of one."""
+    number = max(count, cell.batch)
+    if cell.prompts == "long":
+        return ragged(encode, number, LONG // 2, LONG)
+    if cell.prompts == "completion" and number > len(FUNCTIONS):
+        return ragged(encode, number, 60, 240)
+    if cell.prompts == "editing":
+        texts = [edit.prompt + edit.edited[: len(edit.edited) // 4] for edit in EDITS]
+    elif cell.prompts == "repetition":
+        texts = [
+            "".join(f"    assert parse('{w}: {i}') == ('{w}', {i})\n" for i, w in enumerate(words)) for words in _WORDS
+        ]
+    else:
+        texts = list(FUNCTIONS)
+    return [encode(texts[at % len(texts)]) for at in range(number)]
+
+
+_WORDS = (
+    ("north", "east", "south", "west"),
+    ("red", "green", "blue", "black"),
+    ("apple", "pear", "plum", "fig"),
+    ("iron", "tin", "zinc", "lead"),
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The fastest of each kind in one cell, None where nothing ran.
+
+    Attributes:
+        default: Ours without a choice.
+        picked: Ours with the best fixed configuration.
+        plain: Ours without speculation.
+        peer: The fastest peer, whatever its method.
+    """
+
+    default: RaceRow | None
+    picked: RaceRow | None
+    plain: RaceRow | None
+    peer: RaceRow | None
+
+    @staticmethod
+    def of(rows: Sequence[RaceRow]) -> Summary:
+        """Returns the summary of a cell's rows."""
+        ours, theirs = ([row for row in rows if (row.system == OURS.name) is own] for own in (True, False))
+        picked = [row for row in ours if row.method not in ("plain", AUTO)]
+        return Summary(
+            _fastest([row for row in ours if row.method == AUTO]),
+            _fastest(picked),
+            _fastest([row for row in ours if row.method == "plain"]),
+            _fastest(theirs),
+        )
+
+
+def _fastest(rows: Sequence[RaceRow]) -> RaceRow | None:
+    return max(rows, key=lambda row: row.tokens_per_second, default=None)
+
+
+def _row(entry: Mapping[str, Any]) -> RaceRow:
+    spreads = {key: tuple(value) for key, value in entry.items() if key.endswith("_spread")}
+    return RaceRow(**{**entry, **spreads})
