@@ -10,7 +10,7 @@ from tests.bench.test_race import Fake
 
 from foretoken.bench import entrants as entering
 from foretoken.bench.entrants import Pairing
-from foretoken.bench.grid import CELLS, PROMPTS, GridCell, GridTask, Record, Summary, prompts_of, run
+from foretoken.bench.grid import CELLS, PROMPTS, GridCell, GridRecord, GridTask, Summary, prompts_of, run
 from foretoken.bench.grid_page import claims, grid_page, line
 from foretoken.bench.peers.protocol import OWN_CHOICE, Setup
 from foretoken.bench.race import RaceRow
@@ -31,7 +31,7 @@ def encode(text: str) -> list[int]:
     return list(text.encode())
 
 
-def rows_of(cells: list[GridCell], record: Record) -> dict[GridCell, list[RaceRow]]:
+def rows_of(cells: list[GridCell], record: GridRecord) -> dict[GridCell, list[RaceRow]]:
     pairing = Pairing(Path("target"), Path("draft"), ())
     return dict(run(cells, pairing, [], encode, TASK, record, Counted, print))
 
@@ -55,18 +55,18 @@ def test_every_value_has_a_cell_and_every_cell_prompts() -> None:
 def test_finished_cells_are_kept_and_not_raced_again(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "record.jsonl"
     first, second = CELLS[0], CELLS[1]
-    made = rows_of([first], Record(file, {"version": "1"}))
-    assert list(made) == [first] and Record(file, {"version": "1"}).rows() == made
+    made = rows_of([first], GridRecord(file, {"version": "1"}))
+    assert list(made) == [first] and GridRecord(file, {"version": "1"}).rows() == made
     with file.open("a") as kept:
         kept.write('{"cell": {"prompts": "comple')  # the machine went off
         kept.write("\n")
-    assert list(rows_of([first, second], Record(file, {"version": "1"}))) == [second]
-    assert list(rows_of([first, second], Record(file, {"version": "2"}))) == [first, second]
+    assert list(rows_of([first, second], GridRecord(file, {"version": "1"}))) == [second]
+    assert list(rows_of([first, second], GridRecord(file, {"version": "2"}))) == [first, second]
 
 
 def test_the_table_compares_the_default_with_all_others(tmp_path: Path) -> None:
     cell = GridCell("completion", 1.0)
-    results = rows_of([cell], Record(tmp_path / "record.jsonl", {}))
+    results = rows_of([cell], GridRecord(tmp_path / "record.jsonl", {}))
     own = Summary.of(results[cell])
     assert own.default is not None and own.default.num_speculative_tokens == OWN_CHOICE and own.peer is None
     assert own.picked is not None and own.picked.num_speculative_tokens == 4

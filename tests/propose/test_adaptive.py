@@ -63,7 +63,9 @@ def test_the_text_does_not_depend_on_the_version_of_the_draft(taught: LLM, tiny_
 def test_an_adapted_draft_can_be_saved(taught: LLM, tiny_pair: Any, tmp_path: Path) -> None:
     taught.save_draft(tmp_path / "draft")
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, speculative_tokens=4)
-    again = LLM(tiny_pair.target, tmp_path / "draft", dtype="float32").generate(PROMPTS[:4], params)
+    alone = {"method": "draft_model"}
+    saved = LLM(tiny_pair.target, tmp_path / "draft", dtype="float32", speculative_config=alone)
+    again = saved.generate(PROMPTS[:4], params)
     adapted = taught.generate(PROMPTS[:4], params)
     assert [o.stats.accepted for o in again] == [o.stats.accepted for o in adapted]
     (tmp_path / "file").write_text("")

@@ -85,7 +85,7 @@ class GridTask:
     picked: tuple[Config, ...] = HAND_PICKED
 
 
-class Record:
+class GridRecord:
     """Finished cells in a file, one JSON object a line. A start skips the cells that the same task finished before.
 
     Args:
@@ -128,7 +128,7 @@ def run(
     candidates: Sequence[Peer],
     encode: Callable[[str], list[int]],
     task: GridTask,
-    record: Record,
+    record: GridRecord,
     start: Callable[[Setup], RaceWorker],
     say: Callable[[str], None],
 ) -> Iterator[tuple[GridCell, list[RaceRow]]]:

@@ -38,7 +38,7 @@ def bench_table(
     """Race the default beside fixed configurations and peers, over prompts, temperatures, weights and batches."""
     from foretoken import __version__, zoo
     from foretoken.bench.entrants import Pairing
-    from foretoken.bench.grid import CELLS, HAND_PICKED, GridTask, Record, run
+    from foretoken.bench.grid import CELLS, HAND_PICKED, GridRecord, GridTask, run
     from foretoken.bench.grid_page import claims, grid_page, rich_table
     from foretoken.bench.peers.registry import chosen
     from foretoken.bench.peers.worker import start
@@ -61,7 +61,7 @@ def bench_table(
     task = GridTask(count, max_tokens, repeats, picked)
     facts: dict[str, Any] = {"version": __version__, "target": pairing.target.name, "draft": pairing.draft.name}
     facts |= {"peers": [peer.name for peer in candidates], **asdict(task)}
-    kept, console, notes = Record(record, facts), wide_console(color), wide_console(color, stderr=True)
+    kept, console, notes = GridRecord(record, facts), wide_console(color), wide_console(color, stderr=True)
 
     def say(text: str) -> None:
         notes.print(text, style="yellow", markup=False, soft_wrap=True)

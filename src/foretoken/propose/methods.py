@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from foretoken.propose.base import Method
 
 METHODS: dict[str, str] = {
-    "auto": "auto",
     "draft_model": "draft_model",
+    "auto": "auto",
     "ngram": "lookup",
     "suffix": "suffix",
     "retrieval": "retrieval",
