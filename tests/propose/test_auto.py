@@ -10,7 +10,10 @@ import torch
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.goodput_controller import Goodput
+from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
 from foretoken.engine.warmup import warm_up
 from foretoken.models.toy import ToyModel
@@ -73,6 +76,17 @@ def test_requests_may_choose_the_draft_model_alone(pair: LLM) -> None:
     assert completed(pair, temperature=0.0, speculative_tokens=0).stats.drafted == 0
     with pytest.raises(InvalidRequest, match="loaded: auto, draft_model"):
         completed(pair, speculative_method="suffix")
+
+
+def test_no_request_is_drafted_from_the_text_of_another() -> None:
+    llm = LLM(zoo.path("draft"), zoo.path("draft"), dtype="float32", max_model_len=256)
+    chosen = llm.engine.proposer
+    assert isinstance(chosen, PerRequestProposer) and isinstance(chosen.members["auto"], Auto)
+    suffix = next(member.proposer for member in chosen.members["auto"].free if member.name == "suffix")
+    prompt = llm.tokenizer.encode("zebra quince")
+    done = llm.generate(["zebra quince"], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
+    again = Context(10**6, [*prompt, done[0].outputs[0].token_ids[0]], len(prompt), SamplingLaw(), Streams(0))
+    assert len(suffix.propose([again], [8])[0]) == 0
 
 
 def test_another_method_becomes_the_default(pair: LLM) -> None:

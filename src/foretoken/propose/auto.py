@@ -15,8 +15,12 @@ from foretoken.propose.base import BuildContext, Method, Proposer
 from foretoken.propose.mixture import Mixture, build_members
 
 AUTO = "auto"
-FREE: tuple[Mapping[str, Any], ...] = ({"method": "suffix"}, {"method": "prediction"})
-"""Beside a model, token recycling adds less than its time: its table is read and written at every step."""
+FREE: tuple[Mapping[str, Any], ...] = (
+    {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+    {"method": "prediction"},
+)
+"""By default no request is drafted from what another one wrote, which its speed could show. Beside a model, token
+recycling adds less than its time: its table is read and written at every step."""
 
 DRAFT: Mapping[str, Any] = {"method": "draft_model", "tree": "ranked"}
 
