@@ -13,7 +13,7 @@ from foretoken.bench.repairs import repairs
 DRAFTS: dict[str, dict[str, Any]] = {
     "draft": {"method": "draft_model", "model": str(zoo.path("seq2seq-draft"))},
     "tree": {"method": "draft_model", "model": str(zoo.path("seq2seq-draft")), "tree": "sampled"},
-    "default": {"method": "auto", "model": str(zoo.path("seq2seq-draft"))},
+    "auto": {"method": "auto", "model": str(zoo.path("seq2seq-draft"))},
     "lookup": {"method": "ngram"},
     "source": {"method": "prediction"},
     "first layers": {"method": "early_exit"},

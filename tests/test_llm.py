@@ -320,7 +320,6 @@ def test_an_unknown_quantization_names_the_known(tiny_pair: Any) -> None:
 
 
 def test_a_draft_model_has_the_maximum_length_of_its_target(tiny_pair: Any) -> None:
-    config = {"method": "draft_model"}
-    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_model_len=96, speculative_config=config)
+    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_model_len=96)
     assert isinstance(llm.engine.proposer, DraftModel)
     assert llm.engine.proposer.model.max_length == llm.target.max_length == 96

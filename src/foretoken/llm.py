@@ -36,7 +36,7 @@ from foretoken.params import MAX_COUNT, LoRARequest, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
 from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.per_request import PerRequestProposer
-from foretoken.speculation import AUTO, Builder, SpeculativeConfig, selection, with_default
+from foretoken.speculation import AUTO, Builder, SpeculativeConfig, selection, with_draft
 from foretoken.verify import choose
 
 LoraChoice = LoRARequest | str | Sequence[LoRARequest | str | None] | None
@@ -47,8 +47,7 @@ class LLM:
 
     Args:
         model: Folder or hub name of the target. ``LLM()`` alone loads the bundled pair.
-        draft_model: Folder or hub name of a draft model. It implies the method "auto", or "draft_model" where
-            ``speculative_config`` fixes a draft length or has one of its keys.
+        draft_model: Folder or hub name of a draft model. It implies the method "draft_model".
         speculative_config: As in vLLM. See ``SpeculativeConfig``.
         tokenizer: Folder or hub name of the tokenizer. None takes the target's.
         dtype: "auto" is bfloat16 where the hardware supports it, else float32.
@@ -123,7 +122,7 @@ class LLM:
             model = zoo.path("target")
             if draft_model is None and config.model is None and config.method in (None, AUTO, "draft_model"):
                 draft_model = zoo.path("draft")
-        self.speculative_config = config = with_default(config, draft_model, single=adapt is not False)
+        self.speculative_config = config = with_draft(config, draft_model)
         path = resolve(model, gguf_file)
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from foretoken.control.base import Controller
-from foretoken.control.config import Control, FixedConfig, GoodputConfig, build, max_tokens, parse
+from foretoken.control.config import Control, FixedConfig, build, max_tokens, parse
 from foretoken.core.checks import check_keys, integer
 from foretoken.core.errors import InvalidRequest
 from foretoken.costs.model import CostModel
@@ -34,8 +34,7 @@ class SpeculativeConfig:
 
     Args:
         method: One of ``METHODS``, a method added by ``propose.methods.register``, or "none". None infers it:
-            "draft_model" where a model is given. An ``LLM`` takes "auto" instead where no number of tokens, no key of a
-            method and no fixed control is given.
+            "draft_model" where a model is given.
         model: The draft model, heads or datastore of the method.
         num_speculative_tokens: Draft tokens per step, all nodes of a tree included. None takes the method's default.
         rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
@@ -171,21 +170,6 @@ def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> Spe
     if config.method not in (None, AUTO, "draft_model", "vocabulary"):
         raise InvalidRequest(f"method {config.method!r} takes no draft model, but {draft_model!s} was given")
     return replace(config, method=config.method or "draft_model", model=str(draft_model))
-
-
-def with_default(config: SpeculativeConfig, draft_model: str | Path | None, *, single: bool) -> SpeculativeConfig:
-    """Returns ``with_draft``, and the method "auto" where nothing chooses a method or fixes a draft length.
-
-    Args:
-        config: As the user gave it.
-        draft_model: A draft model that was given beside it.
-        single: Whether a draft model alone must be the method, because it is to learn.
-    """
-    complete = with_draft(config, draft_model)
-    if single or complete.model is None or config.method is not None or config.options:
-        return complete
-    fixed = config.num_speculative_tokens is not None or not isinstance(complete.control_in_force, GoodputConfig)
-    return complete if fixed else replace(complete, method=AUTO)
 
 
 def _common() -> list[str]:

@@ -50,7 +50,7 @@ def test_a_wrong_one():
 def test_an_llm(tiny_pair):
     result = audit(LLM(tiny_pair.target, tiny_pair.draft, max_model_len=256), ["def f(", "x = 1"], budget=1.0)
     assert not any(check.outcome is CheckOutcome.FAILED for check in result.checks), result.to_dict()
-    assert result.subject["method"] == "auto"
+    assert result.subject["method"] == "draft_model"
 
 
 def check(name: str, outcome: CheckOutcome) -> Check:

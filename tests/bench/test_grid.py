@@ -10,7 +10,7 @@ from tests.bench.test_race import Fake
 
 from foretoken.bench import entrants as entering
 from foretoken.bench.entrants import Pairing
-from foretoken.bench.grid import CELLS, PROMPTS, GridCell, GridRecord, GridTask, Summary, prompts_of, run
+from foretoken.bench.grid import CELLS, DEFAULT, PROMPTS, GridCell, GridRecord, GridTask, Summary, prompts_of, run
 from foretoken.bench.grid_page import claims, grid_page, line
 from foretoken.bench.peers.protocol import OWN_CHOICE, Setup
 from foretoken.bench.race import RaceRow
@@ -80,6 +80,6 @@ def test_the_table_compares_the_default_with_all_others(tmp_path: Path) -> None:
 
 
 def test_a_setup_of_the_default_names_the_draft() -> None:
-    (plain, default) = entering.own(Pairing(Path("t"), Path("d"), (4,)), [{"method": "auto"}])
+    (plain, default) = entering.own(Pairing(Path("t"), Path("d"), (4,)), [DEFAULT])
     assert (plain.depth, default.depth) == (0, OWN_CHOICE) and isinstance(default.setup, Setup)
-    assert default.setup.draft == "d" and default.setup.options == (("method", '"auto"'),)
+    assert default.setup.draft == "d" and dict(default.setup.options)["control"] == '"goodput"'

@@ -135,7 +135,7 @@ def test_json_is_a_flag_of_every_command_and_files_are_named_by_output():
     assert set(flags.values()) == {True}
     assert {"generate", "plan", "audit", "simulate", "zoo", "bench race", "bench costs", "train target"} <= set(flags)
     outputs = {name for name, option in options if "--output" in option.opts}
-    assert outputs == {"plan", "audit", "simulate", "bench race", "bench costs", "bench serve"}
+    assert outputs == {"plan", "audit", "simulate", "bench race", "bench costs", "bench serve", "bench table"}
 
 
 def test_a_table_in_a_pipe_has_one_line_for_each_model(run, monkeypatch):

@@ -21,7 +21,7 @@ TARGETS = ("qwen3.5", "lfm2")
 PREFIX = "def read(path):\n    with open(path) as file:\n        return file.read()\n" * 6
 PROMPTS = [PREFIX + "for i in range", "x = 1", PREFIX + "print(", "a b a b a b a b", PREFIX[:200], "import os\n" * 9]
 METHODS: dict[str, dict[str, Any]] = {
-    "the default": {"method": "auto"},
+    "auto": {"method": "auto"},
     "draft model": {"method": "draft_model"},
     "tree of a draft model": {"method": "draft_model", "tree": "top_k", "top_k": 2},
     "drawn tree": {"method": "draft_model", "tree": "sampled", "top_k": 2},

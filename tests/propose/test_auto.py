@@ -1,4 +1,4 @@
-"""The default: which method an ``LLM`` takes without one, what it drafts, and that no text changes."""
+"""The method "auto": what it drafts, what requests may choose, and that no text changes."""
 
 from __future__ import annotations
 
@@ -23,41 +23,15 @@ from foretoken.propose.mixture import Mixture
 from foretoken.propose.mixture_members import Member
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.propose.recycling import Recycling
-from foretoken.speculation import SpeculativeConfig, with_default
+from foretoken.speculation import SpeculativeConfig
 
 TEXT = FUNCTIONS[0]
-
-
-@pytest.mark.parametrize(
-    "config, draft, method",
-    [
-        ({}, "D", "auto"),
-        ({"model": "D"}, None, "auto"),
-        ({"control": "goodput"}, "D", "auto"),
-        ({"rejection": "token"}, "D", "auto"),
-        ({"control": "fixed"}, "D", "draft_model"),
-        ({"method": "auto"}, "D", "auto"),
-        ({}, None, "none"),
-        ({"num_speculative_tokens": 4}, "D", "draft_model"),
-        ({"tree": "top_k"}, "D", "draft_model"),
-        ({"method": "draft_model"}, "D", "draft_model"),
-        ({"method": "vocabulary"}, "D", "vocabulary"),
-        ({"method": "ngram"}, None, "ngram"),
-        ({"method": "none"}, None, "none"),
-    ],
-)
-def test_what_the_user_chooses_is_taken(config: dict[str, Any], draft: str | None, method: str) -> None:
-    given = SpeculativeConfig.of(config)
-    assert with_default(given, draft, single=False).method_in_force == method
-
-
-def test_a_draft_model_that_learns_is_the_method() -> None:
-    assert with_default(SpeculativeConfig(), "D", single=True).method_in_force == "draft_model"
+AUTO = {"method": "auto", "model": str(zoo.path("draft"))}
 
 
 @pytest.fixture(scope="module")
 def pair() -> LLM:
-    return LLM(zoo.path("draft"), zoo.path("draft"), dtype="float32", max_model_len=256)
+    return LLM(zoo.path("draft"), speculative_config=AUTO, dtype="float32", max_model_len=256)
 
 
 def completed(llm: LLM, **params: Any) -> Any:
@@ -79,7 +53,7 @@ def test_requests_may_choose_the_draft_model_alone(pair: LLM) -> None:
 
 
 def test_no_request_is_drafted_from_the_text_of_another() -> None:
-    llm = LLM(zoo.path("draft"), zoo.path("draft"), dtype="float32", max_model_len=256)
+    llm = LLM(zoo.path("draft"), speculative_config=AUTO, dtype="float32", max_model_len=256)
     chosen = llm.engine.proposer
     assert isinstance(chosen, PerRequestProposer) and isinstance(chosen.members["auto"], Auto)
     suffix = next(member.proposer for member in chosen.members["auto"].free if member.name == "suffix")
@@ -108,7 +82,8 @@ def test_no_text_changes(params: dict[str, Any]) -> None:
     if not plain.target.batch_invariant:
         pytest.skip("rows are not promised to be independent in float32 on this machine")
     memory = 256 * plain.target.kv_bytes_per_token
-    llm = LLM(dtype="float32", max_model_len=192, enable_prefix_caching=True, kv_cache_memory_bytes=memory)
+    options: dict[str, Any] = {"enable_prefix_caching": True, "kv_cache_memory_bytes": memory}
+    llm = LLM(speculative_config={"method": "auto"}, dtype="float32", max_model_len=192, **options)
     prompts = ["import os\nimport sys\n" * 4 + f"def {name}(" for name in ("read", "write", "close", "x")]
 
     def texts(llm: LLM, **more: Any) -> list[tuple[int, ...]]:

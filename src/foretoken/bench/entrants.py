@@ -138,7 +138,7 @@ def _label(config: Config) -> str:
 
 def _depths(config: Config, depths: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the depths to race: the configuration's own if it names one or chooses it."""
-    if config.get("method") == AUTO:
+    if config.get("method") == AUTO or config.get("control") == "goodput":
         return (OWN_CHOICE,)
     depth = config.get("num_speculative_tokens")
     return (int(str(depth)),) if depth is not None else depths

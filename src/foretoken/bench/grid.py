@@ -10,13 +10,16 @@ from typing import Any
 
 from foretoken.bench.edits import EDITS
 from foretoken.bench.entrants import Config, Pairing, own, peers
-from foretoken.bench.peers.protocol import Setup
+from foretoken.bench.peers.protocol import OWN_CHOICE, Setup
 from foretoken.bench.peers.registry import OURS, Peer
 from foretoken.bench.pool import RaceWorker
 from foretoken.bench.race import RaceRow, RaceTask, race
 from foretoken.bench.workloads import FUNCTIONS, ragged
 from foretoken.core.errors import WriteError
 from foretoken.speculation import AUTO
+
+DEFAULT: Config = {"method": "draft_model", "control": "goodput"}
+"""What a user of ours gets with a draft model and without a key."""
 
 PROMPTS = ("completion", "editing", "repetition", "long")
 HAND_PICKED: tuple[Config, ...] = (
@@ -25,8 +28,9 @@ HAND_PICKED: tuple[Config, ...] = (
     {"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 6},
     {"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 12},
     {"method": "suffix", "num_speculative_tokens": 8},
+    {"method": AUTO},
 )
-"""What a user of ours might fix, beside the default."""
+"""What a user of ours might choose, beside the default."""
 
 PEER_DEPTHS = (4, 8)
 LONG = 1000  # tokens of a long context
@@ -152,7 +156,7 @@ def run(
         own_pairing = replace(
             pairing, depths=PEER_DEPTHS, batch=cell.batch, quantization=cell.quantization, max_length=longest
         )
-        configs: list[Config] = [{"method": AUTO}, *task.picked]
+        configs: list[Config] = [DEFAULT, *task.picked]
         methods: list[Config] = [{"method": "draft_model"}, {"method": "ngram"}]
         entrants = own(own_pairing, configs) + peers(own_pairing, methods, candidates, say)
         groups = [prompts[at : at + cell.batch] for at in range(0, len(prompts), cell.batch)]
@@ -207,13 +211,17 @@ class Summary:
     def of(rows: Sequence[RaceRow]) -> Summary:
         """Returns the summary of a cell's rows."""
         ours, theirs = ([row for row in rows if (row.system == OURS.name) is own] for own in (True, False))
-        picked = [row for row in ours if row.method not in ("plain", AUTO)]
+        picked = [row for row in ours if row.method != "plain" and not _is_default(row)]
         return Summary(
-            _fastest([row for row in ours if row.method == AUTO]),
+            _fastest(list(filter(_is_default, ours))),
             _fastest(picked),
             _fastest([row for row in ours if row.method == "plain"]),
             _fastest(theirs),
         )
+
+
+def _is_default(row: RaceRow) -> bool:
+    return row.num_speculative_tokens == OWN_CHOICE and row.method.partition(" ")[0] == DEFAULT["method"]
 
 
 def _fastest(rows: Sequence[RaceRow]) -> RaceRow | None:

@@ -130,7 +130,7 @@ def _steps(small: Path, target: tuple[Path, str, str, str], max_tokens: int, not
     from foretoken.bench.workloads import FUNCTIONS
     from foretoken.cli.theme import waiting
 
-    llm = LLM(draft_model=small, speculative_config={"method": "draft_model"}, **_options(target))
+    llm = LLM(draft_model=small, **_options(target))
     result = {}
     with waiting(notes, "steps"):
         for name, extra in {"temperature 0": {"temperature": 0.0}, "temperature 1": {}, "seeded": {"seed": 1}}.items():

@@ -1,4 +1,4 @@
-"""The default: a draft model, and beside it everything that drafts for free, each node where it pays.
+"""A draft model, and beside it what drafts for free, each node where it pays.
 
 It is a mixture whose members are named here. The draft model grows a tree where its candidates are fixed and a chain
 where its tokens are drawn, as far as it expects them to pay.
@@ -19,7 +19,7 @@ FREE: tuple[Mapping[str, Any], ...] = (
     {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     {"method": "prediction"},
 )
-"""By default no request is drafted from what another one wrote, which its speed could show. Beside a model, token
+"""No request is drafted from what another one wrote, which its speed could show. Beside a model, token
 recycling adds less than its time: its table is read and written at every step."""
 
 DRAFT: Mapping[str, Any] = {"method": "draft_model", "tree": "ranked"}
