@@ -93,7 +93,7 @@ def main(
     config = SpeculativeConfig.of(members[0] if len(members) == 1 else {"method": "mixture", "members": members})
     proposer = builder.build(config)
     warm_up(model, proposer, builder.costs, config.max_tokens)
-    engines[ADAPTIVE] = Engine(model, proposer, config.controller(model.device, builder.costs))
+    engines[ADAPTIVE] = Engine(model, proposer, config.controller(model.device, builder.costs, proposer))
     texts = load_prompts(prompts) if prompts else list(FUNCTIONS)
     requests = stream(list(tasks(tokenizer, texts, count, tokens)), hot, crowd)
     parts = tuple(dict.fromkeys(task.part for task in requests))

@@ -149,7 +149,7 @@ class Sides:
         """Resets the controller to its state after the warm-up."""
         config, costs = self.llm.speculative_config, CostModel()
         warm_up(self.llm.target, self._proposer, costs, config.max_tokens)
-        self._controller = config.controller(self.llm.target.device, costs)
+        self._controller = config.controller(self.llm.target.device, costs, self._proposer)
 
     def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Sum]:
         """Runs one batch on both sides, alternating step by step. Returns the totals by whether the side is guarded.

@@ -154,7 +154,7 @@ class LLM:
         self.engine = Engine(
             self.target,
             FallbackProposer(chosen) if isolate_failures else chosen,
-            config.controller(self.target.device, builder.costs),
+            config.controller(self.target.device, builder.costs, chosen),
             rule=partial(choose, rejection=config.rejection),
             max_sequences=max_num_seqs,
             prompt_rows=max_num_batched_tokens,

@@ -105,11 +105,9 @@ class SpeculativeConfig:
         """Largest number of draft tokens per step."""
         return max_tokens(self.control_in_force, self.tokens, self.num_speculative_tokens is not None)
 
-    def controller(self, device: torch.device, costs: CostModel) -> Controller:
-        """Returns the controller, which reads ``costs``."""
-        method = find(self.method_in_force)
-        whole = self.method_in_force if method is not None and method.prunes else None
-        return build(self.control_in_force, self.max_tokens, device, costs, whole=whole)
+    def controller(self, device: torch.device, costs: CostModel, proposer: Proposer) -> Controller:
+        """Returns the controller of ``proposer``, which reads ``costs``."""
+        return build(self.control_in_force, self.max_tokens, device, costs, proposer.prunes)
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,17 @@ def test_warm_up_times_the_model_of_a_mixture() -> None:
     assert alone.known and not alone.ready
 
 
-def test_a_proposer_that_prunes_gets_its_whole_budget() -> None:
-    config = SpeculativeConfig(method="auto", model="D")
-    controller = config.controller(torch.device("cpu"), CostModel())
-    assert isinstance(controller, Goodput) and controller.whole == "auto" and controller.max_tokens == 16
-    assert not SpeculativeConfig(method="ngram").controller(torch.device("cpu"), CostModel()).whole  # type: ignore[attr-defined]
+def test_requests_whose_drafts_are_pruned_get_their_whole_budget(pair: LLM) -> None:
+    controller, proposer = pair.engine.controller, pair.engine.proposer
+    assert isinstance(controller, Goodput) and controller.max_tokens == 16
+
+    def pruned(method: str | None, depth: int | None = None) -> bool:
+        return controller.prunes(Context(10**6, [1], 1, SamplingLaw(), Streams(0), depth=depth, method=method))
+
+    assert pruned(None) and pruned("auto") and not pruned("draft_model") and not pruned(None, depth=4)
+    pair.use_method("draft_model")
+    try:
+        assert not pruned(None) and pruned("auto")
+    finally:
+        pair.use_method("auto")
+    assert controller.prunes == proposer.prunes

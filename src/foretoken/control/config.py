@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from foretoken.control.base import Controller
 from foretoken.control.capped import Capped
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput_controller import Goodput
+from foretoken.control.goodput_controller import Goodput, never
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.core.checks import check_keys, integer, number
+from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.free_memory import FreeMemory
 from foretoken.costs.model import CostModel
@@ -93,7 +94,11 @@ def max_tokens(config: FixedConfig, tokens: int, given: bool) -> int:
 
 
 def build(
-    config: FixedConfig, tokens: int, device: torch.device, costs: CostModel, *, whole: str | None = None
+    config: FixedConfig,
+    tokens: int,
+    device: torch.device,
+    costs: CostModel,
+    prunes: Callable[[Context], bool] = never,
 ) -> Controller:
     """Returns the controller of a configuration.
 
@@ -102,10 +107,10 @@ def build(
         tokens: Draft tokens per step, at most.
         device: Device of the models, whose memory is watched.
         costs: Measured seconds.
-        whole: Name of the usual method, if it leaves out what does not pay; see ``Goodput``.
+        prunes: See ``Proposer.prunes``.
     """
     memory = MemoryWatch(tokens, FreeMemory(device)) if config.memory else None
     ledger = Ledger(config.allowance) if config.guard else None
     if isinstance(config, GoodputConfig):
-        return Goodput(tokens, costs, ledger, memory, whole)
+        return Goodput(tokens, costs, ledger, memory, prunes)
     return Capped(tokens, costs, ledger, memory) if ledger else Fixed(tokens, memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,11 @@ class Record:
     since: int
 
 
+def never(context: Context) -> bool:
+    """Returns False: no drafts are pruned."""
+    return False
+
+
 class Goodput(Capped):
     """At most ``max_tokens`` draft tokens per request. Requests that ask for a draft length have it.
 
@@ -45,8 +50,8 @@ class Goodput(Capped):
         costs: Measured seconds.
         ledger: Bounds the seconds that may be lost, None for no bound.
         memory: Bounds draft lengths while memory is short.
-        whole: Name of the usual method, if it leaves out what does not pay: it knows better than an average what does.
-            So a request that it is to draft for gets its largest draft length, where that may be lost.
+        prunes: Returns whether what drafts for a request leaves out what does not pay: it knows better than an average
+            what does. So such a request, if it is to draft, gets its largest draft length, where that may be lost.
     """
 
     def __init__(
@@ -55,10 +60,10 @@ class Goodput(Capped):
         costs: CostModel,
         ledger: Ledger | None = None,
         memory: MemoryWatch | None = None,
-        whole: str | None = None,
+        prunes: Callable[[Context], bool] = never,
     ) -> None:
         super().__init__(max_tokens, costs, ledger, memory)
-        self.whole = whole
+        self.prunes = prunes
         self._records: dict[int, Record] = {}
         self._kinds: dict[tuple[bool, str | None, bool], Survival] = {}
         self._wait = self.tuning.min_wait  # of new requests
@@ -142,12 +147,14 @@ class Goodput(Capped):
         caps, seconds = [batch.caps[i] for i in payable], [missed[i] for i in payable]
         candidates = LengthCandidates(payable, caps, seconds, accepted, exists)
         best = goodput(candidates, len(batch.contexts), forced, self.costs, batch.allowed)
-        return self._whole(batch, best, missed) if self.whole and best.lengths else best
+        return self._whole(batch, best, missed)
 
     def _whole(self, batch: Batch, best: Allocation, missed: dict[int, float]) -> Allocation:
-        """Returns ``best`` with the largest draft lengths of requests of the usual method, if these may be lost."""
-        usual = {i for i in best.lengths if batch.contexts[i].method in (None, self.whole)}
-        lengths = {i: batch.caps[i] if i in usual else length for i, length in best.lengths.items()}
+        """Returns ``best`` with the largest draft lengths where drafts are pruned, if these may be lost."""
+        whole = {i for i in best.lengths if self.prunes(batch.contexts[i])}
+        if not whole:
+            return best
+        lengths = {i: batch.caps[i] if i in whole else length for i, length in best.lengths.items()}
         seconds = self.costs.draft_seconds(max(lengths.values()), len(lengths)) + sum(missed[i] for i in lengths)
         worst = float(worst_case(self.costs, len(batch.contexts), np.full(sum(lengths.values()), seconds))[-1])
         return Allocation(lengths, worst) if worst <= batch.allowed else best

@@ -72,6 +72,13 @@ class Proposer:
         """
         return [Draft.empty() for _ in contexts]
 
+    def prunes(self, context: Context) -> bool:
+        """Returns whether drafts for ``context`` hold only nodes that pay for their rows.
+
+        If so, a controller need not shorten them.
+        """
+        return False
+
     def reusable_prefix_len(self, context: Context) -> int:
         """Called before the target's prefill of a text, also after a preemption.
 
@@ -129,6 +136,9 @@ class Wrapper(Proposer):
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return self.inner.propose(contexts, budgets)
 
+    def prunes(self, context: Context) -> bool:
+        return self.inner.prunes(context)
+
     def reusable_prefix_len(self, context: Context) -> int:
         return self.inner.reusable_prefix_len(context)
 
@@ -185,11 +195,9 @@ class Method:
         build: Builds the proposer from a ``config`` and a ``BuildContext``.
         tokens: Default number of draft tokens per step.
         drafts_trees: Drafts are trees unless the key "top_k" is 1. Methods with a key "tree" draft what that names.
-        prunes: Drafts hold only nodes that pay for their rows, so a controller need not shorten them.
     """
 
     config: type[Any]
     build: Callable[[Any, BuildContext], Proposer]
     tokens: int = 4
     drafts_trees: bool = False
-    prunes: bool = False

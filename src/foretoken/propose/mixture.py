@@ -92,6 +92,9 @@ class Mixture(Proposer):
             self.last_member[context.id] = tree.names
         return [tree.draft for tree in trees]
 
+    def prunes(self, context: Context) -> bool:
+        return True
+
     def reusable_prefix_len(self, context: Context) -> int:
         return min(member.proposer.reusable_prefix_len(context) for member in self.members)
 
@@ -277,4 +280,4 @@ def build(config: MixtureConfig, build_context: BuildContext) -> Mixture:
     return Mixture(build_members(config.members, build_context), build_context.costs)
 
 
-METHOD = Method(MixtureConfig, build, tokens=32, drafts_trees=True, prunes=True)
+METHOD = Method(MixtureConfig, build, tokens=32, drafts_trees=True)

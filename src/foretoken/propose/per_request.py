@@ -53,6 +53,9 @@ class PerRequestProposer(Proposer):
                 drafts[i] = draft
         return drafts
 
+    def prunes(self, context: Context) -> bool:
+        return self.members[self.of(context)].prunes(context)
+
     def reusable_prefix_len(self, context: Context) -> int:
         return self.members[self.of(context)].reusable_prefix_len(context)
 
