@@ -123,3 +123,19 @@ def test_requests_whose_drafts_are_pruned_get_their_whole_budget(pair: LLM) -> N
     finally:
         pair.use_method("auto")
     assert controller.prunes == proposer.prunes
+
+
+def test_a_request_has_as_many_drawn_tokens_as_it_asks_for(pair: LLM) -> None:
+    """Also beyond the depth of a tree."""
+    assert len(completed(pair, temperature=1.0, speculative_tokens=12).stats.drafted_per_position) == 12
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_model_drafts_up_to_the_end_of_the_context(pair: LLM, temperature: float) -> None:
+    proposer = pair.engine.proposer
+    near = pair.tokenizer.encode(TEXT * 9)[: pair.target.max_length - 6]
+    context = Context(10**6, near, len(near), SamplingLaw(temperature=temperature), Streams(0), depth=5)
+    with torch.inference_mode():
+        draft = proposer.propose([context], [5])[0]
+    proposer.forget(context)
+    assert len(draft) >= 4  # of a tree, one level

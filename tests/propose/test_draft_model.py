@@ -141,7 +141,7 @@ def test_depth_and_siblings_are_bounded(shape: str) -> None:
 
 
 def test_a_ranked_tree_is_a_chain_where_tokens_are_drawn() -> None:
-    assert tree("ranked", budget=5).is_chain and isinstance(tree("ranked", budget=5).law, Sampled)
+    assert tree("ranked", budget=12).depths == tuple(range(1, 13)) and isinstance(tree("ranked").law, Sampled)
     for c in (context(temperature=0.0), context(grade=Exactness.TRAJECTORY)):
         assert not tree("ranked", 9, c).is_chain and isinstance(tree("ranked", 9, c).law, PointMass)
 

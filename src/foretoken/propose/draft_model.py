@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foretoken.core.checks import number
 from foretoken.core.context import Context
+from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle, Model, Scores
@@ -22,7 +23,7 @@ from foretoken.models.heads.assistant import is_assistant
 from foretoken.models.heads.mask_token import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
-from foretoken.propose.growers import Grower, GrowthConfig, begin, grow_at_once
+from foretoken.propose.growers import Grower, GrowthConfig, begin, grow_at_once, is_drawn
 from foretoken.propose.stopping import base as stopping
 from foretoken.propose.stopping.base import Stop
 
@@ -80,18 +81,22 @@ class DraftModel(Proposer):
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         growers: dict[int, tuple[Handle, Grower]] = {}
+        levels: list[int] = []
         prefilling: list[Handle] = []
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
-            if budget > 0 and self._fits(context, budget):
+            law = self._law(context)
+            drawn = is_drawn(context, law)
+            if budget > 0 and (shape := self._shape(context, budget, drawn)) is not None:
                 handle = self._handle(context)
                 if len(handle.tokens) == len(context.tokens):
-                    growers[i] = handle, self._grower(context, budget)
+                    growers[i] = handle, self._grower(shape, context, law, budget)
+                    levels.append(shape.steps(budget, drawn))
                 else:
                     prefilling.append(handle)
         if prefilling:
             self.model.score(prefilling, [Draft.empty()] * len(prefilling))
         if growers:
-            self._grow(list(growers.values()), [self.config.steps(budgets[i]) for i in growers])
+            self._grow(list(growers.values()), levels)
         results = [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
         if self.stop is not None:
             self._drafts.update((contexts[i].id, results[i]) for i in growers)
@@ -163,14 +168,17 @@ class DraftModel(Proposer):
         missing = self.vocab_size - logits.shape[-1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
-    def _fits(self, context: Context, budget: int) -> bool:
-        """Returns whether the text with its draft, and its source, fit the draft's context window."""
-        length = len(context.tokens) + self._rows(budget)
-        return length <= self.model.max_length and len(context.source) <= self.model.source_length
+    def _shape(self, context: Context, budget: int, drawn: bool) -> GrowthConfig | None:
+        """Returns how a draft grows that fits the draft's context window, None if none does.
 
-    def _rows(self, budget: int) -> int:
-        """Returns the KV rows that a draft of ``budget`` nodes may need: a tree expands more nodes than it keeps."""
-        return budget if self.config.tree == "chain" else max(budget, self.config.steps(budget) * self.config.top_k)
+        A tree expands more nodes than it keeps, so it is less deep near the end of the window.
+        """
+        config, room = self.config, self.model.max_length - len(context.tokens)
+        if budget > room or len(context.source) > self.model.source_length:
+            return None
+        if config.is_chain(drawn) or config.steps(budget) * config.top_k <= room:
+            return config
+        return replace(config, num_steps=room // config.top_k) if room >= config.top_k else None
 
     def _handle(self, context: Context) -> Handle:
         """Returns the sequence's handle. Each step prefills one chunk of a long text; drafting starts after that."""
@@ -185,12 +193,14 @@ class DraftModel(Proposer):
             self.model.commit([handle], [context.tokens[start : start + PREFILL_CHUNK]])
         return handle
 
-    def _grower(self, context: Context, budget: int) -> Grower:
-        law, own = context.law, self.config.draft_temperature
-        if own is not None and not law.greedy:
-            law = law.with_temperature(own)
+    def _law(self, context: Context) -> Law:
+        """Returns the request's law at the draft's own temperature, if it has one."""
+        own = self.config.draft_temperature
+        return context.law if own is None or context.law.greedy else context.law.with_temperature(own)
+
+    def _grower(self, shape: GrowthConfig, context: Context, law: Law, budget: int) -> Grower:
         gate = None if self.stop is None else self.stop.begin(context)
-        return begin(self.config, context, budget, self._fit, law, gate=gate, floor=self.floor)
+        return begin(shape, context, budget, self._fit, law, gate=gate, floor=self.floor)
 
 
 class ParallelDraftModel(DraftModel):

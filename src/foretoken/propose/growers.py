@@ -58,9 +58,13 @@ class GrowthConfig:
         integer("num_steps", self.num_steps, 1, optional=True)
         integer("top_k", self.top_k, 1)
 
-    def steps(self, budget: int) -> int:
+    def is_chain(self, drawn: bool) -> bool:
+        """Returns whether a draft whose tokens are ``drawn``, or else fixed candidates, is a chain."""
+        return self.tree == "chain" or (self.tree == "ranked" and drawn)
+
+    def steps(self, budget: int, drawn: bool = False) -> int:
         """Returns the maximum depth of a draft of ``budget`` nodes."""
-        return min(budget, self.num_steps or (budget if self.tree == "chain" else TREE_STEPS))
+        return min(budget, self.num_steps or (budget if self.is_chain(drawn) else TREE_STEPS))
 
 
 class Grower(Protocol):
@@ -224,6 +228,11 @@ def grow_at_once(grower: Grower, logits: Tensor) -> None:
         scored = nodes
 
 
+def is_drawn(context: Context, law: Law) -> bool:
+    """Returns whether draft tokens are drawn from ``law``, rather than fixed candidates."""
+    return context.exactness is not Exactness.TRAJECTORY and not law.greedy
+
+
 def begin(
     config: GrowthConfig,
     context: Context,
@@ -245,9 +254,9 @@ def begin(
     shared = context.exactness is Exactness.TRAJECTORY
     streams, position = context.streams, context.generated
     stream = streams.shared(position) if shared else streams.private(Purpose.DRAFT, position)
-    steps, width = config.steps(budget), config.top_k
-    drawn = not shared and not law.greedy
-    if config.tree == "chain" or (config.tree == "ranked" and drawn):
+    drawn = is_drawn(context, law)
+    steps, width = config.steps(budget, drawn), config.top_k
+    if config.tree == "chain" or config.is_chain(drawn):
         return Chain(context, steps, law, widen, stream, drawn=drawn, gate=gate, floor=floor)
     ranking = law.with_temperature(1.0) if law.greedy else law
 
