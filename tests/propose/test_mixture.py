@@ -89,6 +89,23 @@ def test_a_costly_member_is_used_where_it_pays(cost: float, used: bool) -> None:
         assert good.calls < 0.15 * num_steps  # tried, and tried again ever more seldom
 
 
+class Declining(Oracle):
+    """Has nothing that would pay, and says so each time it is asked."""
+
+    def draft(self, context, budget):
+        return Draft.empty()
+
+    def caught_up(self, context):
+        return True
+
+
+def test_a_costly_member_that_declines_is_asked_ever_more_seldom() -> None:
+    declining = Declining()
+    mixture = Mixture([free("poor", Oracle((0, 1))), Member("declining", declining, free=False, cost=0.5)])
+    assert run(mixture)[0] == run(Proposer())[0]
+    assert 8 <= declining.calls < 60  # of 400 steps
+
+
 def test_fixed_candidates_of_a_costly_member_join_the_tree() -> None:
     """Each knows what the other does not, so together they are right everywhere."""
     one, other = free("one", Oracle((0,))), Member("other", Oracle((1,)), free=False, max_nodes=4, cost=0.05)

@@ -72,6 +72,10 @@ class Proposer:
         """
         return [Draft.empty() for _ in contexts]
 
+    def caught_up(self, context: Context) -> bool:
+        """Returns whether an empty draft was a decision: all of the text was known. Called after ``propose``."""
+        return False
+
     def prunes(self, context: Context) -> bool:
         """Returns whether drafts for ``context`` hold only nodes that pay for their rows.
 
@@ -135,6 +139,9 @@ class Wrapper(Proposer):
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return self.inner.propose(contexts, budgets)
+
+    def caught_up(self, context: Context) -> bool:
+        return self.inner.caught_up(context)
 
     def prunes(self, context: Context) -> bool:
         return self.inner.prunes(context)

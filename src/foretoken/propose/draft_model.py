@@ -102,6 +102,10 @@ class DraftModel(Proposer):
             self._drafts.update((contexts[i].id, results[i]) for i in growers)
         return results
 
+    def caught_up(self, context: Context) -> bool:
+        handle = self._handles.get(context.id)
+        return handle is not None and len(handle.tokens) == len(context.tokens)
+
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         if self.stop is not None:
             for context, observation in zip(contexts, observations, strict=True):

@@ -169,8 +169,9 @@ class Mixture(Proposer):
     ) -> MergedDraft:
         """Returns the step's draft, now that the costly member has drafted."""
         record, member = self._record(context), self.costly[costly]
+        record.own = None
         if not len(draft):
-            record.chosen = None
+            record.chosen = costly if member.proposer.caught_up(context) else None
             return free
         record.own = PendingDraft(draft, len(context.tokens))
         tree = MergedDraft(free.union, draft, (member.name,) * len(draft), free.promised)
@@ -240,7 +241,7 @@ class Mixture(Proposer):
         record.trees = open_trees
         step = observation.step
         if self.pace.known:
-            drafting = 0.0 if record.chosen is None else record.price * max(step.draft.depths, default=0)
+            drafting = 0.0 if record.chosen is None else record.price * max(step.draft.depths, default=1)
             seconds = self.pace.seconds(len(step.draft), step.timings.batch) + drafting
             record.usual.add(1.0 + step.accepted, seconds)
         for i, gain in enumerate(record.gains):
@@ -248,9 +249,10 @@ class Mixture(Proposer):
             if record.chosen == i:
                 record.probe[i] *= 2 if record.idle[i] > record.probe[i] else 1
                 record.idle[i] = 0
-                if step.finish_reason is None and record.own is not None:
+                if step.finish_reason is None:
                     gain.at(record.promised).add(step.accepted - record.promised)
-                    record.sizes[i].at(record.promised).add(float(len(step.draft)))
+                    record.sizes[i].at(record.promised).add(max(1.0, len(step.draft)))  # one level is always drafted
+                if step.finish_reason is None and record.own is not None:
                     record.own.follow(context.tokens)
                     draft, path = record.own.draft, record.own.draft.path(record.own.at)
                     record.survivals[i].observe(record.requested, draft, Verdict(path, 0))
