@@ -130,6 +130,17 @@ def test_a_costly_members_drawn_draft_replaces_the_tree() -> None:
     assert isinstance(draft.law, Sampled) and mixture.last_member[0] == ("drawn",)
 
 
+def test_a_member_of_a_mixture_is_no_mixture() -> None:
+    for method in ("mixture", "auto"):
+        with pytest.raises(InvalidRequest, match="list its members"):
+            MixtureConfig(members=[{"method": method}])
+
+
+def test_a_member_that_may_draft_nothing_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="num_speculative_tokens of a member"):
+        MixtureConfig(members=[{"method": "draft_model", "num_speculative_tokens": 0}])
+
+
 def test_a_request_starts_from_what_others_learned() -> None:
     mixture = Mixture([free("poor", Oracle((0, 1))), Member("good", Oracle(), free=False, max_nodes=4, cost=0.05)])
     run(mixture)

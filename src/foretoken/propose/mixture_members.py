@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.control.survival import Survival
-from foretoken.core.checks import number
+from foretoken.core.checks import integer, number
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -48,8 +48,9 @@ class MixtureConfig:
         for member in self.members:
             if not isinstance(member, Mapping) or not isinstance(member.get("method"), str):
                 raise InvalidRequest(f"a member is a speculative configuration with a 'method', got {member!r}")
-            if member["method"] == "mixture":
+            if member["method"] in ("auto", "mixture"):
                 raise InvalidRequest("a mixture cannot be a member of a mixture; list its members instead")
+            integer("num_speculative_tokens of a member", member.get("num_speculative_tokens"), 1, optional=True)
             number("cost (in passes of the target)", member.get("cost"), 0.0, optional=True)
 
 
