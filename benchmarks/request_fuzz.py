@@ -46,6 +46,7 @@ TINY: list[Config] = [
     {"method": "suffix"},
     {"method": "recycling"},
     {"method": "prediction"},
+    {"method": "auto", "model": "draft"},
     {
         "method": "mixture",
         "members": [

@@ -23,7 +23,6 @@ from foretoken.propose.mixture import Mixture
 from foretoken.propose.mixture_members import Member
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.propose.recycling import Recycling
-from foretoken.speculation import SpeculativeConfig
 
 TEXT = FUNCTIONS[0]
 AUTO = {"method": "auto", "model": str(zoo.path("draft"))}
