@@ -134,7 +134,7 @@ class Worker:
             return self._queue(built, options)
         finally:
             self._building -= 1
-            self._order_sweep()
+            self._orders.put(self.sweep_adapters)
 
     def _queue(self, built: Sequence[BuiltRequest], options: dict[str, Any]) -> Generation:
         context = built[0][1][0]
@@ -223,17 +223,13 @@ class Worker:
         self._open.discard(generation)
         if abort:
             self._orders.put(lambda: self._drop(generation))
-        self._order_sweep()
-
-    def _order_sweep(self) -> None:
-        if self.llm.adapters.retired:
-            self._orders.put(self.sweep_adapters)
+        self._orders.put(self.sweep_adapters)  # asked there, because an order before this one may unload an adapter
 
     # the engine's side
 
     def sweep_adapters(self) -> None:
         """Frees the memory of unloaded LoRA adapters that no request uses. For the engine's thread, between steps."""
-        if not self._building:  # a request that is being built may use any
+        if self.llm.adapters.retired and not self._building:  # a request that is being built may use any
             built = [contexts for generation in list(self._open) for _, contexts in generation.built]
             queued = {context.adapter for contexts in built for context in contexts}
             self.llm.adapters.sweep(lambda: self.engine.adapters_in_use | queued)
