@@ -6,7 +6,7 @@
 #   make docs       the documentation as a site, in site/; broken links and unknown names are errors
 #   make wheel      wheels with compiled kernels for the platforms WHEELS, in dist/; Zig compiles them (100 MB, in pip's cache)
 #   make peers      OpenVINO GenAI, vLLM and llama.cpp, each in an environment of its own, for the race (gigabytes)
-#   make bench      one table of all benchmarks (under two hours; a second start goes on where the first one ended)
+#   make bench      one table of all benchmarks (hours; a second start goes on where the first one ended)
 # PIP_ARGS goes to pip, for instance --extra-index-url with an index of smaller, CPU-only builds of torch.
 
 SHELL := /bin/sh

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tests.audit.endpoint.fake import Behaviour, serving
+from tests.audit.endpoint.fake import Behaviour, listening, serving
 from tests.audit.endpoint.tasks import QUICK
 
 from foretoken.core.errors import WriteError
@@ -115,14 +114,8 @@ def pages(body: bytes, pause: float = 0.0):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.block_on_close = True, False
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with listening(server) as address:
+        yield address
 
 
 def test_a_page_that_is_slow_or_long_is_none(monkeypatch):

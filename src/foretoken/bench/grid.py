@@ -102,15 +102,15 @@ class GridRecord:
 
     def rows(self) -> dict[GridCell, list[RaceRow]]:
         """Returns the rows of every finished cell; the last of a cell counts."""
-        found: dict[GridCell, list[RaceRow]] = {}
+        finished: dict[GridCell, list[RaceRow]] = {}
         for line in self._lines():
             try:
                 entry = json.loads(line)
                 if entry["facts"] == self.facts:
-                    found[GridCell(**entry["cell"])] = [_row(row) for row in entry["rows"]]
+                    finished[GridCell(**entry["cell"])] = [_row(row) for row in entry["rows"]]
             except (ValueError, KeyError, TypeError):
                 continue
-        return found
+        return finished
 
     def add(self, cell: GridCell, rows: Sequence[RaceRow]) -> None:
         """Keeps a finished cell. Raises WriteError."""
@@ -148,8 +148,9 @@ def run(
         start: Loads a system.
         say: Receives notes.
     """
+    finished = record.rows()
     for cell in cells:
-        if cell in record.rows():
+        if cell in finished:
             continue
         prompts = prompts_of(cell, encode, task.count)
         longest = max(map(len, prompts)) + task.max_tokens + 32

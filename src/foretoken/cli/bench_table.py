@@ -21,7 +21,7 @@ def bench_table(
     ] = None,
     fixed: Annotated[
         list[str] | None,
-        typer.Option(metavar="JSON", help="A fixed speculative_config to race (repeatable). [five usual ones]"),
+        typer.Option(metavar="JSON", help="A fixed speculative_config to race (repeatable). [the usual ones]"),
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts of a cell; larger batches run one batch.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.")] = 64,

@@ -94,9 +94,8 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
 
     It needs space for 32 tokens and the drafts in the target's context window, and does nothing with less. Where
     drafting takes no time, or the proposer would learn from the synthetic prompt, only passes are timed; of a mixture,
-    its model drafts alone. Passes of a
-    model with experts are timed apart, over tokens drawn from the vocabulary: what a proposer drafts on a synthetic
-    prompt repeats itself, and would choose fewer experts than a text.
+    its model drafts alone. Passes of a model with experts are timed apart, over tokens drawn from the vocabulary: what
+    a proposer drafts on a synthetic prompt repeats itself, and would choose fewer experts than a text.
 
     Args:
         target: The target model.
@@ -111,7 +110,7 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
     if sweeps < 1 or not max_tokens:
         return
     length = min(_PROMPT, space - sweeps * emitted)
-    timed = proposer.rehearsed
+    timed = proposer.timed_part
     passes: dict[int, float] = {}
     drafting: dict[int, float] = {}
     if timed is None or target.has_experts:

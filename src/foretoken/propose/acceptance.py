@@ -42,7 +42,7 @@ class NodeRates:
         self._cells: dict[DraftKind, dict[int, list[float]]] = {}  # by place: hits, trials
         self._streaks: dict[int, list[float]] = {}
 
-    def within(self) -> Self:
+    def for_request(self) -> Self:
         """Returns the rates of one request, which start from these."""
         return type(self)(self, strength=16.0, memory=48.0)
 

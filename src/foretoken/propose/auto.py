@@ -19,8 +19,8 @@ FREE: tuple[Mapping[str, Any], ...] = (
     {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     {"method": "prediction"},
 )
-"""No request is drafted from what another one wrote, which its speed could show. Beside a model, token
-recycling adds less than its time: its table is read and written at every step."""
+"""No request is drafted from what another one wrote, which its speed could show. Token recycling is left out: reading
+and writing its table took 1 ms of every step of 57 ms (0.74 B target on a Zen 4)."""
 
 DRAFT: Mapping[str, Any] = {"method": "draft_model", "tree": "ranked"}
 
@@ -38,11 +38,11 @@ class Auto(Mixture):
 
 @dataclass(frozen=True, slots=True)
 class AutoConfig:
-    """The method has no keys. Who wants to choose, configures a method or a mixture."""
+    """The method has no keys: other members or options are those of a mixture."""
 
 
 def build(config: AutoConfig, build_context: BuildContext) -> Mixture:
-    """Builds the mixture around the draft that "model" names."""
+    """Builds the mixture around the draft that "model" names. Raises InvalidRequest if there is none."""
     if build_context.model is None:
         raise InvalidRequest("method 'auto' needs a draft: pass draft_model= or 'model' in speculative_config")
     members = (*FREE, {**DRAFT, "model": str(build_context.model)})

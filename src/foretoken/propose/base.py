@@ -55,7 +55,7 @@ class Proposer:
         costless: Drafts come from text and tables: they take negligible time and are fixed candidates.
         learns: Keeps state across requests, so warm-up must not use synthetic requests.
         floor: Probability of acceptance below which a node is not worth drafting. A mixture sets it by measured costs.
-        heeds_floor: It estimates that probability before it drafts a node, and leaves out those below ``floor``.
+        uses_floor: It estimates that probability before it drafts a node, and leaves out those below ``floor``.
     """
 
     name: str = "none"
@@ -63,7 +63,7 @@ class Proposer:
     costless: bool = False
     learns: bool = False
     floor: float = 0.0
-    heeds_floor: bool = False
+    uses_floor: bool = False
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """Returns one draft per context with at most ``budgets[i]`` nodes.
@@ -101,7 +101,7 @@ class Proposer:
         """Called when a sequence ends or is preempted. Does nothing for an unknown one."""
 
     @property
-    def rehearsed(self) -> Proposer | None:
+    def timed_part(self) -> Proposer | None:
         """The part whose drafts warm-up times on a synthetic prompt.
 
         None where drafting takes no time, or everything would learn from the prompt.

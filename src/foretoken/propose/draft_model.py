@@ -74,7 +74,7 @@ class DraftModel(Proposer):
         self.model = model
         self.config = config or DraftModelConfig()
         self.vocab_size = vocab_size or model.vocab_size
-        self.heeds_floor = self.config.tree != "chain"
+        self.uses_floor = self.config.tree != "chain"
         self.stop: Stop | None = stopping.make(self.config.draft_stop, model)
         self._handles: dict[int, Handle] = {}
         self._drafts: dict[int, Draft] = {}  # drafts whose outcome the stop learns

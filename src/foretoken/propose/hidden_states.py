@@ -12,7 +12,7 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Scores
 from foretoken.models.heads.feature_net import DraftNet, HeadHandle
 from foretoken.propose.base import Needs, Observation, Proposer
-from foretoken.propose.growers import Grower, GrowthConfig, begin
+from foretoken.propose.growers import Grower, GrowthConfig, begin, is_drawn
 from foretoken.propose.tree import Candidates, Tree, likeliest
 
 # A greedy target emits the argmax of logits that the head only approximates, so candidates are ranked by a sharper
@@ -29,7 +29,7 @@ class HiddenStateProposer(Proposer):
 
     def __init__(self, name: str, net: DraftNet, taps: Sequence[int], config: GrowthConfig) -> None:
         self.name, self.net, self.config = name, net, config
-        self.heeds_floor = config.tree != "chain"
+        self.uses_floor = config.tree != "chain"
         self.taps = tuple(taps)
         self.needs = Needs(tuple(sorted(set(taps))))
         self._handles: dict[int, HeadHandle] = {}
@@ -48,7 +48,7 @@ class HiddenStateProposer(Proposer):
         active = list(growers.values())
         if active:
             self._feed([contexts[i].id for i in growers])
-            self._grow(active, [self.config.steps(budgets[i]) for i in growers])
+            self._grow(active, [self.config.steps(budgets[i], is_drawn(contexts[i], contexts[i].law)) for i in growers])
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
     def reusable_prefix_len(self, context: Context) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from foretoken.control.survival import Survival, acceptance
-from foretoken.core.context import Context, Exactness
+from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass
 from foretoken.core.verdict import Verdict
@@ -33,6 +33,7 @@ from foretoken.costs.model import CostModel
 from foretoken.models.base import Scores
 from foretoken.propose.acceptance import BucketedMeans, MemberRecord, PendingDraft, UsualRate
 from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
+from foretoken.propose.growers import is_drawn
 from foretoken.propose.mixture_members import (
     MAX_COSTLY,
     PROBE,
@@ -41,6 +42,7 @@ from foretoken.propose.mixture_members import (
     MixtureConfig,
     MixtureState,
     RequestKind,
+    kind_of,
 )
 from foretoken.propose.pace import DraftingCosts
 from foretoken.propose.union import DraftUnion, MergedDraft
@@ -78,7 +80,7 @@ class Mixture(Proposer):
             tree = self._join(context, record, budget, [offer[i] for offer in offers], len(contexts))
             trees.append(tree)
             record.promised = tree.promised
-            record.fixed = context.law.greedy or context.exactness is Exactness.TRAJECTORY
+            record.fixed = not is_drawn(context, context.law)
             record.chosen = self._choose(record, tree, budget, len(contexts)) if budget > 0 else None
             if record.chosen is not None:
                 indices_by_member.setdefault(record.chosen, []).append(i)
@@ -111,8 +113,8 @@ class Mixture(Proposer):
                 self._settle(context, record, observation)
 
     @property
-    def rehearsed(self) -> Proposer | None:
-        return next((member.proposer.rehearsed for member in self.costly), None)
+    def timed_part(self) -> Proposer | None:
+        return next((member.proposer.timed_part for member in self.costly), None)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -134,15 +136,15 @@ class Mixture(Proposer):
     def _record(self, context: Context) -> MixtureState:
         if context.id not in self._records:
             costly = [member.known(context) for member in self.costly]
-            surplus = self._surplus[context.law.greedy, context.exactness]
+            kind = kind_of(context)
             self._records[context.id] = MixtureState(
-                accounts=[MemberRecord(member.known(context).rates.within()) for member in self.free],
-                costly=[MemberRecord(known.rates.within()) for known in costly],
+                accounts=[MemberRecord(member.known(context).rates.for_request()) for member in self.free],
+                costly=[MemberRecord(known.rates.for_request()) for known in costly],
                 gains=[BucketedMeans(known.gain, strength=8.0, memory=32.0) for known in costly],
                 sizes=[BucketedMeans(known.size, strength=8.0, memory=32.0) for known in costly],
                 survivals=[Survival(known.survival.max_rank, known.survival) for known in costly],
-                surplus=BucketedMeans(surplus, strength=8.0, memory=32.0),
-                usual=self._usual[context.law.greedy, context.exactness],
+                surplus=BucketedMeans(self._surplus[kind], strength=8.0, memory=32.0),
+                usual=self._usual[kind],
                 idle=[0] * len(self.costly),
                 probe=[PROBE] * len(self.costly),
             )
@@ -205,7 +207,7 @@ class Mixture(Proposer):
                 best, choice, record.price = max(best, value), i, price
                 record.requested = (
                     max_nodes
-                    if member.proposer.heeds_floor and record.fixed
+                    if member.proposer.uses_floor and record.fixed
                     else self._depth(record.survivals[i], max_nodes, price, batch)
                 )
                 record.floor = (record.usual.rate or best) * (self.pace.row(max_nodes, batch) + price)

@@ -54,11 +54,16 @@ class MixtureConfig:
             number("cost (in passes of the target)", member.get("cost"), 0.0, optional=True)
 
 
-RequestKind = tuple[bool, Exactness]  # whether the request is greedy, and its grade
+RequestKind = tuple[bool, Exactness]
+
+
+def kind_of(context: Context) -> RequestKind:
+    """Returns whether a request is greedy, and its grade."""
+    return context.law.greedy, context.exactness
 
 
 @dataclass(eq=False, slots=True)
-class Experience:
+class MemberStatistics:
     """What is known of a member over all requests of one kind.
 
     Attributes:
@@ -91,14 +96,14 @@ class Member:
     max_nodes: int | None = None
     cost: float | None = None
     seconds: DecayingMean = field(default_factory=lambda: DecayingMean(memory=32.0))
-    _known: dict[RequestKind, Experience] = field(default_factory=dict)
+    _known: dict[RequestKind, MemberStatistics] = field(default_factory=dict)
 
-    def known(self, context: Context) -> Experience:
+    def known(self, context: Context) -> MemberStatistics:
         """Returns what is known of the member over all requests of the kind of ``context``."""
-        kind = context.law.greedy, context.exactness
+        kind = kind_of(context)
         if kind not in self._known:
             survival = Survival(MAX_COSTLY if self.max_nodes is None else self.max_nodes, memory=256.0)
-            self._known[kind] = Experience(
+            self._known[kind] = MemberStatistics(
                 NodeRates() if self.free else ScoredRates(), BucketedMeans(), BucketedMeans(), survival
             )
         return self._known[kind]
@@ -127,7 +132,7 @@ class MixtureState:
     Attributes:
         accounts: Records of the free members.
         costly: Records of the costly members.
-        gains: See ``Experience``; of the costly members in this request.
+        gains: See ``MemberStatistics``; of the costly members in this request.
         sizes: Likewise.
         survivals: Likewise.
         surplus: Tokens that free trees brought beyond what they promised.

@@ -28,7 +28,7 @@ class PerRequestProposer(Proposer):
         first, *others = members
         parts = parts or {}
         self.members = {first: members[first], **parts, **{name: members[name] for name in others}}
-        self.parts, self._whole = tuple(parts), first
+        self.parts, self._first = tuple(parts), first
         self.make_usual(next(iter(self.members)))
         self.needs = Needs.union(member.needs for member in self.members.values())
 
@@ -41,7 +41,7 @@ class PerRequestProposer(Proposer):
         """Returns the name of the member that drafts for ``context``."""
         if context.method is None and context.prediction and self.name != "mixture" and PREDICTION in self.members:
             return PREDICTION
-        if context.method is None and context.depth is not None and self.parts and self.usual == self._whole:
+        if context.method is None and context.depth is not None and self.parts and self.usual == self._first:
             return self.parts[0]
         return self.usual if context.method is None else context.method
 

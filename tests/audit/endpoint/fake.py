@@ -306,11 +306,8 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serving(behaviour: Behaviour) -> Iterator[str]:
-    """Runs a server. Yields its address."""
-    handler = type("FakeHandler", (Handler,), {"behaviour": behaviour})
-    server = _Server(("127.0.0.1", 0), handler)
-    server.limited = set()  # type: ignore[attr-defined]
+def listening(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Runs a server that was made. Yields its address."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -319,3 +316,13 @@ def serving(behaviour: Behaviour) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextlib.contextmanager
+def serving(behaviour: Behaviour) -> Iterator[str]:
+    """Runs a server. Yields its address."""
+    handler = type("FakeHandler", (Handler,), {"behaviour": behaviour})
+    server = _Server(("127.0.0.1", 0), handler)
+    server.limited = set()  # type: ignore[attr-defined]
+    with listening(server) as address:
+        yield address
