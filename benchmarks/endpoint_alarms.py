@@ -1,19 +1,22 @@
 """How often does the audit of a server fail one that decodes plainly? Twenty audits of a server without speculation.
 
-    python benchmarks/endpoint_alarms.py --budget 20000 --output alarms.json
+    python benchmarks/endpoint_alarms.py --engine foretoken --output alarms.json
+    python benchmarks/endpoint_alarms.py --engine vllm --minutes 3 --output alarms_vllm.json  # goes on when repeated
     python benchmarks/endpoint_alarms.py --endpoint http://127.0.0.1:8001 --model NAME
 
-Both sides of the audit are the same server, so every check that fails is a false alarm. Without ``--endpoint`` it is
-one of our own, on the bundled target.
+Both sides of the audit are the same server, so every check that fails is a false alarm. Every audit begins with other
+prompts. Without ``--endpoint`` the engine's server is started on the bundled target.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from time import monotonic
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -21,53 +24,94 @@ from rich.table import Table
 
 from clients import serving
 from foretoken import zoo
-from foretoken.audit.chance import ALPHA
 from foretoken.audit.endpoint import Endpoint, audit_endpoint
-from foretoken.audit.result import Audit, CheckOutcome
+from foretoken.audit.result import CheckOutcome
 from foretoken.bench.http_client import listed_models
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
+from servers import llamacpp_serving, vllm_serving
 
 console = wide_console()
 
+_TURN = 3  # prompts by which each audit begins later, so that greedy texts are others as well
 
-def failures(audits: list[Audit]) -> dict[str, Counter[str]]:
+Record = dict[str, Any]
+
+
+@contextmanager
+def started(engine: str, endpoint: str | None) -> Iterator[str]:
+    """Yields the address of a server that decodes plainly."""
+    model = str(zoo.path("target"))
+    if endpoint is not None:
+        yield endpoint
+    elif engine == "foretoken":
+        with serving("--model", model, "--speculative-config", '{"method": "none"}') as (url, _):
+            yield url
+    else:
+        with {"vllm": vllm_serving, "llamacpp": llamacpp_serving}[engine](model, "", 0) as url:
+            yield url
+
+
+def resumed(file: Path | None, asked: Record) -> list[Record]:
+    """Returns the audits of an earlier run with the same options."""
+    if file is None or not file.exists():
+        return []
+    record = json.loads(file.read_text())
+    if differing := [name for name, value in asked.items() if record[name] != value]:
+        raise typer.BadParameter(f"{file} was made with another {' and '.join(differing)}; choose another --output")
+    return list(record["audits"])
+
+
+def failing(audit: Record) -> bool:
+    """Returns whether any check failed."""
+    return any(check["outcome"] == CheckOutcome.FAILED for check in audit["checks"])
+
+
+def tabled(audits: Sequence[Record]) -> Table:
     """Returns for each check how often each outcome was reached."""
-    counts: dict[str, Counter[str]] = {}
-    for audit in audits:
-        for check in audit.checks:
-            counts.setdefault(check.name, Counter())[str(check.outcome)] += 1
-    return counts
-
-
-def main(
-    endpoint: Annotated[str | None, typer.Option(help="A server without speculation. [one of our own]")] = None,
-    model: Annotated[str | None, typer.Option(help="Its name for the model. [the first that it lists]")] = None,
-    audits: Annotated[int, typer.Option(help="Number of audits.")] = 20,
-    budget: Annotated[int, typer.Option(help="Generated tokens of each.")] = 20_000,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write the outcomes there.")] = None,
-) -> None:
-    """Prints how often each check passed, failed, or was inconclusive."""
-    own = ("--model", str(zoo.path("target")), "--speculative-config", '{"method": "none"}')
-    made = []
-    with contextlib.nullcontext((endpoint, 0)) if endpoint else serving(*own) as (url, _):
-        name = model or str(listed_models(url, None)[0]["id"])
-        for seed in range(audits):
-            made.append(audit_endpoint(Endpoint(url, name, baseline=url, budget=budget, seed=seed), FUNCTIONS))
-            console.print(f"audit {seed + 1}: {made[-1].outcome}, {made[-1].seconds:.0f} s", style="dim")
-    counts = failures(made)
     outcomes = [str(outcome) for outcome in CheckOutcome]
     table = Table(box=box.MARKDOWN)
     for head in ("check", *outcomes):
         table.add_column(head, justify="left" if head == "check" else "right")
-    for check, seen in counts.items():
-        table.add_row(check, *(str(seen[outcome] or "") for outcome in outcomes))
-    console.print(table)
-    failed = sum(any(check.outcome is CheckOutcome.FAILED for check in audit.checks) for audit in made)
-    console.print(f"{failed} of {audits} audits failed; at the level of {ALPHA:g}, {audits * ALPHA:.2g} are expected")
-    if json_file is not None:
-        record = {"setting": setting(), "budget": budget, "failed": failed, "audits": [each.to_dict() for each in made]}
-        json_file.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    counts: dict[str, Counter[str]] = {}
+    for audit in audits:
+        for check in audit["checks"]:
+            counts.setdefault(check["name"], Counter())[check["outcome"]] += 1
+    for name, seen in counts.items():
+        table.add_row(name, *(str(seen[outcome] or "") for outcome in outcomes))
+    return table
+
+
+def main(
+    engine: Annotated[str, typer.Option(help="foretoken, vllm or llamacpp.")] = "foretoken",
+    endpoint: Annotated[str | None, typer.Option(help="A server without speculation that runs already.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its name for the model. [the first that it lists]")] = None,
+    audits: Annotated[int, typer.Option(help="Number of audits.")] = 20,
+    budget: Annotated[int, typer.Option(help="Generated tokens of each.")] = 12_000,
+    level: Annotated[float, typer.Option(help="Probability of failing an exact server, over all checks.")] = 0.01,
+    minutes: Annotated[float, typer.Option(help="No audit begins later than that.")] = 600.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--output", help="Write the outcomes there; audits that it has are not repeated.")
+    ] = None,
+) -> None:
+    """Prints how often each check passed, failed, or was inconclusive."""
+    end, asked = monotonic() + 60.0 * minutes, {"engine": engine, "budget": budget, "level": level}
+    made = resumed(json_file, asked)
+    with started(engine, endpoint) as url:
+        name = model or str(listed_models(url, None)[0]["id"])
+        for seed in range(len(made), audits):
+            if monotonic() > end:
+                break
+            subject = Endpoint(url, name, baseline=url, budget=budget, seed=seed, level=level)
+            first = _TURN * seed % len(FUNCTIONS)
+            made.append(audit_endpoint(subject, [*FUNCTIONS[first:], *FUNCTIONS[:first]]).to_dict())
+            console.print(f"audit {seed + 1}: {made[-1]['outcome']}, {made[-1]['seconds']:.0f} s", style="dim")
+            if json_file is not None:
+                record = {"setting": setting(), **asked, "failed": sum(map(failing, made)), "audits": made}
+                json_file.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    console.print(tabled(made))
+    failed, expected = sum(map(failing, made)), len(made) * level
+    console.print(f"{failed} of {len(made)} audits failed; at the level of {level:g}, {expected:.2g} are expected")
 
 
 if __name__ == "__main__":

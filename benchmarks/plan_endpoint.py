@@ -8,8 +8,8 @@ The plan is made at two draft lengths and a few concurrencies. Then the server r
 concurrencies beside plain decoding, and the measured speedups are compared with those of the plan. The prompts are the
 same, so that the prediction is judged and not the difference between two samples of texts, which is several percent for
 so few; ``--unseen`` takes others. A server that can choose the draft length for a request is measured as it is; others
-are started once for each length, and a plan from the longer draft length alone is compared as well. ``--small`` takes
-the bundled target as it is.
+are started once for each length, and what the longer draft length alone foretells is compared as well. ``--small``
+takes the bundled target as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -32,6 +32,7 @@ from foretoken import zoo
 from foretoken.bench.http_client import listed_models
 from foretoken.bench.setting import setting, wide_console
 from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
+from foretoken.plan.endpoint.speeds import SpeedModel
 from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts
 from servers import CONTEXT, SEQUENCES, llamacpp_serving, vllm_serving
@@ -170,18 +171,26 @@ def _restarted(
     """Compares for a server with one draft length: it is started once for each."""
     engine, model, draft = models
     plans: list[EndpointPlan] = []
-    alone: EndpointPlan | None = None
     measured: dict[tuple[int, int], float] = {}
     with _started(engine, model, draft, 0) as baseline:
-        for depth in sorted({*basis, *depths}, key=lambda own: (own not in basis, own)):
+        for depth in dict.fromkeys((*basis, *depths)):
             with _started(engine, model, draft, depth) as url:
                 pair = ServerPair(url, str(listed_models(url, None)[0]["id"]), baseline)
                 if depth in basis:
-                    alone = run.plan(pair, depth)
-                    plans.append(run.plan(pair, depth, plans) if plans else alone)
-                measured |= run.speedups(pair, depth)
+                    plans.append(run.plan(pair, depth, plans))
+                else:
+                    measured |= run.speedups(pair, depth)
     pairs = compared(plans[-1], " and ".join(map(str, basis)), measured)
-    return pairs + (compared(alone, str(basis[-1]), measured) if alone is not None and len(basis) > 1 else [])
+    return pairs + (compared(_alone(plans[-1], basis[-1]), str(basis[-1]), measured) if len(basis) > 1 else [])
+
+
+def _alone(plan: EndpointPlan, depth: int) -> EndpointPlan:
+    """Returns the plan from one of its draft lengths."""
+    if plan.foretelling is None:
+        return plan
+    speeds = plan.foretelling.speeds
+    own = {at: each for at, each in speeds.speculative.items() if at[0] == depth}
+    return replace(plan, foretelling=replace(plan.foretelling, speeds=SpeedModel(speeds.plain, own)))
 
 
 def _switched(run: PlanRun, url: str, basis: Sequence[int], depths: Sequence[int]) -> list[ComparedSpeed]:
@@ -199,9 +208,9 @@ def main(
     engine: Annotated[str, typer.Option(help="foretoken, vllm or llamacpp.")] = "foretoken",
     endpoint: Annotated[str | None, typer.Option(help="A server that runs already. [started here]")] = None,
     basis: Annotated[list[int], typer.Option(help="Draft lengths that the plan is made from.")] = [2, 6],
-    depth: Annotated[list[int], typer.Option(help="Further draft lengths to compare.")] = [4, 8],
+    depth: Annotated[list[int], typer.Option(help="Other draft lengths, to compare.")] = [4, 8],
     concurrency: Annotated[list[int], typer.Option(help="Requests at once in the plan.")] = [1, 4, 8],
-    other: Annotated[list[int], typer.Option(help="Requests at once to compare.")] = [1, 2, 8],
+    other: Annotated[list[int], typer.Option(help="Requests at once to compare.")] = [1, 2, 3, 6, 8],
     count: Annotated[int, typer.Option(help="Prompts of the plan.")] = 32,
     max_tokens: Annotated[int, typer.Option(help="Of every answer.")] = 48,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,

@@ -40,6 +40,8 @@ def test_costs_alone(run, prompts):
         result = run("audit", *dry, "--dry-run", "--json")
     assert result.code == 0 and json.loads(result.out)["plan"]["tokens"] == pytest.approx(20_000, rel=0.1)
     assert len(behaviour.seen) < 10
+    assert f"{len(behaviour.seen)} requests and" in result.err and "are spent already" in result.err
+    assert json.loads(result.out)["plan"]["sent"]["requests"] == len(behaviour.seen)
 
 
 @pytest.mark.slow

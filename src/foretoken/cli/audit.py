@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.audit_endpoint import EndpointOptions, duration, run_endpoint_audit
+from foretoken.cli.audit_engine import EngineOptions, run_engine_audit
 from foretoken.cli.files import check_alone, check_places, publish, write_text
+from foretoken.cli.generate import speculative
 from foretoken.cli.options import (
     ApiKey,
     Baseline,
@@ -47,6 +49,8 @@ class Implementation(StrEnum):
 
     FORETOKEN = "foretoken"
     TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+    OPENVINO = "openvino"
 
 
 def audit(
@@ -54,7 +58,10 @@ def audit(
     draft_model: DraftModel = None,
     speculative_config: Speculation = None,
     engine: Annotated[
-        Implementation, typer.Option(help="Whose speculation; transformers' is audited with its defaults.")
+        Implementation,
+        typer.Option(
+            help="Whose speculation; transformers' is audited with its defaults, vllm and openvino from outside."
+        ),
     ] = Implementation.FORETOKEN,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help='JSON lines with a "prompt" each. [our own functions]')
@@ -121,6 +128,20 @@ def audit(
         if dry_run:
             publish(result.subject, lambda: None, as_json, output)
             return
+    elif engine in (Implementation.VLLM, Implementation.OPENVINO):
+        check_alone({"--baseline": baseline, "--dry-run": dry_run})
+        asked = EngineOptions(
+            engine=engine,
+            model=model,
+            draft_model=draft_model,
+            config=speculative(speculative_config),
+            checkpoint=checkpoint,
+            budget=budget,
+            concurrency=concurrency,
+            seed=seed,
+            prompts=prompts,
+        )
+        result = run_engine_audit(asked, notes)
     else:
         check_alone({"--baseline": baseline, "--checkpoint": checkpoint, "--dry-run": dry_run})
         seconds = duration(budget)
@@ -156,8 +177,6 @@ def _check_server(server: str, draft: str | None, config: str | None) -> None:
 def _subject(
     engine: Implementation, model: str | None, draft: str | None, config: str | None, dtype: str, seed: int
 ) -> LLM | Audited:
-    from foretoken.cli.generate import speculative
-
     given = speculative(config)
     if engine is Implementation.FORETOKEN:
         from foretoken import LLM

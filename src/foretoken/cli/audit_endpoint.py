@@ -78,9 +78,11 @@ def run_endpoint_audit(options: EndpointOptions, notes: Console) -> Audit:
 
 def costs(plan: Mapping[str, Any]) -> str:
     """Returns what an audit will cost and find, in one line."""
+    sent = plan["sent"]
     return (
         f"about {plan['requests']:,} requests, {plan['prompt_tokens']:,} prompt tokens and {plan['tokens']:,} "
-        f"generated tokens; {plan['power']}"
+        f"generated tokens; {sent['requests']:,} requests and {sent['tokens']:,} generated tokens are spent already, "
+        f"to find this out; {plan['power']}"
     )
 
 

@@ -27,7 +27,7 @@ class Dialect:
     """One kind of server.
 
     Attributes:
-        kind: Its kind.
+        kind: Its kind, or the name of an engine.
         neutral: Fields that switch its default filters off, so that texts follow softmax(logits / temperature).
         plain: Fields that switch speculation off for one request; None where only another server decodes plainly.
         depth: Field of the draft length of one request, "" where there is none.
@@ -40,7 +40,7 @@ class Dialect:
             count the text alone and repetition counts both.
     """
 
-    kind: ServerKind
+    kind: str
     neutral: Mapping[str, Any]
     plain: Mapping[str, Any] | None = None
     depth: str = ""
@@ -72,7 +72,7 @@ class Dialect:
 _NEUTRAL = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _NOT_OPENAI = frozenset({"top_k", "min_p", "repetition_penalty", "bad_words", "min_tokens", "stop_token_ids"})
 
-DIALECTS: Mapping[ServerKind, Dialect] = {
+DIALECTS: Mapping[str, Dialect] = {
     dialect.kind: dialect
     for dialect in (
         Dialect(

@@ -8,7 +8,7 @@ divergence, and what a batch changes without any speculation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from foretoken.audit.divergence import first_difference
 from foretoken.audit.endpoint.cells import TunedSampling
@@ -84,12 +84,32 @@ def parity(task: EndpointTask) -> list[Check]:
     if unanswered := missing(every):
         return [because(NAME, unanswered, len(every))]
     known = {way: [reply for reply in replies if isinstance(reply, ServerAnswer)] for way, replies in texts.items()}
-    plain = known.pop("plain, alone")
-    noise = _Noise.between(plain, known["plain, again"], known["plain, in a crowd"])
-    noise.gap = max(noise.gap, min(_Noise.between(plain, known[ALONE]).gap, _MOST_NOISE))
-    divergences = [one for way, others in known.items() for one in _divergences(plain, others, way, noise)]
+    told = {way: [_placed(task, text) for text in answers] for way, answers in known.items()}
+    plain = told.pop("plain, alone")
+    noise = _Noise.between(plain, told["plain, again"], told["plain, in a crowd"])
+    noise.gap = max(noise.gap, min(_Noise.between(plain, told[ALONE]).gap, _MOST_NOISE))
+    if plain != known["plain, alone"]:
+        noise.gap = max(noise.gap, _below(plain))
+    divergences = [one for way, others in told.items() for one in _divergences(plain, others, way, noise)]
     divergences += _penalized(task, task.plain, noise)
-    return [_verdict(plain, divergences, noise, task), _logprobs(plain, known[ALONE], noise)]
+    return [_verdict(plain, divergences, noise, task), _logprobs(known["plain, alone"], known[ALONE], noise)]
+
+
+def _placed(task: EndpointTask, text: ServerAnswer) -> ServerAnswer:
+    """Returns a text with the checkpoint's log-probabilities, if the server tells none and there is a checkpoint."""
+    if task.checkpoint is None or any(place.top for place in text.places):
+        return text
+    places = task.checkpoint.places(text)
+    return replace(text, places=places) if isinstance(places, tuple) else text
+
+
+def _below(plain: Sequence[ServerAnswer]) -> float:
+    """Returns how far tokens of plain greedy texts are below the checkpoint's likeliest ones, at most.
+
+    They are those themselves but for rounding, which is that of two passes.
+    """
+    places = [place for text in plain for place in text.places if place.top and place.logprob is not None]
+    return max((place.top[0][1] - (place.logprob or 0.0) for place in places), default=0.0)
 
 
 def _penalized(task: EndpointTask, plain: Side, noise: _Noise) -> list[TextDivergence]:
@@ -100,7 +120,7 @@ def _penalized(task: EndpointTask, plain: Side, noise: _Noise) -> list[TextDiver
     presence, frequency = PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
     tuning = TunedSampling(presence_penalty=presence, frequency_penalty=frequency, window=plain.dialect.window)
     sides = [task.greedy(side, PENALIZED) for side in (plain, task.speculative)]
-    here, there = ([reply for reply in replies if isinstance(reply, ServerAnswer)] for replies in sides)
+    here, there = ([_placed(task, reply) for reply in replies if isinstance(reply, ServerAnswer)] for replies in sides)
     if len(here) < task.sizes.parity_prompts or len(there) < len(here):
         return []
     return list(_divergences(here, there, PENALIZED, noise, tuning))

@@ -25,6 +25,7 @@ from foretoken.endpoint.answers import Failed, Refused, ServerAnswer
 from foretoken.endpoint.client import Patience
 from foretoken.endpoint.counts import ServerCounters
 from foretoken.endpoint.dialects import ServerKind
+from foretoken.endpoint.engines import EnginePair
 from foretoken.endpoint.journal import Journal, restored_answer
 from foretoken.endpoint.side import EndpointRequest, Prompt, Reference, Side, probed, tokenized
 from foretoken.endpoint.sides import ServerPair, why_unusable
@@ -54,6 +55,8 @@ class Endpoint:
         seed: All random numbers of the audit are derived from it.
         patience: Time limits and retries.
         journal: File of the answers of an audit that is under way.
+        level: Probability of failing an exact server, over all checks.
+        engines: Engines in processes of their own, in place of ``url`` and ``baseline``.
     """
 
     url: str
@@ -69,6 +72,8 @@ class Endpoint:
     seed: int = 0
     patience: Patience = field(default_factory=Patience)
     journal: Path | None = None
+    level: float = ALPHA
+    engines: EnginePair | None = None
 
 
 def audit_endpoint(
@@ -116,6 +121,8 @@ def audit_endpoint(
 
 def _sides(endpoint: Endpoint, journal: Journal[ServerAnswer]) -> list[Side]:
     """Returns the plain side, if there is one, and the speculative side."""
+    if endpoint.engines is not None:
+        return endpoint.engines.sides()
     pair = ServerPair(
         url=endpoint.url,
         model=endpoint.model,
@@ -150,7 +157,7 @@ def _task(endpoint: Endpoint, sides: Sequence[Side], prompts: Sequence[str]) -> 
         prompts=_prompts(judge, prompts),
         sizes=Sizes.of(tokens, len(sides), each),
         concurrency=endpoint.concurrency,
-        level=ALPHA / 2,
+        level=endpoint.level / 2,
         seed=endpoint.seed,
         checkpoint=None if endpoint.checkpoint is None else CheckpointReference(endpoint.checkpoint),
     )
@@ -183,6 +190,7 @@ def _plan(endpoint: Endpoint, task: EndpointTask) -> dict[str, Any]:
         sides, characters / len(task.prompts), reference is Reference.EACH, reference is Reference.PROMPT
     )
     tokens = task.sizes.sampled * task.sizes.sampled_tokens
+    spent = [side.client.spent for side in task.sides]
     return {
         "reference": str(reference),
         "sizes": asdict(task.sizes),
@@ -190,6 +198,7 @@ def _plan(endpoint: Endpoint, task: EndpointTask) -> dict[str, Any]:
         "requests": sum(cost["requests"] for cost in costs.values()),
         "prompt_tokens": sum(cost["prompt_tokens"] for cost in costs.values()),
         "tokens": sum(cost["tokens"] for cost in costs.values()),
+        "sent": {"requests": sum(one.requests for one in spent), "tokens": sum(one.tokens for one in spent)},
         "power": foretold(tokens, task.level),
         "concurrency": endpoint.concurrency,
     }

@@ -17,7 +17,8 @@ def boot(name: str) -> None:
         raise ImportError(f"{root} does not hold the package")
     sys.modules["foretoken"] = package = module_from_spec(spec)
     spec.loader.exec_module(package)
-    import_module("foretoken.bench.peers.protocol").serve(import_module(f"foretoken.bench.peers.{name}").load)
+    peer, protocol = (import_module(f"foretoken.bench.peers.{each}") for each in (name, "protocol"))
+    protocol.serve(peer.load, getattr(peer, "REQUEST", protocol.PeerRequest))
 
 
 if __name__ == "__main__":

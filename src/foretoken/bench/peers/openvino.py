@@ -11,17 +11,12 @@ KV_GIGABYTES = 1
 
 
 def load(setup: Setup) -> tuple[Complete, str]:
-    """bf16 through the precision hint; prefix caching off, or repeats would find their prompts computed."""
+    """Loads the pipeline, with the draft model if there is one."""
     import numpy
     import openvino  # type: ignore[import-not-found]
     import openvino_genai as genai  # type: ignore[import-not-found]
 
-    scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = KV_GIGABYTES
-    scheduler.enable_prefix_caching = False
-    precision = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": setup.threads}
-    drafting = {"draft_model": genai.draft_model(setup.draft, "CPU", **precision)} if setup.draft else {}
-    pipeline = genai.LLMPipeline(setup.target, "CPU", scheduler_config=scheduler, **precision, **drafting)
+    pipe = pipeline(setup)
 
     class Streamer(genai.StreamerBase):
         """Called once per decode step, with the step's tokens."""
@@ -48,8 +43,20 @@ def load(setup: Setup) -> tuple[Complete, str]:
             config.num_assistant_tokens = request.depth
         ids = openvino.Tensor(numpy.array([request.prompts[0]], dtype=numpy.int64))
         streamer = Streamer()
-        result = pipeline.generate(ids, config, streamer)
+        result = pipe.generate(ids, config, streamer)
         seconds = perf_counter() - streamer.started
         return streamer.watch.answer([list(result.tokens[0])], seconds, streamer.calls)
 
     return complete, genai.__version__.partition("-")[0]  # without the build
+
+
+def pipeline(setup: Setup) -> Any:
+    """Returns ``LLMPipeline``: bf16 by the precision hint, prefix caching off, or repeats would hit the cache."""
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = KV_GIGABYTES
+    scheduler.enable_prefix_caching = False
+    precision = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": setup.threads}
+    drafting = {"draft_model": genai.draft_model(setup.draft, "CPU", **precision)} if setup.draft else {}
+    return genai.LLMPipeline(setup.target, "CPU", scheduler_config=scheduler, **precision, **drafting)

@@ -81,6 +81,20 @@ class Answer:
         return sum(len(tokens) for tokens in self.tokens)
 
 
+@dataclass(frozen=True)
+class ApiRequest:
+    """Requests of OpenAI's API to complete at once. bodies: what ``/v1/completions`` would receive, by vLLM's names."""
+
+    bodies: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ApiAnswer:
+    """What ``/v1/completions`` would answer, one for each body; ``{"error": reason}`` where the engine refuses."""
+
+    answers: list[dict[str, Any]]
+
+
 Complete = Callable[[PeerRequest], Answer]
 
 
@@ -104,10 +118,12 @@ class Watch:
         return Answer(tokens, seconds, first_seconds, first_tokens, passes)
 
 
-def serve(load: Callable[[Setup], tuple[Complete, str]]) -> None:
-    """Replies until standard input ends. ``load`` returns a function that completes requests, and a version.
+def serve(load: Callable[[Setup], tuple[Callable[[Any], Any], str]], request: Callable[..., Any] = PeerRequest) -> None:
+    """Replies until standard input ends. Libraries may print to standard output; theirs goes to standard error.
 
-    Libraries may print to standard output, so theirs is redirected to standard error.
+    Args:
+        load: Returns a function that completes requests, and a version.
+        request: The class of the requests.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -117,7 +133,7 @@ def serve(load: Callable[[Setup], tuple[Complete, str]]) -> None:
         replies.write(json.dumps(message) + "\n")
         replies.flush()
 
-    complete: Complete | None = None
+    complete: Callable[[Any], Any] | None = None
     for line in sys.stdin:
         try:
             message = json.loads(line)
@@ -126,7 +142,7 @@ def serve(load: Callable[[Setup], tuple[Complete, str]]) -> None:
                 complete, version = load(Setup(**message))
                 reply({"ready": version})
             else:
-                reply(asdict(complete(PeerRequest(**message))))
+                reply(asdict(complete(request(**message))))
         except Exception as error:
             reply({"error": f"{type(error).__name__}: {error}"})
 

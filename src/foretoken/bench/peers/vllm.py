@@ -14,6 +14,19 @@ KV_GIGABYTES = 1
 
 def load(setup: Setup) -> tuple[Complete, str]:
     """Loads vLLM. The depth is fixed when an engine is created, so every depth is a separate process."""
+    llm, vllm = engine(setup)
+
+    def complete(request: PeerRequest) -> Answer:
+        params = vllm.SamplingParams(
+            max_tokens=request.max_tokens, temperature=request.temperature, ignore_eos=True, detokenize=False
+        )
+        return _drain(llm.llm_engine, request, params)
+
+    return complete, vllm.__version__
+
+
+def engine(setup: Setup, **arguments: Any) -> tuple[Any, Any]:
+    """Returns ``vllm.LLM`` and the module. arguments: further ones of ``LLM``."""
     cores = sorted(os.sched_getaffinity(0))[: setup.threads]
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIGABYTES),
@@ -45,15 +58,9 @@ def load(setup: Setup) -> tuple[Complete, str]:
         max_num_seqs=max(8, setup.batch),
         enable_prefix_caching=False,
         speculative_config=speculation,
+        **arguments,
     )
-
-    def complete(request: PeerRequest) -> Answer:
-        params = vllm.SamplingParams(
-            max_tokens=request.max_tokens, temperature=request.temperature, ignore_eos=True, detokenize=False
-        )
-        return _drain(llm.llm_engine, request, params)
-
-    return complete, vllm.__version__
+    return llm, vllm
 
 
 def _drain(engine: Any, request: PeerRequest, params: Any) -> Answer:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from foretoken.bench.peers import registry
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
@@ -104,7 +104,7 @@ class PeerWorker:
         lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         return lines[-1].strip()[:300] if lines else f"exit code {self._process.wait()}"
 
-    def __enter__(self) -> PeerWorker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

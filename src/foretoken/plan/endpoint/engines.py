@@ -29,7 +29,7 @@ class Limit:
         return len({depth for _, _, depth in self.depths}) > 1
 
 
-def copying(kind: ServerKind) -> list[Candidate]:
+def copying(kind: str) -> list[Candidate]:
     """Returns the drafters without a model that a kind of server has."""
     ngram = Candidate("ngram", _NGRAM, _DEPTHS)
     match kind:
@@ -43,7 +43,7 @@ def copying(kind: ServerKind) -> list[Candidate]:
 
 
 def paste(
-    kind: ServerKind, config: Mapping[str, Any] | None, depth: int, limit: Limit, current: Mapping[str, Any]
+    kind: str, config: Mapping[str, Any] | None, depth: int, limit: Limit, current: Mapping[str, Any]
 ) -> list[str]:
     """Returns lines of an engine's configuration.
 
@@ -112,7 +112,7 @@ def _ours(own: dict[str, Any], depth: int) -> list[str]:
     return [*hint, f"--speculative-config '{json.dumps({**own, 'num_speculative_tokens': depth})}'"]
 
 
-def told_depth(kind: ServerKind, client: EndpointClient) -> int | None:
+def told_depth(kind: str, client: EndpointClient) -> int | None:
     """Returns the draft length that a server says it has, None if it does not say."""
     try:
         match kind:

@@ -1,0 +1,93 @@
+"""OpenVINO GenAI's ``LLMPipeline``, asked in OpenAI's words, one request at a time. It tells no log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from foretoken.bench.peers.openvino import pipeline
+from foretoken.bench.peers.protocol import ApiAnswer, ApiRequest, Setup
+
+REQUEST = ApiRequest
+_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "n": "num_return_sequences",
+    "seed": "rng_seed",
+    "stop": "stop_strings",
+    "min_tokens": "min_new_tokens",
+} | {
+    name: name
+    for name in (
+        *("ignore_eos", "temperature", "top_p", "top_k", "min_p", "stop_token_ids"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    )
+}
+_SETS = ("stop", "stop_token_ids")
+
+
+def load(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
+    """Loads the pipeline, with the draft model if there is one."""
+    import numpy
+    import openvino  # type: ignore[import-not-found]
+    import openvino_genai as genai  # type: ignore[import-not-found]
+
+    pipe = pipeline(setup)
+    tokenizer, chance = pipe.get_tokenizer(), random.Random()
+
+    def complete(request: ApiRequest) -> ApiAnswer:
+        return ApiAnswer([one(body) for body in request.bodies])
+
+    def one(body: dict[str, Any]) -> dict[str, Any]:
+        own = body["prompt"]
+        prompt = tokenizer.encode(own).input_ids.data[0].tolist() if isinstance(own, str) else own
+        # Without a seed, every call would use the same random numbers.
+        given = {"seed": chance.getrandbits(31)} | body
+        try:
+            config = _config(genai, given)
+            if setup.draft:
+                config.num_assistant_tokens = setup.depth
+            config.validate()
+        except (TypeError, ValueError, RuntimeError) as error:
+            return {"error": str(error)}
+        result = pipe.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config)
+        choices = [
+            {
+                "index": index,
+                "text": tokenizer.decode(tokens),
+                "finish_reason": "length" if len(tokens) >= body["max_tokens"] else "stop",
+                "token_ids": list(tokens),
+                "prompt_token_ids": prompt,
+            }
+            for index, tokens in enumerate(result.tokens)
+        ]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(map(len, result.tokens))}
+        return {"choices": choices, "usage": usage, "metrics": {"speculative_decoding": _counts(result)}}
+
+    return complete, genai.__version__.partition("-")[0]
+
+
+def _config(genai: Any, body: dict[str, Any]) -> Any:
+    config = genai.GenerationConfig()
+    config.apply_chat_template = False
+    for name, value in body.items():
+        if name in _NAMES:
+            setattr(config, _NAMES[name], set(value) if name in _SETS else value)
+    config.do_sample = body.get("temperature", 1.0) > 0
+    if not config.do_sample:
+        config.temperature = 1.0
+    if schema := body.get("structured_outputs"):
+        config.structured_output_config = genai.StructuredOutputConfig(json_schema=json.dumps(schema["json"]))
+    return config
+
+
+def _counts(result: Any) -> dict[str, int]:
+    """Returns what the pipeline counted of its drafts; without a draft model it counts nothing."""
+    known = result.extended_perf_metrics
+    if known is None:
+        return {"num_draft_tokens": 0}
+    return {
+        "num_draft_tokens": known.get_num_draft_tokens(),
+        "num_accepted_draft_tokens": known.get_num_accepted_tokens(),
+    }

@@ -1,0 +1,177 @@
+"""Engines in a process of their own, asked like servers: vLLM's ``LLM`` and OpenVINO GenAI's ``LLMPipeline``.
+
+A worker in the engine's environment (``bench/peers``) takes the bodies of ``/v1/completions`` and answers as a server
+would, so that the audit needs nothing else. Requests that are sent at once are one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+from foretoken.bench.peers import export
+from foretoken.bench.peers.protocol import ApiRequest, Setup
+from foretoken.bench.peers.registry import BOOT, PEERS, folder
+from foretoken.bench.peers.worker import PeerError, PeerWorker
+from foretoken.bench.setting import cores
+from foretoken.core.errors import InvalidRequest
+from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer, answer_of
+from foretoken.endpoint.client import Ask, EndpointClient
+from foretoken.endpoint.dialects import DIALECTS, Dialect, ServerKind
+from foretoken.endpoint.side import Side
+from foretoken.models.formats.checkpoint import resolve
+from foretoken.speculation import SpeculativeConfig
+
+_VLLM = DIALECTS[ServerKind.VLLM]
+_NO_STREAM = frozenset({"stream"})  # a generation is whole when it comes back
+ENGINES: Mapping[str, Dialect] = {
+    "vllm": Dialect(_VLLM.kind, _VLLM.neutral, endless=_VLLM.endless, told=_VLLM.told, scores=True, unknown=_NO_STREAM),
+    "openvino": Dialect(
+        "openvino",
+        {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
+        endless={"ignore_eos": True},
+        told={"return_token_ids": True},
+        unknown=_NO_STREAM | {"bad_words", "logit_bias", "logprobs"},
+    ),
+}
+
+
+class EngineProcess(PeerWorker):
+    """A process of an engine. Raises PeerError."""
+
+    def complete(self, bodies: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+        """Wakes the process, completes the requests in one batch, and lets it sleep."""
+        answers: list[dict[str, object]] = self._exchange(asdict(ApiRequest(list(map(dict, bodies)))))["answers"]
+        return answers
+
+
+Completer = Callable[[Sequence[Mapping[str, object]]], list[dict[str, object]]]
+"""Returns the answers to requests that are completed at once. Raises PeerError."""
+
+
+@dataclass(slots=True)
+class EngineClient(EndpointClient):
+    """An engine's process in the place of a server. complete: completes requests."""
+
+    complete: Completer = field(default=lambda bodies: [])
+
+    def __post_init__(self) -> None:
+        return  # the name is no address
+
+    def post(self, path: str, asks: Sequence[Ask], concurrency: int) -> list[Reply]:
+        """Completes requests, ``concurrency`` in a batch. path: only ``completions`` are answered."""
+        if path != "completions":
+            return [Refused(f"404: {self.url} has no {path}") for _ in asks]
+        replies: list[Reply] = []
+        for start in range(0, len(asks), max(1, concurrency)):
+            replies += self._batch(asks[start : start + max(1, concurrency)])
+        return replies
+
+    def get(self, path: str, body: Mapping[str, object] | None = None) -> str:
+        """Returns "": an engine has no pages."""
+        return ""
+
+    def _batch(self, asks: Sequence[Ask]) -> list[Reply]:
+        started = perf_counter()
+        try:
+            answers = self.complete([ask.body for ask in asks])
+        except PeerError as error:
+            return [Failed(str(error)) for _ in asks]
+        seconds = perf_counter() - started
+        self.spent.requests += len(asks)
+        return [self._answered(answer, ask, seconds) for answer, ask in zip(answers, asks, strict=True)]
+
+    def _answered(self, answer: Mapping[str, object], ask: Ask, seconds: float) -> Reply:
+        self.tick()
+        if "error" in answer:
+            return Refused(f"400: {' '.join(str(answer['error']).split())[:200]}")
+        reply: ServerAnswer = answer_of(answer, ask.top, seconds)
+        self.spent.tokens += reply.tokens
+        self.spent.prompt_tokens += reply.prompt_tokens
+        self.spent.draft(reply)
+        return reply
+
+
+@dataclass(frozen=True)
+class EnginePair:
+    """An engine with speculation, and the same without it, in a process each.
+
+    Attributes:
+        name: "vllm" or "openvino".
+        model: The target's checkpoint.
+        plain: The process without speculation.
+        speculative: The process with it.
+    """
+
+    name: str
+    model: str
+    plain: EngineProcess
+    speculative: EngineProcess
+
+    @property
+    def version(self) -> str:
+        """The engine's version."""
+        return self.plain.version
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The checkpoint that tells the target's distribution, None if the engine does."""
+        return None if ENGINES[self.name].scores else self.model
+
+    def sides(self) -> list[Side]:
+        """Returns the plain and the speculative side."""
+        processes = {"plain": self.plain, "speculative": self.speculative}
+        return [
+            Side(
+                name,
+                EngineClient(f"{self.name} {self.version}, {name}", complete=one.complete),
+                self.model,
+                ENGINES[self.name],
+            )
+            for name, one in processes.items()
+        ]
+
+
+@contextmanager
+def started(name: str, model: str | Path, config: SpeculativeConfig) -> Iterator[EnginePair]:
+    """Runs both processes of an engine within the ``with`` block.
+
+    Args:
+        name: Of ``ENGINES``.
+        model: The target's checkpoint, or its name on the hub.
+        config: Method, draft model and draft length.
+
+    Raises:
+        InvalidRequest: The engine is not set up, or does not have the method.
+        ModelLoadError: A checkpoint cannot be converted for the engine.
+        PeerError: The engine cannot load them.
+    """
+    peer, method = PEERS[name], config.method_in_force
+    methods = [each for each in peer.methods if name != "openvino" or each == "draft_model"]
+    if method not in methods or (method == "draft_model" and config.model is None):
+        raise InvalidRequest(f"{name} is audited with {' or '.join(methods)}, not with {method!r}; name one")
+    if peer.missing is not None:
+        raise InvalidRequest(f"{name} is not set up ({peer.missing} is missing); `make peers` does it")
+    target, draft = resolve(model), resolve(config.model) if config.model else None
+    convert = export.openvino if name == "openvino" else lambda checkpoint: checkpoint
+    setups = [
+        Setup(name, "plain", str(convert(target)), threads=cores()),
+        Setup(
+            name,
+            method,
+            str(convert(target)),
+            draft=str(convert(draft)) if draft else "",
+            depth=config.tokens,
+            threads=cores(),
+        ),
+    ]
+    with ExitStack() as stack:
+        yield EnginePair(name, str(target), *(stack.enter_context(_process(setup)) for setup in setups))
+
+
+def _process(setup: Setup) -> EngineProcess:
+    log = folder() / "logs" / f"audit-{setup.system}-{setup.method}.log"
+    return EngineProcess([str(PEERS[setup.system].python), "-P", str(BOOT), f"{setup.system}_api"], setup, log)
