@@ -29,7 +29,7 @@ from foretoken.audit.result import CheckOutcome
 from foretoken.bench.http_client import listed_models
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
-from servers import llamacpp_serving, vllm_serving
+from servers import untimed_serving
 
 console = wide_console()
 
@@ -48,7 +48,7 @@ def started(engine: str, endpoint: str | None) -> Iterator[str]:
         with serving("--model", model, "--speculative-config", '{"method": "none"}') as (url, _):
             yield url
     else:
-        with {"vllm": vllm_serving, "llamacpp": llamacpp_serving}[engine](model, "", 0) as url:
+        with untimed_serving(engine, model, "", 0) as url:
             yield url
 
 

@@ -24,8 +24,15 @@ PATIENCE = 600.0  # seconds for a server to compile and start
 
 
 @contextmanager
-def vllm_serving(model: str, draft: str, depth: int) -> Iterator[str]:
-    """Runs vLLM's server on a free port within the ``with`` block. Yields its address. depth: 0 is plain decoding."""
+def vllm_serving(model: str, draft: str, depth: int, *more: str) -> Iterator[str]:
+    """Runs vLLM's server on a free port within the ``with`` block. Yields its address.
+
+    Args:
+        model: The target's checkpoint.
+        draft: The draft model's.
+        depth: The draft length, 0 is plain decoding.
+        more: Further arguments of the server.
+    """
     peer = PEERS["vllm"]
     threads = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     libraries = [find_library("tcmalloc_minimal") or "", str(peer.place / "lib" / "libiomp5.so")]
@@ -36,7 +43,7 @@ def vllm_serving(model: str, draft: str, depth: int) -> Iterator[str]:
     if depth:
         speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": depth}
         words += ["--speculative-config", json.dumps(speculation)]
-    command = [str(peer.python), "-m", "vllm.entrypoints.openai.api_server", *words]
+    command = [str(peer.python), "-m", "vllm.entrypoints.openai.api_server", *words, *more]
     with _running("vLLM", command, environment) as address:
         yield address
 
@@ -54,6 +61,14 @@ def llamacpp_serving(model: str, draft: str, depth: int, slots: int = 16) -> Ite
         command += ["--spec-type", "draft-simple", "--spec-draft-model", str(gguf(Path(draft), "BF16"))]
         command += ["--spec-draft-n-max", str(depth), "--spec-draft-p-min", "0", "--spec-draft-threads", str(cores())]
     with _running("llama.cpp", command, {}) as address:
+        yield address
+
+
+@contextmanager
+def untimed_serving(engine: str, model: str, draft: str, depth: int) -> Iterator[str]:
+    """Runs the server of "vllm" or "llamacpp" where speed does not matter: vLLM's does not compile, but starts soon."""
+    eager = vllm_serving(model, draft, depth, "--enforce-eager")
+    with eager if engine == "vllm" else llamacpp_serving(model, draft, depth) as address:
         yield address
 
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 import typer
 from tests.audit.endpoint.fake import Behaviour
 from tests.audit.endpoint.fake import serving as fake_server
+from tests.endpoint.test_engines import Fake, through
 from tests.plan.endpoint.simulated import StreamingBehaviour
 from tests.plan.endpoint.simulated import streaming as simulated_server
 from typer.testing import CliRunner
@@ -23,6 +25,7 @@ from typer.testing import CliRunner
 from foretoken import zoo
 from foretoken.bench.http_load import LoadResult, Percentiles
 from foretoken.bench.peers.registry import PEERS
+from foretoken.endpoint.engines import EnginePair
 from foretoken.models.families.architecture import Architecture
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -63,7 +66,7 @@ ELSEWHERE = {
     "attackers": "its attacks",
     "clients": "imported by serving and attacks",
     "prompts": "imported by the others",
-    "servers": "imported by serving_vllm and plan_endpoint",
+    "servers": "imported by serving_vllm, plan_endpoint, endpoint_alarms and endpoint_audits",
     "replicas": "tests/serve/test_replicas.py kills one under load",
     "wheel_kernels": "tests/test_wheel.py, which builds a wheel",
 }
@@ -128,6 +131,33 @@ def test_endpoint_alarms_counts_outcomes():
     with fake_server(Behaviour()) as url:
         printed = call("endpoint_alarms", ["--endpoint", url, "--audits", "1", "--budget", "4000"])
     assert "0 of 1 audits failed" in printed and "greedy parity" in printed
+
+
+@pytest.mark.slow
+def test_endpoint_alarms_go_on_where_they_ended(folder):
+    with fake_server(Behaviour()) as url:
+        words = ["--endpoint", url, "--budget", "4000", "--output", "alarms.json"]
+        call("endpoint_alarms", [*words, "--audits", "1"])
+        call("endpoint_alarms", [*words, "--audits", "2"])
+        with pytest.raises(AssertionError, match="another budget"):
+            call("endpoint_alarms", [*words, "--budget", "5000"])
+    seeds = [each["subject"]["seed"] for each in json.loads((folder / "alarms.json").read_text())["audits"]]
+    assert seeds == [0, 1]
+
+
+@pytest.mark.slow
+def test_endpoint_audits_prints_every_check(folder, monkeypatch):
+    @contextmanager
+    def started(name, model, config):
+        with fake_server(Behaviour("greedy")) as url:
+            plain, speculative = (Fake(through(url, **fields)) for fields in ({"speculative_tokens": 0}, {}))
+            yield EnginePair("vllm", "table", plain, speculative)
+
+    monkeypatch.setattr("endpoint_audits.started", started)
+    printed = call("endpoint_audits", ["--engine", "vllm in process", "--budget", "4000", "--output", "audits.json"])
+    assert "greedy parity" in printed and "FAILED" in printed
+    (audit,) = json.loads((folder / "audits.json").read_text())["audits"]
+    assert audit["engine"] == "vllm in process" and audit["outcome"] == "failed"
 
 
 @pytest.mark.slow

@@ -88,8 +88,8 @@ def parity(task: EndpointTask) -> list[Check]:
     plain = told.pop("plain, alone")
     noise = _Noise.between(plain, told["plain, again"], told["plain, in a crowd"])
     noise.gap = max(noise.gap, min(_Noise.between(plain, told[ALONE]).gap, _MOST_NOISE))
-    if plain != known["plain, alone"]:
-        noise.gap = max(noise.gap, _below(plain))
+    if plain != known["plain, alone"]:  # a checkpoint does not tell how far apart the server's passes are
+        noise.gap = max(_MOST_NOISE, _below(plain))
     divergences = [one for way, others in told.items() for one in _divergences(plain, others, way, noise)]
     divergences += _penalized(task, task.plain, noise)
     return [_verdict(plain, divergences, noise, task), _logprobs(known["plain, alone"], known[ALONE], noise)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from foretoken.bench.peers.openvino import pipeline
@@ -52,15 +52,16 @@ def load(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
         except (TypeError, ValueError, RuntimeError) as error:
             return {"error": str(error)}
         result = pipe.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config)
+        length, stops = genai.GenerationFinishReason.LENGTH, body.get("stop") or ()
         choices = [
             {
                 "index": index,
-                "text": tokenizer.decode(tokens),
-                "finish_reason": "length" if len(tokens) >= body["max_tokens"] else "stop",
+                "text": _before(tokenizer.decode(tokens), stops),
+                "finish_reason": "length" if reason == length else "stop",
                 "token_ids": list(tokens),
                 "prompt_token_ids": prompt,
             }
-            for index, tokens in enumerate(result.tokens)
+            for index, (tokens, reason) in enumerate(zip(result.tokens, result.finish_reasons, strict=True))
         ]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(map(len, result.tokens))}
         return {"choices": choices, "usage": usage, "metrics": {"speculative_decoding": _counts(result)}}
@@ -77,9 +78,16 @@ def _config(genai: Any, body: dict[str, Any]) -> Any:
     config.do_sample = body.get("temperature", 1.0) > 0
     if not config.do_sample:
         config.temperature = 1.0
+    if config.stop_token_ids:
+        config.ignore_eos = False  # which ignores these as well
     if schema := body.get("structured_outputs"):
         config.structured_output_config = genai.StructuredOutputConfig(json_schema=json.dumps(schema["json"]))
     return config
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first stop string, which the tokens still have."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
 def _counts(result: Any) -> dict[str, int]:

@@ -1,0 +1,60 @@
+"""``foretoken audit --engine`` on an engine that a fake server plays."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import pytest
+from tests.audit.endpoint.fake import Behaviour, serving
+from tests.audit.endpoint.tasks import PROMPTS
+from tests.endpoint.test_engines import Fake, through
+
+from foretoken.endpoint.engines import EnginePair
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """Options of an audit of vLLM, which a fake server plays."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    asked = []
+
+    @contextmanager
+    def started(name, model, config):
+        asked.append((name, str(model), config))
+        with serving(Behaviour()) as url:
+            yield EnginePair(name, "table", Fake(through(url, speculative_tokens=0)), Fake(through(url)))
+
+    monkeypatch.setattr("foretoken.endpoint.engines.started", started)
+    return asked, ("--engine", "vllm", "--budget", "4ktokens", "--prompts", str(prompts))
+
+
+@pytest.mark.slow
+def test_an_engine_is_audited_like_a_server(run, words):
+    asked, options = words
+    result = run("audit", *options, "--model", "m", "--draft-model", "d", "--json")
+    record = json.loads(result.out)
+    assert result.code in (0, 3) and record["subject"]["server"] == "vllm", result.err
+    assert record["subject"]["endpoint"] == "vllm 1.0"
+    ((name, model, config),) = asked
+    assert (name, model, config.model, config.method_in_force) == ("vllm", "m", "d", "draft_model")
+    assert "generated tokens" in result.err
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("--dry-run",), "--dry-run goes with --endpoint URL"),
+        (("--budget", "lots"), "--budget must be a time such as 90s, 5m or 1h, or for an endpoint tokens"),
+    ],
+)
+def test_wrong_requests_are_one_line(run, args, said):
+    result = run("audit", "--engine", "vllm", *args)
+    assert result.code == 1
+    assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1
+
+
+def test_an_engine_needs_a_way_to_speculate(run):
+    result = run("audit", "--engine", "vllm", "--model", "m")
+    assert result.code == 1 and "vllm is audited with draft_model or ngram, not with 'none'" in result.err
