@@ -14,9 +14,9 @@ takes the bundled target as it is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -152,14 +152,14 @@ def report(pairs: Sequence[ComparedSpeed]) -> dict[str, Any]:
     return summary
 
 
-@contextmanager
+@contextlib.contextmanager
 def _ours(model: str, draft: str) -> Iterator[str]:
     words = ("--model", model, "--draft-model", draft, "--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)
     with serving(*words) as (url, _):
         yield url
 
 
-def _started(engine: str, model: str, draft: str, depth: int) -> AbstractContextManager[str]:
+def _started(engine: str, model: str, draft: str, depth: int) -> contextlib.AbstractContextManager[str]:
     if engine == "vllm":
         return vllm_serving(model, draft, depth)
     return llamacpp_serving(model, draft, depth)
@@ -167,8 +167,8 @@ def _started(engine: str, model: str, draft: str, depth: int) -> AbstractContext
 
 def _restarted(
     run: PlanRun, models: tuple[str, str, str], basis: Sequence[int], depths: Sequence[int]
-) -> list[ComparedSpeed]:
-    """Compares for a server with one draft length: it is started once for each."""
+) -> Iterator[list[ComparedSpeed]]:
+    """Compares for a server with one draft length: it is started once for each. Yields all pairs after each length."""
     engine, model, draft = models
     plans: list[EndpointPlan] = []
     measured: dict[tuple[int, int], float] = {}
@@ -178,10 +178,12 @@ def _restarted(
                 pair = ServerPair(url, str(listed_models(url, None)[0]["id"]), baseline)
                 if depth in basis:
                     plans.append(run.plan(pair, depth, plans))
-                else:
-                    measured |= run.speedups(pair, depth)
-    pairs = compared(plans[-1], " and ".join(map(str, basis)), measured)
-    return pairs + (compared(_alone(plans[-1], basis[-1]), str(basis[-1]), measured) if len(basis) > 1 else [])
+                    continue
+                measured |= run.speedups(pair, depth)
+            pairs = compared(plans[-1], " and ".join(map(str, basis)), measured)
+            if len(basis) > 1:
+                pairs += compared(_alone(plans[-1], basis[-1]), str(basis[-1]), measured)
+            yield pairs
 
 
 def _alone(plan: EndpointPlan, depth: int) -> EndpointPlan:
@@ -193,15 +195,15 @@ def _alone(plan: EndpointPlan, depth: int) -> EndpointPlan:
     return replace(plan, foretelling=replace(plan.foretelling, speeds=SpeedModel(speeds.plain, own)))
 
 
-def _switched(run: PlanRun, url: str, basis: Sequence[int], depths: Sequence[int]) -> list[ComparedSpeed]:
-    """Compares for a server that takes the draft length of a request."""
+def _switched(run: PlanRun, url: str, basis: Sequence[int], depths: Sequence[int]) -> Iterator[list[ComparedSpeed]]:
+    """Compares for a server that takes the draft length of a request. Yields all pairs at once."""
     pair = ServerPair(url, str(listed_models(url, None)[0]["id"]))
     plan, measured = run.plan(pair, basis[-1]), dict[tuple[int, int], float]()
     for depth in depths:
         if (depth, run.others[0]) not in measured:
             measured |= run.speedups(pair, depth)
     own = sorted({row.depth for row in plan.rows if row.measured})
-    return compared(plan, " and ".join(map(str, own)), measured)
+    yield compared(plan, " and ".join(map(str, own)), measured)
 
 
 def main(
@@ -223,18 +225,20 @@ def main(
     started, texts = perf_counter(), some_prompts(None, 2 * count if unseen else count)
     run = PlanRun(texts[:count], texts[-count:], tuple(concurrency), tuple(other), max_tokens, temperature, rounds)
     model, draft = str(zoo.path("target") if small else scaled()), str(zoo.path("draft"))
-    if endpoint is not None:
-        pairs = _switched(run, endpoint, basis, depth)
-    elif engine == "foretoken":
-        with _ours(model, draft) as url:
-            pairs = _switched(run, url, [4], [3, 1])
-    else:
-        pairs = _restarted(run, (engine, model, draft), sorted(basis), depth)
-    summary = report(pairs)
-    console.print(f"{engine}, {Path(model).name}, {perf_counter() - started:.0f} s", style="dim")
-    if json_file is not None:
-        record = {"setting": setting(), "engine": engine, "summary": summary, "pairs": [asdict(each) for each in pairs]}
-        json_file.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+        if endpoint is not None:
+            found = _switched(run, endpoint, basis, depth)
+        elif engine == "foretoken":
+            found = _switched(run, stack.enter_context(_ours(model, draft)), [4], [3, 1])
+        else:
+            found = _restarted(run, (engine, model, draft), sorted(basis), depth)
+        for pairs in found:
+            summary = report(pairs)
+            console.print(f"{engine}, {Path(model).name}, {perf_counter() - started:.0f} s", style="dim")
+            if json_file is not None:
+                rows = [asdict(each) | {"error": each.error} for each in pairs]
+                record = {"setting": setting(), "engine": engine, "summary": summary, "pairs": rows}
+                json_file.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
