@@ -8,8 +8,7 @@ The plan is made at two draft lengths and a few concurrencies. Then the server r
 concurrencies beside plain decoding, and the measured speedups are compared with those of the plan. The prompts are the
 same, so that the prediction is judged and not the difference between two samples of texts, which is several percent for
 so few; ``--unseen`` takes others. A server that can choose the draft length for a request is measured as it is; others
-are started once for each length, and what the longer draft length alone foretells is compared as well. ``--small``
-takes the bundled target as it is.
+are started once for each length, and what the longer draft length alone foretells is compared as well.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from prompts import some_prompts
 from servers import CONTEXT, SEQUENCES, llamacpp_serving, vllm_serving
 
 WITHIN = 0.1
+EAGER = ("--enforce-eager",)  # vLLM compiles for minutes at every draft length otherwise
 console = wide_console()
 
 
@@ -161,7 +161,7 @@ def _ours(model: str, draft: str) -> Iterator[str]:
 
 def _started(engine: str, model: str, draft: str, depth: int) -> contextlib.AbstractContextManager[str]:
     if engine == "vllm":
-        return vllm_serving(model, draft, depth)
+        return vllm_serving(model, draft, depth, *EAGER)
     return llamacpp_serving(model, draft, depth)
 
 
@@ -218,13 +218,13 @@ def main(
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=4, help="Waves of every kind.")] = 5,
     unseen: Annotated[bool, typer.Option("--unseen", help="Compare on prompts that the plan has not seen.")] = False,
-    small: Annotated[bool, typer.Option("--small", help="The bundled target as it is.")] = False,
+    target: Annotated[Path | None, typer.Option(help="A checkpoint. [the bundled target at 0.7 B]")] = None,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, pairs and summary there.")] = None,
 ) -> None:
     """Plans, measures elsewhere, and compares."""
     started, texts = perf_counter(), some_prompts(None, 2 * count if unseen else count)
     run = PlanRun(texts[:count], texts[-count:], tuple(concurrency), tuple(other), max_tokens, temperature, rounds)
-    model, draft = str(zoo.path("target") if small else scaled()), str(zoo.path("draft"))
+    model, draft = str(target or scaled()), str(zoo.path("draft"))
     with contextlib.ExitStack() as stack:
         if endpoint is not None:
             found = _switched(run, endpoint, basis, depth)
