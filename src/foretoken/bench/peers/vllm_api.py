@@ -36,12 +36,13 @@ def load(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
             own = body["prompt"]
             prompts.append(own if isinstance(own, str) else {"prompt_token_ids": own})
             places.append(place)
+        if not places:
+            return ApiAnswer(answers)
         before = _counted(llm)
         for place, output in zip(places, llm.generate(prompts, params, use_tqdm=False), strict=True):
             answers[place] = _answer(output)
-        if places:  # of all of them, as vLLM does not tell them apart
-            counts = {name: value - before[name] for name, value in _counted(llm).items()}
-            answers[places[0]]["metrics"] = {"speculative_decoding": counts}
+        counts = {name: value - before[name] for name, value in _counted(llm).items()}
+        answers[places[0]]["metrics"] = {"speculative_decoding": counts}  # of all, as vLLM does not tell them apart
         return ApiAnswer(answers)
 
     return complete, vllm.__version__
