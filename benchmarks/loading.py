@@ -5,6 +5,9 @@
 Every start is a fresh process. The first one of a pair packs the weights and keeps them in a cache folder of this run's
 own, the second maps them. "Cold" means that the system's page cache was emptied before, for which the benchmark has to
 run as root; reading the file alone is timed beside each.
+
+A virtual machine may have to ask its host for each page of memory that it has not used lately, which takes longer than
+packing. With ``--touch`` as much memory is filled just before the load, and timed alone.
 """
 
 from __future__ import annotations
@@ -33,19 +36,36 @@ from foretoken.models.formats.checkpoint import resolve
 DROP = Path("/proc/sys/vm/drop_caches")
 _MIB = 2**20
 _PROGRAM = """
-import json, sys, time
+import ctypes, json, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 clock = time.perf_counter
 started = clock()
 from foretoken import LLM, SamplingParams
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native import cache
+from foretoken.models.runners.native.build import packing_library
+import torch
+
+def touch(size):
+    library, threads, begun = packing_library(), torch.get_num_threads(), clock()
+    def fill(_):
+        address = library.foretoken_allocate(size // threads)
+        ctypes.memset(address, 1, size // threads)
+        return address
+    with ThreadPoolExecutor(threads) as pool:
+        filled = list(pool.map(fill, range(threads)))
+    seconds = clock() - begun
+    for address in filled:
+        library.foretoken_free(address, size // threads)
+    return seconds
 
 def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
-imported, before = clock(), memory("VmRSS")
+touched = touch(int(sys.argv[3])) if sys.argv[3] != "0" else 0.0
+began, before = clock(), memory("VmRSS")
 model = load_model(sys.argv[1], weight_format="auto")  # as LLM loads it, so that both map the same file
 loaded, peak, after = clock(), memory("VmHWM"), memory("VmRSS")
 cache.wait()  # writes what was packed, while it is there
@@ -55,7 +75,7 @@ llm = LLM(sys.argv[1], sys.argv[2] or None)
 built = clock()
 next(iter(llm.stream("def", SamplingParams(max_tokens=1, temperature=0))))
 first = clock()
-print(json.dumps({"imports": imported - started, "load": loaded - imported, "peak": peak - before,
+print(json.dumps({"imports": began - touched - started, "touch": touched, "load": loaded - began, "peak": peak - before,
                   "after": after - before, "engine": built - again, "first": first - built}))
 """
 
@@ -68,6 +88,7 @@ class Start:
         name: whether the page cache was cold, and whether weights were packed or mapped.
         read: reading the file from disk or from the page cache, alone.
         imports: importing the package.
+        touch: filling fresh memory of the file's size; 0 if that was not asked for.
         load: loading the target.
         engine: building everything from loaded files: both models, tokenizer, warm-up.
         first: the first token of the first request.
@@ -78,6 +99,7 @@ class Start:
     name: str
     read: float
     imports: float
+    touch: float
     load: float
     engine: float
     first: float
@@ -90,6 +112,7 @@ def main(
     draft_model: Annotated[str, typer.Option(help="Draft model of the engine; empty for none.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 3,
     cold: Annotated[bool, typer.Option(help="Cold starts too, which empty the system's page cache.")] = True,
+    touch: Annotated[bool, typer.Option("--touch", help="Fill as much memory before each load.")] = False,
     output: Annotated[Path | None, typer.Option(help="Record in JSON.")] = None,
 ) -> None:
     """Start a model several times and print what it took."""
@@ -102,7 +125,7 @@ def main(
         for _ in range(repeats):
             with OwnCache() as environment:
                 for name, found in runs.items():
-                    found.append(start(name, path, files, draft_model, emptied, environment))
+                    found.append(start(name, [str(path), draft_model, str(size * touch)], files, emptied, environment))
         starts += [_medians(found) for found in runs.values()]
     if output is not None:
         record = {"setting": setting(), "bytes": size, "starts": [asdict(each) for each in starts]}
@@ -110,13 +133,13 @@ def main(
     _show(path, size, starts)
 
 
-def start(name: str, path: Path, files: list[Path], draft: str, cold: bool, environment: dict[str, str]) -> Start:
-    """Reads the files, then starts a fresh process that loads the model."""
+def start(name: str, arguments: list[str], files: list[Path], cold: bool, environment: dict[str, str]) -> Start:
+    """Reads the files, then starts a fresh process that loads the model. arguments: those of the program."""
     empty: Callable[[], None] = _drop if cold else lambda: None
     empty()
     read = _read(files)
     empty()
-    command = [sys.executable, "-c", _PROGRAM, str(path), draft]
+    command = [sys.executable, "-c", _PROGRAM, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -158,13 +181,15 @@ def _medians(starts: list[Start]) -> Start:
 
 def _show(path: Path, size: int, starts: list[Start]) -> None:
     table = Table(box=box.SIMPLE, title=f"{path.name}, {size / 1e6:.0f} MB")
-    for name in ("start", "read the file", "imports", "load", "load / read", "engine", "first token", "peak / file"):
+    seconds = ("read the file", "imports", "touch memory", "load", "load / read", "engine", "first token")
+    for name in ("start", *seconds, "peak / file"):
         table.add_column(name, justify="left" if name == "start" else "right")
     table.add_column("resident after, less file", justify="right")
     for each in starts:
-        seconds = [f"{each.read:.2f} s", f"{each.imports:.2f} s", f"{each.load:.2f} s", f"{each.load / each.read:.2f}"]
+        times = [f"{value:.2f} s" for value in (each.read, each.imports, each.touch, each.load)]
+        times += [f"{each.load / each.read:.2f}", f"{each.engine:.2f} s", f"{each.first:.2f} s"]
         memory = [f"{each.peak / size:.2f}", f"{(each.after - size) / _MIB:+.0f} MiB"]
-        table.add_row(each.name, *seconds, f"{each.engine:.2f} s", f"{each.first:.2f} s", *memory)
+        table.add_row(each.name, *times, *memory)
     wide_console().print(table)
 
 

@@ -42,7 +42,7 @@ COMMANDS = {
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
     "long_context": "--target TARGET --part prefill --part attention --part loss --cache int8 --context 80 --rows 1 "
     "--turns 1 --prompt 100 --windows 1",
-    "loading": "--model TARGET --repeats 1",
+    "loading": "--model TARGET --repeats 1 --touch",
     "schemes": "--small --scheme int8 --scheme int4 --rows 1 --rows 3 --context 20 --turns 2",
     "verification": "--rows 3 --vocabulary 512 --repeats 4",
     "mixture": f"--target DRAFT {' '.join(f'--member {each}' for each in COPYING)} --count 1 --tokens 8 --repeats 1",
@@ -115,7 +115,7 @@ def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder, monkeypa
 
 def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monkeypatch):
     """Into a file of its own, and with starts that took a second each."""
-    drop, figures = folder / "drop_caches", ("imports", "load", "peak", "after", "engine", "first")
+    drop, figures = folder / "drop_caches", ("imports", "touch", "load", "peak", "after", "engine", "first")
     drop.touch()
     monkeypatch.setattr("loading.DROP", drop)
     monkeypatch.setattr("os.sync", lambda: None)
