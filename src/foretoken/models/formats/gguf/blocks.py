@@ -82,7 +82,7 @@ def _bits(packed: Bytes, width: int, bits: int) -> Bytes:
 
 def _wide_bits(packed: Bytes, width: int, bits: int) -> Bytes:
     """Does the same for runs of a multiple of sixteen bytes, in words of eight and sixteen bytes: four times faster."""
-    words = np.ascontiguousarray(packed).reshape(-1).view(np.uint64)
+    words = np.ascontiguousarray(packed.view(np.complex128)).reshape(-1).view(np.uint64)
     mask = np.uint64(0x0101010101010101 * (2**bits - 1))
     codes = np.empty((words.nbytes // width, 8 // bits, width // _WIDE), np.complex128)
     for number in range(8 // bits):
