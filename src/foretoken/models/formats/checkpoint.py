@@ -21,6 +21,7 @@ from foretoken.models.formats.gguf.families import config_of
 from foretoken.models.formats.gguf.header import SPLIT_NAME, Header
 from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer, special_ids
 from foretoken.models.formats.gguf.weights import GGUFWeights
+from foretoken.models.formats.safetensors_file import SafetensorsFile
 from foretoken.models.formats.tokenizer import PlainTokenizer, is_plain
 
 if TYPE_CHECKING:
@@ -217,22 +218,20 @@ class Weights(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._where: dict[str, str] = {}
+        self._where: dict[str, SafetensorsFile] = {}
         self._checked: set[str] = set()
         self.shapes: dict[str, tuple[int, ...]] = {}
         index = _index(path)
-        names = _weight_files(path, index)
-        self.files = tuple(path / name for name in names)
-        for file in names:
+        self.files = tuple(path / name for name in _weight_files(path, index))
+        for path_of_file in self.files:
             try:
-                handle = self._open(file)
-                for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                    self._where[name], self.shapes[name] = file, tuple(handle.get_slice(name).get_shape())
+                file = SafetensorsFile(path_of_file)
             except Exception as error:  # safetensors raises its own and OSError kinds
                 raise ModelLoadError(
-                    f"{path / file} is truncated or not a safetensors file ({error}); download or save it again"
+                    f"{path_of_file} is truncated or not a safetensors file ({error}); download or save it again"
                 ) from error
+            for name, stored in file.tensors.items():
+                self._where[name], self.shapes[name] = file, stored.shape
         if missing := sorted(set(index or {}) - set(self._where)):
             raise ModelLoadError(f"{path / INDEX} lists the tensor {missing[0]!r}, which is in none of its files")
 
@@ -245,16 +244,11 @@ class Weights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         file = self._where[name]
-        tensor: Tensor = self._open(file).get_tensor(name)
+        tensor = file.read(name)
         if name not in self._checked:
-            check_finite(name, tensor, str(self._path / file))
+            check_finite(name, tensor, str(file.path))
             self._checked.add(name)
         return tensor
-
-    def _open(self, file: str) -> Any:
-        from safetensors import safe_open
-
-        return safe_open(str(self._path / file), framework="pt")
 
     def __contains__(self, name: object) -> bool:
         return name in self._where
