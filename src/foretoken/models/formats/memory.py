@@ -17,6 +17,7 @@ _GIB = 2**30
 _EMBEDDINGS = ("embed_tokens", "word_embeddings.", "embed_in", ".wte.")  # parts of the names of embeddings
 _OF_LAYERS = "embed_tokens_per_layer"  # which is no vocabulary head
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+_WIDE = 512  # numbers of a row: narrower layers leave less behind than returning it is worth
 
 
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bits: float | None) -> int:
@@ -67,8 +68,14 @@ def reuse_freed() -> None:
         change(_MMAP_THRESHOLD, 2**24)
 
 
-def give_back() -> None:
-    """Returns freed memory to the system. glibc keeps it otherwise, in holes too small for the next large matrix."""
+def give_back(hidden: int = _WIDE) -> None:
+    """Returns freed memory to the system. glibc keeps it otherwise, in holes too small for the next large matrix.
+
+    Args:
+        hidden: the width of the layer that was read last; nothing is done after a narrow one.
+    """
+    if hidden < _WIDE:
+        return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

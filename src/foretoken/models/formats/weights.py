@@ -175,7 +175,7 @@ class Layers:
         reuse_freed()
         for index in range(self.source.architecture.layers):
             yield read_layer(self.source, index)
-            give_back()
+            give_back(self.source.architecture.hidden)
 
 
 def read_layer(source: Source, index: int) -> LayerWeights:

@@ -59,7 +59,7 @@ class Seq2SeqWeights:
                 yield self._t5_layer(side, stack, index, relative)
             else:
                 yield self._bart_layer(side, stack, index)
-            give_back()
+            give_back(self.architecture.hidden)
 
     def ends(self, side: str) -> StackEnds:
         """Reads positions and norms of the "encoder" or the "decoder"."""
