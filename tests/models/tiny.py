@@ -169,6 +169,7 @@ MAMBA: dict[str, Any] = {
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
     "mamba_proj_bias": True,
+    "mamba_chunk_size": 16,  # transformers pads prompts to it, and computes a matrix of its size for each head
 }
 FALCON_H1: dict[str, Any] = {
     **MAMBA,
@@ -195,6 +196,7 @@ NEMOTRON_H: dict[str, Any] = {
     "mamba_head_dim": 32,
     "ssm_state_size": 16,
     "n_groups": 2,
+    "chunk_size": 16,
     "time_step_min": 1e-9,  # transformers bounds steps in prompts alone
     "use_bias": True,
     "mlp_bias": True,
