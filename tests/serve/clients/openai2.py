@@ -41,7 +41,7 @@ class Switch(BaseModel):
 def instructor_schema(mode: str) -> None:
     inner = openai.OpenAI(base_url=V1, api_key="none", max_retries=0)
     client = instructor.from_openai(inner, mode=instructor.Mode[mode])
-    asked: Any = {"model": MODEL, "messages": MESSAGES, "response_model": Switch, "max_retries": 0}
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "response_model": Switch, "max_retries": 0, "temperature": 0}
     if mode != "JSON_SCHEMA":
         asked["parallel_tool_calls"] = False  # of which a random model makes as many as its context holds
     assert isinstance(client.chat.completions.create(**asked), Switch)
