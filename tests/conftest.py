@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -54,6 +55,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return True if _SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that run tests end without taking apart all that they imported, which takes seconds."""
+    if hasattr(config, "workerinput"):
+        atexit.register(os._exit, 0)  # registered first, so it is the last to run
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
