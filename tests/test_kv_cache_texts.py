@@ -50,9 +50,11 @@ def plain() -> dict[float, list[Sequence[int]]]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_proposer_writes_the_text_of_plain_decoding(name: str, plain: dict[float, Any]) -> None:
     llm = opened(speculative_config=CONFIGS[name])
-    for temperature, texts in plain.items():
-        for batch in (1, 8):
-            assert write(llm, temperature, batch) == texts, (temperature, batch)
+    batches = [1, 8]
+    if list(CONFIGS).index(name) % 2:  # any two of method, temperature and batch meet
+        batches.reverse()
+    for (temperature, texts), batch in zip(plain.items(), batches, strict=True):
+        assert write(llm, temperature, batch) == texts, (temperature, batch)
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])

@@ -52,11 +52,13 @@ def test_texts_do_not_depend_on_the_draft(dtype: str, params: dict[str, Any]) ->
     llm = bundled(dtype)
     if not can_pack(llm.target.dtype, llm.target.device):
         pytest.skip(f"rows are not promised to be independent in {dtype} on this machine")
-    plain = texts(llm, 0, PROMPTS, **params)
-    for name, config in CONFIGS.items():
+    plain, alone = texts(llm, 0, PROMPTS, **params), (dtype == "bfloat16") ^ ("seed" in params)
+    for number, (name, config) in enumerate(CONFIGS.items()):
         speculating(llm, config)
-        assert texts(llm, 7, PROMPTS, **params) == plain, name
-        assert texts(llm, 7, PROMPTS[2:3], **params) == plain[2:3], name
+        if number % 2 == alone:  # any two of method, dtype, sampling and batch meet
+            assert texts(llm, 7, PROMPTS, **params) == plain, name
+        else:
+            assert texts(llm, 7, PROMPTS[2:3], **params) == plain[2:3], name
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 2}], ids=["greedy", "seeded"])
