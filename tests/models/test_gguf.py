@@ -90,8 +90,9 @@ def test_compiled_logits_are_near_those_of_the_dequantized_checkpoint(architectu
     # Rounded activations may choose other experts, so all are chosen.
     more = {"num_experts_per_tok": 4} if "num_experts_per_tok" in FAMILIES[architecture][1] else {}
     levels = [(K.Q4_0, 0.05), (K.Q4_K, 0.05), (MIXED, 0.2)]  # mixed blocks have far larger weights,
+    module = tiny_checkpoint(architecture, **more)
     for kinds, near in levels[:2] if architecture == "granitemoe" else levels:  # which saturate Granite's softmaxes
-        file, folder = write_both(tiny_checkpoint(architecture, **more), architecture, tmp_path, kinds)
+        file, folder = write_both(module, architecture, tmp_path, kinds)
         ours, reference = (load_model(path, dtype="float32") for path in (file, folder))
         assert isinstance(ours, Decoder) and isinstance(ours.runner, NativeRunner)
         exact = logits(reference)

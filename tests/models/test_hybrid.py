@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,17 @@ CASES = [(name, numbers) for name in HYBRID for numbers in NUMBERS]
 CASES += [("falcon-h1", "float32"), ("granite-hybrid", "bfloat16"), ("nemotron-h", "int8")]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of an architecture."""
+    return cache(lambda name: ARCHITECTURES[name].save(tmp_path_factory.mktemp(name)))
+
+
 @pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
-def open_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Model]:
+def open_model(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Callable[[], Model]:
     name, numbers = request.param
     dtype, quantization = NUMBERS[numbers]
-    path = ARCHITECTURES[name].save(tmp_path_factory.mktemp(name))
+    path = saved(name)
     torch.set_num_threads(2)  # rows and heads are shared out among threads; ``conftest`` sets it back
 
     def build() -> Model:
