@@ -153,14 +153,16 @@ inline void check_products(const Packing& packing, Multiply* multiply) {
                 check(error <= (each.exact ? 0.0 : 1e-6 * magnitude),
                       each.name, " row ", r, " output ", n, " error ", error);
             }
+        report(each.name, all);
+        if (each.exact) continue;  // sums of whole numbers are the same in every order
         for (int rows = 1; rows < ROWS; rows++) {
             multiply(&each.w, x.data(), INPUTS, rows, some.data());
             check(!std::memcmp(some.data(), all.data(), rows * STRIDE * 4), each.name, " of ", rows, " rows");
+            if (rows % 4 != 1) continue;  // rows at other places of a pass
             multiply(&each.w, &x[rows * INPUTS], INPUTS, ROWS - rows, some.data());
             check(!std::memcmp(some.data(), &all[rows * STRIDE], (ROWS - rows) * STRIDE * 4),
                   each.name, " from row ", rows);
         }
-        report(each.name, all);
         if (each.name == "bfloat16") whole = all;
         if (each.name == "packed") check(whole == all, "packed weights give the bits of raw ones");
     }
