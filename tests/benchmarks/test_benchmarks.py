@@ -34,7 +34,7 @@ COPYING = ('\'{"method": "suffix"}\'', '\'{"method": "ngram"}\'')  # cost nothin
 COMMANDS = {
     "acceptance": '--config \'{"method": "ngram"}\' --count 1 --tokens 8 --nodes 4 --temperature 0 --batch 1',
     "adaptive": "--target DRAFT --depth 2 --count 1 --tokens 8 --crowd 2 --repeats 1",
-    "all_apis": "--minutes 0.05 --rate 30",
+    "all_apis": "--minutes 0.05 --rate 12",
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
     "deciding": "--batch 1 --tokens 8 --repeats 1",
     "editing": f"--target DRAFT --dtype float32 {NGRAM} --turns 1 --tasks 1",

@@ -16,8 +16,6 @@ from foretoken.serve.limits import ServerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
-anthropic = pytest.importorskip("anthropic")
-
 USER = [{"role": "user", "content": "def main(args):"}]
 GREEDY: dict[str, Any] = {"model": "stdlib", "messages": USER, "temperature": 0, "max_tokens": 24}
 ADD: Any = {
@@ -46,8 +44,13 @@ def own(body: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**{name: body[name] for name in body.keys() - unnamed}, **more, "extra_body": extra}
 
 
+def anthropic() -> Any:
+    """Anthropic's package, which takes a second to import."""
+    return pytest.importorskip("anthropic")
+
+
 def talking(server: Running) -> Any:
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE)
+    return anthropic().Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def stream_of(server: Running, **body: Any) -> list[tuple[str, Any]]:
     got = server.post({**body, "stream": True}, "messages")
     assert got.headers["content-type"] == "text/event-stream; charset=utf-8", got.text
     events = events_of(got.text)
-    reads: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
+    reads: TypeAdapter[Any] = TypeAdapter(anthropic().types.RawMessageStreamEvent)
     for name, data in events:
         assert data["type"] == name
         if name != "ping":
@@ -69,7 +72,7 @@ def stream_of(server: Running, **body: Any) -> list[tuple[str, Any]]:
 
 
 def test_whole(server: Running, claude: Any) -> None:
-    anthropic.types.Message.model_validate(server.post(GREEDY, "messages").json(), strict=True)
+    anthropic().types.Message.model_validate(server.post(GREEDY, "messages").json(), strict=True)
     got = claude.messages.create(**own(GREEDY, system="Be brief."))
     said = [{"role": "system", "content": "Be brief."}, *USER]
     chat = server.post({**GREEDY, "messages": said}, "chat/completions").json()
@@ -202,7 +205,7 @@ def test_thinking(spare: LLM) -> None:
     with running(spare, settings) as server:
         whole = server.post(asked, "messages").json()
         events = stream_of(server, **asked)
-        with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0, timeout=PATIENCE) as client:
+        with anthropic().Anthropic(base_url=server.url, api_key="x", max_retries=0, timeout=PATIENCE) as client:
             plain = own(asked)
             with client.messages.stream(**plain) as stream:
                 final = stream.get_final_message()
@@ -238,14 +241,14 @@ def test_refused(server: Running, fields: dict[str, Any], words: str) -> None:
     body = {key: value for key, value in {**GREEDY, **fields}.items() if value is not None}
     got = server.post(body, "messages")
     assert got.status_code == 400, got.text
-    anthropic.types.shared.ErrorResponse.model_validate(got.json(), strict=True)
+    anthropic().types.shared.ErrorResponse.model_validate(got.json(), strict=True)
     error = got.json()
     assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
     assert words in error["error"]["message"] and error["request_id"] == got.headers["request-id"]
 
 
 def test_errors_have_anthropics_shape_wherever_they_arise(server: Running, claude: Any) -> None:
-    with pytest.raises(anthropic.NotFoundError) as caught:
+    with pytest.raises(anthropic().NotFoundError) as caught:
         claude.messages.create(**own(GREEDY, model="gpt"))
     assert caught.value.body["error"]["type"] == "not_found_error"
     got = httpx.get(f"{server.url}/v1/messages")
@@ -263,14 +266,14 @@ def test_keys(spare: LLM) -> None:
     with running(spare, settings) as server:
 
         def ask(key: str, **more: Any) -> Any:
-            with anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=PATIENCE) as client:
+            with anthropic().Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=PATIENCE) as client:
                 return client.messages.create(**own(GREEDY, **more))
 
         assert ask("secret").content
-        with pytest.raises(anthropic.AuthenticationError) as caught:
+        with pytest.raises(anthropic().AuthenticationError) as caught:
             ask("wrong")
         assert caught.value.body["error"]["type"] == "authentication_error"
-        with pytest.raises(anthropic.APIStatusError) as caught:
+        with pytest.raises(anthropic().APIStatusError) as caught:
             ask("secret", system="x" * 5000)
         assert caught.value.status_code == 413 and caught.value.body["error"]["type"] == "request_too_large"
         assert httpx.get(f"{server.url}/v1/models", headers={"x-api-key": "other"}).status_code == 200

@@ -78,6 +78,7 @@ def cluster() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     small = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    small |= {"no_monitor": True, "include_log_monitor": False}  # processes that scale machines, and copy logs
     found = Cluster(initialize_head=True, head_node_args=small)
     try:
         found.add_node(**small)
