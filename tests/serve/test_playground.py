@@ -66,15 +66,29 @@ class Sight:
         return "".join(self.page.locator(f"#{lane}-text .token").all_text_contents())
 
 
+@pytest.fixture(scope="module")
+def contexts(browser: Any) -> Callable[[dict[str, Any]], Any]:
+    """Makes a browser context for each set of options, whose window stays open: to open one takes a core's second."""
+    made: dict[str, Any] = {}
+
+    def context(options: dict[str, Any]) -> Any:
+        if (key := json.dumps(options)) not in made:
+            made[key] = browser.new_context(**options)
+            made[key].new_page()
+        return made[key]
+
+    return context
+
+
 @pytest.fixture
-def sight(browser: Any, site: str, request: pytest.FixtureRequest) -> Iterator[Sight]:
+def sight(contexts: Callable[[dict[str, Any]], Any], site: str, request: pytest.FixtureRequest) -> Iterator[Sight]:
     """The page as a visitor finds it; ``parametrize`` it indirectly with a browser context's options."""
     options = {"reduced_motion": "reduce", "viewport": {"width": 1240, "height": 900}, **getattr(request, "param", {})}
-    context = browser.new_context(**options)
-    seen = Sight(context, site)
+    seen = Sight(contexts(options), site)
     yield seen
     assert all(address.startswith(site) for address in seen.addresses), "something was fetched from elsewhere"
-    context.close()
+    seen.page.evaluate("localStorage.clear()")
+    seen.page.close()
     assert not seen.complaints
 
 
