@@ -107,7 +107,7 @@ class SpeculativeConfig:
 
     def controller(self, device: torch.device, costs: CostModel, proposer: Proposer) -> Controller:
         """Returns the controller of ``proposer``, which reads ``costs``."""
-        return build(self.control_in_force, self.max_tokens, device, costs, proposer.prunes)
+        return build(self.control_in_force, self.max_tokens, device, costs, proposer.prunes, proposer.parts)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def selection(
         InvalidRequest: Two methods have the same name.
     """
     members = {config.method_in_force: default}
-    parts = default.parts if isinstance(default, Auto) else {}
+    parts = default.alone if isinstance(default, Auto) else {}
     for other in others:
         own = SpeculativeConfig.of({"method": other} if isinstance(other, str) else other)
         if own.method_in_force in {**members, **parts}:

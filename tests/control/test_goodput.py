@@ -5,11 +5,14 @@ import torch
 
 from foretoken.control.fixed import Fixed
 from foretoken.control.goodput_controller import Goodput
+from foretoken.control.ledger import Ledger
 from foretoken.control.survival import Survival
 from foretoken.core.draft import Draft
+from foretoken.core.part import DraftPart
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.verdict import Verdict
 from foretoken.costs.model import CostModel
+from foretoken.costs.tuning import Tuning
 
 from .world import PLAIN, World, chance, flat
 
@@ -160,6 +163,58 @@ def test_greedy_requests_teach_nothing_about_others():
     one.add(law=drawn)
     one.decode()
     assert one.decode()[1] == 0
+
+
+def two_parts(right, **kwargs) -> World:
+    """A model, and something that drafts for free: right in the second hundred tokens of four."""
+    costs = CostModel()
+    always = {"prunes": lambda context: True, "parts": lambda context: (DraftPart.ALL, DraftPart.FREE)}
+    one = World(
+        Goodput(16, costs, Ledger(0.005), **always),
+        right,
+        free_right=lambda sequence, position, depth: position // 100 % 4 == 1,
+        free_step=0.0002,
+        **kwargs,
+    )
+    one.warm_up(costs)
+    one.add()
+    return one
+
+
+def test_what_is_free_drafts_where_the_model_does_not_pay():
+    one = two_parts(chance(0.9), step=PLAIN)
+    one.run(2000)
+    assert sum(map(bool, one.by_model)) < 0.02 * len(one.drafted)  # tried, while the warm-up left a doubt
+    assert sum(map(bool, one.drafted)) > 40 and one.elapsed < 0.9 * one.plain
+    rows = [drafted for drafted in one.drafted if drafted]
+    assert len(rows) < 0.5 * len(one.drafted)  # only where it was right
+
+
+def test_a_model_that_pays_drafts_with_what_is_free():
+    one = two_parts(chance(0.8))
+    one.run(1000)
+    assert sum(map(bool, one.by_model)) > 0.8 * len(one.drafted)
+    assert one.contexts[1].part is DraftPart.ALL
+
+
+@pytest.mark.parametrize("light, part", [(2 * PLAIN, DraftPart.MODEL), (PLAIN / 2, DraftPart.ALL)])
+def test_a_mixtures_model_drafts_alone_where_a_plain_step_is_short(light, part):
+    costs = CostModel(Tuning(light=light))
+    both = {"prunes": lambda context: True, "parts": lambda context: tuple(DraftPart)}
+    one = World(Goodput(16, costs, **both), chance(0.7))
+    one.warm_up(costs)
+    one.add()
+    one.run(400)
+    assert one.contexts[1].part is part
+    assert (max(one.drafted) == 16) == (part is DraftPart.ALL)  # what prunes gets its whole budget
+
+
+def test_neither_drafts_where_neither_pays():
+    one = two_parts(chance(0.0))
+    one.run(90)  # before what is free is right for the first time
+    one.free_right = chance(0.0)
+    one.run(2000)
+    assert sum(one.drafted[-800:]) < 80 and one.elapsed < 1.01 * one.plain
 
 
 def test_room_and_the_requests_own_depth_are_kept():

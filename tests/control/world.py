@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from foretoken.control.base import Controller
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
+from foretoken.core.part import DraftPart
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
@@ -40,7 +41,8 @@ class World:
     """Time passes as the functions say; ``elapsed`` is what it took, ``plain`` what plain decoding would have taken.
 
     step: seconds of one draft step for all sequences. read: seconds a token that the proposer missed.
-    right: whether a guess is, by sequence, tokens generated, and depth.
+    right: whether a guess is, by sequence, tokens generated, and depth. free_right, free_step: the same of what drafts
+    without a model, and the seconds of such a draft.
     """
 
     controller: Controller
@@ -48,10 +50,13 @@ class World:
     rows: Callable[[int], float] = flat
     step: float = 0.0005
     read: float = 0.0
+    free_right: Callable[[int, int, int], bool] | None = None
+    free_step: float = 0.0
     elapsed: float = 0.0
     plain: float = 0.0
     tokens: int = 0
     drafted: list[int] = field(default_factory=list)
+    by_model: list[int] = field(default_factory=list)
     contexts: dict[int, Context] = field(default_factory=dict)
     made: int = 0
 
@@ -69,7 +74,8 @@ class World:
             self.decode()
         self.end(member)
         costs.discount()
-        self.controller, self.elapsed, self.plain, self.tokens, self.drafted = inner, 0.0, 0.0, 0, []
+        self.controller, self.elapsed, self.plain, self.tokens = inner, 0.0, 0.0, 0
+        self.drafted, self.by_model = [], []
 
     def end(self, identifier: int) -> None:
         self.controller.forget(self.contexts.pop(identifier))
@@ -78,8 +84,13 @@ class World:
         """One step. Returns the budgets."""
         contexts = list(self.contexts.values())
         budgets = self.controller.budgets(contexts, [ROOM] * len(contexts))
-        missed = sum(context.missed_tokens for context, budget in zip(contexts, budgets, strict=True) if budget)
-        propose = max(budgets) * self.step + missed * self.read
+        asked = [(c, budget) for c, budget in zip(contexts, budgets, strict=True) if budget]
+        missed = sum(context.missed_tokens for context, _ in asked if context.part is not DraftPart.FREE)
+        propose = (
+            max((budget for c, budget in asked if c.part is not DraftPart.FREE), default=0) * self.step
+            + missed * self.read
+        )
+        propose += self.free_step * bool(asked)
         prompts = sum(c.prompt_length for c in contexts if not c.generated)
         score = self.rows(sum(budgets) + len(contexts)) + 0.001 * prompts
         timings = Timings(propose, score, 0.0, 0.0, len(contexts), missed_tokens=missed)
@@ -89,6 +100,7 @@ class World:
         self.plain += self.rows(len(contexts)) * emitted / len(contexts) + 0.001 * prompts
         self.tokens += emitted
         self.drafted.append(sum(budgets))
+        self.by_model.append(sum(budget for context, budget in asked if context.part is not DraftPart.FREE))
         if not self.controller.resting:
             self.controller.observe(contexts, steps)
             if self.controller.costs is not None:
@@ -104,15 +116,17 @@ class World:
     def _emit(self, context: Context, budget: int, timings: Timings) -> StepOutput:
         position = context.generated
         accepted = 0
-        while accepted < budget and self.right(context.id, position, accepted):
+        right = self.free_right if context.part is DraftPart.FREE and self.free_right else self.right
+        while accepted < budget and right(context.id, position, accepted):
             accepted += 1
         tokens = (0,) * (accepted + 1)
         context.tokens.extend(tokens)
-        if budget:
+        if budget and context.part is not DraftPart.FREE:
             context.num_proposer_tokens = len(context.tokens)
         draft = Draft.chain([0] * budget) if budget else Draft.empty()
         verdict = Verdict(tuple(range(accepted)), 0)
-        return StepOutput(context.id, position, draft, verdict, tokens, timings, budget=budget)
+        part = context.part
+        return StepOutput(context.id, position, draft, verdict, tokens, timings, budget=budget, part=part)
 
 
 def chance(share: float, seed: int = 0) -> Callable[[int, int, int], bool]:

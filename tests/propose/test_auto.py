@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.goodput_controller import Goodput
 from foretoken.core.context import Context
+from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.part import DraftPart
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
@@ -106,6 +110,42 @@ def test_warm_up_times_the_model_of_a_mixture() -> None:
     alone = CostModel()
     warm_up(target, Mixture([Member("recycling", Recycling(8), free=True)], alone), alone, 8)
     assert alone.known and not alone.ready
+
+
+def test_what_only_the_first_draft_takes_is_not_catching_up() -> None:
+    class Cold(DraftModel):
+        """Allocates for a moment when it drafts for the first time."""
+
+        cold = True
+
+        def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+            if self.cold and any(budgets):
+                self.cold = False
+                time.sleep(0.05)
+            return super().propose(contexts, budgets)
+
+    target, costs = ToyModel(vocab_size=8, order=2, seed=3, max_length=512), CostModel()
+    warm_up(target, Cold(target.perturbed(0.1)), costs, 4)
+    assert 0.0 < costs.missed_seconds(32) < 0.02
+
+
+def test_each_part_drafts_without_the_others(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, text = pair.engine.proposer, pair.tokenizer.encode("x = [1, 2, 3]\n" * 6)
+
+    def draft(part: DraftPart) -> Draft:
+        context = Context(10**6, [*text], len(text), SamplingLaw(temperature=0.0), Streams(0), part=part)
+        with torch.inference_mode():
+            (made,) = chosen.propose([context], [6])
+        chosen.forget(context)
+        return made
+
+    alone = draft(DraftPart.MODEL)
+    assert alone.is_chain and len(alone) == 6 and alone.scores is None
+    with monkeypatch.context() as patched:
+        patched.setattr(DraftModel, "propose", None)
+        free = draft(DraftPart.FREE)
+    assert len(free) and free.scores is not None
+    assert len(draft(DraftPart.ALL)) >= len(free)
 
 
 def test_requests_whose_drafts_are_pruned_get_their_whole_budget(pair: LLM) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from foretoken.control.fixed import caps, halvings, short_of_memory
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.core.context import Context
+from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput
 from foretoken.costs.curve import Array, Indices
 from foretoken.costs.model import CostModel
@@ -28,12 +29,14 @@ class Decision:
         steps: Number of steps for which the budgets hold while the same requests run.
         worst: Seconds that a step loses if all draft tokens are rejected. Requests' own draft lengths do not count.
         trial: Identifier of the request whose draft is a trial.
+        parts: Which part of the proposer drafts, by index of the request; where it is missing, all of it.
     """
 
     budgets: list[int]
     steps: float
     worst: float = 0.0
     trial: int | None = None
+    parts: Mapping[int, DraftPart] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class Capped(Controller):
             self._age, self._ids, self._caps = 0, ids, limits
             self._income = self.ledger.income(self.costs, len(ids)) if self.ledger else 0.0
             self.held = self._decision(contexts, limits)
+            for i, context in enumerate(contexts):
+                context.part = self.held.parts.get(i, DraftPart.ALL)
         elif not drafting and self._age % (self.tuning.skipped + 1) and self.held.steps - self._age > self.tuning.awake:
             self.resting = True
             if self.ledger:
@@ -177,7 +182,9 @@ def requested(contexts: Sequence[Context], limits: Sequence[int]) -> list[int]:
     return [0 if context.depth is None else limit for context, limit in zip(contexts, limits, strict=True)]
 
 
-def drafting_seconds(costs: CostModel, owners: Indices, ranks: Indices, missed: Sequence[float]) -> tuple[Array, Array]:
+def drafting_seconds(
+    costs: CostModel, owners: Indices, ranks: Indices, missed: Sequence[float], free: bool = False
+) -> tuple[Array, Array]:
     """Returns the seconds of drafting the first 1, 2, ... nodes, and of catching up before it, [N] each.
 
     Args:
@@ -185,9 +192,10 @@ def drafting_seconds(costs: CostModel, owners: Indices, ranks: Indices, missed: 
         owners: [N], the request of each node, in the order in which nodes are added.
         ranks: [N], the rank of each node, from 0.
         missed: Seconds of catching up of each request.
+        free: No model drafts.
     """
     first = ranks == 0
-    drafting = costs.draft_table(np.maximum.accumulate(ranks) + 1, np.cumsum(first))
+    drafting = costs.draft_table(np.maximum.accumulate(ranks) + 1, np.cumsum(first), free=free)
     return drafting, np.cumsum(np.where(first, np.asarray(missed)[owners], 0.0))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from foretoken.control.base import Controller
 from foretoken.control.capped import Capped
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput_controller import Goodput, never
+from foretoken.control.goodput_controller import Goodput, never, only_all
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.core.checks import check_keys, integer, number
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.free_memory import FreeMemory
+from foretoken.core.part import DraftPart
 from foretoken.costs.model import CostModel
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 
@@ -99,6 +100,7 @@ def build(
     device: torch.device,
     costs: CostModel,
     prunes: Callable[[Context], bool] = never,
+    parts: Callable[[Context], Collection[DraftPart]] = only_all,
 ) -> Controller:
     """Returns the controller of a configuration.
 
@@ -108,9 +110,10 @@ def build(
         device: Device of the models, whose memory is watched.
         costs: Measured seconds.
         prunes: See ``Proposer.prunes``.
+        parts: See ``Proposer.parts``.
     """
     memory = MemoryWatch(tokens, FreeMemory(device)) if config.memory else None
     ledger = Ledger(config.allowance) if config.guard else None
     if isinstance(config, GoodputConfig):
-        return Goodput(tokens, costs, ledger, memory, prunes)
+        return Goodput(tokens, costs, ledger, memory, prunes, parts)
     return Capped(tokens, costs, ledger, memory) if ledger else Fixed(tokens, memory)

@@ -23,6 +23,7 @@ class LengthCandidates:
         missed: [N], seconds in which the proposer would catch up on each.
         accepted: [N, R], probability that each node is accepted, by rank.
         exists: [N, R], probability that a draft has the node.
+        free: No model drafts for them.
     """
 
     places: Sequence[int]
@@ -30,6 +31,7 @@ class LengthCandidates:
     missed: Sequence[float]
     accepted: Array
     exists: Array
+    free: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def goodput(
     order = np.argsort(-worth[within], kind="stable")
     owners, ranks = (indices[order] for indices in np.nonzero(within))
     gains, rows = np.cumsum(accepted[within][order]), np.cumsum(exists[within][order])
-    drafting, missed = drafting_seconds(costs, owners, ranks, candidates.missed)
+    drafting, missed = drafting_seconds(costs, owners, ranks, candidates.missed, candidates.free)
     seconds = drafting + missed / costs.tuning.horizon + costs.step_table(batch, batch + forced + rows)
     plain = _without_drafts(batch, forced, costs)
 
@@ -91,7 +93,7 @@ def goodput(
     return Allocation({candidates.places[i]: length for i, length in nodes if length}, worst, short)
 
 
-def promising(length: int, missed: float, batch: int, forced: int, costs: CostModel) -> bool:
+def promising(length: int, missed: float, batch: int, forced: int, costs: CostModel, free: bool = False) -> bool:
     """Returns whether a draft of up to ``length`` tokens would pay if it went well and rows never timed were free.
 
     Args:
@@ -100,10 +102,12 @@ def promising(length: int, missed: float, batch: int, forced: int, costs: CostMo
         batch: Number of requests in the step.
         forced: Draft tokens that other requests asked for.
         costs: Measured seconds.
+        free: No model drafts.
     """
     depths = np.arange(1.0, min(length, 64) + 1.0)
     passes = costs.step_table(batch, batch + forced + depths, optimistic=True)
-    seconds = costs.draft_table(depths, np.ones(len(depths))) + missed / costs.tuning.horizon + passes
+    drafting = costs.draft_table(depths, np.ones(len(depths)), free=free)
+    seconds = drafting + missed / costs.tuning.horizon + passes
     value = (batch + np.cumsum(costs.tuning.trial_hope**depths)) / seconds
     return bool(value.max() > costs.tuning.margin * batch / _without_drafts(batch, forced, costs))
 

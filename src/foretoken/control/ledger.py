@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from foretoken.core.context import Context
+from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput, is_decode_only
 from foretoken.costs.model import CostModel
 
@@ -63,10 +64,12 @@ def _loss(own: Sequence[StepOutput], steps: Sequence[StepOutput], plain: float, 
     without = rows - sum(len(step.draft) for step in own)
     base = plain if without == batch else costs.pass_seconds(without)
     if is_decode_only(steps):
-        budgets = [step.budget for step in steps if step.budget > 0]
-        drafting = costs.draft_seconds(max(budgets, default=0), len(budgets)) + costs.missed_seconds(
-            timings.missed_tokens
+        budgets, free = (
+            [step.budget for step in steps if step.budget],
+            not any(s.budget and s.part is not DraftPart.FREE for s in steps),
         )
+        drafting = costs.draft_seconds(max(budgets, default=0), len(budgets), free=free)
+        drafting += costs.missed_seconds(timings.missed_tokens)
         expected = costs.pass_seconds(rows) + (drafting if costs.ready else timings.propose)
         seconds = min(timings.total, costs.tuning.charged * expected)
         # Plain steps timed while the machine was slower would make a loss look like a gain.

@@ -24,12 +24,19 @@ class Survival:
         prior: Estimate to begin with.
         memory: Number of drafts that count, None for that of one request.
         tuning: Constants.
+        first: Prior of the first rank without ``prior``; None is that of a model.
     """
 
     def __init__(
-        self, max_rank: int, prior: Survival | None = None, memory: float | None = None, tuning: Tuning = TUNING
+        self,
+        max_rank: int,
+        prior: Survival | None = None,
+        memory: float | None = None,
+        tuning: Tuning = TUNING,
+        first: float | None = None,
     ) -> None:
         self.max_rank, self._prior, self._tuning = max_rank, prior, tuning
+        self._first = tuning.first_rank if first is None else first
         self._keep = 1.0 - 1.0 / (memory or tuning.request_memory)
         # Drafts that accepted a rank, that accepted the rank before, that had the rank, that were asked for it.
         self._sums = np.zeros((4, max_rank))
@@ -79,7 +86,7 @@ class Survival:
     def _pooled(self) -> Array:
         """Returns the prior of the ratios: the first rank's own, and a common one for all others."""
         tuning = self._tuning
-        ratios = np.full(self.max_rank, tuning.first_rank)
+        ratios = np.full(self.max_rank, self._first)
         accepted, before = self._sums[:2, 1:].sum(1)
         ratios[1:] = (accepted + tuning.pool * tuning.next_rank) / (before + tuning.pool)
         return ratios

@@ -9,6 +9,7 @@ from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.exactness import Exactness as Exactness
 from foretoken.core.history import History
+from foretoken.core.part import DraftPart
 from foretoken.core.streams import Streams
 
 
@@ -31,6 +32,7 @@ class Context:
             requests of the same salt. None is a scope like any other.
         adapter: Key of the LoRA adapter with which the target computes the sequence. None is none.
         num_proposer_tokens: Number of leading tokens that the proposer has processed. Kept by the engine.
+        part: Which part of the proposer drafts for it at present. Kept by the controller.
     """
 
     id: int
@@ -46,10 +48,11 @@ class Context:
     cache_salt: str | None = None
     adapter: str | None = None
     num_proposer_tokens: int = 0
+    part: DraftPart = DraftPart.ALL
 
     @property
     def missed_tokens(self) -> int:
-        """Number of tokens that the proposer has to process before it can draft."""
+        """Number of tokens that the proposer's model has to process before it can draft."""
         return len(self.tokens) - self.num_proposer_tokens
 
     @property

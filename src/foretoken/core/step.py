@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.core.draft import Draft
+from foretoken.core.part import DraftPart
 from foretoken.core.verdict import Verdict
 
 
@@ -50,6 +51,7 @@ class StepOutput:
         timings: Times of the step.
         finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None for an unfinished sequence.
         budget: Number of draft tokens that the proposer was asked for.
+        part: Which part of the proposer was asked.
     """
 
     sequence: int
@@ -60,6 +62,7 @@ class StepOutput:
     timings: Timings
     finish_reason: str | None = None
     budget: int = 0
+    part: DraftPart = DraftPart.ALL
 
     @property
     def accepted(self) -> int:

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput, Timings, is_decode_only
 from foretoken.costs.curve import Array, Curve
 from foretoken.costs.tuning import TUNING, Tuning
+
+Curves = dict[int, Curve]  # by the bit length of the number of requests
 
 
 class CostModel:
@@ -20,7 +23,8 @@ class CostModel:
 
     Passes of different sizes are compared at one speed of the machine, and ``level`` follows that speed: a slow minute
     makes no size more expensive than another. Steps with prefill teach nothing about passes. A proposer that did not
-    draft for a request first processes the tokens that it missed; these seconds are kept apart from drafting.
+    draft for a request first processes the tokens that it missed; these seconds are kept apart from drafting. So are
+    those of steps in which no model was asked, only what drafts for free.
 
     Attributes:
         level: Seconds of a pass relative to those of the first observed passes.
@@ -29,7 +33,9 @@ class CostModel:
     def __init__(self, tuning: Tuning = TUNING) -> None:
         self.tuning, self.level = tuning, 1.0
         self._passes, self._plain = Curve(tuning=tuning), Curve(tuning=tuning)  # at level 1, by rows and by batch
-        self._drafting: dict[int, Curve] = {}  # over the depth, by the bit length of the number of requests
+        # Over the depth, by the bit length of the number of requests: with a model, and what drafts for free alone.
+        self._drafting: Curves = {}
+        self._free_drafting: Curves = {}
         self._missed = (0.0, 0.0)  # seconds of catching up, tokens
         self._disturbed = 0  # disturbed passes in a row
         self._since_plain = 0  # steps since a plain one was timed
@@ -49,18 +55,21 @@ class CostModel:
         """Learns from the outputs of one step."""
         if not steps:
             return
-        timings, budgets = steps[0].timings, [step.budget for step in steps if step.budget > 0]
+        timings, drafting = steps[0].timings, [step for step in steps if step.budget > 0]
         if decode_only := is_decode_only(steps):
             rows = len(steps) + sum(len(step.draft) for step in steps)
             self.observe_pass(rows, timings.total - timings.propose)
             self._since_plain += 1
-            if rows == len(steps) and not budgets:
+            if rows == len(steps) and not drafting:
                 if self._since_plain >= self.tuning.refresh:
                     self._plain.discount(self.tuning.stale)
                 self._plain.add(rows, timings.total / self.level)
                 self._since_plain = 0
-        if budgets and any(len(step.draft) for step in steps):
-            self._observe_drafting(max(budgets), len(budgets), timings)
+        free = all(step.part is DraftPart.FREE for step in drafting)
+        drafted = any(len(step.draft) for step in steps)
+        if drafting and (drafted or free):  # a search that found nothing took its time, a model was not ready
+            self._observe_drafting(max(step.budget for step in drafting), len(drafting), timings, free)
+        if drafting and drafted:
             plain = self.plain_seconds(len(steps))
             if decode_only and plain and timings.total:  # no step with drafts is shorter than one without
                 speedup = sum(len(step.tokens) for step in steps) / len(steps) * min(1.0, plain / timings.total)
@@ -92,13 +101,13 @@ class CostModel:
         for rows, seconds in passes.items():
             self._passes.put(rows, seconds / self.level)
         for depth, seconds in drafting.items():
-            self._drafting_curve(1).put(depth, seconds)
+            _curve(self._drafting, 1, self.tuning).put(depth, seconds)
         self.discount()
 
     def discount(self) -> None:
         """Lets everything learned so far count little beside what follows."""
         self._passes.discount(self.tuning.compared)
-        for curve in self._drafting.values():
+        for curve in (*self._drafting.values(), *self._free_drafting.values()):
             curve.discount(self.tuning.calibrated)
         self._plain.discount(self.tuning.calibrated / 4)  # the first steps show it, and everything is compared with it
         seconds, tokens = self._missed
@@ -110,17 +119,22 @@ class CostModel:
         """Returns what was learned, as JSON: seconds at the machine's present speed.
 
         The keys of ``pass_seconds`` are rows, of ``plain_step_seconds`` requests, of ``draft_seconds`` the number of
-        requests from which a curve holds, and within it draft tokens.
+        requests from which a curve holds, and within it draft tokens; ``free_draft_seconds`` are those of steps in
+        which no model was asked.
         """
 
         def scaled(curve: Curve, scale: float) -> dict[str, float]:
             return {str(size): round(scale * seconds, 9) for size, seconds in curve.points().items()}
 
+        def by_count(curves: Curves) -> dict[str, dict[str, float]]:
+            return {str(1 << bits - 1): scaled(curve, 1.0) for bits, curve in sorted(curves.items())}
+
         return {
             "level": round(self.level, 6),
             "pass_seconds": scaled(self._passes, self.level),
             "plain_step_seconds": scaled(self._plain, self.level),
-            "draft_seconds": {str(1 << bits - 1): scaled(c, 1.0) for bits, c in sorted(self._drafting.items())},
+            "draft_seconds": by_count(self._drafting),
+            "free_draft_seconds": by_count(self._free_drafting),
             "missed_token_seconds": self.missed_seconds(1),
         }
 
@@ -159,16 +173,23 @@ class CostModel:
         plain = self.plain_seconds(batch)
         return plain * self.pass_ratio(rows, batch, optimistic=optimistic) if plain else self.pass_table(rows)
 
-    def draft_seconds(self, depth: int, count: int) -> float:
-        """Returns the seconds of drafting ``depth`` tokens for each of ``count`` requests, 0 if none was timed."""
-        return self._nearest(count.bit_length()).at(depth) if self._drafting else 0.0
+    def draft_seconds(self, depth: int, count: int, *, free: bool = False) -> float:
+        """Returns the seconds of drafting ``depth`` tokens for each of ``count`` requests, 0 if none was timed.
 
-    def draft_table(self, depths: Array, counts: Array) -> Array:
+        Args:
+            depth: Draft tokens of each request.
+            count: Number of requests that draft.
+            free: No model is asked.
+        """
+        curves = self._curves(free)
+        return _nearest(curves, count.bit_length()).at(depth) if curves else 0.0
+
+    def draft_table(self, depths: Array, counts: Array, *, free: bool = False) -> Array:
         """Returns ``draft_seconds`` for each pair of ``depths`` [N] and ``counts`` [N]."""
-        table = np.zeros(len(depths))
+        table, curves = np.zeros(len(depths)), self._curves(free)
         bits = np.frexp(counts)[1]  # bit lengths
-        for length in range(int(bits.min()), int(bits.max()) + 1) if self._drafting else ():
-            table[bits == length] = self._nearest(length).over(depths[bits == length])
+        for length in range(int(bits.min()), int(bits.max()) + 1) if curves else ():
+            table[bits == length] = _nearest(curves, length).over(depths[bits == length])
         return table
 
     def missed_seconds(self, tokens: float) -> float:
@@ -184,23 +205,29 @@ class CostModel:
             return True
         return self._since_plain >= tuning.refresh + tuning.patience * max(0.0, self._speedup - 1.0)
 
-    def _drafting_curve(self, bits: int) -> Curve:
-        return self._drafting.setdefault(bits, Curve(origin=True, tuning=self.tuning))
+    def _curves(self, free: bool) -> Curves:
+        return self._free_drafting if free else self._drafting
 
-    def _nearest(self, bits: int) -> Curve:
-        """Returns the drafting curve of the nearest number of requests."""
-        return self._drafting.get(bits) or self._drafting[min(self._drafting, key=lambda known: abs(known - bits))]
-
-    def _observe_drafting(self, depth: int, count: int, timings: Timings) -> None:
+    def _observe_drafting(self, depth: int, count: int, timings: Timings, free: bool) -> None:
         """Learns from the time of drafting, of which the missed tokens have a part."""
         missed, seconds, bits = timings.missed_tokens, timings.propose, count.bit_length()
         if missed <= self.tuning.slack:
-            self._drafting_curve(bits).add(depth, seconds)
+            _curve(self._curves(free), bits, self.tuning).add(depth, seconds)
             return
         if self._drafting:
             catching_up = max(0.0, seconds - self.draft_seconds(depth, count))
         else:
             step = seconds / (depth + missed / self.tuning.missed_per_step)
-            self._drafting_curve(bits).add(depth, step * depth)
+            _curve(self._drafting, bits, self.tuning).add(depth, step * depth)
             catching_up = seconds - step * depth
         self._missed = 0.8 * self._missed[0] + catching_up, 0.8 * self._missed[1] + missed
+
+
+def _curve(curves: Curves, bits: int, tuning: Tuning) -> Curve:
+    """Returns the curve of a number of requests, which is made if there is none."""
+    return curves.setdefault(bits, Curve(origin=True, tuning=tuning))
+
+
+def _nearest(curves: Curves, bits: int) -> Curve:
+    """Returns the curve of the nearest number of requests."""
+    return curves.get(bits) or curves[min(curves, key=lambda known: abs(known - bits))]

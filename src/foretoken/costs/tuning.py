@@ -37,6 +37,7 @@ class Tuning:
 
     # Acceptance of draft tokens, as priors.
     first_rank: float = 0.6  # probability that the first draft token is accepted
+    first_free: float = 0.2  # the same of what drafts for free: most text repeats nothing
     next_rank: float = 0.75  # each rank's acceptance over that of the rank before
     pool: float = 2.0  # drafts that ``next_rank`` counts as
     request_memory: float = 48.0  # drafts of one request that count
@@ -46,6 +47,7 @@ class Tuning:
     # Goodput and trials.
     margin: float = 1.02  # speedup that a draft must promise: the best of many estimates flatters
     caution: float = 1.25  # tokens per plain token of the added time: errors cost more, the more time a draft adds
+    light: float = 0.006  # seconds of a plain step per request; a mixture's own arithmetic takes half a millisecond
     horizon: float = 32.0  # steps over which catching up on missed tokens has to pay off
     first_token: float = 0.25  # plain steps by which drafting may delay the first token of a request
     trial: int = 4  # draft tokens of a trial
@@ -56,6 +58,9 @@ class Tuning:
 
     # How long a decision holds for the same requests.
     hold: int = 4  # steps with drafts
+    deciding: float = 0.0003  # seconds of a decision, and a fifth of it for each further request
+    decided: float = 0.01  # share of all time that decisions may take, so that fast targets are not slowed by them
+    hold_long: int = 16  # steps with drafts that a decision holds at most, however fast the target
     hold_none: int = 64  # steps without: nothing is learned from them that would change the decision
     skipped: int = 15  # of ``skipped + 1`` steps without drafts that are not observed; the last one shows the speed
     awake: int = 3  # steps that are observed before a decision without drafts ends

@@ -15,6 +15,7 @@ from foretoken.core.context import Context
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, NoTokenAllowed
+from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.engine.kv_budget import state_tokens
@@ -156,7 +157,9 @@ class Engine:
             with self._abandoning(batch):
                 budgets = self.controller.budgets(contexts, plan.max_draft_tokens) if contexts else []
                 clock.missed_tokens = sum(
-                    c.missed_tokens for c, budget in zip(contexts, budgets, strict=True) if budget
+                    c.missed_tokens
+                    for c, budget in zip(contexts, budgets, strict=True)
+                    if budget and c.part is not DraftPart.FREE
                 )
                 drafts = self.proposer.propose(contexts, budgets) if contexts else []
                 drafts += prompt_logprob_drafts(plan.prefilling)
@@ -258,17 +261,26 @@ class Engine:
         ]
         clock.lap()
         self.target.commit([s.handle for s in ready], emitted)
-        positions = [sequence.context.generated for sequence in ready]
-        for sequence, tokens in zip(ready, emitted, strict=True):
-            sequence.context.tokens.extend(tokens)
+        contexts, ends = [sequence.context for sequence in ready], [sequence.finish_reason for sequence in ready]
+        positions = [context.generated for context in contexts]
+        for context, tokens in zip(contexts, emitted, strict=True):
+            context.tokens.extend(tokens)
         timings = clock.timings()
         self.pace.observe(timings)
         steps = [
             StepOutput(
-                s.context.id, position, draft, verdict or Verdict((), -1), tokens, timings, s.finish_reason, budget
+                context.id,
+                position,
+                draft,
+                verdict or Verdict((), -1),
+                tokens,
+                timings,
+                ended,
+                budget,
+                context.part,
             )
-            for s, position, budget, draft, verdict, tokens in zip(
-                ready, positions, budgets, drafts, verdicts, emitted, strict=True
+            for context, ended, position, budget, draft, verdict, tokens in zip(
+                contexts, ends, positions, budgets, drafts, verdicts, emitted, strict=True
             )
         ]
         self._observe([(s.context, t, score) for s, t, score in zip(ready, steps, scores, strict=True) if not s.error])
@@ -289,7 +301,7 @@ class Engine:
             for costs in self._costs:
                 costs.observe(steps)
         for context, step in zip(contexts, steps, strict=True):
-            if step.budget and (step.position or len(step.draft)):
+            if step.budget and step.part is not DraftPart.FREE and (step.position or len(step.draft)):
                 context.num_proposer_tokens = len(context.tokens)
 
     def _emit(self, sequence: Sequence, draft: Draft, verdict: Verdict | None, scores: Scores) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
 _PROMPT = 32  # tokens
+_COLD = 8  # tokens of the first run, which is not timed
 _FIRST = (0, 1)  # prefill, and the proposer's catching up
 _COARSE = (0, 1, 2, 4, 8, 16)  # depths that are always timed; costs between them are interpolated
 _FINE = (6, 7, 12)  # timed as well unless _SECONDS are over
@@ -118,6 +119,8 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
         _run(target, _Synthetic(target.vocab_size), script, length)
         passes = script.pass_seconds
     if timed is not None:
+        # Memory is allocated in the first run, which would make catching up look slow.
+        _run(target, timed, _Script(_FIRST, CostModel()), min(_COLD, length))
         script = _Script([*_FIRST, *(sweep * sweeps)], costs)
         _run(target, timed, script, length)
         drafting = {depth: median(seconds) for depth, seconds in script.drafting.items()}

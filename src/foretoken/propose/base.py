@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
+from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Model, Scores
@@ -83,6 +84,10 @@ class Proposer:
         """
         return False
 
+    def parts(self, context: Context) -> Collection[DraftPart]:
+        """Returns the parts that may draft for ``context``: in each step the one that ``context.part`` names."""
+        return (DraftPart.ALL,)
+
     def reusable_prefix_len(self, context: Context) -> int:
         """Called before the target's prefill of a text, also after a preemption.
 
@@ -145,6 +150,9 @@ class Wrapper(Proposer):
 
     def prunes(self, context: Context) -> bool:
         return self.inner.prunes(context)
+
+    def parts(self, context: Context) -> Collection[DraftPart]:
+        return self.inner.parts(context)
 
     def reusable_prefix_len(self, context: Context) -> int:
         return self.inner.reusable_prefix_len(context)

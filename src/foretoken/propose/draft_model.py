@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -139,6 +140,12 @@ class DraftModel(Proposer):
             self.model.close(handle)
         self._handles.clear()
         self.model = model
+
+    def as_chain(self) -> Self:
+        """Returns a proposer of chains with the same model and the same cache of every sequence."""
+        chain = copy(self)
+        chain.config, chain.uses_floor = replace(self.config, tree="chain"), False
+        return chain
 
     def forget(self, context: Context) -> None:
         handle = self._handles.pop(context.id, None)

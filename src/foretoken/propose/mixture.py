@@ -18,7 +18,7 @@ The choice depends on the past alone and precedes any draw of the step, so it ca
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from foretoken.control.survival import Survival, acceptance
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass
+from foretoken.core.part import DraftPart
 from foretoken.core.verdict import Verdict
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Scores
@@ -72,16 +73,28 @@ class Mixture(Proposer):
         self._usual: dict[RequestKind, UsualRate] = defaultdict(UsualRate)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        drafts = [Draft.empty()] * len(contexts)
+        if asked := [i for i, budget in enumerate(budgets) if budget > 0]:
+            own = [contexts[i] for i in asked]
+            for i, tree in zip(asked, self._trees(own, [budgets[i] for i in asked], len(contexts)), strict=True):
+                drafts[i] = tree.draft
+                self.last_member[contexts[i].id] = tree.names
+        return drafts
+
+    def _trees(self, contexts: Sequence[Context], budgets: Sequence[int], batch: int) -> list[MergedDraft]:
+        """Returns the drafts of the sequences of a step that have a budget. ``batch`` counts the others as well."""
         offers = [member.propose(contexts, budgets) for member in self.free]
         trees: list[MergedDraft] = []
         indices_by_member: dict[int, list[int]] = {}
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             record = self._record(context)
-            tree = self._join(context, record, budget, [offer[i] for offer in offers], len(contexts))
+            self._settle(context, record)
+            tree = self._join(context, record, budget, [offer[i] for offer in offers], batch)
             trees.append(tree)
             record.promised = tree.promised
             record.fixed = not is_drawn(context, context.law)
-            record.chosen = self._choose(record, tree, budget, len(contexts)) if budget > 0 else None
+            record.asked_at = context.generated
+            record.chosen = None if context.part is DraftPart.FREE else self._choose(record, tree, budget, batch)
             if record.chosen is not None:
                 indices_by_member.setdefault(record.chosen, []).append(i)
         for costly, indices in indices_by_member.items():
@@ -89,13 +102,14 @@ class Mixture(Proposer):
             floor = min(self._record(contexts[i]).floor for i in indices)
             drafts = self.costly[costly].propose([contexts[i] for i in indices], node_budgets, floor)
             for i, draft in zip(indices, drafts, strict=True):
-                trees[i] = self._with(contexts[i], costly, trees[i], draft, budgets[i], len(contexts))
-        for context, tree in zip(contexts, trees, strict=True):
-            self.last_member[context.id] = tree.names
-        return [tree.draft for tree in trees]
+                trees[i] = self._with(contexts[i], costly, trees[i], draft, budgets[i], batch)
+        return trees
 
     def prunes(self, context: Context) -> bool:
         return True
+
+    def parts(self, context: Context) -> Collection[DraftPart]:
+        return (DraftPart.ALL, DraftPart.FREE) if self.free and self.costly else (DraftPart.ALL,)
 
     def reusable_prefix_len(self, context: Context) -> int:
         return min(member.proposer.reusable_prefix_len(context) for member in self.members)
@@ -109,8 +123,8 @@ class Mixture(Proposer):
             member.proposer.observe(contexts, observations)
         for context, observation in zip(contexts, observations, strict=True):
             record = self._records.get(context.id)
-            if record is not None:
-                self._settle(context, record, observation)
+            if record is not None and record.asked_at == observation.step.position:
+                record.step = observation.step
 
     @property
     def timed_part(self) -> Proposer | None:
@@ -130,7 +144,8 @@ class Mixture(Proposer):
     def forget(self, context: Context) -> None:
         for member in self.members:
             member.proposer.forget(context)
-        self._records.pop(context.id, None)
+        if (record := self._records.pop(context.id, None)) is not None:
+            self._settle(context, record)
         self.last_member.pop(context.id, None)
 
     def _record(self, context: Context) -> MixtureState:
@@ -145,7 +160,7 @@ class Mixture(Proposer):
                 survivals=[Survival(known.survival.max_rank, known.survival) for known in costly],
                 surplus=BucketedMeans(self._surplus[kind], strength=8.0, memory=32.0),
                 usual=self._usual[kind],
-                idle=[0] * len(self.costly),
+                last=[context.generated] * len(self.costly),
                 probe=[PROBE] * len(self.costly),
             )
         return self._records[context.id]
@@ -155,8 +170,6 @@ class Mixture(Proposer):
     ) -> MergedDraft:
         """Returns the free members' drafts as one tree."""
         union = DraftUnion()
-        if budget < 1:
-            return MergedDraft(union, Draft.empty(), (), 0.0)
         for member, account, draft in zip(self.free, record.accounts, offers, strict=True):
             if not isinstance(draft.law, PointMass):
                 raise TypeError(f"{member.name} counts as free, but its drafts are drawn; only fixed candidates join")
@@ -228,10 +241,17 @@ class Mixture(Proposer):
 
     def _explored(self, record: MixtureState, costly: int) -> bool:
         """Returns whether a costly member was tried often enough, and lately."""
-        return record.gains[costly].all.count >= TRIALS and record.idle[costly] < record.probe[costly]
+        idle = record.asked_at - record.last[costly]
+        return record.gains[costly].all.count >= TRIALS and idle < record.probe[costly]
 
-    def _settle(self, context: Context, record: MixtureState, observation: Observation) -> None:
-        """Updates the request's statistics after a step."""
+    def _settle(self, context: Context, record: MixtureState) -> None:
+        """Updates the request's statistics after its last step with drafts.
+
+        That is done before the next one, whose time of drafting then shows what it takes.
+        """
+        step, record.step = record.step, None
+        if step is None:
+            return
         for account in (*record.accounts, *record.costly):
             account.settle(context.tokens)
         open_trees = []
@@ -241,16 +261,14 @@ class Mixture(Proposer):
             else:
                 open_trees.append((tree, expected))
         record.trees = open_trees
-        step = observation.step
         if self.pace.known:
             drafting = 0.0 if record.chosen is None else record.price * max(step.draft.depths, default=1)
             seconds = self.pace.seconds(len(step.draft), step.timings.batch) + drafting
             record.usual.add(1.0 + step.accepted, seconds)
         for i, gain in enumerate(record.gains):
-            record.idle[i] += 1
             if record.chosen == i:
-                record.probe[i] *= 2 if record.idle[i] > record.probe[i] else 1
-                record.idle[i] = 0
+                record.probe[i] *= 2 if step.position - record.last[i] >= record.probe[i] else 1
+                record.last[i] = step.position
                 if step.finish_reason is None:
                     gain.at(record.promised).add(step.accepted - record.promised)
                     record.sizes[i].at(record.promised).add(max(1.0, len(step.draft)))  # one level is always drafted

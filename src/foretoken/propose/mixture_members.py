@@ -12,6 +12,7 @@ from foretoken.core.checks import integer, number
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.step import StepOutput
 from foretoken.propose.acceptance import (
     BucketedMeans,
     DecayingMean,
@@ -26,7 +27,7 @@ from foretoken.propose.base import Proposer
 _DEFAULT = ({"method": "suffix"}, {"method": "recycling"})
 TRIALS = 8  # steps with a costly member before it may be left out
 MAX_COSTLY = 16  # default maximum number of nodes of a costly member's draft
-PROBE = 32  # steps of a request without a costly member before it is tried again; doubles each time
+PROBE = 32  # tokens of a request without a costly member before it is tried again; doubles each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,8 @@ class MixtureState:
         survivals: Likewise.
         surplus: Tokens that free trees brought beyond what they promised.
         usual: Tokens per second of requests of this kind.
-        idle: Steps since each costly member drafted.
-        probe: Steps after which each costly member is tried again.
+        last: Tokens that the request had generated when each costly member drafted last.
+        probe: Tokens after which each costly member is tried again.
         trees: Free trees that are not fully scored, each with the accepted tokens that it promised.
         chosen: The costly member of the current step, None for the free tree.
         promised: Accepted tokens that the current free tree promises.
@@ -147,6 +148,8 @@ class MixtureState:
         price: Seconds in which the chosen costly member drafts one level, as this request's share.
         fixed: Whether a model's candidates are fixed in this request, so that what does not pay is pruned.
         own: The costly member's draft.
+        asked_at: Tokens that the request had generated when the mixture drafted last.
+        step: The step of that draft, until it has been learned from.
     """
 
     accounts: list[MemberRecord]
@@ -156,7 +159,7 @@ class MixtureState:
     survivals: list[Survival]
     surplus: BucketedMeans
     usual: UsualRate
-    idle: list[int]
+    last: list[int]
     probe: list[int]
     trees: list[tuple[PendingDraft, float]] = field(default_factory=list)
     chosen: int | None = None
@@ -166,3 +169,5 @@ class MixtureState:
     price: float = 0.0
     fixed: bool = False
     own: PendingDraft | None = None
+    asked_at: int = 0
+    step: StepOutput | None = None

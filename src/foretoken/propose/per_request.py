@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
+from foretoken.core.part import DraftPart
 from foretoken.models.base import Scores
 from foretoken.propose.base import Needs, Observation, Proposer
 
@@ -20,15 +21,15 @@ class PerRequestProposer(Proposer):
 
     Args:
         members: Proposers by the name that requests use, the default first; at least one.
-        parts: Parts of the first that also draft alone, by name. The first one drafts for requests that ask for a draft
-            length.
+        alone: Members of the first that also draft alone, by name. The first one drafts for requests that ask for a
+            draft length.
     """
 
-    def __init__(self, members: Mapping[str, Proposer], parts: Mapping[str, Proposer] | None = None) -> None:
+    def __init__(self, members: Mapping[str, Proposer], alone: Mapping[str, Proposer] | None = None) -> None:
         first, *others = members
-        parts = parts or {}
-        self.members = {first: members[first], **parts, **{name: members[name] for name in others}}
-        self.parts, self._first = tuple(parts), first
+        alone = alone or {}
+        self.members = {first: members[first], **alone, **{name: members[name] for name in others}}
+        self.alone, self._first = tuple(alone), first
         self.make_usual(next(iter(self.members)))
         self.needs = Needs.union(member.needs for member in self.members.values())
 
@@ -41,8 +42,8 @@ class PerRequestProposer(Proposer):
         """Returns the name of the member that drafts for ``context``."""
         if context.method is None and context.prediction and self.name != "mixture" and PREDICTION in self.members:
             return PREDICTION
-        if context.method is None and context.depth is not None and self.parts and self.usual == self._first:
-            return self.parts[0]
+        if context.method is None and context.depth is not None and self.alone and self.usual == self._first:
+            return self.alone[0]
         return self.usual if context.method is None else context.method
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
@@ -55,6 +56,9 @@ class PerRequestProposer(Proposer):
 
     def prunes(self, context: Context) -> bool:
         return self.members[self.of(context)].prunes(context)
+
+    def parts(self, context: Context) -> Collection[DraftPart]:
+        return self.members[self.of(context)].parts(context)
 
     def reusable_prefix_len(self, context: Context) -> int:
         return self.members[self.of(context)].reusable_prefix_len(context)
@@ -84,7 +88,7 @@ class PerRequestProposer(Proposer):
     @property
     def _owners(self) -> list[Proposer]:
         """The members that are no part of another one."""
-        return [member for name, member in self.members.items() if name not in self.parts]
+        return [member for name, member in self.members.items() if name not in self.alone]
 
     def _by_member(self, contexts: Sequence[Context]) -> list[tuple[Proposer, list[int]]]:
         """Returns the members that have work, with the indices of their contexts."""
