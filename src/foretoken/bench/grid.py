@@ -31,8 +31,6 @@ HAND_PICKED: tuple[Config, ...] = (
     {"method": AUTO},
 )
 """What a user of ours might choose, beside the default."""
-
-PEER_DEPTHS = (4, 8)
 LONG = 1000  # tokens of a long context
 
 
@@ -80,13 +78,17 @@ class GridTask:
         count: Prompts of a batch of one; larger batches run one batch of that size.
         max_tokens: Tokens of each prompt.
         repeats: Turns of every system.
-        picked: Fixed configurations of ours, each with its number of tokens.
+        picked: Configurations of ours that race beside the default.
+        peer_depths: Draft lengths of the peers.
+        peer_methods: Methods of the peers, as far as they have them.
     """
 
     count: int = 4
     max_tokens: int = 64
     repeats: int = 3
     picked: tuple[Config, ...] = HAND_PICKED
+    peer_depths: tuple[int, ...] = (4, 8)
+    peer_methods: tuple[str, ...] = ("draft_model", "ngram")
 
 
 class GridRecord:
@@ -155,10 +157,10 @@ def run(
         prompts = prompts_of(cell, encode, task.count)
         longest = max(map(len, prompts)) + task.max_tokens + 32
         own_pairing = replace(
-            pairing, depths=PEER_DEPTHS, batch=cell.batch, quantization=cell.quantization, max_length=longest
+            pairing, depths=task.peer_depths, batch=cell.batch, quantization=cell.quantization, max_length=longest
         )
         configs: list[Config] = [DEFAULT, *task.picked]
-        methods: list[Config] = [{"method": "draft_model"}, {"method": "ngram"}]
+        methods: list[Config] = [{"method": method} for method in task.peer_methods]
         entrants = own(own_pairing, configs) + peers(own_pairing, methods, candidates, say)
         groups = [prompts[at : at + cell.batch] for at in range(0, len(prompts), cell.batch)]
         rows, _ = race(entrants, [RaceTask(groups, task.max_tokens, cell.temperature)], task.repeats, start, say)

@@ -17,7 +17,8 @@ def bench_table(
     target: Annotated[Path | None, typer.Option(help="Target folder. [the bundled one, widened to 0.7b]")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft folder. [the bundled one]")] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="PARTS", help='Cells by parts of their name, "T=1, int8" (repeatable).')
+        list[str] | None,
+        typer.Option(metavar="PARTS", help='Cells by parts of their name, "T=1, int8" (repeatable), in this order.'),
     ] = None,
     fixed: Annotated[
         list[str] | None,
@@ -26,6 +27,12 @@ def bench_table(
     count: Annotated[int, typer.Option(min=1, help="Prompts of a cell; larger batches run one batch.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of every system in a cell.")] = 3,
+    peer_depth: Annotated[
+        list[int] | None, typer.Option(min=1, help="Draft length of the peers (repeatable). [4 and 8]")
+    ] = None,
+    peer_method: Annotated[
+        list[str] | None, typer.Option(help="Method of the peers (repeatable). [draft_model and ngram]")
+    ] = None,
     peers: Annotated[str, typer.Option(help="Comma-separated, or none.")] = "transformers,openvino,vllm,llamacpp",
     record: Annotated[Path, typer.Option(help="Finished cells, which the next start skips.")] = Path(
         "bench-table.jsonl"
@@ -46,11 +53,12 @@ def bench_table(
     from foretoken.cli.generate import speculative
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import load_tokenizer
+    from foretoken.propose.methods import check_method
     from foretoken.train.widen.checkpoint import scaled
 
     check_places(output=output, html=html_file)
     candidates = chosen(peers)
-    cells = [cell for cell in CELLS if not only or any(map(cell.has, only))]
+    cells = list(dict.fromkeys(cell for parts in only or [""] for cell in CELLS if not parts or cell.has(parts)))
     if not cells:
         raise InvalidRequest(f"no cell has all these parts; the cells are: {'; '.join(cell.name for cell in CELLS)}")
     if target is not None and draft is None:
@@ -58,7 +66,11 @@ def bench_table(
     pairing = Pairing(target or scaled("0.7b"), draft or zoo.path("draft"), ())
     tokenizer = load_tokenizer(pairing.target)
     picked = tuple(speculative(text) or {} for text in fixed) if fixed else HAND_PICKED
-    task = GridTask(count, max_tokens, repeats, picked)
+    for method in peer_method or ():
+        check_method(method)
+    usual = GridTask()
+    depths, methods = tuple(peer_depth or usual.peer_depths), tuple(peer_method or usual.peer_methods)
+    task = GridTask(count, max_tokens, repeats, picked, depths, methods)
     facts: dict[str, Any] = {"version": __version__, "target": pairing.target.name, "draft": pairing.draft.name}
     facts |= {"peers": [peer.name for peer in candidates], **asdict(task)}
     kept, console, notes = GridRecord(record, facts), wide_console(color), wide_console(color, stderr=True)
