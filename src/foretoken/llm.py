@@ -36,7 +36,7 @@ from foretoken.params import MAX_COUNT, LoRARequest, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
 from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.per_request import PerRequestProposer
-from foretoken.speculation import AUTO, Builder, SpeculativeConfig, selection, with_draft
+from foretoken.speculation import AUTO, Builder, SpeculativeConfig, selection, with_draft, with_method
 from foretoken.verify import choose
 
 LoraChoice = LoRARequest | str | Sequence[LoRARequest | str | None] | None
@@ -47,8 +47,9 @@ class LLM:
 
     Args:
         model: Folder or hub name of the target. ``LLM()`` alone loads the bundled pair.
-        draft_model: Folder or hub name of a draft model. It implies the method "draft_model".
-        speculative_config: As in vLLM. See ``SpeculativeConfig``.
+        draft_model: Folder or hub name of a draft model, or of heads.
+        speculative_config: As in vLLM. See ``SpeculativeConfig``. Without a method, heads draft by theirs and a draft
+            model by "draft_model"; without a model either, what the target ships: MTP layers, or heads in its folder.
         tokenizer: Folder or hub name of the tokenizer. None takes the target's.
         dtype: "auto" is bfloat16 where the hardware supports it, else float32.
         device: "auto" or a torch device.
@@ -122,7 +123,7 @@ class LLM:
             model = zoo.path("target")
             if draft_model is None and config.model is None and config.method in (None, AUTO, "draft_model"):
                 draft_model = zoo.path("draft")
-        self.speculative_config = config = with_draft(config, draft_model)
+        config = with_method(with_draft(config, draft_model))
         path = resolve(model, gguf_file)
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}
@@ -141,7 +142,8 @@ class LLM:
         options["weight_format"] = drafts_format(weight_format)
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
-        self._proposer = builder.build(config)
+        config, self._proposer = builder.build_default(config)
+        self.speculative_config = config
         if isinstance(config.control_in_force, GoodputConfig):
             warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
         write_kept()

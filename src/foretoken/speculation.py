@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from foretoken.control.base import Controller
 from foretoken.control.config import Control, FixedConfig, build, max_tokens, parse
 from foretoken.core.checks import check_keys, integer
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
+from foretoken.models.formats.checkpoint import load_config, resolve
+from foretoken.models.heads.kinds import SHIPPED, heads_method, shipped_methods
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.auto import AUTO as AUTO
 from foretoken.propose.auto import Auto
@@ -25,7 +28,9 @@ from foretoken.propose.methods import check_method
 from foretoken.propose.methods import find as find
 from foretoken.propose.per_request import PerRequestProposer
 
+_log = logging.getLogger(__name__)
 _REJECTIONS = ("block", "token")
+_WITH_MODELS = (AUTO, "draft_model", "vocabulary", "assistant", "early_exit", *SHIPPED, "eagle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +38,8 @@ class SpeculativeConfig:
     """How to speculate, by vLLM's names.
 
     Args:
-        method: One of ``METHODS``, a method added by ``propose.methods.register``, or "none". None infers it:
-            "draft_model" where a model is given.
+        method: One of ``METHODS``, a method added by ``propose.methods.register``, or "none". None infers it: see
+            ``with_method`` and ``Builder.build_default``.
         model: The draft model, heads or datastore of the method.
         num_speculative_tokens: Draft tokens per step, all nodes of a tree included. None takes the method's default.
         rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
@@ -128,6 +133,20 @@ class Builder:
         context = BuildContext(self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.costs)
         return method.build(config.own(), context)
 
+    def build_default(self, config: SpeculativeConfig) -> tuple[SpeculativeConfig, Proposer]:
+        """Returns ``build`` and its configuration, which is that of what the target ships where nothing is configured.
+
+        What is shipped and does not load is left out.
+        """
+        if config.method is None and config.model is None and not config.options and self.path is not None:
+            for method in shipped_methods(self.path):
+                try:
+                    shipped = replace(config, method=method)
+                    return shipped, self.build(shipped)
+                except (InvalidRequest, ModelLoadError) as reason:
+                    _log.warning("%s ships heads of the method %r, which are left out: %s", self.path, method, reason)
+        return config, self.build(config)
+
     def member(self, config: Mapping[str, Any]) -> Proposer:
         """Returns the proposer of a configuration in the form of a dict."""
         return self.build(SpeculativeConfig.of(config))
@@ -151,6 +170,8 @@ def selection(
     parts = default.alone if isinstance(default, Auto) else {}
     for other in others:
         own = SpeculativeConfig.of({"method": other} if isinstance(other, str) else other)
+        if own.method_in_force in parts and own == SpeculativeConfig(method=own.method_in_force):
+            continue  # it is loaded
         if own.method_in_force in {**members, **parts}:
             raise InvalidRequest(f"two ways to speculate are named {own.method_in_force!r}; leave one of them out")
         members[own.method_in_force] = builder.build(own)
@@ -165,9 +186,22 @@ def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> Spe
         raise InvalidRequest(
             f"two drafts were given, draft_model={draft_model} and speculative_config's {config.model}"
         )
-    if config.method not in (None, AUTO, "draft_model", "vocabulary"):
+    if config.method in METHODS and config.method not in _WITH_MODELS:
         raise InvalidRequest(f"method {config.method!r} takes no draft model, but {draft_model!s} was given")
-    return replace(config, method=config.method or "draft_model", model=str(draft_model))
+    return replace(config, model=str(draft_model))
+
+
+def with_method(config: SpeculativeConfig) -> SpeculativeConfig:
+    """Returns ``config`` with the method by which its model drafts, if it has a model and no method.
+
+    Heads draft by their own method, a draft model by "draft_model".
+
+    Raises:
+        ModelLoadError: There is no such model.
+    """
+    if config.method is not None or config.model is None:
+        return config
+    return replace(config, method=heads_method(load_config(resolve(config.model))) or "draft_model")
 
 
 def _common() -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_config, resolve
-from foretoken.models.heads.assistant import ASSISTANTS
+from foretoken.models.heads.kinds import heads_method
 from foretoken.models.heads.mtp import has_mtp
 from foretoken.speculation import SpeculativeConfig, find
 
@@ -67,22 +67,8 @@ def shipped(model: str | Path) -> list[Mapping[str, Any]]:
 
 def head_method(folder: Path) -> str:
     """Returns the method of the heads in ``folder`` by their config.json. Raises InvalidRequest for unknown ones."""
-    config = load_config(folder)
-    kind, names = str(config.get("model_type")), " ".join(config.get("architectures") or []).lower()
-    if "eagle" in names or "eagle" in kind:
-        return "eagle3" if "eagle3" in names or config.get("draft_vocab_size") else "eagle"
-    if config.get("speculators_model_type") in ("dflash", "dspark"):
-        return str(config["speculators_model_type"])
-    if "dspark" in names or "dflash" in names:
-        return "dspark" if "dspark" in names else "dflash"
-    if kind in ASSISTANTS:
-        return "assistant"
-    if config.get("foretoken_mtp") is not None:
-        return "mtp"
-    if kind == "medusa" or "medusa_num_heads" in config:
-        return "medusa"
-    if kind in ("foretoken_blockwise", "foretoken_early_exit"):
-        return kind.removeprefix("foretoken_")
+    if (method := heads_method(load_config(folder))) is not None:
+        return method
     raise InvalidRequest(
         f"{folder} holds no heads that are known (eagle, eagle3, assistant, mtp, dflash, dspark, medusa, "
         "blockwise, early_exit); give them with their method in a speculative_config"

@@ -20,7 +20,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer, resolve
-from foretoken.models.heads.assistant import is_assistant
+from foretoken.models.heads.kinds import heads_method
 from foretoken.models.heads.mask_token import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
@@ -272,9 +272,10 @@ def build(config: DraftMethodConfig, build_context: BuildContext) -> DraftModel:
     if build_context.model is None:
         raise InvalidRequest("method 'draft_model' needs a draft: pass draft_model= or 'model' in speculative_config")
     draft = resolve(build_context.model)
-    if is_assistant(load_config(draft)):
+    if method := heads_method(load_config(draft)):
         raise InvalidRequest(
-            f"{draft.name} is an assistant, which reads its target's KV cache; use method 'assistant' with this model"
+            f"{draft} holds no model that drafts alone, but a part of one that reads its target's states; use method "
+            f"{method!r} with this model"
         )
     check_vocabulary(build_context.tokenizer, draft)
     model = build_context.load(draft)

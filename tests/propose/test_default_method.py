@@ -1,0 +1,71 @@
+"""Which method drafts where none is named: that of the heads, or of a draft model, or what the target ships."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from tests.models.heads import tiny
+
+from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
+from foretoken.bench.grid import DEFAULT
+from foretoken.core.errors import InvalidRequest
+from foretoken.speculation import with_draft, with_method
+
+DRAFT = str(zoo.path("draft"))
+
+
+def test_a_draft_model_drafts_by_the_method_of_its_name() -> None:
+    assert with_method(with_draft(SpeculativeConfig.of({}), DRAFT)).method == "draft_model"
+    assert with_method(SpeculativeConfig.of({"model": DRAFT, "tree": "sampled"})).method == "draft_model"
+    assert with_method(SpeculativeConfig.of({"model": DRAFT, "method": "vocabulary"})).method == "vocabulary"
+    assert with_method(SpeculativeConfig.of({})).method_in_force == "none"
+    assert with_method(SpeculativeConfig(model=DRAFT)).method == DEFAULT["method"]  # which the table races
+
+
+@pytest.mark.parametrize("role", ["eagle3", "medusa", "blockwise"])
+def test_heads_draft_by_their_own_method(role: str) -> None:
+    config = SpeculativeConfig.of({"num_speculative_tokens": 4})
+    found = with_method(with_draft(config, zoo.path(role)))
+    assert (found.method, found.num_speculative_tokens) == (role, 4)
+    assert with_draft(SpeculativeConfig(method=role), zoo.path(role)).method == role
+    with pytest.raises(InvalidRequest, match="'ngram' takes no draft model"):
+        with_draft(SpeculativeConfig(method="ngram"), zoo.path(role))
+
+
+@pytest.mark.parametrize("method", ["auto", "draft_model"])
+def test_heads_named_as_a_draft_model_are_refused_with_their_method(method: str, tiny_pair: Any) -> None:
+    with pytest.raises(InvalidRequest, match="use method 'medusa' with this model"):
+        LLM(tiny_pair.target, zoo.path("medusa"), speculative_config={"method": method})
+
+
+def test_heads_in_the_targets_folder_draft_unless_they_do_not_fit(
+    tiny_pair: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    for file in tiny_pair.target.iterdir():
+        (folder / file.name).symlink_to(file)
+    plain = LLM(folder, dtype="float32")
+    assert plain.methods == ("none",)
+    (folder / "heads").mkdir()
+    (folder / "heads" / "medusa").symlink_to(zoo.path("medusa"))  # of another target
+    with caplog.at_level(logging.WARNING):
+        assert LLM(folder, dtype="float32").methods == ("none",)
+    assert "'medusa', which are left out" in caplog.text
+    tiny.save(folder / "heads" / "eagle3", *tiny.eagle3(vocab=plain.target.vocab_size))
+    llm = LLM(folder, dtype="float32")
+    assert llm.methods == ("eagle3",) and llm.speculative_config.method == "eagle3"
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True, speculative_tokens=4)
+    texts = [one.generate("def greet(name):", params)[0].outputs[0] for one in (plain, llm)]
+    assert texts[0].token_ids == texts[1].token_ids and texts[1].stats.drafted > 0
+    assert LLM(folder, dtype="float32", speculative_config={"method": "none"}).methods == ("none",)
+
+
+def test_the_draft_model_of_auto_may_be_listed_as_a_method(tiny_pair: Any) -> None:
+    options: dict[str, Any] = {"speculative_config": {"method": "auto"}, "dtype": "float32"}
+    llm = LLM(tiny_pair.target, tiny_pair.draft, methods=["draft_model", "ngram"], **options)
+    assert llm.methods == ("auto", "draft_model", "ngram")
+    with pytest.raises(InvalidRequest, match="two ways to speculate are named 'draft_model'"):
+        LLM(tiny_pair.target, tiny_pair.draft, methods=[{"method": "draft_model", "top_k": 2}], **options)
