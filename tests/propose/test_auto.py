@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams, zoo
+from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.goodput_controller import Goodput
 from foretoken.core.context import Context
@@ -20,6 +21,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
 from foretoken.engine.warmup import warm_up
+from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.propose.auto import Auto
 from foretoken.propose.draft_model import DraftModel
@@ -27,6 +29,7 @@ from foretoken.propose.mixture import Mixture
 from foretoken.propose.mixture_members import Member
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.propose.recycling import Recycling
+from foretoken.speculation import Builder
 
 TEXT = FUNCTIONS[0]
 AUTO = {"method": "auto", "model": str(zoo.path("draft"))}
@@ -130,7 +133,9 @@ def test_what_only_the_first_draft_takes_is_not_catching_up() -> None:
 
 
 def test_each_part_drafts_without_the_others(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, text = pair.engine.proposer, pair.tokenizer.encode("x = [1, 2, 3]\n" * 6)
+    text, models = pair.tokenizer.encode("x = [1, 2, 3]\n" * 6), {"dtype": "float32", "max_length": 256}
+    builder = Builder(pair.target, pair.tokenizer, None, lambda other: load_model(Path(other), **models))
+    chosen = builder.build(SpeculativeConfig.of(AUTO))  # which knows no times, and so prunes alike on every machine
 
     def draft(part: DraftPart) -> Draft:
         context = Context(10**6, [*text], len(text), SamplingLaw(temperature=0.0), Streams(0), part=part)
