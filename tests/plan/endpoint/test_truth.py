@@ -52,6 +52,13 @@ def test_measured_speedups_are_the_engines(monkeypatch, engine):
         assert close(row.speedup, engine.speedup(engine.depth, concurrency), 0.1)
 
 
+def test_passes_are_timed_by_themselves_where_streams_show_them(monkeypatch):
+    """Five texts, some of which are drafted well and others are not, still tell the seconds of a pass."""
+    plan = planned(monkeypatch, SimulatedEngine(spread=0.2), concurrency=(1, 4), max_tokens=32)
+    known = plan.foretelling.speeds.speculative[4, 1]
+    assert known.width < 0.1 and close(known.seconds, SimulatedEngine().seconds(1, 4), 0.05)
+
+
 @pytest.mark.parametrize("fixed, draft", [(0.0, 0.003), (0.003, 0.002), (0.001, 0.0005)])
 def test_other_depths_are_foretold(monkeypatch, fixed, draft):
     engine = SimulatedEngine(fixed=fixed, draft=draft)

@@ -254,7 +254,8 @@ class _Planning:
         for (at, number), waves in measured.waves.items():
             if depth := measured.lanes[at].depth:
                 one = here[depth, number]
-                if seconds := measured_pass(waves, one.counted or one.seen or acceptances[depth].at(depth).mean):
+                tokens = one.counted or one.seen or acceptances[depth].at(depth).mean
+                if seconds := measured_pass(waves, tokens, 1.0 / (1.0 + one.merged) if one.texts else None):
                     own[depth, number] = seconds
             elif seconds := measured_pass(waves, 1.0):
                 plain[number] = seconds

@@ -36,15 +36,24 @@ class PassSeconds:
     tokens: float | None = None
 
 
-def measured_pass(waves: Sequence[Wave], tokens_per_pass: float) -> PassSeconds | None:
-    """Returns the seconds of a pass in some waves of one size, None if fewer than two of them were full."""
-    full = [wave for wave in waves if wave.streams]
+def measured_pass(waves: Sequence[Wave], tokens_per_pass: float, bursts: float | None = None) -> PassSeconds | None:
+    """Returns the seconds of a pass in some waves of one size, None if fewer than two of them were full.
+
+    Args:
+        waves: The waves.
+        tokens_per_pass: Tokens of a sequence in their passes.
+        bursts: Bursts of a pass, 1 unless some hold two; None where bursts are no passes. The seconds of a pass are
+            known from few texts, those of a token vary with how many are accepted.
+    """
+    full = [wave.streams for wave in waves if wave.streams]
     if len(full) < 2:
         return None
-    seconds = [sum(stream.seconds for stream in wave.streams) for wave in full]
-    tokens = [sum(stream.tokens for stream in wave.streams) for wave in full]
-    mean, low, high = ratio_interval(seconds, tokens, LEVEL)
-    return PassSeconds(mean * tokens_per_pass, (high - low) / 2 / mean, tokens_per_pass)
+    seconds = [sum(stream.seconds for stream in streams) for streams in full]
+    tokens = [sum(stream.tokens for stream in streams) for streams in full]
+    passes = [float(sum(stream.passes for stream in streams)) for streams in full]
+    mean, low, high = ratio_interval(seconds, tokens if bursts is None else passes, LEVEL)
+    factor = tokens_per_pass if bursts is None else bursts
+    return PassSeconds(mean * factor, (high - low) / 2 / mean, tokens_per_pass)
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class SpeedModel:
         off = max(abs(math.log(value / middle)) for value in values[1:])
         rows = concurrency * (max(depth, own) + 1)
         beyond = _BEYOND * max(0.0, math.log(rows / max(self.plain))) if depth > own else 0.0
-        return PassSeconds(middle, math.hypot(end.width, off, _MODEL, beyond))
+        return PassSeconds(middle, off + math.hypot(end.width, _MODEL, beyond))  # a bound adds to what is random
 
     def free_pass(self, rows: float, concurrency: int) -> PassSeconds:
         """Returns the seconds of a pass over ``rows`` rows whose drafts cost nothing, but have the fixed overhead."""

@@ -35,11 +35,13 @@ class StreamTimes:
     Attributes:
         seconds: Of its passes there, without those that were disturbed.
         tokens: Tokens of these passes.
+        passes: Number of these passes.
         bursts: Tokens that arrived together, one number for every arrival after the first.
     """
 
     seconds: float
     tokens: float
+    passes: int
     bursts: tuple[float, ...]
 
 
@@ -128,8 +130,8 @@ def _stream(answer: ServerAnswer, start: float, end: float) -> StreamTimes | Non
         return None
     longest = _DISTURBED * median(gaps)
     kept = [(gap, size) for gap, size in zip(gaps, bursts[1:], strict=True) if gap <= longest]
-    seconds = sum(gap for gap, _ in kept)
-    return StreamTimes(seconds, sum(size for _, size in kept), tuple(bursts[1:])) if seconds > 0.0 else None
+    seconds, size_in_all = sum(gap for gap, _ in kept), sum(size for _, size in kept)
+    return StreamTimes(seconds, size_in_all, len(kept), tuple(bursts[1:])) if seconds > 0.0 else None
 
 
 def _separation(gaps: Sequence[float]) -> float:
