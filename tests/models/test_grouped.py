@@ -22,7 +22,7 @@ from foretoken.models.runners.pass_plan import PassPlan
 from .test_native import CONFIG, needs_kernels, weights
 
 INPUTS, OUTPUTS = 72, 131  # of the head of CONFIG; multiples of nothing
-WIDE, SPAN = 744, 128  # more inputs than share a scale, and how many do: SPAN of csrc/grouped.hpp
+WIDE = 744  # several records
 TABLE = tuple(range(0, 64, 4))
 CODES = {"Q5_0": 32, "Q5_1": 32, "Q3_K": 8}  # codes of a layout, if they are fewer than its bits allow
 LAYOUTS = {
@@ -67,9 +67,9 @@ def runner_with(head: Matrix, embedding: torch.Tensor | Grouped, inputs: int = I
 
 
 def expected(x: torch.Tensor, matrix: Grouped) -> torch.Tensor:
-    """The product in float64, with activations quantized by row and span of inputs as the kernels do it."""
-    inputs, span = x.shape[1], max(SPAN, matrix.layout.group)
-    parts = F.pad(x, (0, -inputs % span)).unflatten(1, (-1, span))
+    """The product in float64, with activations quantized by row and group of inputs as the kernels do it."""
+    inputs, group = x.shape[1], matrix.layout.group
+    parts = F.pad(x, (0, -inputs % group)).unflatten(1, (-1, group))
     largest = parts.abs().amax(-1, keepdim=True)
     scales = torch.where(largest > 0, largest / 127, 1.0)
     rounded = ((parts * (1 / scales)).round() * scales).flatten(1)[:, :inputs]

@@ -2,7 +2,7 @@
 
 Four-bit files (GGUF, AWQ, GPTQ, compressed-tensors) store matrices this way. A weight is
 ``(level(code) - zero) * scale + offset``, where a level is the code itself or an entry of a table. Products quantize
-their inputs to int8, by row and span of 128 inputs.
+their inputs to int8, by row and group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 // Products with weights of four, six or eight bits that share a scale in groups of inputs.
 //
 // A weight is level(code) * scale + offset with one scale and offset per output and group; activations are int8 with one
-// scale per row and span of SPAN inputs (or a group, if it is longer). Products are summed over integers inside a group;
-// groups are added in float32 inside a span, and spans to the result, in their order. So a row's result depends neither on
-// the number of rows nor on the other rows.
+// scale per row and group. Products are summed over integers inside a group, and groups are added in float32, in their
+// order. So a row's result depends neither on the number of rows nor on the other rows.
 //
 // A unit (32 outputs) is a run of records, each of one or several groups of inputs: the scales of its outputs, their offsets if
 // there are any, the parts of scales and offsets by group if there are two levels, then the codes of its groups, for each the
@@ -14,16 +13,14 @@
 
 #include "levels.hpp"
 
-constexpr int SPAN = 128;         // inputs of an activation row that share a scale; a multiple of shorter groups
-
 // Rows of a tile, which takes both blocks of a unit at once, so that memory is read in order and inputs are loaded once for both.
-// With eight rows the sums of floats do not fit into registers beside those of integers; compilers keep them in memory, which
+// With eight rows the sums of floats do not fit into registers beside those of integers, so they are kept in memory, which
 // costs nothing, since the multipliers are what is busy. Taller tiles are no faster for each row.
-constexpr int GROUPED_ROWS = 8;
+constexpr int GROUPED_ROWS = 8, IN_REGISTERS = 4;
 constexpr int BYTES_AHEAD = 8192;  // what a unit's only tile prefetches ahead
 
-// What an activation row stores for each group: the scale of its span, what the group's integer sums start from, so that
-// levels count from `zero`, and the sum of its codes, for offsets.
+// What an activation row stores for each group: its scale, what the group's integer sums start from, so that levels count
+// from `zero`, and the sum of its codes, for offsets.
 struct GroupMeta {
     float scale;
     int32_t start;
@@ -85,56 +82,50 @@ struct GroupAt {
     }
 };
 
-inline int64_t span_groups(const Matrix& w) { return w.group < SPAN ? SPAN / w.group : 1; }
-
-// Stores a row of floats as int8 words with a scale for each span. Padding after `count` becomes zero.
+// Stores a row of floats as int8 words with a scale for each group. Padding after `count` becomes zero.
 template <class V>
 inline void encode_groups(const Matrix& w, const float* row, int64_t count, Word* words, GroupMeta* meta) {
-    const int64_t per = span_groups(w), groups = w.groups();
     const int32_t lowered = !UNSIGNED_BYTES && large_levels(w, V::bits) ? 128 : 0;
     auto numbers = [&](int64_t i) {
         return count - i >= LANES ? load(row + i) : load_first(row + i, count - i, 0.0f);
     };
-    for (int64_t span = 0; span < groups; span += per) {
-        const int64_t end = std::min(span + per, groups);
+    for (int64_t g = 0; g < w.groups(); g++) {
+        const int64_t first = g * w.group, last = first + w.group;
         Floats maxima = floats(0.0f);
-        for (int64_t i = span * w.group; i < end * w.group; i += LANES) maxima = larger(maxima, absolute(numbers(i)));
+        for (int64_t i = first; i < last; i += LANES) maxima = larger(maxima, absolute(numbers(i)));
         const float top = largest(maxima), scale = top == 0.0f ? 1.0f : top / 127.0f;
         const Floats inverse = floats(1.0f / scale);
-        for (int64_t g = span; g < end; g++) {
-            Ints total = ints(0);
-            for (int64_t i = g * w.group; i < (g + 1) * w.group; i += LANES) {
-                Ints q = to_ints(numbers(i) * inverse);
-                total = add_ints(total, q);
-                store_saturated((int8_t*)words + i, q);
-            }
-            const int32_t sum = sum_of(total);
-            meta[g] = {scale, (lowered - w.zero) * sum, (float)sum};
+        Ints total = ints(0);
+        for (int64_t i = first; i < last; i += LANES) {
+            Ints q = to_ints(numbers(i) * inverse);
+            total = add_ints(total, q);
+            store_saturated((int8_t*)words + i, q);
         }
+        const int32_t sum = sum_of(total);
+        meta[g] = {scale, (lowered - w.zero) * sum, (float)sum};
     }
 }
 
-// One unit times R rows, over one group: sums[block][r] += (levels - zero) * x[r] * scales + offsets * x[r]. x is [words][R].
+// One unit times R rows, over one group: totals[block][r] += ((levels - zero) * x[r] * scales + offsets * x[r]) * the scale of
+// x[r]. x is [words][R].
 template <class V, bool SMALL, int R>
 __attribute__((always_inline)) inline void add_group(const GroupAt<V>& at, Ints levels, int sixteens, const Word* x,
-                                                     const GroupMeta* meta, int64_t groups, Floats (&sums)[BLOCKS][R]) {
+                                                     const GroupMeta* meta, int64_t groups, float (*totals)[R][LANES]) {
     Ints part[BLOCKS][R];
     each<R>([&](auto r) __attribute__((always_inline)) {
         const Ints start = ints(meta[r() * groups].start);
         each<BLOCKS>([&](auto b) __attribute__((always_inline)) { part[b()][r()] = start; });
     });
     add_levels<V::bits, SMALL>((const Ints*)at.codes, levels, sixteens, x, part);
+    if constexpr (R > IN_REGISTERS) asm volatile("" : : : "memory");  // totals stay in memory, integers in registers
     each<BLOCKS>([&](auto b) __attribute__((always_inline)) {
-        const Floats scales = at.floats(b(), 0);
+        const Floats scales = at.floats(b(), 0), offsets = V::sides == 2 ? at.floats(b(), V::sides - 1) : scales;
         each<R>([&](auto r) __attribute__((always_inline)) {
-            sums[b()][r()] = multiply_add(to_floats(part[b()][r()]), scales, sums[b()][r()]);
+            Floats value = to_floats(part[b()][r()]) * scales;
+            if constexpr (V::sides == 2) value = multiply_add(offsets, floats(meta[r() * groups].sum), value);
+            float* total = totals[b()][r()];
+            store(total, multiply_add(value, floats(meta[r() * groups].scale), load(total)));
         });
-        if constexpr (V::sides == 2) {
-            const Floats offsets = at.floats(b(), 1);
-            each<R>([&](auto r) __attribute__((always_inline)) {
-                sums[b()][r()] = multiply_add(offsets, floats(meta[r() * groups].sum), sums[b()][r()]);
-            });
-        }
     });
 }
 
@@ -156,7 +147,7 @@ struct Fetch {
 template <class V, bool SMALL, int R, class Store>
 inline void grouped_tile(const Matrix& w, const Word* x, const GroupMeta* meta, int row, int64_t unit, TileOf tile,
                          Store& store) {
-    const int64_t groups = w.groups(), words = w.group / 4 * R, per = span_groups(w);
+    const int64_t groups = w.groups(), words = w.group / 4 * R;
     const int64_t bytes = w.record_bytes / w.record_groups, unit_bytes = bytes * groups;
     const int sixteens = w.group / LANES;
     Ints levels = repeated(w.levels);
@@ -165,24 +156,10 @@ inline void grouped_tile(const Matrix& w, const Word* x, const GroupMeta* meta, 
     GroupAt<V> at(w, unit, 0);
     Fetch fetch{at.record + (tile.count == 1 ? BYTES_AHEAD : unit_bytes + unit_bytes * tile.number / tile.count)};
     const uint8_t* next = fetch.at;
-    for (int64_t g = 0; g < groups;) {
-        Floats sums[BLOCKS][R];
-        each<R>([&](auto r) __attribute__((always_inline)) {
-            each<BLOCKS>([&](auto b) __attribute__((always_inline)) { sums[b()][r()] = floats(0.0f); });
-        });
-        for (const int64_t end = std::min(g + per, groups); g < end; g++, at.advance()) {
-            next += bytes / tile.count;
-            fetch.upto(next);
-            add_group<V, SMALL>(at, levels, sixteens, x + g * words, meta + g, groups, sums);
-        }
-        asm volatile("" : : : "memory");  // so that the compiler keeps totals in memory and the sums in registers
-        each<R>([&](auto r) __attribute__((always_inline)) {
-            const Floats scale = floats(meta[r() * groups + g - 1].scale);
-            each<BLOCKS>([&](auto b) __attribute__((always_inline)) {
-                float* total = totals[b()][r()];
-                ::store(total, multiply_add(sums[b()][r()], scale, load(total)));
-            });
-        });
+    for (int64_t g = 0; g < groups; g++, at.advance()) {
+        next += bytes / tile.count;
+        fetch.upto(next);
+        add_group<V, SMALL, R>(at, levels, sixteens, x + g * words, meta + g, groups, totals);
     }
     for (int r = 0; r < R; r++)
         store(row + r, unit, finish(w, unit * BLOCKS, load(totals[0][r])),
