@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -q $(PIP_ARGS) -c constraints.txt
 # Byte code for all at once, on all cores: without it every start of Python would compile torch again where it may not
 # keep what it compiled, which takes longer than anything else until the first token. A file that is no Python is no error.
-COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib src >/dev/null 2>&1 || true
 # For the same reason tests may write byte code: pytest would compile every test module again in every process.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 RUNTIME := $(VENV)/.installed-runtime
