@@ -1,6 +1,7 @@
 """Our server beside vLLM's: the same model, requests and machine, in turns at each concurrency.
 
-    python benchmarks/serving_vllm.py --workload short --workload agents --temperature 0 --output serving_vllm.json
+    python benchmarks/serving_vllm.py --workload short --temperature 0 --output serving_vllm.json
+    python benchmarks/serving_vllm.py --workload agents --turns 1 --max-tokens 8 --temperature 0
     python benchmarks/serving_vllm.py --workload short --concurrency 1 --vllm-depth 4
 
 Both servers run all the while, and wait while the other one is loaded. The load is that of ``foretoken bench serve``,

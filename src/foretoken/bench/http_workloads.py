@@ -13,6 +13,7 @@ from foretoken.bench.workloads import FUNCTIONS
 
 SHORT, LONG, SHARED, AGENTS = WORKLOADS = ("short", "long", "shared", "agents")
 _CHARACTERS = 3.2  # of a token of Python, about; the server's own count is reported
+_COLD = 2  # beginnings that are sent one by one, each of which takes the whole prefill
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def run_workload(name: str, server: LoadedServer, plan: LoadPlan) -> Iterator[Lo
     """Yields the results of a workload. No prompt repeats an earlier one, so only what it shares is cached.
 
     short: functions of ours. long: other text before each. shared: one beginning before each, the first time cold.
-    agents: first each with a beginning of its own (agents, cold), then all on one that was sent once (agents, warm).
+    agents: first each with a beginning of its own (agents, cold), then all on one that was sent once (agents, warm);
+    one by one and all at once. One by one, two are cold.
     """
     if name == AGENTS:
         yield from _agents(server, plan)
@@ -56,7 +58,7 @@ def run_workload(name: str, server: LoadedServer, plan: LoadPlan) -> Iterator[Lo
 def _agents(server: LoadedServer, plan: LoadPlan) -> Iterator[LoadResult]:
     beginning = filler(plan.shared_tokens)
     for concurrency in (1, plan.agents):
-        cold = [own(beginning) + task(i) for i in range(plan.agents)]
+        cold = [own(beginning) + task(i) for i in range(max(_COLD, concurrency))]
         yield server.run(f"{AGENTS}, cold", cold, concurrency)
         shared = own(beginning)
         server.run(AGENTS, [shared], 1)
