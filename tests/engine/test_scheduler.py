@@ -248,6 +248,58 @@ def test_prefill_pace_without_a_step_to_compare_with():
     assert pace.rows(4) is not None
 
 
+def test_prefill_pace_counts_draft_tokens_as_rows():
+    """A row takes a millisecond beside 50; steps without prefill verify 12 draft tokens, those with prefill none."""
+    pace = PrefillPacer("auto")
+    pace.observe(Timings(0.0, 0.05 + 0.001 * 12, 0.0, 0.0, 4), draft_rows=12)
+    for rows in (40, 20, 12, 5):  # the last two are no more rows than the step without prefill has
+        pace.observe(Timings(0.0, 0.05 + 0.001 * rows, 0.0, 0.0, 4, rows))
+    assert pace.rows(4) == pytest.approx(62, abs=1)
+
+
+def test_a_short_prompt_takes_the_place_of_draft_tokens_and_a_long_one_does_not():
+    pace = PrefillPacer("auto")
+    pace.observe(Timings(0.0, 0.05 + 0.001 * 12, 0.0, 0.0, 4), draft_rows=12)
+    pace.observe(Timings(0.0, 0.05 + 0.001 * 62, 0.0, 0.0, 4, 50), draft_rows=12)
+    rows = pace.rows(4)
+    assert rows == pytest.approx(62, abs=1)
+    short, long = pace.next_step(4, 1, 4 * rows), pace.next_step(4, 1, 4 * rows + 1)
+    assert (short.rows, short.drafts) == (rows + 12, False) and (long.rows, long.drafts) == (rows, True)
+    for limit in (7, None):
+        assert PrefillPacer(limit).next_step(4, 1, 3).drafts and PrefillPacer(limit).next_step(4, 1, 3).rows == limit
+
+
+def test_requests_draft_again_once_a_short_prompt_is_prefilled():
+    one = engine(prompt_rows="auto")
+    one.add(context(0, 4), Length(100))
+    one.step()
+    assert [len(step.draft) for step in one.step()] == [3]
+    one.add(context(1, 12), Length(100))
+    assert [len(step.draft) for step in one.step()] == [0, 0]
+    assert [len(step.draft) for step in one.step()] == [3, 3]
+
+
+def test_prompts_that_arrive_together_begin_one_after_another():
+    one = engine(prompt_rows="auto")
+    for i, length in enumerate((80, 30, 40, 30, 80)):
+        one.add(context(i, length), Length(50))
+    emitted = [{step.sequence for step in one.step()} for _ in range(2)]
+    assert emitted[0] == {0} and 1 in emitted[1]
+    tiny = engine(prompt_rows="auto")
+    for i in range(8):
+        tiny.add(context(i, 20), Length(50))
+    assert {step.sequence for step in tiny.step()} == {0, 1, 2, 3}  # 80 rows cost a pass no more than its products
+
+
+def test_a_prompt_that_does_not_fit_keeps_nobody_from_drafting():
+    one = engine(prompt_rows="auto", capacity=128)
+    one.add(context(0, 60), Length(60))
+    one.step()
+    one.add(context(1, 16), Length(100))
+    drafted = [len(step.draft) for _ in range(3) for step in one.step()]
+    assert [s.context.id for s in one.waiting] == [1] and all(drafted)
+
+
 def test_prefill_limits_of_the_caller():
     assert PrefillPacer(100).rows(4) == 100 and PrefillPacer(None).rows(4) is None
     with pytest.raises(InvalidRequest, match="max_num_batched_tokens"):

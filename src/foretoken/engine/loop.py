@@ -266,7 +266,7 @@ class Engine:
         for context, tokens in zip(contexts, emitted, strict=True):
             context.tokens.extend(tokens)
         timings = clock.timings()
-        self.pace.observe(timings)
+        self.pace.observe(timings, sum(map(len, drafts)))
         steps = [
             StepOutput(
                 context.id,

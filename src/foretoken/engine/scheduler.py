@@ -26,7 +26,8 @@ class ScheduledBatch:
 
     Args:
         ready: Sequences that emit tokens. The last chunk of their prefill runs in the same forward pass.
-        max_draft_tokens: Maximum number of draft tokens of each sequence in ``ready``.
+        max_draft_tokens: Maximum number of draft tokens of each sequence in ``ready``: what could be emitted, what fits,
+            and none where a short prompt takes their place.
         prefilling: Sequences with a prefill chunk in this step, and no output.
     """
 
@@ -129,14 +130,16 @@ class Scheduler:
         in_order = sorted(self.running.values(), key=lambda s: s.turn)
         decoding = sum(sequence.ready for sequence in in_order)
         waiting = len(in_order) - decoding + min(len(self.waiting), self.max_sequences - len(in_order))
-        left = self.pace.rows(decoding, waiting)
+        limit = self.pace.next_step(decoding, waiting, self._next_prompt(in_order))
+        left = limit.rows
         for sequence in in_order:
             left = self._prefill(sequence, left)
-        while self.waiting and (left is None or left > 0) and self._admit():
+        while self.waiting and (left is None or left > limit.spare) and self._admit():
             left = self._prefill(self._open(self.waiting.pop(0)), left)
         ready = [s for s in self.running.values() if s.ready]
         prefilling = [s for s in self.running.values() if not s.ready and s.handle.pending]
-        return ScheduledBatch(ready, self._max_draft_tokens(ready), prefilling)
+        drafts = limit.drafts or not (prefilling or any(len(s.handle.pending) > 1 for s in ready))
+        return ScheduledBatch(ready, self._max_draft_tokens(ready) if drafts else [0] * len(ready), prefilling)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the records of sequences and slots are inconsistent."""
@@ -152,6 +155,11 @@ class Scheduler:
         self.target.check()
 
     # prefill
+
+    def _next_prompt(self, in_order: list[Sequence]) -> int:
+        """Returns the number of tokens to prefill in the next sequence, cached ones included if it was not opened."""
+        queued = (len(sequence.context.tokens) for sequence in self.waiting[:1])
+        return next((s.num_uncomputed for s in in_order if not s.ready), next(queued, 0))
 
     def _prefill(self, sequence: Sequence, left: int | None) -> int | None:
         """Gives the target the next prefill chunk of a sequence. Returns the rows left for other sequences."""
