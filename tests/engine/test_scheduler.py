@@ -17,7 +17,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import Timings
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
-from foretoken.engine.prefill_pace import PrefillPacer
+from foretoken.engine.prefill_pace import PrefillLimit, PrefillPacer
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Handle, Scores
 from foretoken.models.state.pages import PAGE
@@ -221,10 +221,10 @@ def test_a_law_that_fails_ends_its_own_request_alone():
 
 def test_prefill_pace_follows_measured_times():
     pace = PrefillPacer("auto")
-    assert pace.rows(0) == 512 and pace.rows(4) == 32
+    assert pace.next_step(0, 9, 9).rows == 512 and pace.rows(4, 1) == 32
     for rows in (0, 32, 0, 32):
         pace.observe(Timings(0.0, 0.05 + 0.001 * rows, 0.0, 0.0, 4, rows))
-    assert pace.rows(4) == pytest.approx(50, abs=1)
+    assert pace.rows(4, 1) == pytest.approx(50, abs=1)
     assert pace.rows(4, 0) == pace.rows(4, 1)
     assert pace.rows(4, 3) == pytest.approx(150, abs=2)  # each of those who wait adds a step
     assert pace.rows(4, 64) == pytest.approx(250, abs=2)  # a quarter of a second
@@ -236,16 +236,16 @@ def test_prefill_pace_of_a_burst_is_not_that_of_the_step_before_it():
     pace.observe(Timings(0.0, 0.051, 0.0, 0.0, 1))
     for _ in range(3):
         pace.observe(Timings(0.0, 0.05 + 0.001 * (40 + 32), 0.0, 0.0, 40, 32))
-    assert pace.rows(40) == pytest.approx(90, abs=1)
+    assert pace.rows(40, 1) == pytest.approx(90, abs=1)
 
 
 def test_prefill_pace_without_a_step_to_compare_with():
     """Where every step has had prefill, weights are counted as rows, which makes chunks smaller and never larger."""
     pace = PrefillPacer("auto")
     pace.observe(Timings(0.0, 0.05 + 0.001 * 100, 0.0, 0.0, 4, 96))
-    assert 0 < pace.rows(4) <= 54
+    assert 0 < pace.rows(4, 1) <= 54
     pace.observe(Timings(0.0, 0.0, 0.0, 0.0, 4, 96))  # no clock
-    assert pace.rows(4) is not None
+    assert pace.rows(4, 1) > 0
 
 
 def test_prefill_pace_counts_draft_tokens_as_rows():
@@ -254,19 +254,19 @@ def test_prefill_pace_counts_draft_tokens_as_rows():
     pace.observe(Timings(0.0, 0.05 + 0.001 * 12, 0.0, 0.0, 4), draft_rows=12)
     for rows in (40, 20, 12, 5):  # the last two are no more rows than the step without prefill has
         pace.observe(Timings(0.0, 0.05 + 0.001 * rows, 0.0, 0.0, 4, rows))
-    assert pace.rows(4) == pytest.approx(62, abs=1)
+    assert pace.rows(4, 1) == pytest.approx(62, abs=1)
 
 
 def test_a_short_prompt_takes_the_place_of_draft_tokens_and_a_long_one_does_not():
     pace = PrefillPacer("auto")
-    pace.observe(Timings(0.0, 0.05 + 0.001 * 12, 0.0, 0.0, 4), draft_rows=12)
-    pace.observe(Timings(0.0, 0.05 + 0.001 * 62, 0.0, 0.0, 4, 50), draft_rows=12)
-    rows = pace.rows(4)
-    assert rows == pytest.approx(62, abs=1)
-    short, long = pace.next_step(4, 1, 4 * rows), pace.next_step(4, 1, 4 * rows + 1)
-    assert (short.rows, short.drafts) == (rows + 12, False) and (long.rows, long.drafts) == (rows, True)
-    for limit in (7, None):
-        assert PrefillPacer(limit).next_step(4, 1, 3).drafts and PrefillPacer(limit).next_step(4, 1, 3).rows == limit
+    for rows in (0, 50):
+        pace.observe(Timings(0.0, 0.05 + 0.001 * rows, 0.0, 0.0, 4, rows))
+    assert pace.rows(4, 1) == pytest.approx(50, abs=1) and pace.rows(4, 2) == pytest.approx(100, abs=1)
+    assert pace.next_step(4, 1, 3 * 102) == PrefillLimit(pace.rows(4, 1))
+    assert pace.next_step(4, 1, 3 * 98) == PrefillLimit(98, drafts=False)
+    assert pace.next_step(4, 1, 110) == PrefillLimit(55, drafts=False)  # two equal steps
+    assert pace.next_step(4, 1, 60) == PrefillLimit(60, drafts=False)
+    assert pace.next_step(4, 1, 3) == PrefillLimit(pace.rows(4, 1), drafts=False)  # others may have the rest
 
 
 def test_requests_draft_again_once_a_short_prompt_is_prefilled():
@@ -283,8 +283,7 @@ def test_prompts_that_arrive_together_begin_one_after_another():
     one = engine(prompt_rows="auto")
     for i, length in enumerate((80, 30, 40, 30, 80)):
         one.add(context(i, length), Length(50))
-    emitted = [{step.sequence for step in one.step()} for _ in range(2)]
-    assert emitted[0] == {0} and 1 in emitted[1]
+    assert [step.sequence for step in one.step()] == [0]
     tiny = engine(prompt_rows="auto")
     for i in range(8):
         tiny.add(context(i, 20), Length(50))
@@ -301,7 +300,8 @@ def test_a_prompt_that_does_not_fit_keeps_nobody_from_drafting():
 
 
 def test_prefill_limits_of_the_caller():
-    assert PrefillPacer(100).rows(4) == 100 and PrefillPacer(None).rows(4) is None
+    for limit in (100, None):
+        assert PrefillPacer(limit).next_step(4, 1, 3) == PrefillPacer(limit).next_step(0, 1, 3) == PrefillLimit(limit)
     with pytest.raises(InvalidRequest, match="max_num_batched_tokens"):
         PrefillPacer("fast")  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ _ENOUGH_ROWS = 64  # of such a step, so that no further prompt begins: the first
 _FIRST_ROWS = 32  # until the time of a prompt token has been measured
 _MIN_ROWS = 16
 _MAX_STALL = 0.25  # seconds that many waiting requests may add to a step: more lowers TTFT, raises ITL
-_SHORT = 4  # steps: a prompt that takes no more is prefilled instead of draft tokens
+_SHORT = 3  # steps: a prompt that takes no more is prefilled instead of draft tokens
 _DECAY = 0.9  # of the moving averages
 
 
@@ -52,8 +52,9 @@ class PrefillPacer:
     of the running requests, and a burst is not paced by the few that run already.
 
     The rows of a prompt fill a pass until it is bound by arithmetic, where a draft token delays the first token of the
-    prompt by as much as another prompt token does. So a short prompt takes the place of draft tokens for its few steps.
-    Beside a long prompt requests draft, since they would otherwise be slow for as long as it takes.
+    prompt by as much as another prompt token does. So a short prompt takes the place of draft tokens: it may add the
+    time of another step, and is divided evenly. Beside a long prompt requests draft, since they would otherwise be
+    slow for as long as it takes.
 
     Args:
         limit: See ``PromptRows``. Raises InvalidRequest for any other value.
@@ -76,26 +77,21 @@ class PrefillPacer:
             waiting: Number of sequences that wait for their first token and could run.
             first: Number of prompt tokens of the first of these that are not computed, or more if that is unknown.
         """
-        rows = self.rows(decoding, waiting)
-        if rows is None or self.limit != "auto":
-            return PrefillLimit(rows)
+        if self.limit != "auto":
+            return PrefillLimit(self.limit)
         if not decoding:
-            return PrefillLimit(rows, spare=rows - _ENOUGH_ROWS)
-        if first > _SHORT * rows:
-            return PrefillLimit(rows)
-        return PrefillLimit(min(_MAX_ROWS, rows + int(self._step_without_prefill(decoding).draft_rows)), drafts=False)
+            return PrefillLimit(_MAX_ROWS, spare=_MAX_ROWS - _ENOUGH_ROWS)
+        rows = self.rows(decoding, waiting)
+        steps = max(1, -(-first // self.rows(decoding, waiting + 1)))
+        return PrefillLimit(rows) if steps > _SHORT else PrefillLimit(max(rows, -(-first // steps)), drafts=False)
 
-    def rows(self, decoding: int, waiting: int = 1) -> int | None:
-        """Returns the limit of prompt tokens beside draft tokens for a step; None is no limit.
+    def rows(self, decoding: int, waiting: int) -> int:
+        """Returns how many prompt tokens may be computed beside ``decoding`` sequences and their draft tokens.
 
         Args:
-            decoding: Number of decoding sequences.
+            decoding: Number of decoding sequences, one or more.
             waiting: Number of sequences that wait for their first token and could run.
         """
-        if self.limit != "auto":
-            return self.limit
-        if not decoding:
-            return _MAX_ROWS
         seconds, rows = self._added
         if not seconds:
             return _FIRST_ROWS

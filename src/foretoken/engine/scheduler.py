@@ -26,8 +26,8 @@ class ScheduledBatch:
 
     Args:
         ready: Sequences that emit tokens. The last chunk of their prefill runs in the same forward pass.
-        max_draft_tokens: Maximum number of draft tokens of each sequence in ``ready``: what could be emitted, what fits,
-            and none where a short prompt takes their place.
+        max_draft_tokens: Maximum number of draft tokens of each sequence in ``ready``: what could be emitted, what
+            fits, and none where a short prompt takes their place.
         prefilling: Sequences with a prefill chunk in this step, and no output.
     """
 
