@@ -17,7 +17,7 @@ _ENOUGH_ROWS = 64  # of such a step, so that no further prompt begins: the first
 _FIRST_ROWS = 32  # until the time of a prompt token has been measured
 _MIN_ROWS = 16
 _MAX_STALL = 0.25  # seconds that many waiting requests may add to a step: more lowers TTFT, raises ITL
-_SHORT = 3  # steps: a prompt that takes no more is prefilled instead of draft tokens
+_SHORT = 4  # steps: a prompt that takes no more is prefilled instead of draft tokens
 _DECAY = 0.9  # of the moving averages
 
 
@@ -52,9 +52,8 @@ class PrefillPacer:
     of the running requests, and a burst is not paced by the few that run already.
 
     The rows of a prompt fill a pass until it is bound by arithmetic, where a draft token delays the first token of the
-    prompt by as much as another prompt token does. So a short prompt takes the place of draft tokens: it may add the
-    time of another step, and is divided evenly. Beside a long prompt requests draft, since they would otherwise be
-    slow for as long as it takes.
+    prompt by as much as another prompt token does. So a short prompt takes the place of draft tokens, in equal steps.
+    Beside a long prompt requests draft, since they would otherwise be slow for as long as it takes.
 
     Args:
         limit: See ``PromptRows``. Raises InvalidRequest for any other value.
@@ -82,7 +81,8 @@ class PrefillPacer:
         if not decoding:
             return PrefillLimit(_MAX_ROWS, spare=_MAX_ROWS - _ENOUGH_ROWS)
         rows = self.rows(decoding, waiting)
-        steps = max(1, -(-first // self.rows(decoding, waiting + 1)))
+        instead = min(_MAX_ROWS, rows + int(self._step_without_prefill(decoding).draft_rows))
+        steps = max(1, -(-first // instead))
         return PrefillLimit(rows) if steps > _SHORT else PrefillLimit(max(rows, -(-first // steps)), drafts=False)
 
     def rows(self, decoding: int, waiting: int) -> int:
