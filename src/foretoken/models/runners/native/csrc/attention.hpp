@@ -281,7 +281,7 @@ class Attention : AttentionRows<kv> {
             const Word* value = half(page, true);
             for (int key = 0; key < keys; key++, value += layout.key_words) {
                 Floats parts[V];
-                for (int v = 0; v < V; v++) parts[v] = get<kv>(value, at + v * LANES);
+                get_values<kv>(value, at, parts);
 #pragma GCC unroll 6
                 for (int i = 0; i < Q; i++) {
                     Floats weight = floats(weights[i * PAGE + key]);
@@ -296,7 +296,17 @@ class Attention : AttentionRows<kv> {
     }
 
     void add(float* out, float weight, const Word* value) const {
-        for (int i = 0; i < layer.head_dim; i += LANES) store(out + i, multiply_add(floats(weight), get<kv>(value, i), load(out + i)));
+        auto some = [&](int at, auto& parts) __attribute__((always_inline)) {
+            get_values<kv>(value, at, parts);
+            for (const Floats& part : parts) {
+                store(out + at, multiply_add(floats(weight), part, load(out + at)));
+                at += LANES;
+            }
+        };
+        Floats two[2], one[1];
+        int at = 0;
+        for (; at + 2 * LANES <= layer.head_dim; at += 2 * LANES) some(at, two);
+        if (at < layer.head_dim) some(at, one);
     }
 
     void add_bytes(int q, int block, Floats sums) {

@@ -1,7 +1,7 @@
 // Rows of the KV cache: where they lie in a page, and how they are written and moved.
 //
-// The keys of sixteen rows form a block as in a packed matrix: [block][words of a head][16 rows]. Values are [row][head_dim];
-// those of latent attention are the first numbers of keys. Of an int8 cache, the values of a page are blocks of sixteen
+// The keys of sixteen rows form a block as in a packed matrix: [block][words of a head][16 rows]. Values are [row][words of a
+// head]; those of latent attention are the first numbers of keys. Of an int8 cache, the values of a page are blocks of sixteen
 // numbers, [block][16 words][16 numbers], whose words hold a number of four rows each, and the scales of the page's rows
 // follow its keys and its values.
 #pragma once
@@ -59,6 +59,32 @@ inline float to_bytes(const float* x, int64_t count, int8_t* bytes) {
     return scale;
 }
 
+// Values of float caches. A word of bfloat16 holds numbers i and i + 16 of 32, so that a vector of words is two vectors of
+// numbers, by a shift and a mask; sixteen numbers that are left at the end lie in order.
+template <Kind kv>
+inline void put_values(Word* to, const float* x, int dim) {
+    int i = 0;
+    if constexpr (kv == BF16)
+        for (alignas(64) Word words[LANES]; i + 2 * LANES <= dim; i += 2 * LANES) {
+            put<BF16>(words, 0, load(x + i)), put<BF16>(words, LANES, load(x + i + LANES));
+            const uint16_t* halves = (const uint16_t*)words;
+            for (int lane = 0; lane < LANES; lane++) to[i / 2 + lane] = halves[lane] | (Word)halves[LANES + lane] << 16;
+        }
+    for (; i < dim; i += LANES) put<kv>(to, i, load(x + i));
+}
+
+// Reads V vectors of the values of a row from number `at` on, which is a multiple of 32.
+template <Kind kv, int V>
+INLINE void get_values(const Word* value, int at, Floats (&to)[V]) {
+    constexpr int pairs = kv == BF16 ? V / 2 : 0;
+    each<pairs>([&](auto pair) __attribute__((always_inline)) {
+        const Ints words = load_ints(value + at / 2 + pair() * LANES);
+        to[2 * pair()] = as_floats(shift_left<16>(words));
+        to[2 * pair() + 1] = as_floats(and_bits(words, ints((int)0xffff0000)));
+    });
+    for (int v = 2 * pairs; v < V; v++) to[v] = get<kv>(value, at + v * LANES);
+}
+
 // Writes and moves rows of a cache of one kind.
 template <Kind kv>
 struct CacheRows {
@@ -89,8 +115,7 @@ struct CacheRows {
             *place.value_scale = to_bytes(x, dim, bytes);
             for (int i = 0; i < dim; i++) place.value_byte(i) = bytes[i];
         } else {
-            Word* to = layout.value(pages, head, row);
-            for (int i = 0; i < dim; i += LANES) put<kv>(to, i, load(x + i));
+            put_values<kv>(layout.value(pages, head, row), x, dim);
         }
     }
 
