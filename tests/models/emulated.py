@@ -27,7 +27,6 @@ KINDS = (  # those that cases.cpp has
     grouped_kind(4, True, ScaleKind.TWO_LEVELS),
     grouped_kind(6, True, ScaleKind.TWO_LEVELS),
 )
-FLOATS = (Kind.FLOAT32, Kind.BFLOAT16)
 
 
 def level_of(name: str) -> cpu.Level:
@@ -64,7 +63,7 @@ def output(level: cpu.Level, tools: Toolchain | None = None, emulator: Sequence[
         build.linked("cases", [(HERE.parent / "core" / "pool_cases.cpp", ())], build.ANY, tools=tools),
         build.linked("packing", [(SOURCES / "packing.cpp", ())], level, tools=tools),
         build.linked("products", products, level, tools=tools),
-        build.linked("decoder", decoder_sources(FLOATS, CACHES), level, tools=tools),
+        build.linked("decoder", decoder_sources(KINDS, CACHES), level, tools=tools),
         build.linked("sampling", [(build.SHARED / "sampling.cpp", ())], level, tools=tools),
     )
     program = compiled(own, libraries[0].parent)

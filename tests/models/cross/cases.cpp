@@ -4,6 +4,7 @@
 #include "decoder.hpp"
 #include "products.hpp"
 #include "sampling.hpp"
+#include "texts.hpp"
 
 // Arguments: the libraries of the pool, of tests/core/pool_cases.cpp, of packing, products, the decoder and sampling.
 int main(int, char** paths) {
@@ -18,5 +19,10 @@ int main(int, char** paths) {
     check_decoder<F32, INT8>(Packing(packing), decoder);
     check_decoder<BF16, INT8>(Packing(packing), decoder);
     check_sampling(sampling);
+    check_texts<F32>(Packing(packing), decoder, sampling);
+    check_texts<BF16>(Packing(packing), decoder, sampling);
+    check_texts<BF16, BF16, PACKED>(Packing(packing), decoder, sampling);
+    check_texts<BF16, BF16, INT8>(Packing(packing), decoder, sampling);
+    check_texts<BF16, INT8, FOUR_BITS>(Packing(packing), decoder, sampling);
     return failures ? 1 : 0;
 }

@@ -97,4 +97,29 @@ struct Packing {
         w.data = data;
         return w;
     }
+
+    // Packs bytes with a scale for each output.
+    Matrix of_bytes(const std::vector<int8_t>& values, const std::vector<float>& scales, int64_t inputs) const {
+        const int64_t outputs = (int64_t)scales.size();
+        Matrix w = pack((const Word*)values.data(), INT8, outputs, inputs / 4);
+        float* own_scales = zeros<float>(w.units * 32);
+        int32_t* sums = zeros<int32_t>(w.units * 32);
+        for (int64_t i = 0; i < outputs * inputs; i++) own_scales[i / inputs] = scales[i / inputs], sums[i / inputs] += values[i];
+        w.scales = own_scales, w.sums = sums;
+        return w;
+    }
+
+    // A matrix of bfloat16 in 12 bits.
+    Matrix in_12_bits(Matrix w) const {
+        uint8_t* common = zeros<uint8_t>(w.units * 16);
+        int32_t *counts = zeros<int32_t>(w.units), *from = zeros<int32_t>(w.units + 1);
+        choose(&w, common, counts, 1);
+        for (int64_t unit = 0; unit < w.units; unit++) from[unit + 1] = from[unit] + counts[unit];
+        UpperBytes* upper = zeros<UpperBytes>(1);
+        *upper = {common, from, zeros<int32_t>(from[w.units] + 1), zeros<Word>((from[w.units] + 1) * 2 * STEP_WORDS)};
+        uint8_t* data = zeros<uint8_t>(w.units * w.steps / 2 * PAIR_BYTES);
+        bytes(&w, data, upper, 1);
+        w.data = (const Word*)data, w.kind = PACKED, w.upper = upper;
+        return w;
+    }
 };

@@ -3,8 +3,10 @@
 
 #include "checks.hpp"
 
-// kind: of the weights; cache: of keys and values.
-template <Kind kind, Kind cache>
+constexpr int FOUR_BITS = GROUPED;  // codes of four bits with scales of 16 bits
+
+// kind: of activations and the embedding; cache: of keys and values; weights: of the matrices.
+template <Kind kind, Kind cache, int weights = kind>
 class TinyDecoder {
    public:
     static constexpr int HIDDEN = 64, HEADS = 4, KV_HEADS = 2, HEAD = 16, INNER = 96, VOCAB = 96, LAYERS = 2, REACH = 192;
@@ -51,9 +53,17 @@ class TinyDecoder {
         return made;
     }
 
-    // Returns the logits of all rows.
+    // Returns the logits of all rows of one sequence.
     std::vector<float> run(const Pages& pages, const std::vector<Row>& rows, int threads = 1) {
+        return run({&pages}, {0, (int32_t)rows.size()}, rows, threads);
+    }
+
+    // Returns the logits of all rows. sequence_from: the first row of each sequence, and the number of rows.
+    std::vector<float> run(const std::vector<const Pages*>& sequences, const std::vector<int32_t>& sequence_from,
+                           const std::vector<Row>& rows, int threads) {
         std::vector<int32_t> tokens, positions, places, prefix, from{0}, branches, outputs;
+        std::vector<Word* const*> all;
+        for (const Pages* pages : sequences) all.push_back(pages->data());
         BatchSpec b = {};
         for (const Row& row : rows) {
             outputs.push_back((int32_t)tokens.size());
@@ -61,12 +71,11 @@ class TinyDecoder {
             prefix.push_back(row.prefix), branches.insert(branches.end(), row.branches.begin(), row.branches.end());
             from.push_back((int32_t)branches.size()), b.reach = std::max(b.reach, row.place + 1);
         }
-        const int32_t sequence_from[2] = {0, (int32_t)rows.size()};
-        Word* const* const all[1] = {pages.data()};
         std::vector<float> logits(rows.size() * VOCAB);
         b.tokens = tokens.data(), b.positions = positions.data(), b.places = places.data(), b.prefix = prefix.data();
-        b.branch_from = from.data(), b.branches = branches.data(), b.sequence_from = sequence_from, b.pages = all;
-        b.outputs = outputs.data(), b.logits = logits.data(), b.rows = b.output_count = (int)rows.size(), b.sequences = 1;
+        b.branch_from = from.data(), b.branches = branches.data(), b.sequence_from = sequence_from.data(), b.pages = all.data();
+        b.outputs = outputs.data(), b.logits = logits.data(), b.rows = b.output_count = (int)rows.size();
+        b.sequences = (int)sequences.size();
         const int failed = of<int(const ModelSpec*, const BatchSpec*, void*, int)>("foretoken_run")(&m, &b, workspace, threads);
         check(!failed, "a pass");
         return logits;
@@ -106,7 +115,31 @@ class TinyDecoder {
     }
 
     Matrix matrix(int outputs, int inputs) {
-        return packing.pack((const Word*)numbers((int64_t)outputs * inputs), kind, outputs, inputs / per_word(kind));
+        if constexpr (weights == INT8) return in_bytes(outputs, inputs);
+        if constexpr (weights == FOUR_BITS) return in_codes(outputs, inputs);
+        const Matrix w = packing.pack((const Word*)numbers((int64_t)outputs * inputs), kind, outputs, inputs / per_word(kind));
+        return weights == PACKED ? packing.in_12_bits(w) : w;
+    }
+
+    Matrix in_bytes(int outputs, int inputs) {
+        std::vector<int8_t> values;
+        for (int i = 0; i < outputs * inputs; i++) values.push_back((int8_t)(random.below(255) - 127));
+        return packing.of_bytes(values, std::vector<float>(outputs, 0.25f / 127), inputs);
+    }
+
+    Matrix in_codes(int outputs, int inputs) {
+        Matrix w = {};
+        w.kind = FOUR_BITS, w.units = padded(outputs, 32) / 32, w.steps = inputs / 4, w.group = 32, w.record_groups = 1, w.zero = 8;
+        w.record_bytes = 32 * 2 + 32 * w.group / 2;
+        for (int i = 0; i < 16; i++) w.levels[i] = (uint8_t)i;
+        w.data = packing.zeros<Word>(w.units * w.records() * w.record_bytes / 4);
+        std::vector<uint8_t> codes;
+        for (int i = 0; i < outputs * inputs; i++) codes.push_back((uint8_t)random.below(16));
+        const std::vector<float> scales(outputs * w.groups(), 0.03125f);
+        const float* of_floats[2] = {scales.data(), nullptr};
+        const int8_t* no_parts[2] = {};
+        packing.groups(codes.data(), of_floats, no_parts, outputs, inputs, &w, 0, 1, 1);
+        return w;
     }
 
     const float* norm(int count) {

@@ -40,18 +40,8 @@ inline void add_floats(const Packing& packing, std::vector<Case>& cases) {
     }
     cases.push_back({"float32", packing.pack((const Word*)singles.data(), F32, OUTPUTS, INPUTS), numbers});
     cases.push_back({"bfloat16", packing.pack((const Word*)halves.data(), BF16, OUTPUTS, INPUTS / 2), rounded});
-    Matrix w = cases.back().w;
-    uint8_t* bytes = packing.zeros<uint8_t>(UNITS * 16);
-    int32_t* counts = packing.zeros<int32_t>(UNITS);
-    packing.choose(&w, bytes, counts, 1);
-    int32_t* from = packing.zeros<int32_t>(UNITS + 1);
-    for (int unit = 0; unit < UNITS; unit++) from[unit + 1] = from[unit] + counts[unit];
-    check(from[UNITS] > 0 && from[UNITS] < UNITS * w.steps / 2, "some pairs are raw");
-    UpperBytes* upper = packing.zeros<UpperBytes>(1);
-    *upper = {bytes, from, packing.zeros<int32_t>(from[UNITS]), packing.zeros<Word>(from[UNITS] * 2 * STEP_WORDS)};
-    uint8_t* data = packing.zeros<uint8_t>(UNITS * w.steps / 2 * PAIR_BYTES);
-    packing.bytes(&w, data, upper, 1);
-    w.data = (const Word*)data, w.kind = PACKED, w.upper = upper;
+    const Matrix w = packing.in_12_bits(cases.back().w);
+    check(w.upper->from[UNITS] > 0 && w.upper->from[UNITS] < UNITS * w.steps / 2, "some pairs are raw");
     cases.push_back({"packed", w, rounded});
 }
 
@@ -59,17 +49,15 @@ inline void add_int8(const Packing& packing, std::vector<Case>& cases, bool exac
     Random random{2};
     std::vector<int8_t> values(OUTPUTS * INPUTS);
     std::vector<double> numbers(values.size());
-    float* scales = packing.zeros<float>(STRIDE);
-    int32_t* sums = packing.zeros<int32_t>(STRIDE);
+    std::vector<float> scales;
     for (int n = 0; n < OUTPUTS; n++) {
-        scales[n] = exact ? 1.0f : random.unit();
+        scales.push_back(exact ? 1.0f : random.unit());
         for (int k = 0; k < INPUTS; k++) {
             const int i = n * INPUTS + k, value = n == 2 ? -128 : n == 5 ? 127 : i * 7919 % 256 - 128;
-            values[i] = (int8_t)value, sums[n] += value, numbers[i] = (double)value * scales[n];
+            values[i] = (int8_t)value, numbers[i] = (double)value * scales[n];
         }
     }
-    Matrix w = packing.pack((const Word*)values.data(), INT8, OUTPUTS, INPUTS / 4);
-    w.scales = scales, w.sums = sums;
+    const Matrix w = packing.of_bytes(values, scales, INPUTS);
     cases.push_back({exact ? "int8, exact" : "int8", w, numbers, exact});
 }
 
