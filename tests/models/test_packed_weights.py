@@ -193,8 +193,9 @@ def test_auto_packs_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(weight_format, "last_level_cache", lambda: size + 1)
     assert not weight_format.packing_pays(a, torch.bfloat16)
     monkeypatch.setattr(weight_format, "last_level_cache", lambda: 1)
-    monkeypatch.setattr(cpu, "chosen", lambda: levels["amx"])
-    assert not weight_format.packing_pays(a, torch.bfloat16)
+    for name, pays in {"amx": False, "avx512": False, "avx2": True, "generic": False}.items():
+        monkeypatch.setattr(cpu, "chosen", lambda name=name: levels[name])
+        assert weight_format.packing_pays(a, torch.bfloat16) == pays
 
 
 def test_the_last_level_cache_is_read_from_the_system(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ INLINE Ints xor_bits(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 INLINE Ints or_bits(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 template <int n> INLINE Ints shift_left(Ints a) { return _mm512_slli_epi32(a, n); }
 template <int n> INLINE Ints shift_left16(Ints a) { return _mm512_slli_epi16(a, n); }    // in halves of 16 bits
+template <int n> INLINE Ints shift_right_signed16(Ints a) { return _mm512_srai_epi16(a, n); }
 template <int n> INLINE Ints shift_right16(Ints a) { return _mm512_srli_epi16(a, n); }
 INLINE Floats as_floats(Ints a) { return _mm512_castsi512_ps(a); }
 INLINE Ints as_ints(Floats a) { return _mm512_castps_si512(a); }
@@ -135,3 +136,5 @@ INLINE Ints add_products(Ints sum, Ints w, Ints x) {
 }
 INLINE void add_products(Ints& sum, Ints w, const uint32_t& word) { sum = add_products(sum, w, ints((int)word)); }
 #endif
+// sum += two products of numbers of 16 bits in each lane.
+INLINE Ints add_pairs(Ints sum, Ints a, Ints b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }

@@ -133,6 +133,17 @@ INLINE IntPiece piece_add_products(IntPiece sum, IntPiece a, IntPiece b) {
 }
 #endif
 
+#if defined(__SSE2__)
+// sum += two products of numbers of 16 bits in each lane.
+INLINE IntPiece piece_add_pairs(IntPiece sum, IntPiece a, IntPiece b) {
+#if defined(__AVX2__)
+    return sum + (IntPiece)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return sum + (IntPiece)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#endif
+}
+#endif
+
 // sum += a b + c d over four bytes in each lane, where a and c are at most 63 and not negative.
 INLINE IntPiece piece_add_small(IntPiece sum, IntPiece a, IntPiece b, IntPiece c, IntPiece d) {
 #if defined(__AVX2__) && !defined(__AVXVNNI__)
@@ -264,6 +275,7 @@ INLINE Ints or_bits(Ints a, Ints b) { OF_PIECES(Ints, a.p[i] | b.p[i]); }
 template <int n> INLINE Ints shift_left(Ints a) { OF_PIECES(Ints, (IntPiece)((WordPiece)a.p[i] << n)); }
 template <int n> INLINE Ints shift_left16(Ints a) { OF_PIECES(Ints, (IntPiece)((HalfPiece)a.p[i] << n)); }  // in halves of 16 bits
 template <int n> INLINE Ints shift_right16(Ints a) { OF_PIECES(Ints, (IntPiece)((HalfPiece)a.p[i] >> n)); }
+template <int n> INLINE Ints shift_right_signed16(Ints a) { OF_PIECES(Ints, (IntPiece)((ShortPiece)a.p[i] >> n)); }
 INLINE Floats as_floats(Ints a) { OF_PIECES(Floats, (FloatPiece)a.p[i]); }
 INLINE Ints as_ints(Floats a) { OF_PIECES(Ints, (IntPiece)a.p[i]); }
 INLINE Floats to_floats(Ints a) { OF_PIECES(Floats, __builtin_convertvector(a.p[i], FloatPiece)); }
@@ -407,3 +419,6 @@ INLINE void store_saturated(int8_t* at, Ints v) {
 
 INLINE Ints add_products(Ints sum, Ints a, Ints b) { OF_PIECES(Ints, piece_add_products(sum.p[i], a.p[i], b.p[i])); }
 INLINE void add_products(Ints& sum, Ints a, const uint32_t& word) { sum = add_products(sum, a, ints((int)word)); }
+#if defined(__SSE2__)
+INLINE Ints add_pairs(Ints sum, Ints a, Ints b) { OF_PIECES(Ints, piece_add_pairs(sum.p[i], a.p[i], b.p[i])); }
+#endif

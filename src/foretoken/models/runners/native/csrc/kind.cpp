@@ -8,11 +8,14 @@ constexpr int KIND = FORETOKEN_KIND;
 template <class Store>
 void multiply(const Matrix& w, const Input& x, int rows, Units work, Store store) {
     if constexpr (is_grouped(KIND))
-        grouped_product<Variant<KIND>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, work, store);
-    else if constexpr (KIND == PACKED)
-        packed_product(w, x.words, x.stride, rows, work, store);
-    else
-        product<(Kind)KIND>(w, x.words, x.stride, x.scales, rows, work, store);
+        return grouped_product<Variant<KIND>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, work, store);
+    else {
+        constexpr Kind kind = (Kind)KIND;
+        if constexpr (whole_rows(kind) < INT_MAX)
+            if (rows > whole_rows(kind)) return chunked_product<kind>(w, x.words, x.stride, x.scales, rows, work, store);
+        if constexpr (kind == PACKED) packed_product(w, x.words, x.stride, rows, work, store);
+        else product<kind>(w, x.words, x.stride, x.scales, rows, work, store);
+    }
 }
 
 void encode_row(const Matrix& w, const float* row, int64_t count, Word* words, float* scales) {

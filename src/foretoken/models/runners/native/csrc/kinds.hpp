@@ -4,7 +4,7 @@
 #pragma once
 
 #include "activations.hpp"
-#include "packed.hpp"
+#include "chunks.hpp"
 
 // Rows of words with a fixed stride, and beside each row the scales that its kind has.
 struct Input {

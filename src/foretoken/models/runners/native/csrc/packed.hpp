@@ -37,16 +37,16 @@ __attribute__((always_inline)) inline Ints upper_bytes(Ints codes, Ints table) {
 #endif
 }
 
-// Calls step(k, a, b) with both blocks of every step of a unit, in order. Calls ahead(p) before each pair that is not raw.
+// Calls step(k, a, b) with both blocks of every step of the pairs [p, last) of a unit, in order. Calls ahead(p) before each
+// pair that is not raw. raw: the first raw pair from p on; then, the first from `last` on.
 template <class Ahead, class Step>
-__attribute__((always_inline)) inline void each_step(const Matrix& w, int64_t unit, Ahead ahead, Step step) {
+INLINE void each_step(const Matrix& w, int64_t unit, int64_t p, int64_t last, int32_t& raw, Ahead ahead, Step step) {
     const UpperBytes& upper = *w.upper;
     const Ints table = repeated(upper.bytes + unit * 16);
-    const int64_t pairs = w.steps / 2;
-    const uint8_t* at = (const uint8_t*)w.data + unit * pairs * PAIR_BYTES;
-    int64_t p = 0;
-    for (int32_t raw = upper.from[unit];; raw++) {
-        const int64_t stop = raw < upper.from[unit + 1] ? upper.pairs[raw] : pairs;
+    const uint8_t* at = (const uint8_t*)w.data + unit * w.steps / 2 * PAIR_BYTES;
+    for (;; raw++) {
+        const bool found = raw < upper.from[unit + 1] && upper.pairs[raw] < last;
+        const int64_t stop = found ? upper.pairs[raw] : last;
         for (; p < stop; p++) {
             ahead(p);
             const uint8_t* pair = at + p * PAIR_BYTES;
@@ -56,12 +56,18 @@ __attribute__((always_inline)) inline void each_step(const Matrix& w, int64_t un
             low = load_ints(pair + 64), high = upper_bytes(shift_right16<4>(codes), table);
             step(2 * p + 1, interleave_low(low, high), interleave_high(low, high));
         }
-        if (p == pairs) return;
+        if (!found) return;
         const Word* words = upper.words + (int64_t)raw * 2 * STEP_WORDS;
         for (int i = 0; i < 2; i++, words += STEP_WORDS)
             step(2 * p + i, load_ints(words), load_ints(words + LANES));
         p++;
     }
+}
+
+template <class Ahead, class Step>
+INLINE void each_step(const Matrix& w, int64_t unit, Ahead ahead, Step step) {
+    int32_t raw = w.upper->from[unit];
+    each_step(w, unit, 0, w.steps / 2, raw, ahead, step);
 }
 
 // One unit times `R` rows in registers, as `register_tile`. A unit's only tile prefetches a little ahead; of several tiles,
@@ -118,19 +124,17 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
     }
 }
 
-// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread takes. With registers of
-// sixteen numbers each tile restores for itself; elsewhere, from RESTORED_FROM rows on, and for tiles of AMX, a unit is
-// restored once for all rows. With AVX2 on a Zen 4, a pass of a 0.74 B model, each tile for itself and once: 4 rows 68 and
-// 85 ms, 6 rows 103 and 117, 8 rows 135 and 117, 16 rows 259 and 192.
+// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread takes. Each tile restores for
+// itself; for tiles of AMX, a unit is restored once for all rows. More than BOTH_ROWS rows with narrow registers: chunks.hpp.
 //
 // Measured on two cores of a Zen 4, products of a matrix of 0.3 G weights in turns, raw time over this: 1 row 1.44, 4 rows
 // 1.46, 8 rows 1.33, 12 rows 1.06, 16 rows 0.97, 20 to 34 rows 0.90 to 0.91. A first tile that keeps what it restored for
 // the others, 16 KiB at a time, was slower: 16 rows 0.73, 24 rows 0.70, 34 rows 0.78, 128 rows 0.94.
 template <class Store>
 inline void packed_product(const Matrix& w, const Word* x, int64_t stride, int rows, Units& work, Store store) {
-    constexpr int TALLEST = ONE_REGISTER ? MOST_ROWS : BOTH_ROWS, RESTORED_FROM = 8;
+    constexpr int TALLEST = ONE_REGISTER ? MOST_ROWS : BOTH_ROWS;
     Share share(0, 0);
-    if (TILES || (!ONE_REGISTER && rows >= RESTORED_FROM)) {
+    if (TILES) {
         while (work.next(share)) restored_product(w, x, stride, rows, share, store);
         return;
     }

@@ -23,6 +23,7 @@ constexpr int TALL_ROWS = 12, TALL_UNTIL = 20;
 
 // Narrow registers take both blocks of a unit at once up to this many rows, and of bf16 in a unit's only tile, which waits for
 // memory, up to four: 7.5 instead of 10.6 ms for 134 MB in one thread of a Zen 4 with AVX2; arithmetic alone takes 5.2 ms.
+// Weights of more rows are multiplied in chunks (chunks.hpp).
 constexpr int BOTH_ROWS = 2, BOTH_ALONE = 4;
 
 // Where a block of sixteen outputs takes several registers, tiles are one block wide, unless they have few rows.

@@ -19,11 +19,23 @@ constexpr bool BF16_PRODUCTS = true;  // there is an instruction for the two pro
 constexpr bool BF16_PRODUCTS = false;
 #endif
 
+// x86 without an instruction for products of bytes (VNNI) multiplies int8 weights as numbers of 16 bits, two multiplications
+// for four products of a lane; as bytes it takes three, one for the signs.
+#if defined(__SSE2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+#define WIDE_BYTES
+constexpr bool WIDENED = true;
+#else
+constexpr bool WIDENED = false;
+#endif
+
 constexpr int per_word(Kind kind) { return kind == F32 ? 1 : kind == BF16 || kind == PACKED ? 2 : 4; }
 
 // Words of an input row for each word of the weights. Without an instruction for its products, both bfloat16 numbers of a
-// word are widened to float32 once, when the row is stored, and not again in every product.
-constexpr int input_words(Kind kind) { return !BF16_PRODUCTS && (kind == BF16 || kind == PACKED) ? 2 : 1; }
+// word are widened to float32 once, when the row is stored, and not again in every product. So are bytes to 16 bits: the even
+// ones of a word, then the odd ones.
+constexpr int input_words(Kind kind) {
+    return (kind == INT8 ? WIDENED : !BF16_PRODUCTS && (kind == BF16 || kind == PACKED)) ? 2 : 1;
+}
 
 using Word = uint32_t;
 
@@ -78,10 +90,17 @@ template <>
 struct Unit<INT8> {
     using Sum = Ints;
     static Sum zero() { return ints(0); }
+#ifdef WIDE_BYTES
+    INLINE static Sum add(Sum sum, Ints weights, const Word* x) {
+        sum = add_pairs(sum, shift_right_signed16<8>(shift_left16<8>(weights)), ints((int)x[0]));
+        return add_pairs(sum, shift_right_signed16<8>(weights), ints((int)x[1]));
+    }
+#else
     INLINE static Sum add(Sum sum, Ints weights, const Word* x) {
         if constexpr (UNSIGNED_BYTES) return add_products(sum, ints((int)*x), weights);
         return add_products(sum, weights, ints((int)*x));
     }
+#endif
 };
 
 #ifdef __AMX_INT8__
@@ -146,6 +165,15 @@ inline void put_input(Word* words, int64_t at, Floats v) {
     store((float*)words + at, load_bf16(rounded));
 }
 
+// Stores sixteen bytes of an input row of int8.
+inline void put_bytes(Word* words, int64_t at, Ints v) {
+    if constexpr (!WIDENED) return store_int8((int8_t*)words + at, v);
+    int8_t narrow[LANES];
+    store_int8(narrow, v);
+    int16_t* wide = (int16_t*)words + at;
+    for (int i = 0; i < LANES; i++) wide[i / 4 * 4 + i % 2 * 2 + i % 4 / 2] = narrow[i];
+}
+
 // Stores a row of `count` floats (a multiple of 16) as an input row. Returns the row's scale: the value of one int8 step.
 template <Kind kind>
 inline float encode(const float* row, int64_t count, Word* words) {
@@ -157,8 +185,7 @@ inline float encode(const float* row, int64_t count, Word* words) {
         for (int64_t i = 0; i < count; i += LANES) maxima = larger(maxima, absolute(load(row + i)));
         const float top = largest(maxima), scale = top == 0.0f ? 1.0f : top / 127.0f;
         const Floats inverse = floats(1.0f / scale);
-        for (int64_t i = 0; i < count; i += LANES)
-            store_int8((int8_t*)words + i, add_ints(to_ints(load(row + i) * inverse), ints(OFFSET)));
+        for (int64_t i = 0; i < count; i += LANES) put_bytes(words, i, add_ints(to_ints(load(row + i) * inverse), ints(OFFSET)));
         return scale;
     }
 }
