@@ -131,7 +131,7 @@ class Completion {
 template <Kind kind, Kind cache = kind, int weights = kind>
 void check_texts(const Packing& packing, const Library& library, const Library& sampling) {
     using Decoder = TinyDecoder<kind, cache, weights>;
-    constexpr int COUNT = 8, LENGTH = 32;
+    constexpr int COUNT = 4, LENGTH = 20;
     const char* const formats[] = {"float32", "bfloat16", "int8", "12 bits", "four bits"};  // by kind
     const std::string name = std::string("texts with weights in ") + formats[weights] + ", cache in " + formats[cache];
     Decoder decoder(packing, library);

@@ -5,12 +5,8 @@
 // the number of rows, and weights in 12 bits are restored once for all rows.
 //
 // What is prefetched goes to the second level of caches: as many lines as memory delivers meanwhile are more than a core can
-// wait for in the first level, and loads behind them would wait as well. With AVX2 on a Zen 4, in turns, five rows of a matrix
-// of 0.13 G weights in 12 bits took 83 (prefetched to the first level, 2 chunks ahead) and 49 (to the second, 8 ahead), per
-// 0.74 G weights.
+// wait for in the first level, and loads behind them would wait as well.
 #pragma once
-
-#include <climits>
 
 #include "packed.hpp"
 
@@ -138,8 +134,12 @@ inline void multiply_chunks(const Matrix& w, const Word* x, int64_t stride, cons
     }
 }
 
-// More rows are multiplied in chunks.
-constexpr int whole_rows(Kind kind) { return !ONE_REGISTER && kind != F32 ? kind == PACKED ? BOTH_ROWS : BOTH_ALONE : INT_MAX; }
+// Whether rows are multiplied in chunks: those that one tile would not hold, and of weights in 12 bits all that are not
+// multiplied as they are restored. From eight rows on raw weights gain nothing, because arithmetic takes longer than reading.
+constexpr bool in_chunks(Kind kind, int rows) {
+    if (ONE_REGISTER || kind == F32) return false;
+    return kind == PACKED ? rows > BOTH_ROWS : rows > BOTH_ALONE && rows < 8;
+}
 
 // Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread takes.
 template <Kind kind, class Store>

@@ -11,8 +11,8 @@ void multiply(const Matrix& w, const Input& x, int rows, Units work, Store store
         return grouped_product<Variant<KIND>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, work, store);
     else {
         constexpr Kind kind = (Kind)KIND;
-        if constexpr (whole_rows(kind) < INT_MAX)
-            if (rows > whole_rows(kind)) return chunked_product<kind>(w, x.words, x.stride, x.scales, rows, work, store);
+        if constexpr (in_chunks(kind, CHUNK_ROWS))
+            if (in_chunks(kind, rows)) return chunked_product<kind>(w, x.words, x.stride, x.scales, rows, work, store);
         if constexpr (kind == PACKED) packed_product(w, x.words, x.stride, rows, work, store);
         else product<kind>(w, x.words, x.stride, x.scales, rows, work, store);
     }
