@@ -1,4 +1,4 @@
-"""The kernels of aarch64, which an emulator runs: products, the pool, sampling, and passes and texts of a tiny decoder."""
+"""The kernels of aarch64, which an emulator runs: products, the pool, sampling, and passes of a tiny decoder."""
 
 from __future__ import annotations
 
