@@ -12,7 +12,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import Layer
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-LEVELS = ("avx512-bf16", "avx2-vnni", "avx2")  # with whose instructions restoring weights costs less than reading them
+LEVELS = ("avx512-bf16",)  # with whose instructions restoring weights costs less than reading them
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
