@@ -134,7 +134,7 @@ def texts(
     engine = Engine(target, proposer, Fixed(depth), capacity=capacity, max_sequences=batch)
     for i in range(batch):
         prompt = text(20 + 5 * i, i) + [7, 8, 9] * 4
-        engine.add(Context(i, prompt, len(prompt), SamplingLaw(temperature=0.0), Streams(i)), Length(24))
+        engine.add(Context(i, prompt, len(prompt), SamplingLaw(temperature=0.0), Streams(i)), Length(32))
     while engine.busy:
         engine.step_or_raise()
         engine.check_integrity()
