@@ -26,10 +26,9 @@ from clients import serving
 from foretoken import zoo
 from foretoken.audit.endpoint import Endpoint, audit_endpoint
 from foretoken.audit.result import CheckOutcome
-from foretoken.bench.http_client import listed_models
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
-from servers import untimed_serving
+from servers import eager_serving, listed_model
 
 console = wide_console()
 
@@ -48,7 +47,7 @@ def started(engine: str, endpoint: str | None) -> Iterator[str]:
         with serving("--model", model, "--speculative-config", '{"method": "none"}') as (url, _):
             yield url
     else:
-        with untimed_serving(engine, model, "", 0) as url:
+        with eager_serving(engine, model, "", 0) as url:
             yield url
 
 
@@ -98,7 +97,7 @@ def main(
     end, asked = monotonic() + 60.0 * minutes, {"engine": engine, "budget": budget, "level": level}
     made = resumed(json_file, asked)
     with started(engine, endpoint) as url:
-        name = model or str(listed_models(url, None)[0]["id"])
+        name = model or listed_model(url)
         for seed in range(len(made), audits):
             if monotonic() > end:
                 break

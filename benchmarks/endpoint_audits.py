@@ -22,12 +22,11 @@ from clients import serving
 from foretoken import zoo
 from foretoken.audit.endpoint import Endpoint, audit_endpoint
 from foretoken.audit.result import Audit
-from foretoken.bench.http_client import listed_models
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.endpoint.engines import started
 from foretoken.speculation import SpeculativeConfig
-from servers import untimed_serving
+from servers import eager_serving, listed_model
 
 ENGINES = {"vllm in process": "vllm", "openvino": "openvino"}
 console = wide_console()
@@ -45,14 +44,10 @@ def running(engine: str, depth: int, budget: int) -> Iterator[Endpoint]:
     elif engine == "foretoken":
         config = json.dumps({"method": "draft_model", "model": draft, "num_speculative_tokens": depth})
         with serving("--model", target, "--speculative-config", config) as (url, _):
-            yield Endpoint(url, _listed(url), budget=budget)
+            yield Endpoint(url, listed_model(url), budget=budget)
     else:
-        with untimed_serving(engine, target, "", 0) as baseline, untimed_serving(engine, target, draft, depth) as url:
-            yield Endpoint(url, _listed(url), baseline=baseline, budget=budget)
-
-
-def _listed(url: str) -> str:
-    return str(listed_models(url, None)[0]["id"])
+        with eager_serving(engine, target, "", 0) as baseline, eager_serving(engine, target, draft, depth) as url:
+            yield Endpoint(url, listed_model(url), baseline=baseline, budget=budget)
 
 
 def tabled(audits: Sequence[tuple[str, Audit]]) -> Table:

@@ -28,16 +28,14 @@ from rich.table import Table
 
 from clients import serving
 from foretoken import zoo
-from foretoken.bench.http_client import listed_models
 from foretoken.bench.setting import setting, wide_console
 from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
 from foretoken.plan.endpoint.speeds import SpeedModel
 from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts
-from servers import CONTEXT, SEQUENCES, llamacpp_serving, vllm_serving
+from servers import CONTEXT, SEQUENCES, eager_serving, listed_model
 
 WITHIN = 0.1
-EAGER = ("--enforce-eager",)  # vLLM compiles for minutes at every draft length otherwise
 console = wide_console()
 
 
@@ -159,12 +157,6 @@ def _ours(model: str, draft: str) -> Iterator[str]:
         yield url
 
 
-def _started(engine: str, model: str, draft: str, depth: int) -> contextlib.AbstractContextManager[str]:
-    if engine == "vllm":
-        return vllm_serving(model, draft, depth, *EAGER)
-    return llamacpp_serving(model, draft, depth)
-
-
 def _restarted(
     run: PlanRun, models: tuple[str, str, str], basis: Sequence[int], depths: Sequence[int]
 ) -> Iterator[list[ComparedSpeed]]:
@@ -172,10 +164,10 @@ def _restarted(
     engine, model, draft = models
     plans: list[EndpointPlan] = []
     measured: dict[tuple[int, int], float] = {}
-    with _started(engine, model, draft, 0) as baseline:
+    with eager_serving(engine, model, draft, 0) as baseline:
         for depth in dict.fromkeys((*basis, *depths)):
-            with _started(engine, model, draft, depth) as url:
-                pair = ServerPair(url, str(listed_models(url, None)[0]["id"]), baseline)
+            with eager_serving(engine, model, draft, depth) as url:
+                pair = ServerPair(url, listed_model(url), baseline)
                 if depth in basis:
                     plans.append(run.plan(pair, depth, plans))
                     continue
@@ -197,7 +189,7 @@ def _alone(plan: EndpointPlan, depth: int) -> EndpointPlan:
 
 def _switched(run: PlanRun, url: str, basis: Sequence[int], depths: Sequence[int]) -> Iterator[list[ComparedSpeed]]:
     """Compares for a server that takes the draft length of a request. Yields all pairs at once."""
-    pair = ServerPair(url, str(listed_models(url, None)[0]["id"]))
+    pair = ServerPair(url, listed_model(url))
     plan, measured = run.plan(pair, basis[-1]), dict[tuple[int, int], float]()
     for depth in depths:
         if (depth, run.others[0]) not in measured:
@@ -227,12 +219,12 @@ def main(
     model, draft = str(target or scaled()), str(zoo.path("draft"))
     with contextlib.ExitStack() as stack:
         if endpoint is not None:
-            found = _switched(run, endpoint, basis, depth)
+            comparisons = _switched(run, endpoint, basis, depth)
         elif engine == "foretoken":
-            found = _switched(run, stack.enter_context(_ours(model, draft)), [4], [3, 1])
+            comparisons = _switched(run, stack.enter_context(_ours(model, draft)), [4], [3, 1])
         else:
-            found = _restarted(run, (engine, model, draft), sorted(basis), depth)
-        for pairs in found:
+            comparisons = _restarted(run, (engine, model, draft), sorted(basis), depth)
+        for pairs in comparisons:
             summary = report(pairs)
             console.print(f"{engine}, {Path(model).name}, {perf_counter() - started:.0f} s", style="dim")
             if json_file is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from foretoken.bench.http_client import listed_models
 from foretoken.bench.peers.export import gguf
 from foretoken.bench.peers.registry import PEERS
 from foretoken.bench.setting import cores
@@ -65,11 +66,16 @@ def llamacpp_serving(model: str, draft: str, depth: int, slots: int = 16) -> Ite
 
 
 @contextmanager
-def untimed_serving(engine: str, model: str, draft: str, depth: int) -> Iterator[str]:
-    """Runs the server of "vllm" or "llamacpp" where speed does not matter: vLLM's does not compile, but starts soon."""
+def eager_serving(engine: str, model: str, draft: str, depth: int) -> Iterator[str]:
+    """Runs the server of "vllm" or "llamacpp". vLLM's does not compile, which takes minutes at every draft length."""
     eager = vllm_serving(model, draft, depth, "--enforce-eager")
     with eager if engine == "vllm" else llamacpp_serving(model, draft, depth) as address:
         yield address
+
+
+def listed_model(url: str) -> str:
+    """Returns the name of the first model that a server lists."""
+    return str(listed_models(url, None)[0]["id"])
 
 
 @contextmanager

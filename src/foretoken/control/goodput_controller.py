@@ -157,9 +157,10 @@ class Goodput(Capped):
     def _least_steps(self, batch: int) -> float:
         """Returns the number of steps for which a decision holds, so that deciding takes little of all time."""
         tuning, plain = self.tuning, self.costs.plain_seconds(batch)
-        return math.ceil(tuning.deciding * (1.0 + 0.2 * (batch - 1)) / (tuning.decided * plain)) if plain else 1
+        deciding = tuning.deciding + tuning.deciding_more * (batch - 1)
+        return math.ceil(deciding / (tuning.decided * plain)) if plain else 1
 
-    def _record(self, context: Context, part: DraftPart = DraftPart.ALL) -> Record:
+    def _record(self, context: Context, part: DraftPart) -> Record:
         records = self._records.setdefault(context.id, {})
         if part not in records:
             tuning, kind = self.tuning, (context.law.greedy, context.method, bool(context.prediction), part)

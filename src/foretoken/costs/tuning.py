@@ -58,7 +58,8 @@ class Tuning:
 
     # How long a decision holds for the same requests.
     hold: int = 4  # steps with drafts
-    deciding: float = 0.0003  # seconds of a decision, and a fifth of it for each further request
+    deciding: float = 0.0003  # seconds of a decision for one request
+    deciding_more: float = 0.00006  # seconds for each further request
     decided: float = 0.01  # share of all time that decisions may take, so that fast targets are not slowed by them
     hold_long: int = 16  # steps with drafts that a decision holds at most, however fast the target
     hold_none: int = 64  # steps without: nothing is learned from them that would change the decision

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -155,21 +155,12 @@ def started(name: str, model: str | Path, config: SpeculativeConfig) -> Iterator
         raise InvalidRequest(f"{name} is audited with {' or '.join(methods)}, not with {method!r}; name one")
     if peer.missing is not None:
         raise InvalidRequest(f"{name} is not set up ({peer.missing} is missing); `make peers` does it")
-    target, draft = resolve(model), resolve(config.model) if config.model else None
-    convert = export.openvino if name == "openvino" else lambda checkpoint: checkpoint
-    setups = [
-        Setup(name, "plain", str(convert(target)), threads=cores()),
-        Setup(
-            name,
-            method,
-            str(convert(target)),
-            draft=str(convert(draft)) if draft else "",
-            depth=config.tokens,
-            threads=cores(),
-        ),
-    ]
+    convert = export.openvino if name == "openvino" else Path
+    target, draft = resolve(model), str(convert(resolve(config.model))) if config.model else ""
+    plain = Setup(name, "plain", str(convert(target)), threads=cores())
+    speculative = replace(plain, method=method, draft=draft, depth=config.tokens)
     with ExitStack() as stack:
-        yield EnginePair(name, str(target), *(stack.enter_context(_process(setup)) for setup in setups))
+        yield EnginePair(name, str(target), *(stack.enter_context(_process(each)) for each in (plain, speculative)))
 
 
 def _process(setup: Setup) -> EngineProcess:

@@ -256,7 +256,7 @@ def begin(
     stream = streams.shared(position) if shared else streams.private(Purpose.DRAFT, position)
     drawn = is_drawn(context, law)
     steps, width = config.steps(budget, drawn), config.top_k
-    if config.tree == "chain" or config.is_chain(drawn):
+    if config.tree == "chain" or config.is_chain(drawn):  # the first tells the type checker what is left
         return Chain(context, steps, law, widen, stream, drawn=drawn, gate=gate, floor=floor)
     ranking = law.with_temperature(1.0) if law.greedy else law
 

@@ -39,7 +39,7 @@ def heads_method(config: Mapping[str, Any]) -> str | None:
 def shipped_methods(target: Path) -> list[str]:
     """Returns the methods that draft with what ``target`` ships: its MTP layers, then heads in its folder."""
     try:
-        found = [MTP] if has_mtp(target) else []
+        layers = [MTP] if has_mtp(target) else []
     except ModelLoadError:  # weights that only transformers' modules read
-        found = []
-    return found + [role for role in SHIPPED if (target / FOLDER / role / "config.json").is_file()]
+        layers = []
+    return layers + [role for role in SHIPPED if (target / FOLDER / role / "config.json").is_file()]
