@@ -17,7 +17,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_config, resolve
-from foretoken.models.heads.kinds import SHIPPED, heads_method, shipped_methods
+from foretoken.models.heads.kinds import heads_method, shipped_methods
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.auto import AUTO as AUTO
 from foretoken.propose.auto import Auto
@@ -30,7 +30,6 @@ from foretoken.propose.per_request import PerRequestProposer
 
 _log = logging.getLogger(__name__)
 _REJECTIONS = ("block", "token")
-_WITH_MODELS = (AUTO, "draft_model", "vocabulary", "assistant", "early_exit", *SHIPPED, "eagle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +185,8 @@ def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> Spe
         raise InvalidRequest(
             f"two drafts were given, draft_model={draft_model} and speculative_config's {config.model}"
         )
-    if config.method in METHODS and config.method not in _WITH_MODELS:
+    method = None if config.method is None else find(config.method)
+    if method is not None and not method.takes_draft_model:
         raise InvalidRequest(f"method {config.method!r} takes no draft model, but {draft_model!s} was given")
     return replace(config, model=str(draft_model))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
@@ -13,6 +13,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.propose import methods
 from foretoken.propose.base import Method, Proposer
 from foretoken.propose.methods import ENTRY_POINTS, METHODS, check_method, find, register
+from foretoken.speculation import with_draft
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ def test_a_registered_method_has_keys_of_its_own():
     assert SpeculativeConfig.of({"method": "repeat", "times": 5}).own() == RepeatConfig(5)
     with pytest.raises(InvalidRequest, match="times"):
         SpeculativeConfig.of({"method": "repeat", "tines": 5})
+
+
+def test_a_registered_method_says_whether_it_takes_a_draft_model():
+    register("repeat", METHOD)
+    with pytest.raises(InvalidRequest, match="'repeat' takes no draft model"):
+        with_draft(SpeculativeConfig(method="repeat"), "draft")
+    register("repeat", replace(METHOD, takes_draft_model=True))
+    assert with_draft(SpeculativeConfig(method="repeat"), "draft").model == "draft"
 
 
 @pytest.mark.parametrize("name", ["ngram", "none"])

@@ -46,4 +46,4 @@ def build(config: AssistantGrowth, build_context: BuildContext) -> Assistant:
     return Assistant(load_assistant(target, build_context.model, build_context.path), target.num_layers, config)
 
 
-METHOD = Method(AssistantGrowth, build, tokens=8, drafts_trees=True)
+METHOD = Method(AssistantGrowth, build, tokens=8, drafts_trees=True, takes_draft_model=True)

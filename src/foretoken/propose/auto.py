@@ -82,4 +82,4 @@ def build(config: AutoConfig, build_context: BuildContext) -> Mixture:
     return Auto(build_members(members, build_context), build_context.costs)
 
 
-METHOD = Method(AutoConfig, build, tokens=8, drafts_trees=True)
+METHOD = Method(AutoConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)

@@ -210,9 +210,11 @@ class Method:
         build: Builds the proposer from a ``config`` and a ``BuildContext``.
         tokens: Default number of draft tokens per step.
         drafts_trees: Drafts are trees unless the key "top_k" is 1. Methods with a key "tree" draft what that names.
+        takes_draft_model: "model" is a draft model or heads, so that ``draft_model=`` may name it.
     """
 
     config: type[Any]
     build: Callable[[Any, BuildContext], Proposer]
     tokens: int = 4
     drafts_trees: bool = False
+    takes_draft_model: bool = False

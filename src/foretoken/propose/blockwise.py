@@ -29,4 +29,4 @@ def build(config: BlockwiseConfig, build_context: BuildContext) -> Parallel:
     return Parallel("blockwise", net, target.num_layers, config)
 
 
-METHOD = Method(BlockwiseConfig, build, drafts_trees=True)
+METHOD = Method(BlockwiseConfig, build, drafts_trees=True, takes_draft_model=True)

@@ -46,4 +46,4 @@ def build(config: DFlashConfig, build_context: BuildContext) -> BlockProposer:
     return BlockProposer("dflash", loaded.net, loaded.taps, config)
 
 
-METHOD = Method(DFlashConfig, build, tokens=8, drafts_trees=True)
+METHOD = Method(DFlashConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)

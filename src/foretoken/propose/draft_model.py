@@ -312,4 +312,4 @@ def _mask_token(config: DraftMethodConfig, draft: Path, vocab: int) -> int | Non
         return None
 
 
-METHOD = Method(DraftMethodConfig, build)
+METHOD = Method(DraftMethodConfig, build, takes_draft_model=True)

@@ -85,4 +85,4 @@ def build(config: DSparkConfig, build_context: BuildContext) -> DSpark:
     return DSpark(loaded.net, loaded.taps, config)
 
 
-METHOD = Method(DSparkConfig, build, tokens=8, drafts_trees=True)
+METHOD = Method(DSparkConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)

@@ -80,4 +80,4 @@ def build(config: EagleConfig, build_context: BuildContext) -> Eagle:
     return kind(loaded.net, loaded.taps, config, loaded.convention)
 
 
-METHOD = Method(EagleConfig, build, tokens=8, drafts_trees=True)
+METHOD = Method(EagleConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)

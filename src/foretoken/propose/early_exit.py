@@ -50,4 +50,4 @@ def build(config: EarlyExitConfig, build_context: BuildContext) -> DraftModel:
     return proposer
 
 
-METHOD = Method(EarlyExitConfig, build)
+METHOD = Method(EarlyExitConfig, build, takes_draft_model=True)

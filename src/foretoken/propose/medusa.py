@@ -99,4 +99,4 @@ def build(config: MedusaConfig, build_context: BuildContext) -> Parallel:
     return Parallel("medusa", MedusaNet(heads, target.dtype, target.device, target.unembed), target.num_layers, config)
 
 
-METHOD = Method(MedusaConfig, build, tokens=8, drafts_trees=True)
+METHOD = Method(MedusaConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)

@@ -68,4 +68,4 @@ def build(config: MtpConfig, build_context: BuildContext) -> Mtp:
     return Mtp(loaded.net, loaded.taps, config, loaded.states)
 
 
-METHOD = Method(MtpConfig, build, tokens=8, drafts_trees=True)
+METHOD = Method(MtpConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)

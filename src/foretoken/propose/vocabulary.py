@@ -289,4 +289,4 @@ def build(config: VocabularyConfig, build_context: BuildContext) -> Vocabulary:
     return Vocabulary(build_context.load(build_context.model), target, draft, size, config)
 
 
-METHOD = Method(VocabularyConfig, build)
+METHOD = Method(VocabularyConfig, build, takes_draft_model=True)
