@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
 from foretoken.models.heads.blockwise import read_blockwise
 from foretoken.models.heads.eagle import read_eagle
+from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
 from foretoken.train import acceptance, heads
@@ -27,6 +29,7 @@ from foretoken.train.lessons import Lesson, Teacher
 from foretoken.train.mtp import MtpHead, MtpTrainConfig
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.parallel_heads import BlockwiseTrainConfig, EarlyExitTrainConfig, MedusaTrainConfig
+from foretoken.train.peagle import PEagleConfig, PEagleHead
 from foretoken.train.target import Shape, train_target
 
 from .tiny import STEPS
@@ -35,6 +38,7 @@ CONFIG = replace(STEPS, steps=3, batch=2, window=24)
 DATA = HeadConfig(windows=8, held_out=2, generated_share=0.75)
 SETTINGS = {
     "eagle3": Eagle3Config(intermediate=48, vocabulary=100, depths=3, single_share=0.0),
+    "peagle": PEagleConfig(intermediate=48, vocabulary=100, layers=2, depths=3),
     "mtp": MtpTrainConfig(intermediate=48, depths=3, single_share=0.0),
     "medusa": MedusaTrainConfig(3, 2),
     "blockwise": BlockwiseTrainConfig(2, 16),
@@ -88,6 +92,9 @@ def test_the_formats_are_those_that_proposers_read(target: Path, corpus: Corpus,
     assert (eagle.version, eagle.taps, eagle.exact, eagle.draft_vocab) == (3, (2, 2, 1), True, 100)
     assert len(eagle.ids().unique()) == 100
     assert bool(eagle.tensors["t2d"][eagle.ids()].all())
+    peagle = read_eagle(tmp_path / "peagle")
+    assert (peagle.version, peagle.layers, peagle.taps, peagle.draft_vocab) == (3, 2, (2, 2, 1), 100)
+    assert peagle.mask_token is not None
     assert read_blockwise(tmp_path / "blockwise").depth == 2
     medusa = load_file(tmp_path / "medusa" / "model.safetensors")
     assert set(medusa) == {f"blocks.{i}.layers.{j}.{k}" for i in range(3) for j in range(2) for k in ("weight", "bias")}
@@ -108,9 +115,8 @@ def test_a_trained_mtp_layer_drafts_as_it_was_trained(target: Path, corpus: Corp
     states, teacher = scores.taps[model.num_layers], Teacher(target, torch.device("cpu"))
     head = MtpHead(SETTINGS["mtp"], teacher).eval()
     head.start(load_file(tmp_path / "mtp" / "model.safetensors"))
-    ends = teacher.embeddings.float(), teacher.head.float()
     with torch.no_grad():
-        expected = head(Lesson(torch.tensor([ids]), states[None, :, None], (model.num_layers,), *ends))
+        expected = head(_lesson(teacher, ids, states[:, None], (model.num_layers,)))
     net, close = loaded.net, {"rtol": 1e-3, "atol": 1e-3}
     for row in (0, 5, 13):
         handle = net.open()
@@ -119,6 +125,49 @@ def test_a_trained_mtp_layer_drafts_as_it_was_trained(target: Path, corpus: Corp
         logits += net.grow([handle], [Draft.chain(ids[row + 2 : row + 4])])
         for depth in range(3):
             torch.testing.assert_close(logits[depth][0], expected[depth][0, row], **close)
+
+
+def test_a_trained_p_eagle_head_drafts_as_it_was_trained(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    """The runtime's logits of all positions are those of the training's forward pass."""
+    train("peagle", tmp_path / "peagle", target, corpus)
+    model, ids, stored = load_model(target, "float32", "cpu"), list(range(3, 23)), read_eagle(tmp_path / "peagle")
+    loaded, teacher = load_eagle(model, None, tmp_path / "peagle", target), Teacher(target, torch.device("cpu"))
+    layers = (*sorted(set(loaded.taps)), model.num_layers)
+    (scores,) = model.score([model.open(ids)], [Draft.empty()], layers)
+    states = torch.stack([scores.taps[i] for i in layers], dim=1)
+    head = PEagleHead(SETTINGS["peagle"], teacher, stored.ids(), stored.mask_token).eval()
+    head.start(load_file(tmp_path / "peagle" / "model.safetensors"))
+    with torch.no_grad():
+        expected = head(_lesson(teacher, ids, states, layers))
+    features = loaded.net.features(torch.cat([scores.taps[i] for i in loaded.taps], dim=-1))
+    for row in (0, 4, 16):
+        handle = loaded.net.open()
+        loaded.net.extend(handle, ids[1 : row + 2], features[: row + 1])
+        masks = [Draft.chain([stored.mask_token] * 2)]
+        (logits,) = loaded.net.look_ahead([handle], masks, loaded.net.mask_feature())
+        for depth in range(3):
+            torch.testing.assert_close(logits[depth], expected[depth][0, row // 4], rtol=1e-3, atol=1e-3)
+
+
+def test_deeper_positions_are_trained_at_fewer_places_as_they_are_judged(target: Path) -> None:
+    teacher = Teacher(target, torch.device("cpu"))
+    head = PEagleHead(SETTINGS["peagle"], teacher, torch.arange(100), mask_token=7)
+    lesson = _lesson(teacher, range(40), torch.randn(40, 3, 32), (1, 2, 4))
+    head.begin(0.5, step=3, length=40)
+    with torch.no_grad():
+        trained, judged = head.train().drafted(lesson), head.eval().drafted(lesson)
+    assert [len(roots) for roots in trained.roots] == [37, 26, 18]
+    for depth in range(3):
+        at = {int(root): i for i, root in enumerate(trained.roots[depth])}
+        both = [(at[int(root)], i) for i, root in enumerate(judged.roots[depth]) if int(root) in at]
+        assert len(both) > 2
+        mine, theirs = (list(rows) for rows in zip(*both, strict=True))
+        torch.testing.assert_close(trained.logits[depth][0, mine], judged.logits[depth][0, theirs])
+
+
+def _lesson(teacher: Teacher, ids: Sequence[int], states: torch.Tensor, layers: tuple[int, ...]) -> Lesson:
+    """Returns one window. states: [T, len(layers), H]."""
+    return Lesson(torch.tensor([list(ids)]), states[None], layers, teacher.embeddings.float(), teacher.head.float())
 
 
 @pytest.mark.slow

@@ -65,6 +65,18 @@ def test_a_widened_eagle3_head_drafts_as_before(embedding: bool, folders: tuple[
     assert json.loads((scaled / "config.json").read_text())["foretoken_taps"] == [0, 4, 7]
 
 
+def test_a_widened_p_eagle_head_has_the_mask_feature_of_the_narrow_one(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    targets = [load_model(folder, F32, "cpu") for folder in folders]
+    written = tiny.eagle3(hidden=32, target_hidden=32, vocab=targets[0].vocab_size, taps=(0, 2, 3), mask=5)
+    head = tiny.save(tmp_path / "head", *written)
+    widen_head(head, *folders)
+    nets = [load_eagle(t, None, m, f).net for t, f, m in zip(targets, folders, (head, None), strict=True)]
+    assert [net.head.mask_token for net in nets] == [5, 5]
+    torch.testing.assert_close(*(net.mask_feature() for net in nets), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_a_widened_block_drafter_drafts_as_before(method: str, folders: tuple[Path, Path], tmp_path: Path) -> None:
     targets = [load_model(folder, F32, "cpu") for folder in folders]

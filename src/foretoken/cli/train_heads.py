@@ -1,4 +1,4 @@
-"""``foretoken train eagle3|mtp|dflash|dspark|medusa|...``: trains heads for a target, on text that it generates."""
+"""``foretoken train eagle3|peagle|mtp|dflash|...``: trains heads for a target, on text that it generates."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from foretoken.cli.train_acceptance import app
 __all__ = ["app"]
 
 Model = Annotated[str | None, typer.Option("--model", help="The target: a folder or hub name; else the bundled one.")]
+MaskToken = Annotated[int | None, typer.Option(help="Token id of masked rows; else the rarest.")]
 Own = Annotated[int | None, typer.Option(help="Instead of the target's.")]
 
 
@@ -80,6 +81,20 @@ def _eagle3(
     """Train an EAGLE-3 head (20 minutes on two cores for the bundled target)."""
 
 
+def _peagle(
+    taps: Annotated[str | None, typer.Option(help="Three layers whose inputs are fused, like 2,4,5.")] = None,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 3,
+    intermediate: Annotated[int, typer.Option(help="Width of the MLPs.")] = 448,
+    heads: Own = None,
+    kv_heads: Own = None,
+    vocabulary: Annotated[int, typer.Option(help="Of the target's commonest tokens.")] = 3072,
+    depths: Annotated[int, typer.Option(help="Predicted positions.")] = 8,
+    retention: Annotated[float, typer.Option(help="Share of a depth's places that the next one is trained at.")] = 0.7,
+    mask_token: MaskToken = None,
+) -> None:
+    """Train a P-EAGLE head: an EAGLE-3 head that predicts all positions in one pass."""
+
+
 def _mtp(
     intermediate: Annotated[int, typer.Option(help="Width of the MLP.")] = 768,
     heads: Own = None,
@@ -117,7 +132,7 @@ def _dflash(
     intermediate: Own = None,
     heads: Own = None,
     kv_heads: Own = None,
-    mask_token: Annotated[int | None, typer.Option(help="Token id of masked rows; else the rarest.")] = None,
+    mask_token: MaskToken = None,
     anchors: Annotated[int, typer.Option(help="Blocks per window and step.")] = 96,
 ) -> None:
     """Train a DFlash head: one pass drafts a block of tokens."""
@@ -130,7 +145,7 @@ def _dspark(
     intermediate: Own = None,
     heads: Own = None,
     kv_heads: Own = None,
-    mask_token: Annotated[int | None, typer.Option(help="Token id of masked rows; else the rarest.")] = None,
+    mask_token: MaskToken = None,
     anchors: Annotated[int, typer.Option(help="Blocks per window and step.")] = 96,
     markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head.")] = 128,
 ) -> None:
@@ -199,6 +214,7 @@ def _register(role: str, own: Callable[..., None]) -> None:
 
 for _role, _own in (
     ("eagle3", _eagle3),
+    ("peagle", _peagle),
     ("mtp", _mtp),
     ("medusa", _medusa),
     ("blockwise", _blockwise),

@@ -14,12 +14,10 @@ _FLOOR = 1e-6
 def head_loss(head: Head, lesson: Lesson, discount: float, acceptance: Tensor) -> Tensor:
     """Returns the loss of a head on the distribution of its target; see ``drafted_loss``."""
     law = known_columns(lesson.law(), head)
-    return drafted_loss(head.drafted(lesson), law, discount, acceptance, head.roots(lesson.ids.shape[1]))
+    return drafted_loss(head.drafted(lesson), law, discount, acceptance)
 
 
-def drafted_loss(
-    drafted: Drafted, law: Tensor, discount: float, acceptance: Tensor, roots: Tensor | None = None
-) -> Tensor:
+def drafted_loss(drafted: Drafted, law: Tensor, discount: float, acceptance: Tensor) -> Tensor:
     """Returns sum_j discount^j [(1 - acceptance) CE(p, q_j) - acceptance log sum min(p, q_j)], mean over positions.
 
     A head's estimates of its acceptance add their cross-entropy with sum min(p, q_j).
@@ -30,11 +28,10 @@ def drafted_loss(
             probability there counts less.
         discount: Factor per depth.
         acceptance: Weight of the acceptance loss, a scalar tensor from 0 to 1.
-        roots: As ``Head.roots``.
     """
     total = torch.zeros((), device=law.device)
     for depth, rows in enumerate(drafted.logits):
-        p = _rows(law, depth, rows.shape[1], roots)
+        p = _rows(law, depth, drafted)
         log_q = rows.float().log_softmax(-1)
         entropy = -(p * log_q).sum(-1)
         overlap = torch.minimum(p, log_q.exp()).sum(-1).clamp_min(_FLOOR)
@@ -47,9 +44,11 @@ def drafted_loss(
     return total
 
 
-def _rows(law: Tensor, depth: int, count: int, roots: Tensor | None) -> Tensor:
-    """Returns the distributions [B, count, V] of the tokens at ``depth``, from those of all rows [B, T, V]."""
-    return law[:, 1 + depth : 1 + depth + count] if roots is None else law[:, roots.to(law.device) + 1 + depth]
+def _rows(law: Tensor, depth: int, drafted: Drafted) -> Tensor:
+    """Returns the distributions [B, R, V] of the tokens at ``depth``, from those of all rows [B, T, V]."""
+    if drafted.roots is None:
+        return law[:, 1 + depth : 1 + depth + drafted.logits[depth].shape[1]]
+    return law[:, drafted.roots[depth] + 1 + depth]
 
 
 def known_columns(law: Tensor, head: Head) -> Tensor:
@@ -73,30 +72,29 @@ def chain_acceptance(head: Head, lessons: Lessons, greedy: bool, skip: int) -> l
     """
     sums, count = torch.zeros(head.depths, dtype=torch.float64), 0
     for lesson in lessons.in_order():
-        accepted = _acceptance(head, lesson, greedy)
-        roots = head.roots(lesson.ids.shape[1])
-        accepted = accepted[:, skip if roots is None else int((roots < skip).sum()) :]
+        accepted = _acceptance(head, lesson, greedy, skip)
         sums += accepted.cumprod(-1).sum((0, 1)).double().cpu()
         count += accepted.shape[0] * accepted.shape[1]
     return [value / max(count, 1) for value in sums.tolist()]
 
 
-def _acceptance(head: Head, lesson: Lesson, greedy: bool) -> Tensor:
-    """Returns the acceptance at each depth given the depths above, [B, roots, depths]."""
+def _acceptance(head: Head, lesson: Lesson, greedy: bool, skip: int) -> Tensor:
+    """Returns the acceptance at each depth given the depths above, [B, roots, depths], from row ``skip`` on."""
     with torch.autocast(lesson.ids.device.type, torch.bfloat16):
-        logits = head(lesson)
+        drafted = head.drafted(lesson)
         law = lesson.law()
-    own, roots, columns = known_columns(law, head), head.roots(lesson.ids.shape[1]), []
-    for depth, drafted in enumerate(logits):
-        best, count = drafted.argmax(-1), drafted.shape[1]
+    own, columns = known_columns(law, head), []
+    for depth, logits in enumerate(drafted.logits):
+        best = logits.argmax(-1)
         if greedy:
             ids = best if head.vocabulary is None else head.vocabulary.to(best.device)[best]
-            columns.append((ids == _rows(law, depth, count, roots).argmax(-1)).float())
+            columns.append((ids == _rows(law, depth, drafted).argmax(-1)).float())
         elif head.drawn:
-            columns.append(torch.minimum(_rows(own, depth, count, roots), drafted.float().softmax(-1)).sum(-1))
+            columns.append(torch.minimum(_rows(own, depth, drafted), logits.float().softmax(-1)).sum(-1))
         else:
-            columns.append(_rows(own, depth, count, roots).gather(-1, best[..., None])[..., 0])
-    return torch.stack(columns, dim=-1)
+            columns.append(_rows(own, depth, drafted).gather(-1, best[..., None])[..., 0])
+    first = skip if drafted.roots is None else int((drafted.roots[0] < skip).sum())
+    return torch.stack(columns, dim=-1)[:, first:]
 
 
 def figures(greedy: list[float], drawn: list[float]) -> dict[str, float]:

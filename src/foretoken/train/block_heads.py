@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
-from foretoken.train.lessons import Drafted, Head, Lesson, RmsNorm, Teacher
+from foretoken.train.lessons import EVALUATED, Drafted, Head, Lesson, RmsNorm, Teacher, chosen_mask_token
 from foretoken.train.rotary import rotated, rotations
 from foretoken.train.unrolled import GatedMlp
-
-_EVALUATED = 4  # one row of so many is evaluated
 
 
 @dataclass(frozen=True)
@@ -103,11 +101,7 @@ class DFlashHead(Head):
     @classmethod
     def made(cls, config: DFlashTrainConfig, teacher: Teacher, counts: Tensor) -> DFlashHead:
         """Returns a head whose mask token is the rarest by ``counts`` [V] unless ``config`` names one."""
-        rarest = int((counts == counts.min()).nonzero()[-1])
-        token = rarest if config.mask_token is None else config.mask_token
-        if token >= teacher.vocab:
-            raise InvalidRequest(f"mask_token {token} for a vocabulary of {teacher.vocab} tokens")
-        return cls(config, teacher, token)
+        return cls(config, teacher, chosen_mask_token(config.mask_token, teacher, counts))
 
     @torch.no_grad()
     def _start_from(self, teacher: Teacher) -> None:
@@ -128,20 +122,22 @@ class DFlashHead(Head):
         rows = torch.randperm(length - self.depths - 1, generator=self._generator.manual_seed(step))
         self._roots = rows[: self.settings.anchors].sort().values
 
-    def roots(self, length: int) -> Tensor:
+    def roots(self, lesson: Lesson) -> Tensor:
+        """Returns the rows whose blocks are computed, ascending."""
+        length, device = lesson.ids.shape[1], lesson.ids.device
         if self.training and self._roots is not None:
-            return self._roots
-        return torch.arange(0, length - self.depths - 1, _EVALUATED)
+            return self._roots.to(device)
+        return torch.arange(0, length - self.depths - 1, EVALUATED, device=device)
 
     def forward(self, lesson: Lesson) -> list[Tensor]:
         return self.drafted(lesson).logits
 
     def drafted(self, lesson: Lesson) -> Drafted:
-        return Drafted(list(lesson.read(self.blocks(lesson)).unbind(2)))
+        roots = self.roots(lesson)
+        return Drafted(list(lesson.read(self.blocks(lesson, roots)).unbind(2)), roots=[roots] * self.depths)
 
-    def blocks(self, lesson: Lesson) -> Tensor:
+    def blocks(self, lesson: Lesson, roots: Tensor) -> Tensor:
         """Returns the normed states of the rows that predict, [B, R, depths, H]."""
-        roots = self.roots(lesson.ids.shape[1]).to(lesson.ids.device)
         context = self.hidden_norm(self.fc(lesson.tapped(self.taps)))
         ids = torch.full((*lesson.ids[:, roots].shape, self.settings.block), self.mask_token, device=roots.device)
         ids[..., 0] = lesson.ids[:, roots + 1]
@@ -196,13 +192,13 @@ class DSparkHead(DFlashHead):
         self.confidence_head = _Confidence(teacher.hidden + config.markov_rank)
 
     def drafted(self, lesson: Lesson) -> Drafted:
-        states = self.blocks(lesson)
-        roots = self.roots(lesson.ids.shape[1]).to(lesson.ids.device)
+        roots = self.roots(lesson)
+        states = self.blocks(lesson, roots)
         before = lesson.ids[:, roots[:, None] + 1 + torch.arange(self.depths, device=roots.device)]
         embedded = self.markov_head.markov_w1(before)
         logits = lesson.read(states) + self.markov_head.markov_w2(embedded)
         confidence = self.confidence_head(torch.cat([states, embedded], dim=-1))
-        return Drafted(list(logits.unbind(2)), list(confidence.unbind(2)))
+        return Drafted(list(logits.unbind(2)), list(confidence.unbind(2)), [roots] * self.depths)
 
     def _own_keys(self) -> dict[str, Any]:
         return {
@@ -283,7 +279,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor, context: Tensor, roots: Tensor) -> Tensor:
         count, block = x.shape[1:3]
         length = context.shape[1]
-        cos, sin = rotations(length + block, 0, self.head_dim, self.theta, x.device)
+        cos, sin = rotations(torch.arange(length + block, device=x.device), self.head_dim, self.theta)
         places = roots[:, None] + 1 + torch.arange(block, device=roots.device)
         own_turn, turn = (cos[places], sin[places]), (cos[:length], sin[:length])
 

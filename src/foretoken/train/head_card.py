@@ -20,6 +20,7 @@ from foretoken.train.generated import Prompts
 _PROMPTS, _TOKENS = 24, 128
 _KINDS = {
     "eagle3": "EAGLE-3 head",
+    "peagle": "P-EAGLE head",
     "dflash": "DFlash head",
     "dspark": "DSpark head",
     "mtp": "multi-token-prediction layer",
@@ -27,6 +28,7 @@ _KINDS = {
     "blockwise": "blockwise parallel heads",
     "early-exit": "adapter for an early exit",
 }
+_METHODS = {"peagle": "eagle3", "early-exit": "early_exit"}  # of the kinds that have another name
 
 
 def measure_head(target: Path, head: Path, role: str, corpus: Corpus) -> dict[str, float]:
@@ -34,7 +36,7 @@ def measure_head(target: Path, head: Path, role: str, corpus: Corpus) -> dict[st
 
     They are measured over continuations of prefixes from held-out files.
     """
-    method = role.replace("-", "_")
+    method = _METHODS.get(role, role)
     llm = LLM(target, speculative_config={"method": method, "model": str(head), "control": "fixed"}, seed=0)
     stream = encode(corpus.held_out, load_tokenizer(target))
     prompts = Prompts(100, 100).cuts(stream, np.random.default_rng(0), _PROMPTS)

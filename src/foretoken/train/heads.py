@@ -1,4 +1,4 @@
-"""``foretoken train eagle3|mtp|dflash|dspark|medusa|...``: trains a head on text that the target sampled."""
+"""``foretoken train eagle3|peagle|mtp|dflash|...``: trains a head on text that the target sampled."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from foretoken.train.parallel_heads import (
     MedusaHead,
     MedusaTrainConfig,
 )
+from foretoken.train.peagle import PEagleConfig, PEagleHead
 from foretoken.train.trainer import Trainer, provenance
 
 HEAD_CONFIG = TrainConfig(minutes=20.0, batch=4, window=512, learning_rate=2e-3, weight_decay=0.05)
@@ -62,6 +63,7 @@ class Role:
 
 ROLES = {
     "eagle3": Role(Eagle3Config, Eagle3Head.made),
+    "peagle": Role(PEagleConfig, PEagleHead.made),
     "mtp": Role(MtpTrainConfig, MtpHead.made),
     "medusa": Role(MedusaTrainConfig, MedusaHead.made, 6e-3),
     "blockwise": Role(BlockwiseTrainConfig, BlockwiseHead.made, 6e-3),

@@ -20,6 +20,7 @@ from foretoken.train import processes
 from foretoken.train.optimization import compiled
 from foretoken.train.progress import Reporter, quiet_transformers
 
+EVALUATED = 4  # heads that draft a block evaluate one row of so many
 _BATCH = 8  # windows per forward pass of the target
 
 
@@ -97,6 +98,14 @@ class Teacher:
             )
 
 
+def chosen_mask_token(given: int | None, teacher: Teacher, counts: Tensor) -> int:
+    """Returns the mask token of a head: ``given``, or the target's rarest token by ``counts`` [V]."""
+    token = int((counts == counts.min()).nonzero()[-1]) if given is None else given
+    if token >= teacher.vocab:
+        raise InvalidRequest(f"mask_token {token} for a vocabulary of {teacher.vocab} tokens")
+    return token
+
+
 def capped(logits: Tensor, cap: float) -> Tensor:
     """Returns logits soft-capped as in Gemma 2. A cap of 0 means none."""
     return cap * torch.tanh(logits / cap) if cap else logits
@@ -157,10 +166,12 @@ class Drafted(NamedTuple):
     Attributes:
         logits: See ``Head.forward``.
         confidence: Logits [B, R] of the estimated acceptance at every depth, None for a head without such estimates.
+        roots: At every depth the rows [R] of a window whose chains were computed, None for all.
     """
 
     logits: list[Tensor]
     confidence: list[Tensor] | None = None
+    roots: list[Tensor] | None = None
 
 
 class Head(nn.Module, ABC):
@@ -182,7 +193,8 @@ class Head(nn.Module, ABC):
     def forward(self, lesson: Lesson) -> list[Tensor]:
         """Returns logits [B, T - depths, Vd] for every depth: index i of depth j is for token i + 2 + j.
 
-        A head that computes the rows ``roots`` alone returns [B, R, Vd]. In training, later depths may be left out.
+        A head that computes some rows alone (``Drafted.roots``) returns [B, R, Vd]; in evaluation they are the same at
+        all depths, ascending. In training, later depths may be left out.
         """
 
     def drafted(self, lesson: Lesson) -> Drafted:
@@ -197,10 +209,6 @@ class Head(nn.Module, ABC):
             step: Number of the step.
             length: Tokens per window.
         """
-
-    def roots(self, length: int) -> Tensor | None:
-        """Returns the rows [R] of a window whose chains ``forward`` computes, ascending; None for all."""
-        return None
 
     @abstractmethod
     def describe(self, teacher: Teacher) -> dict[str, Any]:

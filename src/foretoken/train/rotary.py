@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-def rotations(count: int, first: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines [count, width] of the positions from ``first`` on."""
-    frequencies = theta ** (-torch.arange(0, width, 2, device=device).float() / width)
-    angles = torch.outer(torch.arange(first, first + count, device=device).float(), frequencies).repeat(1, 2)
+def rotations(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines [n, width] of positions [n]."""
+    frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device).float() / width)
+    angles = torch.outer(positions.float(), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 

@@ -62,54 +62,63 @@ class UnrolledAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
         self.theta = float(shape.rope_parameters["rope_theta"])
 
-    def forward(self, x: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """Attends to the target's features up to row i, then to index i of each depth.
+    def forward(
+        self, x: Tensor, depth: int, keys: list[Tensor], values: list[Tensor], roots: Tensor | None = None
+    ) -> Tensor:
+        """Attends to the target's features up to the root of each row, then to the row's chain at each depth.
 
         Args:
-            x: [B, roots, inputs]. Index i is row i + depth.
+            x: [B, rows, inputs]. Index n is the row of root ``roots[n]`` at ``depth``, at position root + depth.
             depth: Depth of the rows.
             keys: Keys of the earlier depths. This depth's are appended.
             values: Values of the earlier depths. This depth's are appended.
+            roots: Roots of the rows [rows], below the first depth the first ones of the depth before. None for all
+                rows of depth 0 in their order.
         """
-        batch, roots = x.shape[:2]
-        turn = rotations(roots, depth, self.head_dim, self.theta, x.device)
-        queries = self.q_proj(x).view(batch, roots, self.heads, -1)
+        batch, rows = x.shape[:2]
+        roots = torch.arange(rows, device=x.device) if roots is None else roots
+        turn = rotations(roots + depth, self.head_dim, self.theta)
+        queries = self.q_proj(x).view(batch, rows, self.heads, -1)
         q = rotated(self.normed_query(queries[..., : self.head_dim]).transpose(1, 2), turn)
-        k = self.normed_key(self.k_proj(x).view(batch, roots, self.kv_heads, -1))
+        k = self.normed_key(self.k_proj(x).view(batch, rows, self.kv_heads, -1))
         k = rotated(k.transpose(1, 2), turn)
-        v = self.v_proj(x).view(batch, roots, self.kv_heads, -1).transpose(1, 2)
+        v = self.v_proj(x).view(batch, rows, self.kv_heads, -1).transpose(1, 2)
         group = self.heads // self.kv_heads
         keys.append(k.repeat_interleave(group, 1))
         values.append(v.repeat_interleave(group, 1))
         if depth == 0:
             mixed = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
         else:
-            mixed = _mixed(q, keys, values)
+            mixed = _mixed(q, keys, values, roots)
         mixed = mixed.transpose(1, 2)
         if queries.shape[-1] > self.head_dim:
             mixed = mixed * queries[..., self.head_dim :].sigmoid()
-        out: Tensor = self.o_proj(mixed.reshape(batch, roots, -1))
+        out: Tensor = self.o_proj(mixed.reshape(batch, rows, -1))
         return out
 
     def normed_query(self, x: Tensor) -> Tensor:
-        """Returns queries [B, roots, heads, D] as they are scored, before their rotation."""
+        """Returns queries [B, rows, heads, D] as they are scored, before their rotation."""
         return x
 
     def normed_key(self, x: Tensor) -> Tensor:
-        """Returns keys [B, roots, heads, D] as they are scored, before their rotation."""
+        """Returns keys [B, rows, heads, D] as they are scored, before their rotation."""
         return x
 
 
-def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Causal attention over depth 0, and over the same index of the later depths. Shapes: [B, heads, roots, D]."""
+def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor], roots: Tensor) -> Tensor:
+    """Attention over depth 0 up to the roots, and over the same index of the later depths.
+
+    Shapes: [B, heads, rows, D]; earlier depths may have more rows.
+    """
+    rows = q.shape[2]
     q = q * q.shape[-1] ** -0.5
-    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    hidden = torch.arange(keys[0].shape[2], device=q.device) > roots[:, None]
     prefix = (q @ keys[0].transpose(-1, -2)).masked_fill(hidden, float("-inf"))
-    own = torch.stack([(q * k).sum(-1) for k in keys[1:]], dim=-1)
+    own = torch.stack([(q * k[:, :, :rows]).sum(-1) for k in keys[1:]], dim=-1)
     weights = torch.cat((prefix, own), dim=-1).softmax(-1, dtype=torch.float32).to(values[0].dtype)
     mixed = weights[..., : prefix.shape[-1]] @ values[0]
     for i, v in enumerate(values[1:]):
-        mixed = mixed + weights[..., prefix.shape[-1] + i, None] * v
+        mixed = mixed + weights[..., prefix.shape[-1] + i, None] * v[:, :, :rows]
     return mixed
 
 

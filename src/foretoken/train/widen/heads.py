@@ -24,7 +24,7 @@ from foretoken.models.heads.block import BlockHead, read_block
 from foretoken.models.heads.block_dialects import write_block
 from foretoken.models.heads.blockwise import MODEL_TYPE, BlockwiseHeads, Feedforward, read_blockwise, write_blockwise
 from foretoken.models.heads.dialects import Written, write_eagle
-from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
+from foretoken.models.heads.eagle import MASK, EagleHead, default_taps, read_eagle
 from foretoken.models.heads.files import FOLDER
 from foretoken.models.heads.medusa import MedusaHeads, read_medusa, write_medusa
 from foretoken.train.files import PROVENANCE, atomic_directory, write_json
@@ -93,6 +93,12 @@ class Widening:
         """Widens a matrix [n, h] that reads ``hidden_states[tap]`` to [n, h']."""
         return weight.double() @ self.q if tap < len(self.layers) else self.normed(weight)
 
+    def state(self, state: Tensor, tap: int) -> Tensor:
+        """Widens a vector [h] that stands for ``hidden_states[tap]`` to [h']."""
+        if tap < len(self.layers):
+            return state.double() @ self.q
+        return self.factor * (state.double() / self.norm) @ self.q
+
     def normed(self, weight: Tensor) -> Tensor:
         """Widens a matrix [n, h] that reads the last norm's output to [n, h']."""
         return (weight.double() * self.norm) @ self.q / self.factor
@@ -106,6 +112,9 @@ def widen_eagle(head: EagleHead, w: Widening) -> Written:
         )
     taps = head.taps or default_taps(len(w.layers))
     tensors = _own_ends(_widened_fc(head.tensors, taps, w), w, head.vocab, head.hidden, ("embed_tokens",))
+    if (mask := tensors.get(MASK)) is not None:
+        parts = zip(mask.chunk(len(taps)), taps, strict=True)
+        tensors[MASK] = torch.cat([w.state(part, tap) for part, tap in parts]).to(mask.dtype)
     places = tuple(w.place(tap) for tap in taps)
     wide = replace(head, tensors=tensors, target_hidden=w.q.shape[1], taps=places)
     return write_eagle(wide, "sglang" if head.layers == 1 else "vllm", places)
