@@ -82,6 +82,33 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
         correction=True,
         best_two=True,
     ),
+    # The divisor of its weights is at least moe_norm_min, 1e-12, which a sum of softmax scores does not fall below.
+    "ernie4_5_moe": ExpertFamily(
+        {
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+        },
+        ExpertNames(correction="mlp.moe_statics.e_score_correction_bias"),
+        correction=True,
+    ),
+    "exaone_moe": ExpertFamily(
+        {
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1024,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+        },
+        ExpertNames(correction="mlp.e_score_correction_bias"),
+        scoring="sigmoid",
+        divisor_eps=1e-20,
+        correction=True,
+        best_two=True,
+    ),
     "lfm2_moe": ExpertFamily(
         {
             "num_experts": 32,
@@ -185,6 +212,7 @@ class ExpertsConfig(Schema):
     topk_group: Count | None = None
     topk_method: str | None = None
     first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
+    moe_layer_end_index: Annotated[int, Field(ge=-1)] | None = None
     num_dense_layers: Annotated[int, Field(ge=0)] | None = None
     use_expert_bias: bool | None = None
     mlp_layer_types: list[str] | None = None
@@ -259,6 +287,8 @@ def _sparse(c: ExpertsConfig, layer: int) -> bool:
     if c.mlp_layer_types is not None:
         return c.mlp_layer_types[layer : layer + 1] == ["sparse"]
     if layer < (c.first_k_dense_replace or c.num_dense_layers or 0) or layer in (c.mlp_only_layers or ()):
+        return False
+    if c.moe_layer_end_index not in (None, -1) and layer > c.moe_layer_end_index:
         return False
     if c.moe_layers is not None:
         return layer in c.moe_layers

@@ -101,8 +101,8 @@ def smollm3(c: Config) -> dict[str, Any]:
 
 
 def only_sliding_rotate(c: Config) -> dict[str, Any]:
-    """Layers with full attention have no rotation, if there are others (Cohere 2, EXAONE 4)."""
-    whole = not c.get("sliding_window") and c["model_type"] == "exaone4"
+    """Layers with full attention have no rotation, if there are others (Cohere 2, EXAONE)."""
+    whole = not c.get("sliding_window") and c["model_type"].startswith("exaone")
     return {"rope": [0 if whole or kind == SLIDING else -1 for kind in c["layer_types"]]}
 
 
@@ -254,6 +254,11 @@ def opt_refuses(c: Config) -> str | None:
     if not c["do_layer_norm_before"] or c["remove_final_layer_norm"]:
         return "norms after the addition (do_layer_norm_before)"
     return "word_embed_proj_dim" if c.get("word_embed_proj_dim") not in (None, c["hidden_size"]) else None
+
+
+def ernie4_5_moe_refuses(c: Config) -> str | None:
+    """Biases of experts."""
+    return "use_bias" if c.get("use_bias") else None
 
 
 def gpt2_refuses(c: Config) -> str | None:

@@ -10,10 +10,12 @@ from typing import Any
 LANGUAGE_MODELS = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
+    "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "glm4v": "glm4v_text",
+    "glm_ocr": "glm_ocr_text",
     "got_ocr2": "qwen2",
     "idefics3": "llama",
     "internvl": "qwen2",

@@ -177,9 +177,28 @@ FAMILIES: dict[str, Family] = {
         paired=True,
     ),
     "ernie4_5": Family(defaults={"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True}, paired=True),
+    "ernie4_5_moe": Family(
+        aliases={
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_k",
+            "n_shared_experts": "moe_num_shared_experts",
+            "first_k_dense_replace": "moe_layer_start_index",
+            "decoder_sparse_step": "moe_layer_interval",
+        },
+        defaults={"num_key_value_heads": 4, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        paired=True,
+        refuses=facts.ernie4_5_moe_refuses,
+    ),
     "exaone4": Family(
         defaults=_WINDOW,
         norms=POST,
+        head_norms="before",
+        kinds=facts.every(4),
+        facts=facts.only_sliding_rotate,
+    ),
+    "exaone_moe": Family(
+        aliases={"n_shared_experts": "num_shared_experts"},
+        defaults=_WINDOW | {"rms_norm_eps": 1e-5},
         head_norms="before",
         kinds=facts.every(4),
         facts=facts.only_sliding_rotate,
@@ -270,4 +289,6 @@ FAMILIES["qwen2_vl_text"] = FAMILIES["qwen2_5_vl_text"] = replace(
 )
 FAMILIES["qwen3_vl_text"] = replace(FAMILIES["qwen3"], defaults={"head_dim": 128, "rope_theta": 5e5})
 FAMILIES["glm4v_text"] = replace(FAMILIES["glm4"], defaults={})
+FAMILIES["glm_ocr_text"] = FAMILIES["glm4v_text"]
+FAMILIES["exaone4_5_text"] = FAMILIES["exaone4"]  # as older files call it
 FAMILIES["mimo"] = FAMILIES["qwen2"]  # with an MTP layer, which is read apart
