@@ -1,8 +1,9 @@
 """Tiny random checkpoints with multi-token-prediction layers in several layouts, and what the layers compute.
 
 The names of the tensors are those of published checkpoints: Qwen/Qwen3-Next-80B-A3B-Instruct, deepseek-ai/DeepSeek-V3,
-zai-org/GLM-4.5 and XiaomiMiMo/MiMo-7B-RL. The reference follows DeepSeek-V3's report (2412.19437, equations 21 to 23)
-with transformers' own layers: h' = M [norm(embedding), norm(h)], a decoder layer, a norm, the shared head.
+zai-org/GLM-4.5, XiaomiMiMo/MiMo-7B-RL, baidu/ERNIE-4.5-21B-A3B-PT and LGAI-EXAONE/K-EXAONE-236B-A23B. The reference
+follows DeepSeek-V3's report (2412.19437, equations 21 to 23) with transformers' own layers: h' = M [norm(embedding),
+norm(h)], a decoder layer, a norm, the shared head.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ from torch import Tensor, nn
 
 MIMO = Tiny("Qwen2", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 640000.0}}, native=True)
 
+EXAONE4 = Tiny("Exaone4", {**GROUPED, "num_hidden_layers": 4, "sliding_window": 6}, native=True)
+SHARED_NORM = "model.norm"
+
 
 @dataclass(frozen=True)
 class MtpFamily:
-    """A family: its tiny target, and the names of an MTP layer; {n} counts from 0, {m} from the target's layers on."""
+    """A family: its tiny target, and the names of an MTP layer; {n} counts from 0, {m} from the target's layers on.
+
+    like: number of the target's layer that the MTP layer is like; None for the last one with attention.
+    """
 
     target: Tiny
     layer: str
@@ -33,11 +40,12 @@ class MtpFamily:
     norm: str
     hidden_first: bool = False
     model_type: str | None = None
+    like: int | None = None
 
 
-def _qwen(name: str) -> MtpFamily:
+def _qwen(target: Tiny, like: int | None = None) -> MtpFamily:
     norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
-    return MtpFamily(ARCHITECTURES[name], "mtp.layers.{n}.", *norms, "mtp.fc", "mtp.norm")
+    return MtpFamily(target, "mtp.layers.{n}.", *norms, "mtp.fc", "mtp.norm", like=like)
 
 
 def _nextn(name: str) -> MtpFamily:
@@ -50,10 +58,18 @@ def _mimo() -> MtpFamily:
     return MtpFamily(MIMO, *(f"model.mtp_layers.{{n}}.{name}" for name in names), hidden_first=True, model_type="mimo")
 
 
+def _ernie() -> MtpFamily:
+    names = (f"model.mtp_{name}" for name in ("block.{n}.", "emb_norm.{n}", "hidden_norm.{n}", "linear_proj.{n}"))
+    return MtpFamily(ARCHITECTURES["ernie4-5-moe"], *names, norm=SHARED_NORM, like=0)
+
+
 MTP_FAMILIES = {
-    "qwen3.5": _qwen("qwen3.5"),
-    "qwen3-next": _qwen("qwen3-next"),
-    "qwen3.5-experts": _qwen("qwen3.5-experts"),
+    "qwen3.5": _qwen(ARCHITECTURES["qwen3.5"]),
+    "qwen3-next": _qwen(ARCHITECTURES["qwen3-next"]),
+    "qwen3.5-experts": _qwen(ARCHITECTURES["qwen3.5-experts"]),
+    "exaone4": _qwen(EXAONE4, like=0),
+    "exaone-moe": _qwen(ARCHITECTURES["exaone-moe"], like=0),
+    "ernie4-5-moe": _ernie(),
     "deepseek-v3": _nextn("deepseek-v3"),
     "glm4-moe": _nextn("glm4-moe"),
     "glm4-moe-lite": _nextn("glm4-moe-lite"),
@@ -69,11 +85,14 @@ class MtpReference(nn.Module):
         self.family, self.target = family, family.target.build()
         torch.manual_seed(hash_of(family.layer) + 1)
         config, stack = self.target.config, self.target.model.layers
-        place = next(i for i in reversed(range(len(stack))) if hasattr(stack[i], "self_attn"))
-        norm, width = type(stack[place].input_layernorm), config.hidden_size
+        last = next(i for i in reversed(range(len(stack))) if hasattr(stack[i], "self_attn"))
+        place = last if family.like is None else family.like
+        norm, width = type(self.target.model.norm), config.hidden_size
         self.blocks = nn.ModuleList(type(stack[place])(config, place) for _ in range(layers))
         made = [nn.ModuleList(norm(width, eps=config.rms_norm_eps) for _ in range(layers)) for _ in range(3)]
         self.embedding_norms, self.hidden_norms, self.norms = made
+        if family.norm == SHARED_NORM:
+            self.norms = nn.ModuleList([self.target.model.norm])
         self.projections = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(layers))
         with torch.no_grad():
             for name, parameter in [*self.named_parameters(), *self.named_buffers()]:
@@ -91,7 +110,9 @@ class MtpReference(nn.Module):
         x = self.projections[number](torch.cat(halves[::-1] if self.family.hidden_first else halves, -1))
         positions = torch.arange(len(tokens))[None]
         rotary = self.target.model.rotary_emb(x, positions)
-        mask = torch.full((len(tokens),) * 2, -torch.inf).triu(1)[None, None]
+        distance = positions.T - positions
+        window = getattr(self.blocks[number].self_attn, "sliding_window", None) or len(tokens)
+        mask = torch.zeros(distance.shape).masked_fill((distance < 0) | (distance >= window), -torch.inf)[None, None]
         out = self.blocks[number](x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
         out = out[0] if isinstance(out, tuple) else out
         normed = self.norms[number](out)

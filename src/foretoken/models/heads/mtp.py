@@ -38,7 +38,7 @@ class MtpLayout:
         embedding_norm: norm of embeddings.
         hidden_norm: norm of hidden states.
         projection: the matrix of both, [H, 2H].
-        norm: norm before the vocabulary head.
+        norm: norm before the vocabulary head, which may be the target's.
         hidden_first: whether the projection's input has the hidden state first.
         appended: whether the names count from the number of the target's layers on, below the prefix of its own.
     """
@@ -53,7 +53,7 @@ class MtpLayout:
 
 
 LAYOUTS = (
-    # Qwen3-Next, Qwen3.5 and their relatives: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct
+    # Qwen3-Next, Qwen3.5 and their relatives, EXAONE 4.5 and K-EXAONE: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct
     MtpLayout("mtp.layers.{}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
     # DeepSeek-V3, GLM-4.5, GLM-4.7-Flash and others: https://huggingface.co/deepseek-ai/DeepSeek-V3
     MtpLayout(
@@ -73,6 +73,8 @@ LAYOUTS = (
         "model.mtp_layers.{}.final_layernorm",
         hidden_first=True,
     ),
+    # ERNIE 4.5, with the target's final norm: https://huggingface.co/baidu/ERNIE-4.5-21B-A3B-PT
+    MtpLayout("mtp_block.{}.", "mtp_emb_norm.{}", "mtp_hidden_norm.{}", "mtp_linear_proj.{}", "norm"),
 )
 
 
@@ -130,7 +132,8 @@ def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
     if not places:
         raise ModelLoadError(
             f"{path} has no multi-token-prediction layers; they are named {LAYOUTS[0].projection}.weight, "
-            f"model.{LAYOUTS[1].projection.format(a.layers)}.weight or {LAYOUTS[2].projection.format(0)}.weight"
+            f"model.{LAYOUTS[1].projection.format(a.layers)}.weight, {LAYOUTS[2].projection.format(0)}.weight or "
+            f"model.{LAYOUTS[3].projection.format(0)}.weight"
         )
     reader = Source(weights, a, dtype).reader
     return [_layer(reader, a, layout, prefix, number) for layout, prefix, number in places]
@@ -188,13 +191,19 @@ def _found(weights: Container[str], a: Architecture) -> list[tuple[MtpLayout, st
         first = a.layers if layout.appended else 0
         for prefix in (base,) if layout.appended else ("", base, base.removesuffix("model.")):
             places: list[tuple[MtpLayout, str, int]] = []
-            while _holds(weights, f"{prefix}{layout.layer.format(first + len(places))}{a.names.norm}"):
+            while _holds(weights, f"{prefix}{layout.layer.format(first + len(places))}{_norm_of(a)}"):
                 places.append((layout, prefix, first + len(places)))
                 if len(places) > MAX_HEADS:
                     break
             if places and _holds(weights, f"{prefix}{layout.projection.format(first)}"):
                 return places
     return []
+
+
+def _norm_of(a: Architecture) -> str:
+    """Returns the name of a norm that layers with attention have."""
+    before = any(layer.norms.mixer for layer in a.stack if layer.attention)
+    return a.names.norm if before else a.names.after_mixer
 
 
 def _holds(weights: Container[str], name: str) -> bool:
@@ -222,7 +231,8 @@ def _layer(reader: TensorReader, a: Architecture, layout: MtpLayout, prefix: str
 def _kind(a: Architecture, weights: Mapping[str, Tensor], at: str) -> Layer:
     """Returns what an MTP layer computes: what the target's last layer with full attention does.
 
-    Its MLP is dense or has experts by the names of its tensors.
+    Its MLP is dense or has experts by the names of its tensors. Where full attention has no rotary positions (EXAONE),
+    the layer has them and a window, as vLLM computes it.
 
     Raises:
         ModelLoadError: the target has no such layer.
@@ -233,4 +243,5 @@ def _kind(a: Architecture, weights: Mapping[str, Tensor], at: str) -> Layer:
         layers = [replace(layer, mlp="gated", experts=None) for layer in a.stack if layer.attention]
     if not layers:
         raise ModelLoadError(f"the MTP layer {at} has experts, but config.json describes none")
+    layers = [layer for layer in layers if layer.rope >= 0] or layers
     return next((layer for layer in reversed(layers) if not layer.window), layers[-1])
