@@ -127,7 +127,8 @@ def test_a_tokenizer_with_more_settings_is_left_to_transformers(tmp_path: Path) 
     assert isinstance(load_tokenizer(folder), PreTrainedTokenizerFast)
 
 
-def test_the_bundled_pair_starts_without_transformers() -> None:
-    program = "import sys; from foretoken import LLM; LLM().generate('def'); print('transformers' in sys.modules)"
+def test_the_bundled_pair_starts_without_the_packages_of_other_checkpoints() -> None:
+    run = "import sys; from foretoken import LLM; LLM().generate('def')"
+    program = f"{run}; print([name for name in ('transformers', 'gguf') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False", done.stderr
+    assert done.stdout.strip() == "[]", done.stderr

@@ -13,7 +13,7 @@ from foretoken.bench.peers.registry import GGUF_TYPES, OURS, Peer
 from foretoken.bench.race import Entrant
 from foretoken.bench.setting import cores
 from foretoken.core.errors import ForetokenError
-from foretoken.models.formats.checkpoint import is_gguf
+from foretoken.models.formats.gguf.names import is_gguf
 from foretoken.speculation import AUTO, SpeculativeConfig
 
 

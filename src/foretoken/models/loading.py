@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,8 @@ from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.families.multimodal import text_part
-from foretoken.models.formats.checkpoint import Weights, is_gguf, load_config, open_weights, resolve
-from foretoken.models.formats.gguf.weights import GGUFWeights
+from foretoken.models.formats.checkpoint import Weights, load_config, open_weights, resolve
+from foretoken.models.formats.gguf.names import is_gguf
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
@@ -35,6 +35,9 @@ from foretoken.models.options import (
 from foretoken.models.runners.native.build import kernels_available, packs_groups
 from foretoken.models.runners.native.weight_format import PACKED_BITS, packs
 from foretoken.models.seq2seq.model import EncoderDecoder
+
+if TYPE_CHECKING:
+    from foretoken.models.formats.gguf.weights import GGUFWeights
 
 _log = logging.getLogger(__name__)
 
@@ -159,10 +162,10 @@ def _needed(
     """
     if scheme is not None:
         return weight_bytes(tensors.shapes, dtype, scheme.weight_bits if compiled or scheme.group is None else None)
-    if compiled and isinstance(tensors, GGUFWeights):
-        return min(tensors.nbytes, weight_bytes(tensors.shapes, dtype, None))
     if isinstance(tensors, PackedWeights):
         bits = tensors.bits if compiled else None
+    elif compiled and not isinstance(tensors, Weights):
+        return min(tensors.nbytes, weight_bytes(tensors.shapes, dtype, None))
     return weight_bytes(tensors.shapes, dtype, bits)
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
-from foretoken.models.formats.checkpoint import is_gguf, load_config, open_weights
+from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.gguf.names import is_gguf
 
 _FLOOR = 1e-6
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")

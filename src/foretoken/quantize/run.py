@@ -15,7 +15,8 @@ from torch import Tensor
 
 from foretoken.core.errors import ForetokenError, InvalidRequest, WriteError
 from foretoken.core.files import atomic_directory, atomic_file, write_json
-from foretoken.models.formats.checkpoint import is_gguf, resolve
+from foretoken.models.formats.checkpoint import resolve
+from foretoken.models.formats.gguf.names import is_gguf
 from foretoken.models.formats.memory import give_back
 from foretoken.quantize.calibration import Calibration, Losses
 from foretoken.quantize.exported import exported_config, save_tokenizer

@@ -17,15 +17,15 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Layers, Schema, Size, TokenId, TokenIds, parse, read_object
 from foretoken.models.formats.finite import check_finite
-from foretoken.models.formats.gguf.families import config_of
-from foretoken.models.formats.gguf.header import SPLIT_NAME, Header
-from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer, special_ids
-from foretoken.models.formats.gguf.weights import GGUFWeights
+from foretoken.models.formats.gguf.names import SPLIT_NAME, is_gguf
 from foretoken.models.formats.safetensors_file import SafetensorsFile
 from foretoken.models.formats.tokenizer import PlainTokenizer, is_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from foretoken.models.formats.gguf.file import GGUFCheckpoint
+    from foretoken.models.formats.gguf.weights import GGUFWeights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -107,11 +107,6 @@ def resolve(name_or_path: str | Path, gguf_file: str | None = None) -> Path:
     return _download(name, list(HUB_FILES))
 
 
-def is_gguf(path: Path) -> bool:
-    """Returns whether the path is that of a GGUF file, by its name."""
-    return path.suffix.lower() == ".gguf"
-
-
 def _download(hub_id: str, patterns: list[str]) -> Path:
     """Downloads the files of a hub repository that match. Returns the local folder."""
     from huggingface_hub import snapshot_download
@@ -168,6 +163,13 @@ def _listed(folder: Path) -> str:
     return ", ".join(sorted(file.name for file in folder.iterdir() if is_gguf(file))) or "none"
 
 
+def _gguf(path: Path) -> GGUFCheckpoint:
+    # The gguf package is a tenth of the time to import ours, and most checkpoints do not need it.
+    from foretoken.models.formats.gguf.file import GGUFCheckpoint
+
+    return GGUFCheckpoint(Path(path))
+
+
 def load_config(path: Path) -> dict[str, Any]:
     """Returns the checkpoint's config.json; the fields that all architectures share are checked.
 
@@ -177,7 +179,7 @@ def load_config(path: Path) -> dict[str, Any]:
         ModelLoadError: the file is missing or malformed.
     """
     if is_gguf(Path(path)):
-        config = config_of(Header.read(Path(path)))
+        config = _gguf(path).config()
         parse(CommonConfig, config, str(path))
         return config
     return read_object(Path(path) / "config.json", CommonConfig, "the folder of a checkpoint has one")
@@ -192,7 +194,7 @@ def load_generation_settings(path: Path) -> list[GenerationSettings]:
         ModelLoadError: a field is wrong.
     """
     if is_gguf(path):
-        return [parse(GenerationSettings, special_ids(Header.read(path)), str(path))]
+        return [parse(GenerationSettings, _gguf(path).special_ids(), str(path))]
     files = (file for name in ("generation_config.json", "config.json") if (file := path / name).is_file())
     return [parse(GenerationSettings, read_object(file), str(file)) for file in files]
 
@@ -203,7 +205,7 @@ def open_weights(path: Path) -> Weights | GGUFWeights:
     Raises:
         ModelLoadError: a file is missing or damaged, or the weights are pickles.
     """
-    return GGUFWeights(Path(path)) if is_gguf(Path(path)) else Weights(Path(path))
+    return _gguf(path).weights() if is_gguf(Path(path)) else Weights(Path(path))
 
 
 class Weights(Mapping[str, Tensor]):
@@ -298,7 +300,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer
     path = resolve(name)
     try:
         if is_gguf(path):
-            return gguf_tokenizer(Header.read(path))
+            return _gguf(path).tokenizer()
         settings = _tokenizer_settings(path)
         if is_plain(path, settings):
             return PlainTokenizer.load(path)

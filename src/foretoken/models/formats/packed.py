@@ -20,8 +20,8 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
-from foretoken.models.formats.gguf.blocks import E2M1, E2M1_ZERO, half_powers
 from foretoken.models.formats.grouped import Grouped, GroupLayout, Groups, strips
+from foretoken.models.formats.mxfp4 import MXFP4, half_powers
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which four bits of a word hold output 8 * word + i
 _CHANNEL = 128  # inputs of a group where the file has one scale for each output
@@ -256,7 +256,7 @@ def _mxfp4(weights: Mapping[str, Tensor], stem: str, s: PackedSettings) -> Packe
         return torch.stack((read & 15, read >> 4), -1).flatten(1)
 
     scales = torch.from_numpy(half_powers(exponents.reshape(out, -1).numpy()))
-    return PackedMatrix((out, inputs), GroupLayout(4, 32, E2M1_ZERO, E2M1), codes, scales)
+    return PackedMatrix((out, inputs), MXFP4, codes, scales)
 
 
 _READERS: dict[str, Callable[[Mapping[str, Tensor], str, PackedSettings], PackedMatrix]] = {

@@ -9,7 +9,7 @@ row) write them. Matrices that are not quantized stay as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import MAX_INT, Schema, parse
 from foretoken.models.formats.checkpoint import Weights
-from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.packed import PackedSettings, PackedWeights
 from foretoken.models.formats.quantize import Int8
+
+if TYPE_CHECKING:
+    from foretoken.models.formats.gguf.weights import GGUFWeights
 
 SUPPORTED = (
     "supported are int8 weights with a symmetric scale per channel and dynamic symmetric int8 activations per token, "

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.models.formats.grouped import GroupLayout, Groups, TwoLevels
+from foretoken.models.formats.mxfp4 import MXFP4, half_powers
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes]
 Floats = NDArray[np.float32]
@@ -24,8 +25,6 @@ Unpacked = tuple[Bytes, Numbers, Numbers | None]  # codes [blocks, weights], sca
 
 _K = GGMLQuantizationType
 _IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)  # a table of 16 levels, plus 128
-E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice the values of OCP's e2m1, plus E2M1_ZERO
-E2M1_ZERO = 12
 
 _WIDE = 16  # bytes of complex128, the widest type that numpy copies at once
 
@@ -42,7 +41,7 @@ LAYOUTS = {
     _K.Q6_K: GroupLayout(6, 16, zero=32, block=16),
     _K.IQ4_NL: GroupLayout(4, 32, zero=128, levels=_IQ4, half=True),
     _K.IQ4_XS: GroupLayout(4, 32, zero=128, levels=_IQ4, block=8),
-    _K.MXFP4: GroupLayout(4, 32, zero=E2M1_ZERO, levels=E2M1),
+    _K.MXFP4: MXFP4,
 }
 FLOATS = {_K.F32: torch.float32, _K.F16: torch.float16, _K.BF16: torch.bfloat16}
 
@@ -160,13 +159,6 @@ def _iq4_xs(b: Bytes) -> Unpacked:
 
 def _mxfp4(b: Bytes) -> Unpacked:
     return _bits(b[:, 1:], 16, 4), half_powers(b[:, :1]), None
-
-
-def half_powers(exponents: Bytes) -> Floats:
-    """Returns half of 2 ** (exponent - 127), float32; the two smallest are denormal."""
-    wide = exponents.astype(np.uint32)
-    pattern = np.where(wide < 2, np.uint32(0x00200000) << wide, (wide - 1) << np.uint32(23))
-    return pattern.astype(np.uint32).view(np.float32)
 
 
 _UNPACK: dict[GGMLQuantizationType, Callable[[Bytes], Unpacked]] = {

@@ -8,7 +8,6 @@ The format is described in ggml's ``docs/gguf.md``.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
 from foretoken.models.formats.gguf.cursor import Cursor, StoredArray, damaged, mapped
+from foretoken.models.formats.gguf.names import SPLIT_NAME
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -27,8 +27,6 @@ MAX_KEYS, MAX_TENSORS, MAX_PARTS = 2**16, 2**18, 2**12
 MAX_NAME = 2**10  # bytes of a key or of a tensor's name
 MAX_ALIGNMENT = 2**20
 _ALIGNMENT = 32  # of the tensors' data, if general.alignment does not say otherwise
-
-SPLIT_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")  # as llama.cpp names the parts of a model
 
 _T = GGUFValueType
 
