@@ -16,7 +16,6 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import (
-    is_gguf,
     load_config,
     load_generation_settings,
     load_tokenizer,
@@ -24,6 +23,7 @@ from foretoken.models.formats.checkpoint import (
 )
 from foretoken.models.formats.gguf.blocks import FLOATS
 from foretoken.models.formats.gguf.header import Header
+from foretoken.models.formats.gguf.names import is_gguf
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.seq2seq.model import EncoderDecoder
