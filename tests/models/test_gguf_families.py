@@ -116,8 +116,12 @@ def tensor(name: str, kind: K = K.F32, shape: tuple[int, ...] = (4,)) -> Change:
         ("llama", key("attention.clamp_kqv", 3.0), "clamp_kqv"),
         ("mistral3", key("attention.temperature_scale", 0.1), "temperature_scale"),
         ("llama", key("attention.value_length", 16), "different lengths"),
-        ("qwen2", scaling("yarn"), "'yarn', which is not computed"),
-        ("phi3", tensor("rope_factors_long.weight"), "'longrope', which is not computed"),
+        ("qwen2", scaling("yarn"), "lacks the key qwen2.rope.scaling.original_context_length"),
+        ("qwen2", scaling("su"), "'su', which is not computed"),
+        ("phi3", scaling("longrope"), "'longrope', which is not computed"),
+        ("phi3", tensor("rope_factors_long.weight"), r"rope_factors_long.weight \(4,\)"),
+        ("lfm2moe", key("expert_gating_func", 1), "lacks the key|expert_gating_func = 1"),
+        ("qwen35", nothing, "lacks the key qwen35.ssm.inner_size"),
         ("llama", tensor("rope_freqs.weight"), r"rope_freqs.weight \(4,\)"),
         ("llama", lambda writer: writer.add_uint16("split.count", 3), "one of 3 parts"),
         (
@@ -138,7 +142,7 @@ def test_a_configuration_that_is_not_computed_is_refused(
     "change, message",
     [
         (tensor("blk.0.attn_sinks.weight"), "'blk.0.attn_sinks.weight', which its architecture does not have"),
-        (tensor("blk.0.ffn_up.bias"), "ffn_up.bias"),
+        (tensor("blk.0.attn_q_norm.weight"), "attn_q_norm.weight"),
         (tensor("blk.01.attn_norm.weight"), "blk.01"),
         (tensor("blk.0.ffn_up.weight", K.IQ2_XXS, (4, 256)), "as IQ2_XXS; supported"),
         (tensor("blk.0.attn_norm.weight", K.Q8_0, (32,)), r"\(32,\) as Q8_0"),

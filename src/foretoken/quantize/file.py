@@ -17,17 +17,18 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.formats.gguf.blocks import FLOATS
-from foretoken.models.formats.gguf.families import FAMILIES, GGUFFamily, config_of, gguf_name
+from foretoken.models.formats.gguf.families import FAMILIES, GGUFFamily, config_of
 from foretoken.models.formats.gguf.header import Header, StoredTensor
 from foretoken.models.formats.gguf.mixtures import MIXTURES, tensor_type
+from foretoken.models.formats.gguf.positions import ROPE_FACTORS
 from foretoken.models.formats.gguf.settings import (
-    ROPE_FACTORS,
+    WRITTEN,
     add_settings,
-    architecture_name,
     check_same,
     rope_factors,
     stored_rows,
 )
+from foretoken.models.formats.gguf.tensor_names import Names
 from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer
 from foretoken.models.formats.gguf.vocabulary import PROBES, add_tokenizer
 from foretoken.models.formats.grouped import strips
@@ -61,11 +62,10 @@ class Described:
     def of(config: Mapping[str, Any], tokenizer: Any, ends: Sequence[int], title: str) -> Described:
         """Returns the description of a checkpoint. Raises InvalidRequest if GGUF has no such architecture here."""
         kind = config.get("model_type")
-        name = architecture_name(kind)
+        name = WRITTEN.get(str(kind))
         if name is None or not supports(config):
             raise InvalidRequest(
-                f"models of the type {kind!r} are not written as GGUF; known: "
-                f"{', '.join(sorted({family.model_type for family in FAMILIES.values()}))}"
+                f"models of the type {kind!r} are not written as GGUF; known: {', '.join(sorted(WRITTEN))}"
             )
         return Described(config, Architecture.of(config), name, tokenizer, ends, title)
 
@@ -74,11 +74,16 @@ class Described:
         """The architecture in GGUF."""
         return FAMILIES[self.name]
 
+    @property
+    def names(self) -> Names:
+        """Names in the checkpoint by names in GGUF."""
+        return Names.of(self.architecture, self.family.own)
+
     def add_to(self, writer: gguf.GGUFWriter) -> None:
         """Adds all keys, and the tensor of rotary factors."""
         writer.add_type("model")
         writer.add_name(self.title)
-        add_settings(writer, self.config, self.architecture, self.family)
+        add_settings(writer, self.config, self.architecture)
         if self.tokenizer is not None:
             add_tokenizer(writer, self.tokenizer, self.ends, self.architecture.vocab)
 
@@ -118,7 +123,7 @@ class FileWriter:
     """
 
     def __init__(self, path: Path, described: Described, mixture: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._described = described
+        self._described, self._names = described, described.names
         self._writer = writer = gguf.GGUFWriter(path, described.name)
         described.add_to(writer)
         writer.add_file_type(MIXTURES[mixture].file_type)
@@ -139,7 +144,7 @@ class FileWriter:
     def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
         """Writes a tensor. Returns its values as they are read back."""
         d = self._described
-        kind = self._tensors[gguf_name(d.family, name)].kind
+        kind = self._tensors[self._names.stored(name)].kind
         data = encoded(tensor, kind, rounding)
         rows = stored_rows(d.family, d.architecture, name, torch.from_numpy(data))
         self._writer.write_tensor_data(np.ascontiguousarray(rows.numpy()))
@@ -156,10 +161,10 @@ class FileWriter:
 def planned(described: Described, mixture: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
     """Returns the tensors of a file by name, with their types. Raises InvalidRequest for a name without a form."""
     tied = "lm_head.weight" not in shapes
-    tensors = {}
+    names, tensors = described.names, {}
     for known, shape in shapes.items():
         try:
-            name = gguf_name(described.family, known)
+            name = names.stored(known)
         except KeyError:
             raise InvalidRequest(
                 f"the checkpoint has the tensor {known!r}, for which a GGUF file of {described.name} has no place"

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from foretoken.models.families.layers import PRE, Layer, LayerKind, NormPlaces
 
 Config = Mapping[str, Any]
@@ -58,6 +61,13 @@ class TensorNames:
         if layer.source is not None:
             return self.qkv[:1]
         return (*self.qkv[:2], self.qkv[1]) if layer.tied_values else self.qkv
+
+
+def group_order(heads: int, kv_heads: int, head_dim: int) -> Tensor:
+    """Returns the checkpoint's row of each row of queries, keys and values; see ``TensorNames.by_group``."""
+    group = heads // kv_heads
+    rows = torch.arange((heads + 2 * kv_heads) * head_dim).view(kv_heads, group + 2, head_dim)
+    return torch.cat([part.flatten() for part in (rows[:, :group], rows[:, group], rows[:, group + 1])])
 
 
 def no_facts(config: Config) -> dict[str, Any]:

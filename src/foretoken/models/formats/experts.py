@@ -79,7 +79,8 @@ def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> Expe
         ModelLoadError: a tensor is missing or has the wrong shape.
     """
     router, shared = f"{at}.{e.names.router}", f"{at}.{e.names.shared}"
-    shared_up, shared_down = tuple(f"{shared}.{part}" for part in e.names.shared_up), f"{shared}.{e.names.shared_down}"
+    shared_up = reader.halves(tuple(f"{shared}.{part}" for part in e.names.shared_up))
+    shared_down = f"{shared}.{e.names.shared_down}"
     shared_rows = (1 + e.gated) * e.shared
     stored = reader.shaped(f"{router}.weight", (e.count, hidden))
     up, down = _stacks(reader, f"{at}.{e.names.experts}", e, hidden)
@@ -229,6 +230,15 @@ class _Stack:
         first, last, step = rows.indices(out)
         whole = self.groups.part(expert * out, (expert + 1) * out)
         return whole.part(first, last) if step == 1 else whole.every(step, first)
+
+
+def read_stack(reader: TensorReader, name: str, shape: tuple[int, int, int]) -> MatrixStack:
+    """Reads one tensor with a matrix for each expert or head.
+
+    Raises:
+        ModelLoadError: it is missing or has another shape.
+    """
+    return _Stack.of(reader, name, shape).stack(slice(None))
 
 
 def _misshapen(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> ModelLoadError:

@@ -8,7 +8,7 @@ their inputs to int8, by row and group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
@@ -130,6 +130,26 @@ class Grouped:
             return Groups(read.codes[taken], read.scales[taken], None if read.offsets is None else read.offsets[taken])
 
         return Grouped((len(range(first, self.shape[0], step)), self.shape[1]), self.layout, rows)
+
+    def with_inputs(self, order: Tensor) -> Grouped | None:
+        """Returns the matrix with its inputs in another order; None if that would take groups apart.
+
+        Args:
+            order: for each run of inputs the place that it has now; all runs are equally long.
+        """
+        run, layout = self.shape[1] // len(order), self.layout
+        if run * len(order) != self.shape[1] or run % layout.group:
+            return None
+
+        def moved(numbers: Tensor) -> Tensor:
+            return numbers.unflatten(1, (len(order), -1))[:, order].flatten(1)
+
+        def rows(first: int, last: int) -> Groups:
+            read = self.rows(first, last)
+            offsets = None if read.offsets is None else moved(flat(read.offsets))
+            return Groups(moved(read.codes), moved(flat(read.scales)), offsets)
+
+        return Grouped(self.shape, replace(layout, block=1), rows)
 
     @staticmethod
     def cat(parts: Sequence[Grouped]) -> Grouped:

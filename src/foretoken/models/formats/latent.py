@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.families.latent import LatentAttention
-from foretoken.models.formats.experts import MatrixStack
+from foretoken.models.formats.experts import MatrixStack, read_stack
 from foretoken.models.formats.quantize import Matrix, floats
 from foretoken.models.formats.reader import TensorReader
 
@@ -43,14 +43,38 @@ class LatentWeights:
 def read_latent(s: LatentAttention, heads: int, reader: TensorReader, at: str, hidden: int) -> LatentWeights:
     """Reads the layer whose attention has names below ``at``.
 
-    The matrix that makes keys and values of latents is taken apart by head, and its part for keys transposed. So one
-    that is stored quantized is dequantized.
+    The matrix that makes keys and values of latents is taken apart by head, and its part for keys transposed; see
+    ``_by_head``.
 
     Raises:
         ModelLoadError: a tensor is missing or has the wrong shape.
     """
     wide, narrow = heads * (s.plain + s.rotated), s.rank + s.rotated
     first, last, out = f"{at}q_a_proj" if s.query_rank else f"{at}q_proj", f"{at}kv_a_proj_with_mqa", f"{at}o_proj"
+    absorb, expand = _by_head(s, heads, reader, at)
+    return LatentWeights(
+        into=reader.parts((first, last), (s.query_rank or wide) + narrow, hidden),
+        into_bias=_bias(reader, first, s.query_rank or wide, last, narrow),
+        query_norm=reader.norm(f"{at}q_a_layernorm", s.query_rank) if s.query_rank else None,
+        query_up=reader.matrix(f"{at}q_b_proj", wide, s.query_rank) if s.query_rank else None,
+        latent_norm=reader.norm(f"{at}kv_a_layernorm", s.rank),
+        absorb=absorb,
+        expand=expand,
+        out=reader.matrix(out, hidden, heads * s.value),
+        out_bias=reader.bias((out,), hidden),
+    )
+
+
+def _by_head(s: LatentAttention, heads: int, reader: TensorReader, at: str) -> tuple[MatrixStack, MatrixStack]:
+    """Returns ``LatentWeights.absorb`` and ``expand``.
+
+    Checkpoints have them in one matrix, which is dequantized. GGUF files have a stack of each, the first transposed.
+    """
+    if f"{at}k_b_proj.weight" in reader.weights:
+        return (
+            read_stack(reader, f"{at}k_b_proj.weight", (heads, s.rank, s.plain)),
+            read_stack(reader, f"{at}v_b_proj.weight", (heads, s.value, s.rank)),
+        )
     name, exact = f"{at}kv_b_proj", replace(reader, quantize=None)
     whole = floats(exact.matrix(name, heads * (s.plain + s.value), s.rank), reader.dtype).unflatten(0, (heads, -1))
 
@@ -61,17 +85,7 @@ def read_latent(s: LatentAttention, heads: int, reader: TensorReader, at: str, h
         return (reader.made(name, whole[head, s.plain :].contiguous()),)
 
     quantized = reader.quantize is not None
-    return LatentWeights(
-        into=reader.parts((first, last), (s.query_rank or wide) + narrow, hidden),
-        into_bias=_bias(reader, first, s.query_rank or wide, last, narrow),
-        query_norm=reader.norm(f"{at}q_a_layernorm", s.query_rank) if s.query_rank else None,
-        query_up=reader.matrix(f"{at}q_b_proj", wide, s.query_rank) if s.query_rank else None,
-        latent_norm=reader.norm(f"{at}kv_a_layernorm", s.rank),
-        absorb=MatrixStack(heads, absorb, (), quantized),
-        expand=MatrixStack(heads, expand, (), quantized),
-        out=reader.matrix(out, hidden, heads * s.value),
-        out_bias=reader.bias((out,), hidden),
-    )
+    return MatrixStack(heads, absorb, (), quantized), MatrixStack(heads, expand, (), quantized)
 
 
 def _bias(reader: TensorReader, first: str, first_rows: int, last: str, last_rows: int) -> Tensor | None:

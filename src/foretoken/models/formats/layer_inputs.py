@@ -59,7 +59,15 @@ def read_layer_input_ends(
     """
     name, width = f"{reader.base}{inputs.table}.weight", layers * inputs.width
     return LayerInputEnds(
-        table=converted(name, reader.shaped(name, (vocab, width)), reader.dtype, copy=True),
+        table=_table(reader, name, vocab, width),
         projection=reader.matrix(reader.base + inputs.projection, width, hidden),
         norm=reader.norm(reader.base + inputs.projection_norm, inputs.width),
     )
+
+
+def _table(reader: TensorReader, name: str, vocab: int, width: int) -> Tensor:
+    """Returns embeddings; those that are stored in groups are dequantized a part at a time."""
+    groups = reader.groups(name)
+    if groups is not None and groups.shape == (vocab, width):
+        return groups.dequantize(reader.dtype)
+    return converted(name, reader.shaped(name, (vocab, width)), reader.dtype, copy=True)

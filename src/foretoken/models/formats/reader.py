@@ -82,6 +82,11 @@ class TensorReader:
         self.check(parts, names, rows, columns)
         return parts
 
+    def halves(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the names of a gate and what it multiplies, where one matrix of both is stored as two (GGUF)."""
+        apart = tuple(f"{names[0].rpartition('.')[0]}.{part}_proj" for part in ("gate", "up"))
+        return apart if len(names) == 1 and all(f"{name}.weight" in self.weights for name in apart) else names
+
     def check(self, parts: Sequence[Matrix], names: tuple[str, ...], rows: int, columns: int) -> None:
         """Raises ModelLoadError unless the concatenated parts are [rows, columns]."""
         shapes = [tuple(part.shape) for part in parts]

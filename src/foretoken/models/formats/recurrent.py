@@ -60,10 +60,12 @@ def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
     if f"{at}in_proj_qkvz.weight" in reader.weights:
         whole = reader.matrix(f"{at}in_proj_qkvz", r.channels + r.out, hidden)
         into = tuple(slices(whole, _by_kind(r)))
+    else:
+        into = reader.parts((f"{at}in_proj_qkv", f"{at}in_proj_z"), r.channels + r.out, hidden)
+    if f"{at}in_proj_ba.weight" in reader.weights:
         both = floats(exact.matrix(f"{at}in_proj_ba", r.gates, hidden), reader.dtype)
         gates = both.unflatten(0, (r.key_heads, 2, -1)).transpose(0, 1).flatten(0, 2)
     else:
-        into = reader.parts((f"{at}in_proj_qkv", f"{at}in_proj_z"), r.channels + r.out, hidden)
         parts = [exact.matrix(f"{at}in_proj_{name}", r.value_heads, hidden) for name in "ba"]
         gates = torch.cat([floats(part, reader.dtype) for part in parts])
     return RecurrentWeights(
@@ -71,7 +73,7 @@ def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
         gates=gates.contiguous(),
         conv=_taps(r, reader, f"{at}conv1d"),
         conv_bias=None,
-        decay=reader.floats(f"{at}A_log", (r.value_heads,)).exp_().neg_(),
+        decay=_decay(r, reader, at),
         step_bias=reader.floats(f"{at}dt_bias", (r.value_heads,)),
         norm=reader.floats(f"{at}norm.weight", (r.value_dim,)),
         out=reader.matrix(f"{at}out_proj", hidden, r.out),
@@ -111,7 +113,7 @@ def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
         gates=floats(gates, reader.dtype).contiguous(),
         conv=torch.cat([taps[:, a:b] * by for (a, b), by in zip(channels, of_parts, strict=True)], dim=1).contiguous(),
         conv_bias=None if stored is None else torch.cat([stored[first:last] for first, last in channels]),
-        decay=reader.floats(f"{at}A_log", (r.value_heads,)).exp_().neg_(),
+        decay=_decay(r, reader, at),
         step_bias=step_bias,
         norm=reader.floats(f"{at}norm.weight", (r.out,)) if r.normed else None,
         out=reader.matrix(f"{at}out_proj", hidden, r.out),
@@ -139,6 +141,13 @@ def read_convolution(r: Recurrence, reader: TensorReader, at: str, hidden: int) 
         into_bias=None if bias is None else torch.cat([bias[first:last] for first, last in order]),
         out_bias=reader.bias((f"{at}out_proj",), hidden),
     )
+
+
+def _decay(r: Recurrence, reader: TensorReader, at: str) -> Tensor:
+    """Returns the decays of heads, of which checkpoints store log(-decay), and GGUF files the decays themselves."""
+    if f"{at}A" in reader.weights:
+        return reader.floats(f"{at}A", (r.value_heads,))
+    return reader.floats(f"{at}A_log", (r.value_heads,)).exp_().neg_()
 
 
 def _taps(r: Recurrence, reader: TensorReader, name: str) -> Tensor:

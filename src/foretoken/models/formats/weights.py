@@ -11,6 +11,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.experts import Beside
+from foretoken.models.families.family import group_order
 from foretoken.models.families.layers import Layer, RecurrentMixer
 from foretoken.models.formats.experts import ExpertWeights, read_experts
 from foretoken.models.formats.finite import converted
@@ -228,7 +229,7 @@ def _attention(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> 
     if bias is not None and a.gated_attention:
         bias = _bias_gates_last(a, bias)
     if bias is not None and names.by_group:
-        bias = bias[_by_group(a)]
+        bias = bias[group_order(a.heads, a.kv_heads, a.head_dim)]
     return SelfAttentionWeights(
         qkv=in_runtime_order(a, weights, reader.dtype),
         qkv_bias=bias,
@@ -251,7 +252,7 @@ def in_runtime_order(a: Architecture, parts: tuple[Matrix, ...], dtype: torch.dt
     """
     if a.gated_attention:
         parts = _gates_last(a, parts)
-    return (rows_of(parts[0], _by_group(a), dtype),) if a.names.by_group else parts
+    return (rows_of(parts[0], group_order(a.heads, a.kv_heads, a.head_dim), dtype),) if a.names.by_group else parts
 
 
 def _attention_bias(a: Architecture, reader: TensorReader, names: tuple[str, ...], rows: int) -> Tensor | None:
@@ -270,13 +271,6 @@ def _bias_gates_last(a: Architecture, bias: Tensor) -> Tensor:
     wide = a.heads * a.head_dim
     queries, rest = bias[: 2 * wide].unflatten(0, (a.heads, 2, a.head_dim)), bias[2 * wide :]
     return torch.cat((queries[:, 0].flatten(), rest, queries[:, 1].flatten()))
-
-
-def _by_group(a: Architecture) -> Tensor:
-    """Returns the stored row of each row of queries, keys and values; see ``TensorNames.by_group``."""
-    group = a.heads // a.kv_heads
-    rows = torch.arange((a.heads + 2 * a.kv_heads) * a.head_dim).view(a.kv_heads, group + 2, a.head_dim)
-    return torch.cat([part.flatten() for part in (rows[:, :group], rows[:, group], rows[:, group + 1])])
 
 
 def _head_norm(a: Architecture, reader: TensorReader, name: str, heads: int, layer: Layer) -> NormWeight | None:
@@ -311,7 +305,7 @@ def _beside(a: Architecture, reader: TensorReader, at: str, layer: Layer, names:
 
 
 def _dense(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> DenseMlpWeights:
-    up, down = tuple(at + name for name in a.names.up), at + a.names.down
+    up, down = reader.halves(tuple(at + name for name in a.names.up)), at + a.names.down
     inner = layer.inner or a.intermediate
     rows = inner * (2 if layer.mlp == "gated" else 1)
     return DenseMlpWeights(

@@ -21,29 +21,32 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.rope import inverse_frequencies, rope_settings
-from foretoken.models.formats.gguf.families import FAMILIES, GGUFFamily
+from foretoken.models.formats.gguf.families import GGUFFamily
 
-ROPE_FACTORS = "rope_freqs.weight"
-_PREFERRED = {"mistral": "llama"}  # llama.cpp has no architecture of this name; its converter takes Llama's
-
-
-def architecture_name(model_type: Any) -> str | None:
-    """Returns the name in GGUF of a config.json's ``model_type``; None if there is none."""
-    names = (name for name, family in FAMILIES.items() if family.model_type == model_type)
-    return _PREFERRED.get(str(model_type)) or next(names, None)
+WRITTEN = {  # by the ``model_type`` of config.json; for Mistral llama.cpp's converter takes Llama's name
+    "llama": "llama",
+    "mistral": "llama",
+    "smollm3": "smollm3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+}
 
 
 def stored_rows(family: GGUFFamily, a: Architecture, name: str, tensor: Tensor) -> Tensor:
     """Returns a tensor of the checkpoint as llama.cpp stores it: norms with their offset, rotary rows in pairs."""
-    if family.norm_offset and name.endswith("norm.weight"):
-        return tensor.float() + family.norm_offset
+    if a.norm_offset and name.endswith("norm.weight"):
+        return tensor.float() + a.norm_offset
     heads = {"q_proj": a.heads, "k_proj": a.kv_heads}.get(name.split(".")[-2], 0)
     if not family.interleaved or not heads:
         return tensor
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def add_settings(writer: GGUFWriter, config: Mapping[str, Any], a: Architecture, family: GGUFFamily) -> None:
+def add_settings(writer: GGUFWriter, config: Mapping[str, Any], a: Architecture) -> None:
     """Adds the keys of an architecture."""
     rope = rope_settings(config)
     writer.add_vocab_size(a.vocab)
@@ -61,7 +64,7 @@ def add_settings(writer: GGUFWriter, config: Mapping[str, Any], a: Architecture,
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if family.settings is not None:
+    if a.family in ("phi3", "gemma2", "gemma3_text"):
         _add_windows(writer, config, a)
 
 

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
+from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.formats.finite import check_finite
 from foretoken.models.formats.gguf.blocks import FLOATS, LAYOUTS, Bytes, groups_of
-from foretoken.models.formats.gguf.families import checkpoint_name, config_of, family_of
+from foretoken.models.formats.gguf.changes import Source, source
+from foretoken.models.formats.gguf.families import config_of, family_of
 from foretoken.models.formats.gguf.header import Header, StoredTensor, split_parts
+from foretoken.models.formats.gguf.tensor_names import Names
 from foretoken.models.formats.grouped import Grouped, Groups, TwoLevels
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A stored tensor and how it differs from the checkpoint's.
-
-    Attributes:
-        heads: number of heads whose rows are interleaved; 0 for none.
-        offset: is subtracted from the stored values.
-    """
-
-    stored: StoredTensor
-    heads: int = 0
-    offset: float = 0.0
 
 
 class GGUFWeights(Mapping[str, Tensor]):
@@ -54,14 +40,15 @@ class GGUFWeights(Mapping[str, Tensor]):
         self._path = path
         self.files = tuple(split_parts(header))
         self._sources = _sources(header)
-        self.shapes = {name: source.stored.shape for name, source in self._sources.items()}
+        self.shapes = {name: source.shape for name, source in self._sources.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        source, grouped = self._sources[name], self.grouped(name)
-        if grouped is not None:
-            tensor = grouped.dequantize().reshape(source.stored.shape)
+        source, groups = self._sources[name], self._groups(name)
+        if groups is not None:
+            tensor = source.restored(groups.dequantize())
         else:
-            tensor = _floats(source, self._rows(source, 0, _row_count(source)))
+            floats = torch.from_numpy(self._rows(source, 0, source.rows)).view(FLOATS[source.stored.kind])
+            tensor = source.restored(floats)
         check_finite(name, tensor, str(self._path))
         return tensor
 
@@ -84,6 +71,11 @@ class GGUFWeights(Mapping[str, Tensor]):
 
         Matrices of several experts lie below each other.
         """
+        groups = self._groups(name)
+        return None if groups is None else self._sources[name].arranged(groups)
+
+    def _groups(self, name: str) -> Grouped | None:
+        """Returns a quantized matrix with the file's inputs; None if the tensor holds floats."""
         source = self._sources[name]
         kind, shape = source.stored.kind, source.stored.shape
         if kind not in LAYOUTS or source.offset or len(shape) < 2:
@@ -96,14 +88,12 @@ class GGUFWeights(Mapping[str, Tensor]):
                     check_finite(name, numbers.wholes if isinstance(numbers, TwoLevels) else numbers, str(self._path))
             return groups
 
-        return Grouped((_row_count(source), shape[-1]), LAYOUTS[kind], rows)
+        return Grouped((source.rows, shape[-1]), LAYOUTS[kind], rows)
 
-    def _rows(self, source: _Source, first: int, last: int) -> Bytes:
+    def _rows(self, source: Source, first: int, last: int) -> Bytes:
         """Returns the bytes [last - first, bytes of a row] of a tensor's rows, in the checkpoint's order."""
-        stored = source.stored
-        count = _row_count(source)
+        stored, order, count = source.stored, source.order, source.rows
         width = stored.nbytes // count
-        order = _order(count, source.heads)
         try:
             if order is None:
                 start, size = stored.start + first * width, (last - first) * width
@@ -113,34 +103,17 @@ class GGUFWeights(Mapping[str, Tensor]):
             raise ModelLoadError(f"{stored.path} cannot be read ({error}); was it changed?") from None
 
 
-def _row_count(source: _Source) -> int:
-    shape = source.stored.shape
-    return math.prod(shape[:-1]) if len(shape) > 1 else shape[0] if source.heads else 1
-
-
-def _order(rows: int, heads: int) -> NDArray[np.int64] | None:
-    """Returns the row in the file of each row of the checkpoint; None if they are the same."""
-    if not heads:
-        return None
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-
-
-def _floats(source: _Source, rows: Bytes) -> Tensor:
-    """Returns a tensor that is stored as floats."""
-    tensor = torch.from_numpy(rows).view(FLOATS[source.stored.kind]).reshape(source.stored.shape)
-    return tensor.float() - source.offset if source.offset else tensor
-
-
-def _sources(header: Header) -> dict[str, _Source]:
+def _sources(header: Header) -> dict[str, Source]:
     """Returns the file's tensors by their names in a checkpoint. Raises ModelLoadError for unsupported ones."""
     _, family = family_of(header)
     config = config_of(header)
-    heads = {"self_attn.q_proj": config["num_attention_heads"]}
-    heads["self_attn.k_proj"] = config["num_key_value_heads"] or config["num_attention_heads"]
-    sources = {}
+    if (reason := unsupported(config)) is not None:
+        raise ModelLoadError(f"{header.path} is not computed here: {reason}")
+    a = Architecture.of(config)
+    names, sources = Names.of(a, family.own, header.tensors), {}
     for name, stored in header.tensors.items():
         try:
-            known = checkpoint_name(family, name)
+            known = names.checkpoint(name)
         except KeyError:
             raise ModelLoadError(
                 f"{header.path} has the tensor {shortened(name)}, which its architecture does not have here"
@@ -148,18 +121,18 @@ def _sources(header: Header) -> dict[str, _Source]:
         if known is None:
             continue
         _check_type(header.path, stored)
-        offset = family.norm_offset if known.endswith("norm.weight") else 0.0
-        part = known.rpartition(".")[0].split(".", 3)[-1]
-        pairs = heads.get(part, 0) if family.interleaved else 0
-        if pairs and (pairs < 1 or stored.shape[0] % (2 * pairs)):
-            raise ModelLoadError(f"{header.path} has {name} {stored.shape}, which {pairs} heads do not divide")
-        sources[known] = _Source(stored, pairs, offset)
+        part = name.split(".", 2)[2] if name.startswith("blk.") else name
+        try:
+            sources[known] = source(stored, a, part, family.interleaved, family.tiled)
+        except ValueError as error:
+            raise ModelLoadError(f"{header.path} has {name} {stored.shape}, {error}") from None
     return sources
 
 
 def _check_type(path: Path, stored: StoredTensor) -> None:
     """Raises ModelLoadError for a tensor whose type or number of dimensions is not supported."""
-    vector, max_dimensions = len(stored.shape) == 1, 3 if "_exps." in stored.name else 2
+    stacks = ("_exps.", "attn_k_b.", "attn_v_b.")
+    vector, max_dimensions = len(stored.shape) == 1, 3 if any(stack in stored.name for stack in stacks) else 2
     if len(stored.shape) > max_dimensions or (stored.kind not in FLOATS and (vector or stored.kind not in LAYOUTS)):
         raise ModelLoadError(
             f"{path} stores {stored.name} {stored.shape} as {stored.kind.name}; supported are vectors of "
