@@ -432,6 +432,7 @@ ARCHITECTURES: dict[str, Tiny] = {
         },
         native=True,
     ),
+    "hy-v3": Tiny("HYV3", {**EXPERTS, "head_dim": 32, "num_hidden_layers": 3}, native=True),
     "exaone-moe": Tiny(
         "ExaoneMoe",
         {

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from foretoken import zoo
 from foretoken.core.draft import Draft
+from foretoken.models.families.expert_families import EXPERT_FAMILIES
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.prequantized import unpacked
 from foretoken.models.formats.quantize import quantize
@@ -122,6 +123,12 @@ def test_every_family_is_written_and_read(family: str, tmp_path: Path) -> None:
     for scheme in ("int8", "bfloat16"):
         quantize_checkpoint(source, tmp_path / scheme, scheme)
         assert (logits(tmp_path / scheme) - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+def test_routers_stay_as_they_are(tmp_path: Path) -> None:
+    writer, router = folder.FolderWriter(tmp_path, {}, Scheme.of("int8")), torch.randn(8, 64)
+    for family in EXPERT_FAMILIES.values():
+        assert writer.put(f"model.layers.1.{family.names.router}.weight", router, Rounding()) is router
 
 
 def test_matrices_that_groups_do_not_divide_stay_as_they_are(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken.core.files import write_json
+from foretoken.models.families.expert_families import EXPERT_FAMILIES
 from foretoken.models.formats.checkpoint import INDEX, SINGLE
 from foretoken.models.formats.grouped import strips
 from foretoken.models.formats.quantize import Quantizer, quantize
@@ -40,7 +41,9 @@ COPIED = (
 )
 _EMBEDDINGS = ("embed", "shared", "wte", "wpe", "relative_attention_bias", "norm")
 _VOCABULARY = re.compile(r"(.+\.)?lm_heads?(\.[0-9]+)?\.weight|(medusa_heads?\.)?[0-9]+\.[0-9]+\.weight")
-_ROUTER = re.compile(r".+\.(mlp\.gate|block_sparse_moe\.gate|router(\.layer)?|shared_expert_gate)\.weight")
+_ROUTERS = tuple(
+    f".{name}.weight" for name in ("shared_expert_gate", *{f.names.router for f in EXPERT_FAMILIES.values()})
+)
 _VERSION = "0.20.0"  # of the package whose format this is
 
 
@@ -106,7 +109,7 @@ class FolderWriter:
             return False
         if any(part in name for part in _EMBEDDINGS):
             return False
-        if _ROUTER.fullmatch(name):
+        if name.endswith(_ROUTERS):
             self._left.append(name.removesuffix(".weight"))
             return False
         vocabulary = _VOCABULARY.fullmatch(name) is not None

@@ -1,9 +1,9 @@
 """Tiny random checkpoints with multi-token-prediction layers in several layouts, and what the layers compute.
 
 The names of the tensors are those of published checkpoints: Qwen/Qwen3-Next-80B-A3B-Instruct, deepseek-ai/DeepSeek-V3,
-zai-org/GLM-4.5, XiaomiMiMo/MiMo-7B-RL, baidu/ERNIE-4.5-21B-A3B-PT and LGAI-EXAONE/K-EXAONE-236B-A23B. The reference
-follows DeepSeek-V3's report (2412.19437, equations 21 to 23) with transformers' own layers: h' = M [norm(embedding),
-norm(h)], a decoder layer, a norm, the shared head.
+zai-org/GLM-4.5, XiaomiMiMo/MiMo-7B-RL, baidu/ERNIE-4.5-21B-A3B-PT, LGAI-EXAONE/K-EXAONE-236B-A23B, tencent/Hy3-preview.
+The reference follows DeepSeek-V3's report (2412.19437, equations 21 to 23) with transformers' own layers: h' =
+M [norm(embedding), norm(h)], a decoder layer, a norm, the shared head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SHARED_NORM = "model.norm"
 class MtpFamily:
     """A family: its tiny target, and the names of an MTP layer; {n} counts from 0, {m} from the target's layers on.
 
-    like: number of the target's layer that the MTP layer is like; None for the last one with attention.
+    like: number of the target's layer that the MTP layer is like; None for the last one with attention. renamed: parts
+    of the names in transformers' module, and what checkpoints have for them.
     """
 
     target: Tiny
@@ -41,6 +42,7 @@ class MtpFamily:
     hidden_first: bool = False
     model_type: str | None = None
     like: int | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def _qwen(target: Tiny, like: int | None = None) -> MtpFamily:
@@ -48,9 +50,9 @@ def _qwen(target: Tiny, like: int | None = None) -> MtpFamily:
     return MtpFamily(target, "mtp.layers.{n}.", *norms, "mtp.fc", "mtp.norm", like=like)
 
 
-def _nextn(name: str) -> MtpFamily:
-    parts = (f"model.layers.{{m}}.{part}" for part in ("", "enorm", "hnorm", "eh_proj", "shared_head.norm"))
-    return MtpFamily(ARCHITECTURES[name], *parts)
+def _nextn(name: str, norm: str = "shared_head.norm", renamed: tuple[tuple[str, str], ...] = ()) -> MtpFamily:
+    parts = (f"model.layers.{{m}}.{part}" for part in ("", "enorm", "hnorm", "eh_proj", norm))
+    return MtpFamily(ARCHITECTURES[name], *parts, renamed=renamed)
 
 
 def _mimo() -> MtpFamily:
@@ -73,6 +75,15 @@ MTP_FAMILIES = {
     "deepseek-v3": _nextn("deepseek-v3"),
     "glm4-moe": _nextn("glm4-moe"),
     "glm4-moe-lite": _nextn("glm4-moe-lite"),
+    "hy-v3": _nextn(
+        "hy-v3",
+        "final_layernorm",
+        (
+            ("mlp.gate.", "mlp.router.gate."),
+            ("e_score_correction_bias", "expert_bias"),
+            ("shared_experts", "shared_mlp"),
+        ),
+    ),
     "mimo": _mimo(),
 }
 
@@ -132,6 +143,8 @@ class MtpReference(nn.Module):
             tensors |= {f"{name.format(**place)}.weight": module.weight for name, module in single}
             at = family.layer.format(**place)
             for name, tensor in block.state_dict().items():
+                for own, stored in family.renamed:
+                    name = name.replace(own, stored)
                 tensors |= _by_expert(at + name, tensor)
         return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
 

@@ -109,6 +109,20 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
         correction=True,
         best_two=True,
     ),
+    "hy_v3": ExpertFamily(
+        {
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.826,
+            "first_k_dense_replace": 1,
+        },
+        ExpertNames("mlp.router.gate", "mlp.expert_bias", shared="mlp.shared_mlp"),
+        scoring="sigmoid",
+        divisor_eps=1e-20,
+        correction=True,
+    ),
     "lfm2_moe": ExpertFamily(
         {
             "num_experts": 32,

@@ -208,6 +208,11 @@ FAMILIES: dict[str, Family] = {
         names=replace(LLAMA, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
         head_norms="after",
     ),
+    "hy_v3": Family(
+        aliases={"n_shared_experts": "num_shared_experts", "routed_scaling_factor": "router_scaling_factor"},
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0},
+        head_norms="before",
+    ),
     "cwm": Family(
         defaults=_WINDOWS
         | {

@@ -64,6 +64,15 @@ LAYOUTS = (
         "layers.{}.shared_head.norm",
         appended=True,
     ),
+    # Hy3: https://huggingface.co/tencent/Hy3-preview
+    MtpLayout(
+        "layers.{}.",
+        "layers.{}.enorm",
+        "layers.{}.hnorm",
+        "layers.{}.eh_proj",
+        "layers.{}.final_layernorm",
+        appended=True,
+    ),
     # MiMo: https://huggingface.co/XiaomiMiMo/MiMo-7B-RL
     MtpLayout(
         "model.mtp_layers.{}.",
@@ -130,11 +139,9 @@ def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
     weights, a = unpacked(open_weights(path), config), Architecture.of(config)
     places = _found(weights, a)
     if not places:
-        raise ModelLoadError(
-            f"{path} has no multi-token-prediction layers; they are named {LAYOUTS[0].projection}.weight, "
-            f"model.{LAYOUTS[1].projection.format(a.layers)}.weight, {LAYOUTS[2].projection.format(0)}.weight or "
-            f"model.{LAYOUTS[3].projection.format(0)}.weight"
-        )
+        projections = (layout.projection.format(a.layers if layout.appended else 0) for layout in LAYOUTS)
+        known = ", ".join(dict.fromkeys(f"{name}.weight" for name in projections))
+        raise ModelLoadError(f"{path} has no multi-token-prediction layers; their projections are named {known}")
     reader = Source(weights, a, dtype).reader
     return [_layer(reader, a, layout, prefix, number) for layout, prefix, number in places]
 
@@ -195,7 +202,8 @@ def _found(weights: Container[str], a: Architecture) -> list[tuple[MtpLayout, st
                 places.append((layout, prefix, first + len(places)))
                 if len(places) > MAX_HEADS:
                     break
-            if places and _holds(weights, f"{prefix}{layout.projection.format(first)}"):
+            own = (layout.projection, layout.norm)
+            if places and all(_holds(weights, f"{prefix}{name.format(first)}") for name in own):
                 return places
     return []
 
