@@ -57,7 +57,8 @@ class PEagleHead(FusedHead):
         self.stack = [FusedLayer(config, shape), *(UnrolledLayer(config, shape) for _ in range(config.layers - 1))]
         self.layers = nn.ModuleList(self.stack)
         self.mask_hidden = nn.Parameter(torch.randn(3 * teacher.hidden))
-        self._step, self._generator = 0, torch.Generator()
+        self._roots: list[Tensor] | None = None
+        self._generator = torch.Generator().manual_seed(0)
         self._start_from(teacher)
 
     @classmethod
@@ -67,14 +68,18 @@ class PEagleHead(FusedHead):
         return cls(config, teacher, config.tokens(teacher, counts), token)
 
     def begin(self, progress: float, step: int, length: int) -> None:
-        self._step = step
+        """Chooses the roots whose chains the next step trains, by depth; they depend on ``step`` alone."""
+        rows = length - self.depths
+        order = torch.randperm(rows, generator=self._generator.manual_seed(step))
+        counts = [max(1, round(rows * self.retention**depth)) for depth in range(1, self.depths)]
+        self._roots = [torch.arange(rows), *(order[:count] for count in counts)]
 
     def forward(self, lesson: Lesson) -> list[Tensor]:
         return self.drafted(lesson).logits
 
     def drafted(self, lesson: Lesson) -> Drafted:
         batch, rows = lesson.ids.shape[0], lesson.ids.shape[1] - self.depths
-        roots = [own.to(lesson.ids.device) for own in self._roots(rows)]
+        roots = [own.to(lesson.ids.device) for own in self.roots(rows)]
         masked, mask_feature = lesson.embeddings[self.mask_token], self.fc(self.mask_hidden)
         seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.stack]
         logits = []
@@ -88,13 +93,11 @@ class PEagleHead(FusedHead):
             logits.append(self.lm_head(self.norm(hidden if depth else hidden[:, own])))
         return Drafted(logits, roots=roots)
 
-    def _roots(self, rows: int) -> list[Tensor]:
-        """Returns the roots of the chains that reach each depth. In training they depend on the step alone."""
-        if not self.training:
-            return [torch.arange(0, rows, EVALUATED)] * self.depths
-        order = torch.randperm(rows, generator=self._generator.manual_seed(self._step))
-        counts = [max(1, round(rows * self.retention**depth)) for depth in range(1, self.depths)]
-        return [torch.arange(rows), *(order[:count] for count in counts)]
+    def roots(self, rows: int) -> list[Tensor]:
+        """Returns the roots of the chains that reach each depth."""
+        if self.training and self._roots is not None:
+            return self._roots
+        return [torch.arange(0, rows, EVALUATED)] * self.depths
 
     def describe(self, teacher: Teacher) -> dict[str, Any]:
         return super().describe(teacher) | dict.fromkeys(MASK_KEYS, self.mask_token)
