@@ -1,10 +1,12 @@
-"""Do heads that were trained here work in vLLM with the same acceptance? EAGLE-3 and Medusa, chains, greedy.
+"""Do heads that were trained here work in vLLM with the same acceptance? Chains, greedy.
 
     python benchmarks/vllm_heads.py --prompts humaneval.jsonl --output heads.json
+    python benchmarks/vllm_heads.py --heads dspark=HEAD --heads peagle=HEAD --heads mtp=LAYER
 
-The bundled heads are converted with `foretoken convert --to vllm` and loaded by vLLM's CPU build (`make peers`) with
-the bundled target. Compared are tokens per pass of the target on the same prompts. Greedy texts in bf16 diverge after
-some tokens, so the figures differ slightly.
+The bundled heads, or those that are named, are converted with `foretoken convert --to vllm` and loaded by vLLM's CPU
+build (`make peers`) with the bundled target. Compared are tokens per pass of the target on the same prompts. Greedy
+texts in bf16 diverge after some tokens, so the figures differ slightly. Block drafters draft their whole block, which
+vLLM would compute shorter otherwise. vLLM runs DSpark's kernels on CPUs in Triton's interpreter, a second a pass.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from foretoken.bench.peers.worker import PeerWorker
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.cli.convert import convert
-from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import load_config, load_tokenizer
+
+ROLES = ("eagle3", "peagle", "mtp", "dflash", "dspark", "medusa")
+_AT_ONCE = (("parallel_drafting", "true"),)
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,30 @@ class Row:
         return self.vllm / self.ours
 
 
+def heads_of(given: list[str]) -> dict[str, Path]:
+    """Returns folders of heads by their kind: those given as KIND=FOLDER, or the bundled ones."""
+    if not given:
+        return {model.role: zoo.path(model.role) for model in zoo.list_models() if model.role in ROLES}
+    named = dict(each.partition("=")[::2] for each in given)
+    if other := sorted(set(named) - set(ROLES)):
+        raise typer.BadParameter(f"{other[0]!r} is no kind of heads; known: {', '.join(ROLES)}")
+    return {role: Path(path).expanduser().absolute() for role, path in named.items()}
+
+
+def compared(role: str, heads: Path, prompts: list[list[int]], max_tokens: int, depth: int, scratch: Path) -> Row:
+    """Returns tokens per pass of heads in both engines."""
+    target, converted = zoo.path("target"), scratch / role
+    convert(heads, converted, to="vllm", target=str(target), force=True)
+    block = load_config(heads).get("block_size")
+    depth = depth if block is None else block - (role == "dflash")
+    method, own = ("eagle3", _AT_ONCE) if role == "peagle" else (role, ())
+    chain = (("method", json.dumps(method)), ("top_k", "1"))
+    ours = Setup("foretoken", method, str(target), str(heads), threads=cores(), options=chain)
+    theirs = Setup("vllm", method, str(target), str(converted), depth=depth, threads=cores(), options=own)
+    rates = (tokens_per_pass(*each, prompts, max_tokens, depth) for each in ((OURS, ours), (PEERS["vllm"], theirs)))
+    return Row(role, depth, *rates)
+
+
 def tokens_per_pass(peer: Peer, setup: Setup, prompts: list[list[int]], max_tokens: int, depth: int) -> float:
     """Returns tokens per pass, without each prompt's first pass, which has no draft in either system."""
     log = folder() / "logs" / f"heads-{peer.name}-{setup.method}.log"
@@ -56,6 +85,7 @@ def tokens_per_pass(peer: Peer, setup: Setup, prompts: list[list[int]], max_toke
 
 
 def main(
+    heads: Annotated[list[str] | None, typer.Option(help="KIND=FOLDER, repeatable. [the bundled ones]")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
     count: Annotated[int, typer.Option(min=1)] = 24,
     max_tokens: Annotated[int, typer.Option(min=2)] = 96,
@@ -63,25 +93,12 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     """Compares mean acceptance lengths of the same heads here and in vLLM; exit code 1 if they differ by over 5 %."""
-    tokenizer, target = load_tokenizer(zoo.path("target")), zoo.path("target")
+    tokenizer = load_tokenizer(zoo.path("target"))
     texts = load_prompts(prompts, count) if prompts else list(FUNCTIONS)[:count]
     ids = [list(tokenizer.encode(text)) for text in texts]
-    rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        for role in ("eagle3", "medusa"):
-            converted = Path(temporary) / role
-            convert(zoo.path(role), converted, to="vllm", target=str(target), force=True)
-            chain = (("method", json.dumps(role)), ("top_k", "1"))
-            ours = Setup("foretoken", role, str(target), str(zoo.path(role)), threads=cores(), options=chain)
-            theirs = Setup("vllm", role, str(target), str(converted), depth=depth, threads=cores())
-            rows.append(
-                Row(
-                    role,
-                    depth,
-                    tokens_per_pass(OURS, ours, ids, max_tokens, depth),
-                    tokens_per_pass(PEERS["vllm"], theirs, ids, max_tokens, depth),
-                )
-            )
+    with tempfile.TemporaryDirectory() as scratch:
+        given = heads_of(heads or []).items()
+        rows = [compared(role, path, ids, max_tokens, depth, Path(scratch)) for role, path in given]
     table = Table("heads", "depth", "foretoken tokens/pass", "vLLM tokens/pass", "ratio", box=box.MARKDOWN)
     for row in rows:
         table.add_row(row.heads, str(row.depth), f"{row.ours:.2f}", f"{row.vllm:.2f}", f"{row.ratio:.3f}")

@@ -36,31 +36,47 @@ def engine(setup: Setup, **arguments: Any) -> tuple[Any, Any]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if setup.method == "dspark":
+        _interpret_kernels()
+        arguments = {"enforce_eager": True, **arguments}
     import vllm  # type: ignore[import-not-found]
 
-    speculation: dict[str, Any] | None = None
-    if setup.method == "draft_model":
-        speculation = {"method": "draft_model", "model": setup.draft, "num_speculative_tokens": setup.depth}
-    elif setup.method == "ngram":
-        speculation = {
-            "method": "ngram",
-            "num_speculative_tokens": setup.depth,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 4,
-            **{name: json.loads(value) for name, value in setup.options},
-        }
-    elif setup.method in ("eagle3", "medusa"):
-        speculation = {"method": setup.method, "model": setup.draft, "num_speculative_tokens": setup.depth}
     llm = vllm.LLM(
         setup.target,
         dtype="bfloat16",
         max_model_len=setup.max_length,
         max_num_seqs=max(8, setup.batch),
         enable_prefix_caching=False,
-        speculative_config=speculation,
+        speculative_config=speculation(setup),
         **arguments,
     )
     return llm, vllm
+
+
+def speculation(setup: Setup) -> dict[str, Any] | None:
+    """Returns vLLM's ``speculative_config``, None for plain decoding."""
+    if setup.method == "plain":
+        return None
+    config = {"method": setup.method, "num_speculative_tokens": setup.depth}
+    if setup.method == "draft_model":  # whose options are those of our own
+        return config | {"model": setup.draft}
+    options = {name: json.loads(value) for name, value in setup.options}
+    if setup.method == "ngram":
+        return config | {"prompt_lookup_min": 1, "prompt_lookup_max": 4} | options
+    return config | {"model": setup.draft} | options
+
+
+def _interpret_kernels() -> None:
+    """Has Triton's interpreter run vLLM's kernels, of which Triton's releases compile none for CPUs.
+
+    DSpark drafts in vLLM's second model runner alone, whose kernels are Triton's. Results are the same, and take about
+    a second a pass.
+    """
+    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}  # read when triton is first imported
+    from triton import backends  # type: ignore[import-not-found]
+
+    inactive = type("Inactive", (), {"is_active": staticmethod(lambda: False)})
+    backends.backends.setdefault("cpu", backends.Backend(compiler=None, driver=inactive))
 
 
 def _drain(engine: Any, request: PeerRequest, params: Any) -> Answer:
