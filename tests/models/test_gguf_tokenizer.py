@@ -253,6 +253,27 @@ def test_sentencepiece_tokenizers_are_equal(architecture: str, prefix: bool, tmp
         assert ours.decode(expected) == original.decode(expected), text
 
 
+def test_gemma_4_stores_the_merges_of_its_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    original = sentencepiece(False)
+    ids = range(original.get_piece_size())
+    tokens = [original.id_to_piece(i) for i in ids]
+    kinds: list[int] = [TokenType.BYTE if original.is_byte(i) else TokenType.NORMAL for i in ids]
+    kinds[:3] = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    special = {"add_space_prefix": False, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    plain = load_tokenizer(written(tmp_path / "gemma2.gguf", "llama", tokens, kinds, architecture="gemma2", **special))
+    merges = json.loads(plain.backend_tokenizer.to_str())["model"]["merges"]
+    file = written(
+        tmp_path / "gemma4.gguf",
+        "gemma4",
+        tokens,
+        kinds,
+        architecture="gemma4",
+        merges=[" ".join(merge) for merge in merges],
+        **special,
+    )
+    check_equal(load_tokenizer(file), plain)
+
+
 def test_texts_end_with_the_tokens_that_the_file_names(tmp_path: Path) -> None:
     ends = {"eos_token_id": 1, "eot_token_id": 2, "eom_token_id": 1}
     file = written(tmp_path / "model.gguf", "gpt2", ["a", "b", "c"], [1, 1, 1], pre="gpt-2", merges=["a b"], **ends)

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes.
 
 Two kinds are built: byte-level BPE (``gpt2``), whose pre-tokenizer the file names, and SentencePiece BPE (``llama``),
-whose merges follow from the pieces' scores. The result tokenizes as the tokenizer.json of the original checkpoint does,
-which in a few places is not what llama.cpp does (Qwen normalizes to NFC).
+whose merges follow from the pieces' scores, or are stored (``gemma4``). The result tokenizes as the tokenizer.json of
+the original checkpoint does, which in a few places is not what llama.cpp does (Qwen normalizes to NFC).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def _built(header: Header, vocabulary: _Vocabulary) -> Tokenizer:
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         return _byte_level(vocabulary, header)
-    if kind == "llama":
+    if kind in ("llama", "gemma4"):  # Gemma 4's has merges
         return _sentencepiece(vocabulary, header)
     raise ModelLoadError(
-        f"{header.path} has a tokenizer of the kind {shortened(kind)}; known are 'gpt2' and 'llama'; pass tokenizer= "
-        "with the folder or hub id of the original checkpoint"
+        f"{header.path} has a tokenizer of the kind {shortened(kind)}; known are 'gpt2', 'llama' and 'gemma4'; pass "
+        "tokenizer= with the folder or hub id of the original checkpoint"
     )
 
 
