@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType as K
 from tests.exactness.test_hybrid_texts import SAMPLING, texts
 from tests.models.gguf_converter import convert
-from tests.models.test_gguf_conversion import CASES, Case, module
+from tests.models.heads.mtp_files import MTP_FAMILIES, MtpReference
 from tests.models.test_native import needs_kernels
 
 from foretoken import LLM
@@ -19,19 +20,23 @@ pytestmark = [pytest.mark.slow, needs_kernels]
 METHODS: dict[str, dict[str, Any]] = {
     "lookup": {"method": "ngram"},
     "its first layers": {"method": "early_exit", "exit_layer": 1},
+    "its MTP layer": {"method": "mtp"},
     "tree of a draft model": {"method": "draft_model", "tree": "top_k", "top_k": 2},
 }
 
 
-@pytest.fixture(scope="module", params=["qwen35", "glm4moe"], ids=["hybrid", "experts"])
+@pytest.fixture(scope="module", params=["qwen3.5", "glm4-moe"], ids=["hybrid", "experts"])
 def target(request: pytest.FixtureRequest, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint and its file ``model.gguf``."""
-    case = CASES[request.param]
-    built = module(Case(case.architecture, case.kind, {**case.config, "vocab_size": 400}), levels=True)
+    family = MTP_FAMILIES[request.param]
+    settings = {**family.target.config, "vocab_size": 400}
+    reference = MtpReference(replace(family, target=replace(family.target, config=settings)))
     folder = tmp_path_factory.mktemp(request.param)
-    built.save_pretrained(folder / "checkpoint")
-    tokenizer.save_pretrained(folder / "checkpoint")
-    convert(folder / "checkpoint", built.config.to_dict(), case.architecture, folder / "model.gguf", K.Q4_0)
+    checkpoint = reference.save(folder / "checkpoint")
+    tokenizer.save_pretrained(checkpoint)
+    architecture = {"qwen3.5": "qwen35", "glm4-moe": "glm4moe"}[request.param]
+    config = reference.target.config.to_dict()
+    convert(checkpoint, config, architecture, folder / "model.gguf", K.Q4_0, next_layers=1)
     return folder
 
 

@@ -187,6 +187,8 @@ RULES: dict[str, Rules] = {
     "seed_oss": Rules(),
     "ernie4_5": Rules(),
     "hunyuan-dense": Rules(),
+    "ernie4_5-moe": Rules((keys.moe, keys.ernie)),
+    "exaone-moe": Rules((keys.windows, keys.moe, keys.sigmoid)),
     "starcoder2": Rules(),
     "stablelm": Rules((keys.rotated, named(use_parallel_residual="use_parallel_residual"))),
     "nemotron": Rules((keys.rotated, named(attention__layer_norm_epsilon="norm_eps")), (norms_plus_one,)),
@@ -224,13 +226,22 @@ def convert(folder: Path, config: Config, architecture: str, path: Path, kind: K
     for write in rules.keys:
         write(writer, config)
     put(writer, "nextn_predict_layers", next_layers or None)
-    for name, tensor in _changed(config, rules.changes, _stacked(load_file(folder / "model.safetensors"))):
+    stored = {_appended(name, layers - next_layers): t for name, t in load_file(folder / "model.safetensors").items()}
+    for name, tensor in _changed(config, rules.changes, _stacked(stored)):
         _add(writer, _stored_name(names, name), tensor, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _appended(name: str, layers: int) -> str:
+    """Returns the name of a tensor of Qwen's layer of multi-token prediction, as DeepSeek-V3 has it."""
+    own = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+    if match := re.fullmatch(r"mtp\.(\w+)\.weight", name):
+        return f"model.layers.{layers}.{own[match[1]]}.weight"
+    return re.sub(r"^mtp\.layers\.0\.", f"model.layers.{layers}.", name)
 
 
 def _changed(config: Config, changes: Sequence[Change], tensors: Tensors) -> list[tuple[str, Tensor]]:
@@ -262,6 +273,8 @@ def _stored_name(names: Any, name: str) -> str:
     if ".router." in name and name.endswith("scale"):  # Gemma 4's
         part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
         return f"blk.{name.split('.')[2]}.{part}.scale"
+    if found := re.fullmatch(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)(\.weight)", name):
+        return f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}{found[3]}"
     name = re.sub(r"(layer_scalar|experts\.(?:gate_up|down)_proj)$", r"\1.weight", name)
     name = re.sub(
         r"(e_score_correction|expert)_bias$", lambda m: f"{m[0]}.bias" if m[1] == "expert" else f"{m[1]}.bias", name

@@ -18,8 +18,8 @@ _PLAIN = {  # keys of all architectures, by the names of their fields in config.
     "attention.head_count_kv": ("num_key_value_heads",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "top_k_experts", "moe_k"),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "attention.key_length": ("head_dim",),
@@ -84,10 +84,17 @@ def rotated(writer: Any, config: Config) -> None:
 def moe(writer: Any, config: Config) -> None:
     put(writer, "expert_feed_forward_length", config.get("moe_intermediate_size"))
     put(writer, "expert_shared_feed_forward_length", config.get("shared_expert_intermediate_size"))
-    put(writer, "expert_shared_count", config.get("n_shared_experts"))
+    put(writer, "expert_shared_count", field(config, "n_shared_experts", "num_shared_experts"))
     put(writer, "leading_dense_block_count", field(config, "first_k_dense_replace", "num_dense_layers"))
     put(writer, "expert_weights_scale", config.get("routed_scaling_factor"))
     put(writer, "expert_weights_norm", config.get("norm_topk_prob"))
+
+
+def ernie(writer: Any, config: Config) -> None:
+    put(writer, "interleave_moe_layer_step", config["moe_layer_interval"])
+    put(writer, "leading_dense_block_count", config["moe_layer_start_index"])
+    put(writer, "expert_shared_count", config["moe_num_shared_experts"])
+    put(writer, "expert_shared_feed_forward_length", config["intermediate_size"] // config["num_key_value_heads"])
 
 
 def sigmoid(writer: Any, config: Config) -> None:

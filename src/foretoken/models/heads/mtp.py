@@ -109,9 +109,7 @@ class MtpLayer:
 
 
 def has_mtp(path: Path) -> bool:
-    """Returns whether a checkpoint's folder has MTP layers that are computed here.
-
-    A GGUF file has none: one that says it has such layers is not loaded.
+    """Returns whether a checkpoint's folder, or a GGUF file, has MTP layers that are computed here.
 
     Raises:
         ModelLoadError: the checkpoint is damaged, or quantized in a way that is not supported.

@@ -94,7 +94,7 @@ def experts(normalized: bool) -> Fields:
         count = m.get("expert_count", default=0)
         if not count:
             return {"num_experts": 0}
-        dense = m.get("leading_dense_block_count")
+        dense = m.get("leading_dense_block_count", default=_leading_dense(m))
         return {
             "num_experts": count,
             "num_experts_per_tok": m.need("expert_used_count"),
@@ -105,10 +105,22 @@ def experts(normalized: bool) -> Fields:
             "routed_scaling_factor": m.number("expert_weights_scale") or 1.0,
             "n_group": m.get("expert_group_count", default=0) or 1,
             "topk_group": m.get("expert_group_used_count", default=0) or 1,
-            **({} if dense is None else {"first_k_dense_replace": dense, "num_dense_layers": dense}),
+            "interleave_moe_layer_step": m.get("interleave_moe_layer_step"),
+            "first_k_dense_replace": dense,
+            "num_dense_layers": dense,
         }
 
     return fields
+
+
+def _leading_dense(m: Metadata) -> int:
+    """Returns how many layers before the first one with experts have none, by their tensors."""
+    return next((layer for layer in range(m.layers) if m.has("ffn_gate_inp.weight", layer)), 0)
+
+
+def ernie(m: Metadata) -> dict[str, Any]:
+    """Returns the fields of ERNIE 4.5's experts. The width of the shared one is wrong in files, and follows."""
+    return experts(True)(m) | {"shared_expert_intermediate_size": None}
 
 
 def routed_by(kind: int) -> Fields:
@@ -263,7 +275,8 @@ def logit_scale(m: Metadata) -> dict[str, Any]:
 
 def normed_heads(m: Metadata) -> dict[str, Any]:
     """Returns whether queries and keys are normed, by whether there are weights for it."""
-    return {name: m.has("attn_q_norm.weight") for name in ("use_qk_norm", "qk_layernorm")}
+    normed = any(name.endswith(".attn_q_norm.weight") for name in m.header.tensors)
+    return {"use_qk_norm": normed, "qk_layernorm": normed}
 
 
 def residual(m: Metadata) -> dict[str, Any]:
