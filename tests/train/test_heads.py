@@ -165,6 +165,15 @@ def test_deeper_positions_are_trained_at_fewer_places_as_they_are_judged(target:
         torch.testing.assert_close(trained.logits[depth][0, mine], judged.logits[depth][0, theirs])
 
 
+def test_a_p_eagle_head_starts_from_an_eagle3_head(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    train("eagle3", tmp_path / "eagle3", target, corpus)
+    config = replace(CONFIG, steps=1, learning_rate=1e-9)
+    train("peagle", tmp_path / "peagle", target, corpus, config, start=tmp_path / "eagle3")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("eagle3", "peagle"))
+    assert all(torch.equal(first[name], second[name.replace("midlayer", "layers.0")]) for name in first)
+    assert {name.split(".")[0] for name in second} - {name.split(".")[0] for name in first} == {"layers", "mask_hidden"}
+
+
 def _lesson(teacher: Teacher, ids: Sequence[int], states: torch.Tensor, layers: tuple[int, ...]) -> Lesson:
     """Returns one window. states: [T, len(layers), H]."""
     return Lesson(torch.tensor([list(ids)]), states[None], layers, teacher.embeddings.float(), teacher.head.float())

@@ -6,6 +6,7 @@ places of a window, which keeps the cost of many positions small.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,11 @@ class PEagleHead(FusedHead):
         if self.training and self._roots is not None:
             return self._roots
         return [torch.arange(0, rows, EVALUATED)] * self.depths
+
+    def start(self, tensors: Mapping[str, Tensor]) -> None:
+        """Loads an earlier head, or an EAGLE-3 head, which has one layer and no feature of the mask token."""
+        named = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+        super().start({**self.state_dict(), **named})
 
     def describe(self, teacher: Teacher) -> dict[str, Any]:
         return super().describe(teacher) | dict.fromkeys(MASK_KEYS, self.mask_token)
