@@ -1,12 +1,13 @@
 """Do heads that were trained here work in vLLM with the same acceptance? Chains, greedy.
 
     python benchmarks/vllm_heads.py --prompts humaneval.jsonl --output heads.json
-    python benchmarks/vllm_heads.py --heads dspark=HEAD --heads peagle=HEAD --heads mtp=LAYER
+    python benchmarks/vllm_heads.py --heads dspark=HEAD --heads peagle=HEAD
 
 The bundled heads, or those that are named, are converted with `foretoken convert --to vllm` and loaded by vLLM's CPU
 build (`make peers`) with the bundled target. Compared are tokens per pass of the target on the same prompts. Greedy
 texts in bf16 diverge after some tokens, so the figures differ slightly. Block drafters draft their whole block, which
-vLLM would compute shorter otherwise. vLLM runs DSpark's kernels on CPUs in Triton's interpreter, a second a pass.
+vLLM would compute shorter otherwise. vLLM runs DSpark's kernels on CPUs in Triton's interpreter, a second a pass. Our
+MTP layers load in vLLM only beside a Qwen3.5 target, so they are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.cli.convert import convert
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer
 
-ROLES = ("eagle3", "peagle", "mtp", "dflash", "dspark", "medusa")
+ROLES = ("eagle3", "peagle", "dflash", "dspark", "medusa")
 _AT_ONCE = (("parallel_drafting", "true"),)
 
 

@@ -1,7 +1,7 @@
 """Multi-token-prediction layers (2412.19437, section 2.2), trained by unrolling one layer as it is chained.
 
 The checkpoint has the layout of Qwen3.5's dense models, in a folder of its own: a layer with gated attention and norms
-of queries and keys. Of all layouts it is the one that most engines read for a target with plain MLPs.
+of queries and keys, whatever the target's are. Other engines load it only beside a Qwen3.5 target with the same sizes.
 """
 
 from __future__ import annotations
