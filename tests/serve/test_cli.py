@@ -13,6 +13,7 @@ import pytest
 
 from foretoken.cli import serve as command
 from foretoken.cli.main import main
+from foretoken.cli.serve_options import response_store, size_in_bytes
 from foretoken.core.errors import InvalidRequest
 
 
@@ -84,19 +85,19 @@ def test_without_the_extra() -> None:
     ],
 )
 def test_sizes_have_units_that_are_powers_of_1024(text: str, size: int) -> None:
-    assert command.size_in_bytes("--kv-cache-memory-bytes", text) == size
+    assert size_in_bytes("--kv-cache-memory-bytes", text) == size
 
 
 def test_a_store_is_bounded_by_number_or_by_size() -> None:
-    assert command._response_store("100") == {"stored_responses": 100}
-    assert command._response_store("256MiB") == {"stored_bytes": 2**28}
-    assert command._response_store(None) == {"stored_bytes": None}
+    assert response_store("100") == {"stored_responses": 100}
+    assert response_store("256MiB") == {"stored_bytes": 2**28}
+    assert response_store(None) == {"stored_bytes": None}
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "2 parsecs", "GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="--kv-cache-memory-bytes must be a size"):
-        command.size_in_bytes("--kv-cache-memory-bytes", text)
+        size_in_bytes("--kv-cache-memory-bytes", text)
 
 
 @pytest.mark.usefixtures("preloaded_python")

@@ -114,6 +114,11 @@ def _module(name: str) -> str:
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
+def prompts_or_functions(path: Path | None, count: int | None = None) -> list[str]:
+    """Returns the prompts of a file, or without one our own functions; at most ``count`` of them."""
+    return list(FUNCTIONS)[:count] if path is None else load_prompts(path, count)
+
+
 def load_prompts(path: Path, count: int | None = None) -> list[str]:
     """Returns the ``prompt`` fields of a JSON-lines file, at most ``count``, in the order of the file."""
     try:

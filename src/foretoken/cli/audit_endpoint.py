@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from foretoken.cli.audit_options import AuditOptions, budget, costs
+from foretoken.cli.options import ModelOptions, PatienceOptions, ServerOptions
+from foretoken.cli.theme import staged
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -15,57 +19,54 @@ if TYPE_CHECKING:
 
     from foretoken.audit.result import Audit
 
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-THOUSANDS = {"": 1, "k": 1_000, "M": 1_000_000}
-JOURNAL = ".partial"  # ending of the file that keeps the answers of an audit under way
+
+@dataclass(frozen=True, kw_only=True)
+class AuditServerOptions:
+    """The server to audit."""
+
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Audit this OpenAI-compatible server; --model is its name for the model."),
+    ] = None
+    pair: ServerOptions
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Compute the endpoint's target distribution here, from this model.")
+    ] = None
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests to the endpoint at a time.")] = 8
+    waiting: PatienceOptions
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what auditing the endpoint costs.")] = False
 
 
-@dataclass(frozen=True)
-class EndpointOptions:
-    """The options of the command that concern a server, as they were given."""
-
-    url: str
-    model: str | None
-    baseline: str | None
-    server: str
-    api_key: str | None
-    baseline_api_key: str | None
-    budget: str
-    concurrency: int
-    checkpoint: str | None
-    seed: int
-    timeout: float
-    retries: int
-    dry_run: bool
-    prompts: Path | None
-    output: Path | None
-
-
-def run_endpoint_audit(options: EndpointOptions, notes: Console) -> Audit:
+def audit_server(
+    url: str,
+    options: AuditServerOptions,
+    models: ModelOptions,
+    compared: AuditOptions,
+    journal: Path | None,
+    notes: Console,
+) -> Audit:
     """Audits a server, after its costs were shown. Raises InvalidRequest and ForetokenError."""
-    tokens, seconds = budget(options.budget)
-    if options.model is None:
+    arguments = options.pair.arguments()
+    if models.draft_model is not None or models.speculative_config is not None:
+        raise InvalidRequest("the endpoint chooses its own draft; leave out --draft-model and --speculative-config")
+    tokens, seconds = budget(compared.budget)
+    if models.model is None:
         raise InvalidRequest("--endpoint needs --model, the model's name on that server")
-    from foretoken.audit.endpoint import Endpoint, Patience, audit_endpoint
-    from foretoken.bench.workloads import FUNCTIONS, load_prompts
-    from foretoken.cli.theme import staged
-    from foretoken.endpoint.dialects import ServerKind
+    from foretoken.audit.endpoint import Endpoint, audit_endpoint
+    from foretoken.bench.workloads import prompts_or_functions
 
-    texts = load_prompts(options.prompts) if options.prompts is not None else FUNCTIONS
+    texts = prompts_or_functions(compared.prompts)
     endpoint = Endpoint(
-        url=options.url,
-        model=options.model,
-        baseline=options.baseline,
-        kind=ServerKind(options.server),
-        key=options.api_key,
-        baseline_key=options.baseline_api_key,
+        url=url,
+        model=models.model,
         budget=tokens,
         seconds=seconds,
         concurrency=options.concurrency,
         checkpoint=options.checkpoint,
-        seed=options.seed,
-        patience=Patience(options.timeout, options.retries),
-        journal=None if options.output is None else options.output.with_name(options.output.name + JOURNAL),
+        seed=compared.seed,
+        patience=options.waiting.patience(),
+        journal=journal,
+        **arguments,
     )
 
     def announce(plan: Mapping[str, Any]) -> bool:
@@ -74,29 +75,3 @@ def run_endpoint_audit(options: EndpointOptions, notes: Console) -> Audit:
 
     with staged(notes) as watch:
         return audit_endpoint(endpoint, texts, announce, watch)
-
-
-def costs(plan: Mapping[str, Any]) -> str:
-    """Returns what an audit will cost and find, in one line."""
-    sent = plan["sent"]
-    return (
-        f"about {plan['requests']:,} requests, {plan['prompt_tokens']:,} prompt tokens and {plan['tokens']:,} "
-        f"generated tokens; {sent['requests']:,} requests and {sent['tokens']:,} generated tokens are spent already, "
-        f"to find this out; {plan['power']}"
-    )
-
-
-def budget(text: str) -> tuple[int | None, float | None]:
-    """Returns a budget in tokens or in seconds, the other is None. Raises InvalidRequest."""
-    counted = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kM]?)\s*tok(?:en)?s?", text.strip())
-    if counted is not None and float(counted[1]) > 0.0:
-        return int(float(counted[1]) * THOUSANDS[counted[2]]), None
-    return None, duration(text, "a time such as 90s, 5m or 1h, or for an endpoint tokens such as 60ktokens")
-
-
-def duration(text: str, expected: str = "a time such as 90s, 5m or 1h") -> float:
-    """Returns the seconds of ``--budget``. Raises InvalidRequest."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if match is None or float(match[1]) == 0.0:
-        raise InvalidRequest(f"--budget must be {expected}, got {text!r}")
-    return float(match[1]) * UNITS[match[2]]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.bench_options import PEERS, Peers, models_or_bundled
 from foretoken.cli.bench_serve import bench_serve
 from foretoken.cli.bench_table import bench_table
 from foretoken.cli.costs import costs, tracker
-from foretoken.cli.files import check_places, publish, write_text
-from foretoken.cli.options import Color, Html, Json, Output
-from foretoken.cli.theme import ColorMode, wide_console
+from foretoken.cli.grouped import grouped
+from foretoken.cli.options import ReportOptions, speculative
+from foretoken.cli.theme import print_facts, waiting, wide_console
+from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.bench.entrants import Pairing
-    from foretoken.bench.race import RaceRow
+    from foretoken.bench.race import RaceRow, RaceTask
 
 app = typer.Typer(
     help="Measure: the race against other engines, the cost of a pass, a server under load.", no_args_is_help=True
@@ -30,67 +33,84 @@ app.command("serve")(bench_serve)
 app.command("table")(bench_table)
 
 
-@app.command()
-def race(
+@dataclass(frozen=True, kw_only=True)
+class PairOptions:
+    """The models, and how they speculate."""
+
     target: Annotated[
         Path | None, typer.Option(help="Target: a folder or GGUF file. [the bundled one, widened to 0.7b]")
-    ] = None,
-    draft: Annotated[Path | None, typer.Option(help="Draft: a folder or GGUF file. [the bundled one]")] = None,
+    ] = None
+    draft: Annotated[Path | None, typer.Option(help="Draft: a folder or GGUF file. [the bundled one]")] = None
     speculative_config: Annotated[
         list[str] | None, typer.Option(metavar="JSON", help="How to speculate (repeatable). [the draft model]")
-    ] = None,
+    ] = None
+
+    @property
+    def configs(self) -> list[dict[str, Any]]:
+        """The ways to speculate. Raises InvalidRequest."""
+        return [speculative(text) for text in self.speculative_config or ()] or [{"method": "draft_model"}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceOptions:
+    """What is raced."""
+
     prompts: Annotated[
         str | None, typer.Option(help='JSON lines with a "prompt" each, or the word ragged. [our own functions]')
-    ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="Prompts to take from the start. [all, 16 ragged]")] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.")] = 96,
-    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable. [0]")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts completed at once.")] = 1,
-    depth: Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens (repeatable). [2, 4, 6, 8]")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of every system.")] = 3,
-    peers: Annotated[str, typer.Option(help="Comma-separated, or none.")] = "transformers,openvino,vllm,llamacpp",
+    ] = None
+    count: Annotated[int | None, typer.Option(min=1, help="Prompts to take from the start. [all, 16 ragged]")] = None
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.")] = 96
+    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable. [0]")] = None
+    batch: Annotated[int, typer.Option(min=1, help="Prompts completed at once.")] = 1
+    depth: Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens (repeatable). [2, 4, 6, 8]")] = None
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of every system.")] = 3
+
+    def tasks(self, ids: list[list[int]]) -> list[RaceTask]:
+        """Returns a task for each temperature."""
+        from foretoken.bench.race import RaceTask
+
+        groups = [ids[i : i + self.batch] for i in range(0, len(ids), self.batch)]
+        return [RaceTask(groups, self.max_tokens, value) for value in dict.fromkeys(self.temperature or [0.0])]
+
+
+@app.command()
+@grouped
+def race(
+    pair: PairOptions,
+    asked: RaceOptions,
+    peers: Peers = PEERS,
     quantization: Annotated[
         str | None, typer.Option(help="int8, int4-g64 ..., or a GGUF type such as Q4_K_M, for all systems. [bf16]")
     ] = None,
-    as_json: Json = False,
-    output: Output = None,
-    html_file: Html = None,
-    color: Color = ColorMode.AUTO,
+    *,
+    report: ReportOptions,
 ) -> None:
     """Race plain and speculative decoding of Foretoken and its peers, each at its best draft length."""
-    from foretoken import zoo
     from foretoken.bench.entrants import Pairing
     from foretoken.bench.peers.registry import check_quantization, chosen
     from foretoken.bench.setting import setting
-    from foretoken.train.widen.checkpoint import scaled
 
-    check_places(output=output, html=html_file)
-    configs = _configs(speculative_config)
+    report.check()
+    configs = pair.configs
     candidates = chosen(peers)
     quantization = check_quantization(quantization) if quantization else None
-    if target is None:
-        target, draft = scaled("0.7b"), draft or zoo.path("draft")
-    if draft is None:
-        from foretoken.core.errors import InvalidRequest
-
-        raise InvalidRequest("--target was given without --draft; name its draft too")
+    target, draft = models_or_bundled(pair.target, pair.draft)
     quantization = _quantization(target, quantization)
-    ids, source = _prompts(target, prompts, count)
-    longest = max(map(len, ids)) + max_tokens + 32
-    depths = tuple(dict.fromkeys(depth or (2, 4, 6, 8)))
-    pairing = Pairing(target, draft, depths, batch, quantization, longest)
-    groups = [ids[i : i + batch] for i in range(0, len(ids), batch)]
-    console, notes = wide_console(color), wide_console(color, stderr=True)
-    rows = _race(pairing, configs, candidates, groups, (max_tokens, temperature or [0.0], repeats), notes)
+    ids, source = _prompts(target, asked.prompts, asked.count)
+    longest = max(map(len, ids)) + asked.max_tokens + 32
+    depths = tuple(dict.fromkeys(asked.depth or (2, 4, 6, 8)))
+    pairing = Pairing(target, draft, depths, asked.batch, quantization, longest)
+    notes = wide_console(report.color, stderr=True)
+    rows = _race(pairing, configs, candidates, asked.tasks(ids), asked.repeats, notes)
     facts = setting() | {
         "target": target.name,
         "draft": draft.name,
         "prompts": f"{len(ids)} of {source}",
-        "max_tokens": max_tokens,
-        "repeats": repeats,
+        "max_tokens": asked.max_tokens,
+        "repeats": asked.repeats,
         "peers": {row.system: row.version for row in rows if row.system != "foretoken"},
     }
-    _publish(facts, rows, console, (as_json, output, html_file))
+    _publish(facts, rows, report)
     if not any(row.system == "foretoken" for row in rows):
         raise typer.Exit(1)
 
@@ -99,8 +119,8 @@ def _race(
     pairing: Pairing,
     configs: list[dict[str, Any]],
     candidates: Sequence[Any],
-    groups: list[list[list[int]]],
-    task: tuple[int, list[float], int],
+    tasks: list[RaceTask],
+    repeats: int,
     notes: Console,
 ) -> list[RaceRow]:
     """Runs the race. Returns its rows."""
@@ -108,18 +128,14 @@ def _race(
     from foretoken.bench.entrants import own, peers
     from foretoken.bench.peers.foretoken import quantization
     from foretoken.bench.peers.worker import start
-    from foretoken.bench.race import RaceTask, race
+    from foretoken.bench.race import race
     from foretoken.bench.sampling_bias import with_sampling_bias
-    from foretoken.cli.theme import waiting
-    from foretoken.core.errors import ForetokenError
 
     def say(text: str) -> None:
         notes.print(text, style="yellow", markup=False, soft_wrap=True)
 
     with waiting(notes, "setting up"):
         entrants = own(pairing, configs) + peers(pairing, configs, candidates, say)
-    max_tokens, temperatures, repeats = task
-    tasks = [RaceTask(groups, max_tokens, value) for value in dict.fromkeys(temperatures)]
     rows, race_answers = race(entrants, tasks, repeats, start, say, tracker(notes, "race"))
     try:
         ours = entrants[0].setup
@@ -132,42 +148,24 @@ def _race(
         return rows
 
 
-def _publish(
-    facts: dict[str, Any],
-    rows: Sequence[RaceRow],
-    console: Console,
-    options: tuple[bool, Path | None, Path | None],
-) -> None:
-    """Prints and writes the result. options: values of --json, --output and --html."""
-    from dataclasses import asdict
-
+def _publish(facts: dict[str, Any], rows: Sequence[RaceRow], report: ReportOptions) -> None:
+    """Prints and writes the result."""
     from foretoken.bench import tables
     from foretoken.bench.page import page
 
     def show() -> None:
+        console = wide_console(report.color)
         for part in tables.race(rows):
             console.print(part)
-        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+        print_facts(console, facts)
 
-    as_json, output, html_file = options
-    publish({"setting": facts, "rows": [asdict(row) for row in rows]}, show, as_json, output)
-    if html_file is not None:
-        write_text(html_file, page(facts, rows))
-
-
-# options
-
-
-def _configs(texts: Sequence[str] | None) -> list[dict[str, Any]]:
-    from foretoken.cli.generate import speculative
-
-    return [speculative(text) or {} for text in texts] if texts else [{"method": "draft_model"}]
+    record = {"setting": facts, "rows": [asdict(row) for row in rows]}
+    report.publish(record, show, lambda: page(facts, rows))
 
 
 def _quantization(target: Path, name: str | None) -> str:
     """Returns the quantization that was asked for, or the type of a GGUF file. Raises InvalidRequest."""
     from foretoken.bench.peers.export import file_type
-    from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.gguf.names import is_gguf
 
     if not is_gguf(target):
@@ -179,7 +177,7 @@ def _quantization(target: Path, name: str | None) -> str:
 
 def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[list[int]], str]:
     """Returns the prompts as token ids, which are the same for every system, and the name of their source."""
-    from foretoken.bench.workloads import FUNCTIONS, load_prompts, ragged
+    from foretoken.bench.workloads import prompts_or_functions, ragged
     from foretoken.models.formats.checkpoint import load_tokenizer
 
     tokenizer = load_tokenizer(target)
@@ -189,5 +187,5 @@ def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[li
 
     if name == "ragged":
         return ragged(encode, count or 16), "ragged prompts of 20 to 1,000 tokens"
-    texts = load_prompts(Path(name), count) if name else list(FUNCTIONS)[:count]
-    return [encode(text) for text in texts], Path(name).name if name else "our own functions"
+    file = Path(name) if name else None
+    return list(map(encode, prompts_or_functions(file, count))), file.name if file else "our own functions"

@@ -11,18 +11,71 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.files import check_places, publish, write_text
-from foretoken.cli.options import Color, Html, Json, Output
-from foretoken.cli.theme import ColorMode, wide_console
+from foretoken.cli.grouped import grouped
+from foretoken.cli.options import ReportOptions
+from foretoken.cli.theme import print_facts, wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
+
+if TYPE_CHECKING:
+    from foretoken.bench.http_load import LoadedServer
+    from foretoken.bench.http_workloads import LoadPlan
 
 _PATIENCE = 600.0  # seconds for a server to start
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What is asked of the server, and how often."""
+
+    workloads: Annotated[str, typer.Option(help="Comma-separated: short, long, shared, agents.")] = (
+        "short,long,shared,agents"
+    )
+    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,16,64"
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each concurrent client.")] = 2
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64
+    long_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a long prompt, about.")] = 1500
+    shared_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shared beginning, about.")] = 2000
+    agents: Annotated[int, typer.Option(min=1, help="Agents on one beginning.")] = 8
+    temperature: Annotated[float, typer.Option(min=0, help="Of every request.")] = 0.0
+    generator: Annotated[
+        str, typer.Option(help="What makes the load: foretoken, or vllm for `vllm bench serve` where it is installed.")
+    ] = "foretoken"
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer with which vllm counts tokens. [the bundled target's]")
+    ] = None
+
+    def plan(self) -> LoadPlan:
+        """Returns the numbers of requests and tokens. Raises InvalidRequest."""
+        from foretoken.bench.http_workloads import LoadPlan
+
+        counts = _counts(self.concurrency)
+        return LoadPlan(counts, self.requests, self.long_tokens, self.shared_tokens, self.agents)
+
+    def check(self) -> None:
+        """Raises InvalidRequest for an unknown generator."""
+        from foretoken.bench.public_load import GENERATORS
+
+        if self.generator not in GENERATORS:
+            raise InvalidRequest(f"unknown --generator {self.generator!r}; known: {', '.join(GENERATORS)}")
+
+    def server(self, address: str, api_key: str | None, model: str | None) -> LoadedServer:
+        """Returns the server under load. Raises ForetokenError if it does not answer."""
+        from foretoken import zoo
+        from foretoken.bench.http_load import LoadedServer
+        from foretoken.bench.public_load import VllmLoadedServer
+
+        options = {"max_tokens": self.max_tokens, "temperature": self.temperature, "ignore_eos": True}
+        if self.generator == "vllm":
+            return VllmLoadedServer(address, api_key, model, options, self.tokenizer or str(zoo.path("target")))
+        return LoadedServer(address, api_key, model, options)
+
+
+@grouped
 def bench_serve(
     url: Annotated[
         str | None, typer.Option(help="Address of a running OpenAI-compatible server. [one of our own is started]")
@@ -32,51 +85,23 @@ def bench_serve(
     ] = "",
     model: Annotated[str | None, typer.Option(help="Model to ask for. [the first that is listed]")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the server.")] = None,
-    workloads: Annotated[
-        str, typer.Option(help="Comma-separated: short, long, shared, agents.")
-    ] = "short,long,shared,agents",
-    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,16,64",
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each concurrent client.")] = 2,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
-    long_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a long prompt, about.")] = 1500,
-    shared_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shared beginning, about.")] = 2000,
-    agents: Annotated[int, typer.Option(min=1, help="Agents on one beginning.")] = 8,
-    temperature: Annotated[float, typer.Option(min=0, help="Of every request.")] = 0.0,
-    generator: Annotated[
-        str, typer.Option(help="What makes the load: foretoken, or vllm for `vllm bench serve` where it is installed.")
-    ] = "foretoken",
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer with which vllm counts tokens. [the bundled target's]")
-    ] = None,
-    as_json: Json = False,
-    output: Output = None,
-    html_file: Html = None,
-    color: Color = ColorMode.AUTO,
+    *,
+    load: LoadOptions,
+    report: ReportOptions,
 ) -> None:
     """Load a server with concurrent requests: throughput, TTFT and ITL percentiles, and the gain of shared prefixes."""
-    from dataclasses import asdict
-
-    from foretoken import zoo
-    from foretoken.bench.http_load import LoadedServer
     from foretoken.bench.http_page import load_page, load_table, speedup_lines
-    from foretoken.bench.http_workloads import LoadPlan, run_workload
-    from foretoken.bench.public_load import GENERATORS, VllmLoadedServer
+    from foretoken.bench.http_workloads import run_workload
     from foretoken.bench.setting import setting
 
-    check_places(output=output, html=html_file)
+    report.check()
     if url is not None and server_options:
         raise InvalidRequest("--server-options are for a server that is started; leave out --url or them")
-    if generator not in GENERATORS:
-        raise InvalidRequest(f"unknown --generator {generator!r}; known: {', '.join(GENERATORS)}")
-    chosen, plan = _chosen(workloads), LoadPlan(_counts(concurrency), requests, long_tokens, shared_tokens, agents)
-    notes, results = wide_console(color, stderr=True), []
+    load.check()
+    chosen, plan = _chosen(load.workloads), load.plan()
+    notes, results = wide_console(report.color, stderr=True), []
     with contextlib.nullcontext(url) if url is not None else started(server_options, api_key) as address:
-        options = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
-        server = (
-            VllmLoadedServer(address, api_key, model, options, tokenizer or str(zoo.path("target")))
-            if generator == "vllm"
-            else LoadedServer(address, api_key, model, options)
-        )
+        server = load.server(address, api_key, model)
         server.run("warm-up", ["import os\n"] * 2, 1)
         for name in chosen:
             for result in run_workload(name, server, plan):
@@ -86,19 +111,18 @@ def bench_serve(
                     style="dim",
                     markup=False,
                 )
-    sent = {"model": server.model, "max_tokens": max_tokens, "generator": generator}
+    sent = {"model": server.model, "max_tokens": load.max_tokens, "generator": load.generator}
     facts = setting() | {"server": url or "foretoken serve"} | sent
 
     def show() -> None:
-        console = wide_console(color)
+        console = wide_console(report.color)
         console.print(load_table(results))
         for line in speedup_lines(results):
             console.print(line)
-        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+        print_facts(console, facts)
 
-    publish({"setting": facts, "results": [asdict(result) for result in results]}, show, as_json, output)
-    if html_file is not None:
-        write_text(html_file, load_page(facts, results))
+    record = {"setting": facts, "results": [asdict(result) for result in results]}
+    report.publish(record, show, lambda: load_page(facts, results))
     if failed := [result for result in results if result.failed]:
         count = sum(result.failed for result in failed)
         raise ForetokenError(f"{count} requests failed; the first: {failed[0].error}")

@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.chat_commands import ChatSettings, names, parse, run
+from foretoken.cli.grouped import grouped
 from foretoken.cli.options import (
-    Device,
-    DraftModel,
-    Dtype,
-    KVCacheDtype,
     MaxModelLen,
-    Quantization,
-    Speculation,
-    Target,
-    WeightFormat,
+    ModelOptions,
+    RuntimeOptions,
+    SpeculativeTokens,
+    TextColor,
+    TopP,
     load,
 )
 from foretoken.cli.theme import ColorMode
@@ -37,71 +35,70 @@ if TYPE_CHECKING:
     from foretoken.params import SamplingParams
 
 
-def chat(
-    model: Target = None,
-    draft_model: DraftModel = None,
-    speculative_config: Speculation = None,
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """What answers are wanted."""
+
     method: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME|JSON", help="Another way to speculate, to be had by /method; may be repeated."),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    ] = None
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja in the place of the tokenizer's chat template.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers, however drafted.")] = None,
-    speculative_tokens: Annotated[
-        int | None, typer.Option(help="Tokens drafted per step; 0 is plain decoding.")
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    quantization: Quantization = None,
-    weight_format: WeightFormat = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
+    ] = None
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7
+    top_p: TopP = 1.0
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers, however drafted.")] = None
+    speculative_tokens: SpeculativeTokens = None
+
+    def settings(self, rejected: bool) -> ChatSettings:
+        """Returns the settings of the first answer. Raises InvalidRequest."""
+        settings = ChatSettings(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            speculative_tokens=self.speculative_tokens,
+            rejected=rejected,
+        )
+        settings.params(0)  # refused before anything is loaded
+        return settings
+
+
+@grouped
+def chat(
+    models: ModelOptions,
+    wanted: ChatOptions,
+    runtime: RuntimeOptions,
     max_model_len: MaxModelLen = None,
     rejected: Annotated[bool, typer.Option(help="Show drafted tokens that were refused.")] = False,
-    color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
+    color: TextColor = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures after each answer, on standard error.")] = True,
     json_lines: Annotated[bool, typer.Option(help="Print one JSON object a line instead.")] = False,
 ) -> None:
     """Talk to a model. /help lists commands that change settings. Without a terminal it reads one message a line."""
     from foretoken.cli.conversation import Conversation, read_template
-    from foretoken.cli.generate import speculative
 
-    config, template = speculative(speculative_config), read_template(chat_template)
-    settings = ChatSettings(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        speculative_tokens=speculative_tokens,
-        rejected=rejected,
-    )
-    settings.params(0)  # refused before anything is loaded
-    ways = [_way(each) for each in method or ()]
+    config, template = models.config, read_template(wanted.chat_template)
+    settings = wanted.settings(rejected)
     llm = load(
-        model,
-        draft_model,
+        models.model,
+        models.draft_model,
         color,
         speculative_config=config,
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        weight_format=weight_format,
-        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
-        methods=ways,
+        methods=[_way(each) for each in wanted.method or ()],
         enable_prefix_caching=True,
         seed=secrets.randbits(63),  # the library's default would make all conversations equal
+        **vars(runtime),
     )
     from foretoken.cli.chat_screen import JsonScreen, TextScreen, piped, typed
 
     try:
         conversation = Conversation(llm.tokenizer, llm.target.max_length, llm.model, template)
-        conversation.system = system
+        conversation.system = wanted.system
         screen: Screen = JsonScreen() if json_lines else TextScreen(color)
         session = Session(llm, conversation, settings, screen, figures=stats)
         watched = sys.stdin.isatty() and sys.stdout.isatty() and not json_lines

@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli.files import check_places, publish
 from foretoken.cli.options import Color, Json, KVCacheDtype, Output, Quantization, WeightFormat
-from foretoken.cli.theme import ColorMode, wide_console
+from foretoken.cli.theme import ColorMode, print_facts, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,8 +71,7 @@ def costs(
         console = wide_console(color)
         for each in shown:
             console.print(each)
-        facts = record["setting"]
-        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+        print_facts(console, record["setting"])
 
     publish(record, show, as_json, output)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.cli.options import Json
+from foretoken.cli.options import Json, TextColor
 from foretoken.cli.theme import ColorMode, console
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each.")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     speculative_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per step.")] = 4,
-    color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
+    color: TextColor = ColorMode.AUTO,
     as_json: Json = False,
 ) -> None:
     """Watch the bundled pair complete Python functions plainly and speculatively."""

@@ -38,6 +38,11 @@ def check_places(**files: Path | None) -> None:
             raise WriteError(f"--{option} {file}: expected the name of a file in a folder that exists")
 
 
+def journal(output: Path | None) -> Path | None:
+    """Returns the file that keeps the answers of a measurement that is under way, beside that of its result."""
+    return None if output is None else output.with_name(output.name + ".partial")
+
+
 def check_alone(options: Mapping[str, object]) -> None:
     """Raises InvalidRequest for an option of a server's audit or plan where there is no server."""
     if given := [name for name, value in options.items() if value]:
@@ -50,12 +55,12 @@ def check_served(options: Mapping[str, bool]) -> None:
         raise InvalidRequest(f"{given[0]} does not go with --endpoint; leave it or --endpoint out")
 
 
-def json_object(option: str, text: str) -> dict[str, Any]:
+def json_object(option: str, text: str, expected: str = "a JSON object") -> dict[str, Any]:
     """Returns the JSON object that an option has. Raises InvalidRequest."""
     try:
         result = json.loads(text)
     except ValueError as error:
-        raise InvalidRequest(f"{option} is not JSON ({error}); expected a JSON object") from error
+        raise InvalidRequest(f"{option} is not JSON ({error}); expected {expected}") from error
     if not isinstance(result, dict):
         raise InvalidRequest(f"{option} must be a JSON object, got {text}")
     return result

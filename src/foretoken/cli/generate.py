@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,21 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import check_places, standard_input, write_text
+from foretoken.cli.grouped import grouped
 from foretoken.cli.options import (
-    Device,
-    DraftModel,
-    Dtype,
     Json,
-    KVCacheDtype,
     MaxModelLen,
-    Quantization,
-    Speculation,
-    Target,
+    ModelOptions,
+    RuntimeOptions,
+    SpeculativeTokens,
     TensorParallel,
-    WeightFormat,
+    TextColor,
+    TopP,
     load,
 )
 from foretoken.cli.theme import ColorMode
+from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -36,37 +36,51 @@ if TYPE_CHECKING:
 LOGPROBS = 5  # of the most probable tokens, for the page
 
 
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    model: Target = None,
-    draft_model: DraftModel = None,
-    speculative_config: Speculation = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text, however it is drafted.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None,
-    n: Annotated[int, typer.Option("--n", "-n", help="Completions to make.")] = 1,
-    speculative_tokens: Annotated[
-        int | None, typer.Option(help="Tokens drafted per step; 0 is plain decoding.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """What text is wanted."""
+
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text, however it is drafted.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None
+    n: Annotated[int, typer.Option("--n", "-n", help="Completions to make.")] = 1
+    speculative_tokens: SpeculativeTokens = None
     exactness: Annotated[
         str | None, typer.Option(help="distribution, trajectory or lossy-typical. [trajectory with --seed]")
-    ] = None,
+    ] = None
     prediction_file: Annotated[
         Path | None, typer.Option(help="A text that the output is expected to follow; for methods that draft from it.")
-    ] = None,
-    lora: Annotated[str | None, typer.Option(metavar="PATH", help="LoRA adapter in PEFT's format.")] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    quantization: Quantization = None,
-    weight_format: WeightFormat = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    max_model_len: MaxModelLen = None,
-    tensor_parallel_size: TensorParallel = 1,
-    color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
+    ] = None
+    lora: Annotated[str | None, typer.Option(metavar="PATH", help="LoRA adapter in PEFT's format.")] = None
+
+    def params(self, logprobs: int | None) -> SamplingParams:
+        """Returns the parameters of the request. Raises InvalidRequest."""
+        from foretoken.params import SamplingParams
+
+        given = vars(self) | {"stop": self.stop or None, "logprobs": logprobs}
+        file = given.pop("prediction_file")
+        return SamplingParams(**given, prediction=None if file is None else _text_of(file))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRuntimeOptions(RuntimeOptions):
+    """How the models are computed."""
+
+    max_model_len: MaxModelLen = None
+    tensor_parallel_size: TensorParallel = 1
+
+
+@grouped
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    models: ModelOptions,
+    wanted: TextOptions,
+    runtime: TextRuntimeOptions,
+    color: TextColor = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures at the end, on standard error.")] = True,
     as_json: Json = False,
     html_file: Annotated[
@@ -74,40 +88,18 @@ def generate(
     ] = None,
 ) -> None:
     """Continue a prompt, faster, with exactly the target's distribution."""
-    config = speculative(speculative_config)
+    config = models.config
     check_places(html=html_file)
-    from foretoken import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or None,
-        n=n,
-        speculative_tokens=speculative_tokens,
-        exactness=exactness,
-        prediction=_text_of(prediction_file) if prediction_file is not None else None,
-        logprobs=LOGPROBS if html_file is not None else None,
-        lora=lora,
-    )
+    params = wanted.params(LOGPROBS if html_file is not None else None)
     text = standard_input(sys.stdin.read) if prompt == "-" else prompt
     llm = load(
-        model,
-        draft_model,
+        models.model,
+        models.draft_model,
         color,
         speculative_config=config,
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        weight_format=weight_format,
-        kv_cache_dtype=kv_cache_dtype,
-        max_model_len=max_model_len,
-        tensor_parallel_size=tensor_parallel_size,
-        lora={} if lora is None else {lora: lora},
+        lora={} if params.lora is None else {params.lora: params.lora},
         seed=secrets.randbits(63),  # the library's default seed would repeat texts
+        **vars(runtime),
     )
     page = _Page(llm, text, params, html_file) if html_file is not None else None
     try:
@@ -160,32 +152,10 @@ def _complete(llm: LLM, prompt: str, params: SamplingParams, page: _Page | None)
 
 
 def _text_of(file: Path) -> str:
-    from foretoken.core.errors import InvalidRequest
-
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"cannot read the prediction {file}: {error}; expected a text file in UTF-8") from error
-
-
-def speculative(text: str | None) -> dict[str, Any] | None:
-    """Returns the configuration in a JSON text, or None. Raises InvalidRequest."""
-    if text is None:
-        return None
-    from foretoken.core.errors import InvalidRequest
-    from foretoken.propose.methods import check_method
-
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest(
-            f"""--speculative-config is not JSON ({error}); expected for instance '{{"method": "ngram"}}'"""
-        ) from error
-    if not isinstance(config, dict):
-        raise InvalidRequest(f"--speculative-config must be a JSON object, got {text}")
-    if isinstance(config.get("method"), str):
-        check_method(config["method"])
-    return config
 
 
 def _stream(

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.files import check_places, json_object, publish, write_text
 from foretoken.cli.theme import ColorMode, console, waiting
+from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from foretoken.endpoint.client import Patience
     from foretoken.llm import LLM
+    from foretoken.speculation import SpeculativeConfig
 
-Target = Annotated[str | None, typer.Option(help="Target model: a folder, GGUF file or hub name. [bundled target]")]
-DraftModel = Annotated[str | None, typer.Option(help="Draft model: a folder, GGUF file or hub name.")]
-Speculation = Annotated[str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Quantization = Annotated[
     str | None, typer.Option(help="int8 or int4: quantize the target's weights on loading. [as stored]")
 ]
@@ -32,25 +33,140 @@ WeightFormat = Annotated[
 KVCacheDtype = Annotated[
     str, typer.Option("--kv-cache-dtype", help="auto; int8: twice as many cached tokens; bfloat16, of a float32 model.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the JSON document to a file.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")]
-Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
-Baseline = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="The same model served without speculation. [switched off per request]"),
-]
-ServerName = Annotated[
-    str, typer.Option(help="Kind of the endpoint: auto, foretoken, vllm, llamacpp, sglang or openai.")
-]
-ApiKey = Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the endpoint.")]
-BaselineKey = Annotated[str | None, typer.Option(help="That of the baseline. [the same]")]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds for one answer of the endpoint.")]
-Retries = Annotated[int, typer.Option(min=0, help="Further tries of a request to the endpoint.")]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel-size", help="Processes that share the target, under torchrun.")
 ]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")]
+SpeculativeTokens = Annotated[int | None, typer.Option(help="Tokens drafted per step; 0 is plain decoding.")]
+TextColor = Annotated[ColorMode, typer.Option(help="Colour text by origin.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the JSON document to a file.")]
+Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The models, and the way to speculate."""
+
+    model: Annotated[
+        str | None, typer.Option(help="Target model: a folder, GGUF file or hub name. [bundled target]")
+    ] = None
+    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder, GGUF file or hub name.")] = None
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
+    ] = None
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The way to speculate, or None. Raises InvalidRequest."""
+        return None if self.speculative_config is None else speculative(self.speculative_config)
+
+    def pair(self) -> tuple[str | Path, SpeculativeConfig]:
+        """Returns the target and the way to speculate, the bundled pair where no model is named.
+
+        Raises:
+            InvalidRequest: They contradict each other.
+        """
+        from foretoken import zoo
+        from foretoken.speculation import SpeculativeConfig, with_draft
+
+        config, draft = SpeculativeConfig.of(self.config), self.draft_model
+        if self.model is None and draft is None and config.model is None and config.method in (None, "draft_model"):
+            draft = str(zoo.path("draft"))
+        return self.model or zoo.path("target"), with_draft(config, draft)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeOptions:
+    """How the models are computed, by the names of the arguments of ``LLM``."""
+
+    dtype: Dtype = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    quantization: Quantization = None
+    weight_format: WeightFormat = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Where the result goes."""
+
+    as_json: Json = False
+    output: Output = None
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")] = None
+    color: Color = ColorMode.AUTO
+
+    def check(self) -> None:
+        """Raises WriteError, before minutes of work, for a file that cannot be written."""
+        check_places(output=self.output, html=self.html_file)
+
+    def publish(self, record: Any, show: Callable[[], object], page: Callable[[], str]) -> None:
+        """Prints and writes a result.
+
+        Args:
+            record: The JSON document.
+            show: Prints the result as text.
+            page: Returns it as HTML.
+
+        Raises:
+            WriteError: A file cannot be written.
+        """
+        publish(record, show, self.as_json, self.output)
+        if self.html_file is not None:
+            write_text(self.html_file, page())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """A server that is measured from outside, and the server to compare it with."""
+
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The same model served without speculation. [switched off per request]"),
+    ] = None
+    server: Annotated[
+        str, typer.Option(help="Kind of the endpoint: auto, foretoken, vllm, llamacpp, sglang or openai.")
+    ] = "auto"
+    api_key: Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the endpoint.")] = None
+    baseline_api_key: Annotated[str | None, typer.Option(help="That of the baseline. [the same]")] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the same by the names of the fields of ``ServerPair`` and ``Endpoint``. Raises InvalidRequest."""
+        from foretoken.endpoint.dialects import ServerKind
+
+        if self.server not in list(ServerKind):
+            raise InvalidRequest(f"--server must be {', '.join(ServerKind)}, got {self.server!r}")
+        return {
+            "baseline": self.baseline,
+            "kind": ServerKind(self.server),
+            "key": self.api_key,
+            "baseline_key": self.baseline_api_key,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatienceOptions:
+    """How long answers of a server are waited for."""
+
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of the endpoint.")] = 120.0
+    retries: Annotated[int, typer.Option(min=0, help="Further tries of a request to the endpoint.")] = 4
+
+    def patience(self) -> Patience:
+        """Returns the same for the client of a server."""
+        from foretoken.endpoint.client import Patience
+
+        return Patience(self.timeout, self.retries)
+
+
+def speculative(text: str) -> dict[str, Any]:
+    """Returns the configuration in a JSON text. Raises InvalidRequest."""
+    from foretoken.propose.methods import check_method
+
+    config = json_object("--speculative-config", text, """for instance '{"method": "ngram"}'""")
+    if isinstance(config.get("method"), str):
+        check_method(config["method"])
+    return config
 
 
 def _check(

@@ -3,96 +3,97 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from foretoken.cli.audit_endpoint import JOURNAL, budget
-from foretoken.cli.files import publish, write_text
-from foretoken.cli.theme import ColorMode, staged, wide_console
+import typer
+
+from foretoken.cli.audit_options import budget
+from foretoken.cli.files import journal, publish
+from foretoken.cli.options import PatienceOptions, ReportOptions, ServerOptions
+from foretoken.cli.plan_options import CandidateOptions, SampleOptions
+from foretoken.cli.theme import print_facts, print_parts, staged, wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
-    from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint
+    from foretoken.plan.endpoint import PlannedEndpoint
 
 CANNOT_TELL = 3  # exit code
 
 
-@dataclass(frozen=True)
-class PlanEndpointOptions:
-    """The options of the command that concern a server, as they were given."""
+@dataclass(frozen=True, kw_only=True)
+class PlanServerOptions:
+    """The server to plan for."""
 
-    url: str
-    model: str | None
-    baseline: str | None
-    server: str
-    api_key: str | None
-    baseline_api_key: str | None
-    depth: int | None
-    temperatures: Sequence[float]
-    concurrency: Sequence[int]
-    max_tokens: int
-    budget: str | None
-    configs: Sequence[Mapping[str, Any]]
-    checkpoint: str | None
-    drafts: Sequence[str]
-    heads: Sequence[str]
-    earlier: Sequence[Path]
-    timeout: float
-    retries: int
-    dry_run: bool
-    prompts: Path | None
-    count: int
-    output: Path | None
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Plan for this OpenAI-compatible server; --model is its name for the model."),
+    ] = None
+    pair: ServerOptions
+    depth: Annotated[int | None, typer.Option(min=1, help="The endpoint's draft length. [as it says]")] = None
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests to the endpoint at once (repeatable). [1, 4, 16]")
+    ] = None
+    checkpoint: Annotated[
+        str | None, typer.Option(help="The endpoint's model here, to foretell --draft-model and --heads.")
+    ] = None
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option("--with", metavar="FILE", help="Record of the endpoint's plan at another draft length."),
+    ] = None
+    budget: Annotated[
+        str | None, typer.Option(help="To spend on the endpoint: a time such as 5m, or tokens such as 60ktokens.")
+    ] = None
+    waiting: PatienceOptions
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what measuring the endpoint costs.")] = False
 
-    def endpoint(self) -> PlannedEndpoint:
+    def planned(
+        self, url: str, candidates: CandidateOptions, sample: SampleOptions, journal: Path | None
+    ) -> PlannedEndpoint:
         """Returns what to plan for. Raises InvalidRequest."""
-        if self.model is None:
+        if candidates.model is None:
             raise InvalidRequest("--endpoint needs --model, the model's name on that server")
-        if len(self.temperatures) > 1 or len(self.configs) > 1:
+        temperatures, configs = sample.temperature or [0.0], candidates.configs or [{}]
+        if len(temperatures) > 1 or len(configs) > 1:
             raise InvalidRequest("a plan for a server takes one --temperature and one --speculative-config, its own")
-        if (self.drafts or self.heads) and self.checkpoint is None:
+        drafts, heads = candidates.draft_model or (), candidates.heads or ()
+        if (drafts or heads) and self.checkpoint is None:
             raise InvalidRequest(
                 "--draft-model and --heads of a server's plan need --checkpoint, the served model here"
             )
         tokens, seconds = budget(self.budget) if self.budget is not None else (None, None)
-        earlier = [_record(file) for file in self.earlier]
-        from foretoken.endpoint.client import Patience
-        from foretoken.endpoint.dialects import ServerKind
-
-        if self.server not in list(ServerKind):
-            raise InvalidRequest(f"--server must be {', '.join(ServerKind)}, got {self.server!r}")
+        earlier = [_record(file) for file in self.earlier or ()]
+        arguments, current = self.pair.arguments(), configs[0]
         from foretoken.plan.endpoint import LocalModels, PlannedEndpoint, ServerPair
 
-        patience = Patience(self.timeout, self.retries)
-        kind = ServerKind(self.server)
-        pair = ServerPair(self.url, self.model, self.baseline, kind, self.api_key, self.baseline_api_key, patience)
-        current = dict(self.configs[0]) if self.configs else {}
         return PlannedEndpoint(
-            pair=pair,
+            pair=ServerPair(url, candidates.model, patience=self.waiting.patience(), **arguments),
             depth=self.depth or current.pop("num_speculative_tokens", None),
-            temperature=self.temperatures[0] if self.temperatures else 0.0,
-            concurrency=tuple(dict.fromkeys(self.concurrency)),
-            max_tokens=self.max_tokens,
+            temperature=temperatures[0],
+            concurrency=tuple(dict.fromkeys(self.concurrency or (1, 4, 16))),
+            max_tokens=sample.max_tokens,
             budget=tokens,
             seconds=seconds,
             current=current,
-            models=LocalModels(self.checkpoint, self.drafts, self.heads),
+            models=LocalModels(self.checkpoint, drafts, heads),
             earlier=earlier,
-            journal=None if self.output is None else self.output.with_name(self.output.name + JOURNAL),
+            journal=journal,
         )
 
 
-def plan_for_endpoint(options: PlanEndpointOptions, as_json: bool, html_file: Path | None, color: ColorMode) -> int:
+def plan_for_endpoint(
+    url: str, options: PlanServerOptions, candidates: CandidateOptions, sample: SampleOptions, report: ReportOptions
+) -> int:
     """Measures, foretells and prints. Returns the exit code. Raises InvalidRequest and ForetokenError."""
-    endpoint = options.endpoint()
-    from foretoken.bench.workloads import FUNCTIONS, load_prompts
+    endpoint = options.planned(url, candidates, sample, journal(report.output))
     from foretoken.plan.endpoint import plan_endpoint
     from foretoken.plan.endpoint.render import costs_line, rendered, verdict_lines
+    from foretoken.report.plan_endpoint import page
 
-    texts = load_prompts(options.prompts, options.count) if options.prompts else list(FUNCTIONS)[: options.count]
-    notes, console = wide_console(color, stderr=True), wide_console(color)
+    texts = sample.texts()
+    notes = wide_console(report.color, stderr=True)
 
     def announce(costs: Mapping[str, Any]) -> bool:
         notes.print(costs_line(costs), style="dim", markup=False, soft_wrap=True)
@@ -102,26 +103,18 @@ def plan_for_endpoint(options: PlanEndpointOptions, as_json: bool, html_file: Pa
         result = plan_endpoint(endpoint, texts, announce, say)
     record = result.to_dict()
     if options.dry_run and not result.because:
-        publish(record["setting"], lambda: None, as_json, options.output)
+        publish(record["setting"], lambda: None, report.as_json, report.output)
         return 0
     if result.choice is not None:
         record["verdict"] = verdict_lines(result.choice, result.rows)
 
     def show() -> None:
-        for part in rendered(result):
-            console.print(part, soft_wrap=not hasattr(part, "columns"))
-        console.print(_facts(result), style="dim", markup=False)
+        console = wide_console(report.color)
+        print_parts(console, rendered(result))
+        print_facts(console, {key: value for key, value in result.facts.items() if not isinstance(value, dict)})
 
-    publish(record, show, as_json, options.output)
-    if html_file is not None:
-        from foretoken.report.plan_endpoint import page
-
-        write_text(html_file, page(record))
+    report.publish(record, show, lambda: page(record))
     return CANNOT_TELL if result.because else 0
-
-
-def _facts(plan: EndpointPlan) -> str:
-    return ", ".join(f"{key} {value}" for key, value in plan.facts.items() if not isinstance(value, dict))
 
 
 def _record(file: Path) -> Mapping[str, Any]:

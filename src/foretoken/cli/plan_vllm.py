@@ -8,10 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from foretoken.cli.files import json_object, publish, write_text
-from foretoken.cli.theme import ColorMode, staged, wide_console
+import typer
+
+from foretoken.cli.files import json_object
+from foretoken.cli.options import ReportOptions
+from foretoken.cli.plan_options import CandidateOptions, PrecisionOptions, SampleOptions
+from foretoken.cli.theme import print_facts, print_parts, staged, wide_console
+from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from foretoken.plan.vllm.measured import VllmCandidate
     from foretoken.plan.vllm.runs import Bench
 
+_ROLES = ("eagle3", "medusa")  # of the bundled heads that vLLM loads
 OURS = "foretoken.interop_vllm.VllmProposer"
 _FREE: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("ngram", {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}, {}),
@@ -34,7 +40,6 @@ def lanes(
 
     A configuration may hold "additional_config" beside vLLM's keys. Raises InvalidRequest or ModelLoadError.
     """
-    from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import resolve
     from foretoken.plan.vllm.measured import VllmCandidate
 
@@ -57,7 +62,6 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     """Returns a head, written once into the cache for vLLM. Raises InvalidRequest for heads that vLLM does not load."""
     from foretoken import zoo
     from foretoken.cli.convert import convert
-    from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import load_config
     from foretoken.models.heads.block import read_block
     from foretoken.plan.candidates import CHAIN, head_method
@@ -76,107 +80,93 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     return VllmCandidate.of({"method": method, "model": str(out)}, f"{method} {folder.name}", max_depth=depth)
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the command line beside models and prompts."""
+@dataclass(frozen=True, kw_only=True)
+class PlanEngineOptions:
+    """The engine to plan for."""
 
-    engine: str
-    python: Path | None
-    arguments: str | None
-    alone: bool
-    temperatures: tuple[float, ...]
-    batches: tuple[int, ...]
-    max_tokens: int
-    top_p: float
-    dtype: str
-    quantization: str | None
+    engine: Annotated[str, typer.Option(help="foretoken; vllm: measured on vLLM itself, for use there.")] = "foretoken"
+    engine_python: Annotated[Path | None, typer.Option(help="Python of vLLM's environment. [make peers]")] = None
+    engine_args: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Arguments of vllm.LLM: '{\"tensor_parallel_size\": 2}'.")
+    ] = None
+    engine_alone: Annotated[
+        bool, typer.Option("--engine-alone", help="One vLLM at a time, where the memory does not hold two.")
+    ] = False
 
-    def bench(self, target: Path) -> Bench:
+    @property
+    def given(self) -> bool:
+        """Whether the plan is not for Foretoken's own engine."""
+        return self.engine != "foretoken" or bool(self.engine_python or self.engine_args or self.engine_alone)
+
+    def bench(self, target: Path, sample: SampleOptions, precision: PrecisionOptions) -> Bench:
         """Returns the benchmark on vLLM. Raises InvalidRequest for options that do not apply to it."""
-        from foretoken.core.errors import InvalidRequest
         from foretoken.plan.vllm.runs import Bench
 
+        for option, value in (
+            ("--weight-format", precision.weight_format),
+            ("--kv-cache-dtype", precision.kv_cache_dtype),
+        ):
+            if value != "auto":
+                raise InvalidRequest(f"{option} belongs to foretoken's own runtime; leave it or --engine out")
         if self.engine != "vllm":
             raise InvalidRequest(f"--engine {self.engine!r}: expected foretoken, or vllm, to which --engine-* belong")
-        if self.quantization is not None or self.top_p != 1.0:
+        if precision.quantization is not None or sample.top_p != 1.0:
             raise InvalidRequest(
                 "--quantization and --top-p belong to Foretoken's own runtime; give vLLM its quantization in "
                 "--engine-args"
             )
-        arguments = json_object("--engine-args", self.arguments) if self.arguments is not None else {}
-        given = {} if self.dtype == "auto" else {"dtype": self.dtype}
+        arguments = json_object("--engine-args", self.engine_args) if self.engine_args is not None else {}
+        given = {} if precision.dtype == "auto" else {"dtype": precision.dtype}
         return Bench(
             target=str(target),
-            temperatures=self.temperatures,
-            batches=self.batches,
-            max_tokens=self.max_tokens,
-            python=self.python,
+            temperatures=sample.temperatures,
+            batches=sample.batches,
+            max_tokens=sample.max_tokens,
+            python=self.engine_python,
             engine=given | arguments,
-            alone=self.alone,
+            alone=self.engine_alone,
         )
 
 
-def plan_for(
-    options: Options,
-    models: tuple[str, Sequence[str], Sequence[str]],
-    configs: Sequence[str],
-    texts: tuple[Path | None, int],
-    files: tuple[bool, Path | None, Path | None],
-    color: ColorMode,
+def plan_for_vllm(
+    engine: PlanEngineOptions,
+    candidates: CandidateOptions,
+    sample: SampleOptions,
+    precision: PrecisionOptions,
+    report: ReportOptions,
 ) -> None:
-    """Measures, predicts and prints.
-
-    Args:
-        options: The command line beside models and prompts.
-        models: Target, drafts, heads.
-        configs: Further ways to speculate, as JSON.
-        texts: File of prompts and their number.
-        files: Values of --json, --output and --html.
-        color: Colours in tables.
-    """
+    """Measures, predicts and prints. Raises InvalidRequest and ForetokenError."""
     from foretoken.bench.setting import setting
-    from foretoken.bench.workloads import FUNCTIONS, load_prompts
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.plan.render import rendered
     from foretoken.plan.vllm.planning import record, vllm_plan
     from foretoken.plan.vllm.runs import runs
+    from foretoken.report.plan import page
 
-    target = resolve(models[0])
-    bench = options.bench(target)
+    model, drafts, heads = candidates.models(_ROLES)
+    target = resolve(model)
+    bench = engine.bench(target, sample, precision)
     bench.command()  # raises before heads are written if vLLM is missing
-    chosen = lanes(target, models[1], models[2], [json_object("--speculative-config", text) for text in configs])
-    file, count = texts
-    prompts = load_prompts(file, count) if file is not None else list(FUNCTIONS)[:count]
+    chosen = lanes(target, drafts, heads, candidates.configs)
     tokenizer = load_tokenizer(target)
-    ids = [list(tokenizer(text, verbose=False)["input_ids"]) for text in prompts]
-    notes = wide_console(color, stderr=True)
+    ids = [list(tokenizer(text, verbose=False)["input_ids"]) for text in sample.texts()]
+    notes = wide_console(report.color, stderr=True)
+
+    def refused(lane: VllmCandidate, error: Exception) -> None:
+        notes.print(f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True)
+
     with staged(notes) as say:
-        measured = runs(
-            bench,
-            chosen,
-            ids,
-            say,
-            refused=lambda lane, error: notes.print(
-                f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True
-            ),
-        )
+        measured = runs(bench, chosen, ids, say, refused=refused)
     facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
-    source = f"{len(prompts)} of {file.name if file is not None else 'our own functions'}"
-    result = vllm_plan(chosen, measured, setting=facts, prompts=source)
-    console = wide_console(color)
+    result = vllm_plan(chosen, measured, setting=facts, prompts=sample.source(len(ids)))
 
     def show() -> None:
-        for part in rendered(result, lambda plan: _pastes(plan, chosen)):
-            console.print(part, soft_wrap=not hasattr(part, "columns"))
-        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+        console = wide_console(report.color)
+        print_parts(console, rendered(result, lambda plan: _pastes(plan, chosen)))
+        print_facts(console, facts)
 
-    as_json, output, html_file = files
     whole = record(result, chosen, measured)
-    publish(whole, show, as_json, output)
-    if html_file is not None:
-        from foretoken.report.plan import page
-
-        write_text(html_file, page(whole))
+    report.publish(whole, show, lambda: page(whole))
 
 
 def _pastes(plan: Plan, known: Sequence[VllmCandidate]) -> Iterator[Text]:

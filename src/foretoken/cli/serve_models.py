@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,10 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.serve.parsers.formats import check_parsers
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from foretoken.serve.limits import ServerSettings
+    from foretoken.serve.run import Servable
     from foretoken.serve.tracing import RequestTracer
 
 _log = logging.getLogger(__name__)
@@ -75,17 +77,15 @@ def read_models(file: Path) -> list[ModelEntry]:
     return entries
 
 
-def serve_models(
+@contextmanager
+def models_app(
     entries: list[ModelEntry],
     options: dict[str, Any],
     settings: ServerSettings,
     max_waiting: int,
-    listening: socket.socket,
     tracer: RequestTracer | None,
-    server_options: dict[str, Any],
-) -> None:
-    """Loads all models and serves them until the server is told to end. Raises ForetokenError."""
-    from foretoken.serve.run import Server
+) -> Iterator[tuple[FastAPI, Servable]]:
+    """Loads all models, and yields their app and workers. Raises ForetokenError if an engine stopped working."""
     from foretoken.serve.several import WorkerGroup, create_several
     from foretoken.serve.worker import Worker
 
@@ -101,7 +101,7 @@ def serve_models(
                 replace(settings, model_names=entry.names, lora_modules=own["lora"], **entry.settings),
             )
         group = WorkerGroup(workers)
-        Server(create_several(group, each, settings, tracer), group, **server_options).run(sockets=[listening])
+        yield create_several(group, each, settings, tracer), group
         if group.dead is not None:
             raise ForetokenError(f"an engine stopped working: {group.dead}")
 

@@ -6,13 +6,18 @@ import ipaddress
 import logging
 import socket
 import sys
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from foretoken.serve.limits import ServerSettings
+    from foretoken.serve.tracing import RequestTracer
 
 LEVELS = ("debug", "info", "warning", "error")
 TEXT, JSON = FORMATS = ("text", "json")
@@ -20,11 +25,32 @@ TEXT, JSON = FORMATS = ("text", "json")
 _log = logging.getLogger(__name__)
 
 
-def check_log(level: str, log_format: str) -> None:
-    """Raises InvalidRequest for unknown values of --log-level and --log-format."""
-    for option, value, known in (("--log-level", level, LEVELS), ("--log-format", log_format, FORMATS)):
-        if value not in known:
-            raise InvalidRequest(f"{option} must be one of {', '.join(known)}, got {value!r}")
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """What is written and sent about requests."""
+
+    log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info"
+    log_format: Annotated[str, typer.Option(help=f"{' or '.join(FORMATS)}.")] = TEXT
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that traces are sent to. [none]")
+    ] = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for unknown values."""
+        for option, value, known in (
+            ("--log-level", self.log_level, LEVELS),
+            ("--log-format", self.log_format, FORMATS),
+        ):
+            if value not in known:
+                raise InvalidRequest(f"{option} must be one of {', '.join(known)}, got {value!r}")
+
+    def tracing(self) -> AbstractContextManager[RequestTracer | None]:
+        """Returns a context with what sends traces, None without a collector. Raises ForetokenError."""
+        if self.otlp_traces_endpoint is None:
+            return nullcontext()
+        from foretoken.serve.tracing import RequestTracer
+
+        return closing(RequestTracer.to_endpoint(self.otlp_traces_endpoint))
 
 
 def start_log(level: str, log_format: str) -> None:

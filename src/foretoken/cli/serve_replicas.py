@@ -2,59 +2,90 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from foretoken.cli.theme import ColorMode, console, waiting
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from foretoken.serve.limits import ServerSettings
+    from foretoken.serve.run import Servable
     from foretoken.serve.tracing import RequestTracer
 
 
-def scale(
-    replicas: int | None, max_replicas: int | None, ray_address: str | None, cpus: float | None, gpus: float | None
-) -> dict[str, Any] | None:
-    """Returns the scale, or None without replicas. Raises InvalidRequest for contradictory options."""
-    options = {"max_replicas": max_replicas, "address": ray_address, "cpus": cpus, "gpus": gpus}
-    given = {name: value for name, value in options.items() if value is not None}
-    if given and replicas is None:
-        raise InvalidRequest("--max-replicas, --ray-address, --replica-cpus and --replica-gpus need --replicas")
-    if replicas is not None and max_replicas is not None and max_replicas < replicas:
-        raise InvalidRequest(f"--max-replicas ({max_replicas}) must be at least --replicas ({replicas})")
-    return None if replicas is None else {"replicas": replicas, **given}
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """Engines behind one address."""
+
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Engines behind this address, on Ray Serve. [one, in this process]")
+    ] = None
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="Start up to this many under load. [--replicas]")] = (
+        None
+    )
+    ray_address: Annotated[
+        str | None, typer.Option(help="Ray cluster for replicas, such as auto or HOST:6379. [one of its own]")
+    ] = None
+    replica_cpus: Annotated[float | None, typer.Option(help="Cores of each replica. [a fair share]")] = None
+    replica_gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of each replica. [none]")] = None
+
+    def scale(self) -> dict[str, Any] | None:
+        """Returns arguments of ``ReplicaScale``, None without replicas. Raises InvalidRequest for contradictions."""
+        options = {
+            "max_replicas": self.max_replicas,
+            "address": self.ray_address,
+            "cpus": self.replica_cpus,
+            "gpus": self.replica_gpus,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        if self.replicas is None:
+            if given:
+                raise InvalidRequest("--max-replicas, --ray-address, --replica-cpus and --replica-gpus need --replicas")
+            return None
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidRequest(f"--max-replicas ({self.max_replicas}) must be at least --replicas ({self.replicas})")
+        return {"replicas": self.replicas, **given}
 
 
-def serve_replicas(
+@contextmanager
+def replicas_app(
     engine: dict[str, Any],
-    replica_scale: dict[str, Any],
+    scale: dict[str, Any],
     settings: ServerSettings,
-    listening: socket.socket,
     tracer: RequestTracer | None,
     verbose: bool,
-    server_options: dict[str, Any],
-) -> None:
-    """Starts replicas, serves until the server is told to end, and ends them.
+    drain_timeout: float,
+) -> Iterator[tuple[FastAPI, Servable]]:
+    """Starts replicas, yields the app and worker in front of them, and ends them.
 
-    ``engine`` has arguments of ``ReplicaConfig``, ``replica_scale`` those of ``ReplicaScale``, and
-    ``server_options`` those of ``Server``.
+    Args:
+        engine: Arguments of ``ReplicaConfig``.
+        scale: Arguments of ``ReplicaScale``.
+        settings: Settings of the server.
+        tracer: Traces requests.
+        verbose: Whether Ray's own messages are shown.
+        drain_timeout: Seconds that running requests have to finish.
     """
-    deploy = _deploying(alone="address" not in replica_scale)
+    deploy = _deploying(alone="address" not in scale)
     from foretoken.serve.replicas.front import Front, create_front
     from foretoken.serve.replicas.replica import ReplicaConfig
     from foretoken.serve.replicas.scale import ReplicaScale
-    from foretoken.serve.run import Server
 
-    made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**replica_scale)
+    made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**scale)
     spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas")
-    with deploy.replicas(made, size, server_options["drain_timeout"], spinner, verbose) as answering:
+    with deploy.replicas(made, size, drain_timeout, spinner, verbose) as answering:
         settings = replace(settings, max_concurrency=size.ceiling * made.max_requests)
         front = Front(answering, settings)
-        Server(create_front(front, settings, tracer), front, **server_options).run(sockets=[listening])
+        yield create_front(front, settings, tracer), front
 
 
 def _deploying(alone: bool) -> ModuleType:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.files import check_places, publish, write_text
-from foretoken.cli.options import Color, Html, Json, Output
-from foretoken.cli.theme import ColorMode, wide_console
+from foretoken.cli.grouped import grouped
+from foretoken.cli.options import ReportOptions
+from foretoken.cli.theme import wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,72 +35,79 @@ class Varied(StrEnum):
     DRAFT_MS = "draft-ms"
 
 
-def simulate(
-    target_ms: Annotated[float, typer.Option(help="A pass of the target, in ms.")] = 30.0,
-    draft_ms: Annotated[float, typer.Option(help="A step of the draft, in ms.")] = 5.0,
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """The workers, the texts, and the strategies."""
+
+    target_ms: Annotated[float, typer.Option(help="A pass of the target, in ms.")] = 30.0
+    draft_ms: Annotated[float, typer.Option(help="A step of the draft, in ms.")] = 5.0
     acceptance: Annotated[
         list[float] | None,
         typer.Option(
             help="Chance of a drafted token; repeat it for one each by position, the last holds for the others. [0.8]"
         ),
-    ] = None,
-    depth: Annotated[int, typer.Option("--depth", "--lookahead", help="Tokens drafted before a pass.")] = 5,
-    verifiers: Annotated[int, typer.Option(help="Target servers. 0: as many as DSI's formula asks for.")] = 0,
-    rtt: Annotated[float, typer.Option(help="Round trip between draft and target, in ms.")] = 0.0,
-    tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 1000,
-    strategy: Annotated[list[str] | None, typer.Option(help="plain, si, dsi, pearl or dsd (repeatable). [all]")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Texts.")] = 3,
+    ] = None
+    depth: Annotated[int, typer.Option("--depth", "--lookahead", help="Tokens drafted before a pass.")] = 5
+    verifiers: Annotated[int, typer.Option(help="Target servers. 0: as many as DSI's formula asks for.")] = 0
+    rtt: Annotated[float, typer.Option(help="Round trip between draft and target, in ms.")] = 0.0
+    tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 1000
+    strategy: Annotated[list[str] | None, typer.Option(help="plain, si, dsi, pearl or dsd (repeatable). [all]")] = None
+    seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 0
+    repeats: Annotated[int, typer.Option(help="Texts.")] = 3
+
+    @property
+    def setting(self) -> Setting:
+        """Workers and a text. Raises InvalidRequest."""
+        from foretoken.plan.simulation.simulate import Setting
+
+        return Setting(
+            self.target_ms / 1e3,
+            self.draft_ms / 1e3,
+            tuple(self.acceptance or (0.8,)),
+            self.depth,
+            self.verifiers or _needed(self.target_ms, self.draft_ms, self.depth),
+            self.rtt / 1e3,
+            self.tokens,
+            self.seed,
+        )
+
+
+@grouped
+def simulate(
+    simulated: SimulationOptions,
     sweep: Annotated[Varied | None, typer.Option(help="Vary this over --values.")] = None,
     values: Annotated[
         str | None, typer.Option(metavar="FROM:TO:COUNT", help="Evenly spaced, or a list: 1,2,4. Times in ms.")
     ] = None,
-    as_json: Json = False,
-    output: Output = None,
-    html_file: Html = None,
-    color: Color = ColorMode.AUTO,
+    *,
+    report: ReportOptions,
 ) -> None:
     """Simulate speculation across workers: plain, sequential, distributed (DSI), parallel (PEARL), edge-cloud (DSD).
 
     Reports the speedup of each over plain decoding, and where pipelining starts to pay.
     """
-    check_places(output=output, html=html_file)
-    from foretoken.plan.simulation.simulate import STRATEGIES, Setting, pays
-    from foretoken.plan.simulation.simulate import simulate as simulated
-    from foretoken.plan.simulation.simulate import sweep as swept
+    report.check()
+    from foretoken.plan.simulation import simulate as workers
+    from foretoken.report.simulate import page
 
-    setting = Setting(
-        target_ms / 1e3,
-        draft_ms / 1e3,
-        tuple(acceptance or (0.8,)),
-        depth,
-        verifiers or _needed(target_ms, draft_ms, depth),
-        rtt / 1e3,
-        tokens,
-        seed,
-    )
-    chosen = tuple(dict.fromkeys(strategy or STRATEGIES))
-    console, result = wide_console(color), None
+    setting, repeats = simulated.setting, simulated.repeats
+    chosen, result = tuple(dict.fromkeys(simulated.strategy or workers.STRATEGIES)), None
     outcomes: tuple[SimulationResult, ...] = ()
     if sweep is not None:
-        result = swept(setting, sweep.value, _values(sweep, values), chosen, repeats)
-        table = _gains(result)
+        result = workers.sweep(setting, sweep.value, _values(sweep, values), chosen, repeats)
+        table, verdict = _gains(result), _where(result)
     else:
-        outcomes = simulated(setting, chosen, repeats)
-        table = _table(outcomes)
-    verdict = _where(result) if result is not None else _whether(outcomes)
+        outcomes = workers.simulate(setting, chosen, repeats)
+        table, verdict = _table(outcomes), _whether(outcomes)
 
     def show() -> None:
+        console = wide_console(report.color)
         console.print(table)
         console.print(verdict, style="bold", soft_wrap=True)
 
     made: dict[str, Any] = _record(setting, repeats, verdict, outcomes, result)
-    made["pays"] = any(pays(each) for each in (result.outcomes if result is not None else (outcomes,)))
-    publish(made, show, as_json, output)
-    if html_file is not None:
-        from foretoken.report.simulate import page
-
-        write_text(html_file, page(made))
+    made["pays"] = any(map(workers.pays, result.outcomes if result is not None else [outcomes]))
+    report.publish(made, show, lambda: page(made))
 
 
 def _needed(target: float, draft: float, depth: int) -> int:
@@ -211,8 +219,6 @@ def _record(
     setting: Setting, repeats: int, verdict: str, outcomes: Sequence[SimulationResult], result: Sweep | None
 ) -> dict[str, Any]:
     """Returns the document that ``--json`` prints, with times in seconds."""
-    from dataclasses import asdict
-
     return {
         "setting": asdict(setting) | {"repeats": repeats, "unit": "seconds"},
         "verdict": verdict,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,17 @@ def wide_console(mode: ColorMode, *, stderr: bool = False) -> Console:
     if not made.is_terminal:
         made.width = _UNFOLDED
     return made
+
+
+def print_parts(console: Console, parts: Iterable[Any]) -> None:
+    """Prints tables, and lines that are not folded."""
+    for part in parts:
+        console.print(part, soft_wrap=not hasattr(part, "columns"))
+
+
+def print_facts(console: Console, facts: Mapping[str, Any]) -> None:
+    """Prints the setting of a measurement in one line."""
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
 
 
 def waiting(console: Console, text: str) -> AbstractContextManager[Any]:

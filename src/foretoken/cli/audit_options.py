@@ -1,0 +1,62 @@
+"""Options of ``foretoken audit`` that all audits read, and what an audit of texts costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foretoken.cli.options import Dtype
+from foretoken.core.errors import InvalidRequest
+
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+THOUSANDS = {"": 1, "k": 1_000, "M": 1_000_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """The texts that are compared."""
+
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help='JSON lines with a "prompt" each. [our own functions]')
+    ] = None
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="As 90s, 5m or 1h, for an endpoint also as 60ktokens; more finds smaller errors."
+        ),
+    ] = "2m"
+    temperature: Annotated[float, typer.Option(help="Of the sampled texts; above 0.")] = 1.0
+    seed: Annotated[int, typer.Option(help="Of all sampling.")] = 0
+    dtype: Dtype = "auto"
+    float32: Annotated[bool, typer.Option(help="Compare seeded texts in float32 as well.")] = True
+
+
+def costs(plan: Mapping[str, Any]) -> str:
+    """Returns what an audit will cost and find, in one line."""
+    sent = plan["sent"]
+    return (
+        f"about {plan['requests']:,} requests, {plan['prompt_tokens']:,} prompt tokens and {plan['tokens']:,} "
+        f"generated tokens; {sent['requests']:,} requests and {sent['tokens']:,} generated tokens are spent already, "
+        f"to find this out; {plan['power']}"
+    )
+
+
+def budget(text: str) -> tuple[int | None, float | None]:
+    """Returns a budget in tokens or in seconds, the other is None. Raises InvalidRequest."""
+    counted = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kM]?)\s*tok(?:en)?s?", text.strip())
+    if counted is not None and float(counted[1]) > 0.0:
+        return int(float(counted[1]) * THOUSANDS[counted[2]]), None
+    return None, duration(text, "a time such as 90s, 5m or 1h, or for an endpoint tokens such as 60ktokens")
+
+
+def duration(text: str, expected: str = "a time such as 90s, 5m or 1h") -> float:
+    """Returns the seconds of ``--budget``. Raises InvalidRequest."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if match is None or float(match[1]) == 0.0:
+        raise InvalidRequest(f"--budget must be {expected}, got {text!r}")
+    return float(match[1]) * UNITS[match[2]]

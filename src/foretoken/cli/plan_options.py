@@ -1,0 +1,95 @@
+"""Options of ``foretoken plan`` that all plans read, whatever they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foretoken.cli.files import json_object
+from foretoken.cli.options import Dtype, KVCacheDtype, Quantization, TopP, WeightFormat
+from foretoken.models.options import check_dtype, check_kv_cache_dtype, check_quantization, check_weight_format
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateOptions:
+    """The target, and the ways to speculate."""
+
+    model: Annotated[str | None, typer.Option(help="Target model. [the bundled one, with its draft and heads]")] = None
+    draft_model: Annotated[list[str] | None, typer.Option(help="A draft model (repeatable).")] = None
+    heads: Annotated[list[str] | None, typer.Option(help="EAGLE, Medusa or blockwise heads (repeatable).")] = None
+    speculative_config: Annotated[
+        list[str] | None, typer.Option(metavar="JSON", help="Another way to speculate (repeatable).")
+    ] = None
+
+    def models(self, bundled: Sequence[str]) -> tuple[str, Sequence[str], Sequence[str]]:
+        """Returns target, drafts and heads: those given, or the bundled ones with heads of the roles ``bundled``."""
+        from foretoken import zoo
+
+        drafts, heads = self.draft_model or [], self.heads or []
+        if self.model is not None:
+            return self.model, drafts, heads
+        roles = {each.role for each in zoo.list_models()}
+        result = [str(zoo.path(role)) for role in bundled if role in roles]
+        return str(zoo.path("target")), drafts or [str(zoo.path("draft"))], heads or result
+
+    @property
+    def configs(self) -> list[dict[str, Any]]:
+        """Further ways to speculate. Raises InvalidRequest."""
+        return [json_object("--speculative-config", text) for text in self.speculative_config or []]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """The texts that the target writes, and how often steps are timed."""
+
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines with a "prompt" each, and the target\'s "completion" if known. [our functions]'),
+    ] = None
+    count: Annotated[int, typer.Option(min=1, help="Prompts to take from the start.")] = 16
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens for each prompt.")] = 64
+    temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="Repeatable. [0 and 1]")] = None
+    top_p: TopP = 1.0
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once (repeatable). [1]")] = None
+    turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate.")] = 24
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """All temperatures, each once."""
+        return tuple(dict.fromkeys(self.temperature or (0.0, 1.0)))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """All numbers of sequences at once, each once."""
+        return tuple(dict.fromkeys(self.batch or (1,)))
+
+    def texts(self) -> list[str]:
+        """Returns the prompts. Raises InvalidRequest."""
+        from foretoken.bench.workloads import prompts_or_functions
+
+        return prompts_or_functions(self.prompts, self.count)
+
+    def source(self, number: int) -> str:
+        """Returns where ``number`` prompts are from."""
+        return f"{number} of {self.prompts.name if self.prompts is not None else 'our own functions'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions:
+    """Formats of the target's weights, KV cache and activations."""
+
+    quantization: Quantization = None
+    weight_format: WeightFormat = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
+    dtype: Dtype = "auto"
+
+    def check(self) -> None:
+        """Raises InvalidRequest."""
+        check_dtype(self.dtype)
+        check_quantization(self.quantization)
+        check_weight_format(self.weight_format)
+        check_kv_cache_dtype(self.kv_cache_dtype)
