@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 
 LANES = 16
@@ -202,6 +203,24 @@ class ModelSpec(Structure):
         ("farthest", c_int32),
         ("embedding_kind", c_int32),
     ]
+
+
+def matrix_kinds(spec: ModelSpec) -> set[int]:
+    """Returns the kinds of all matrices of a model."""
+    layers = [spec.layers[number] for number in range(spec.layer_count)]
+    matrices = [m for layer in layers for m in _matrices(layer)]
+    return {m.kind for m in (*matrices, spec.head, spec.table, spec.layer_inputs.projection) if m.data}
+
+
+def _matrices(spec: Structure) -> Iterator[Matrix]:
+    """Yields all matrices of a layer that the functions of a kind multiply, at any depth."""
+    for name, kind, *_ in spec._fields_:
+        if kind is RouterSpec:  # which has a product of its own
+            continue
+        if kind is Matrix:
+            yield getattr(spec, name)
+        elif issubclass(kind, Structure):
+            yield from _matrices(getattr(spec, name))
 
 
 class LoraPart(Structure):

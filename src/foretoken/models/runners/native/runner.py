@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
-from ctypes import Structure
 from time import perf_counter
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,23 +14,18 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.families.latent import LatentAttention
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass, injecting
+from foretoken.models.runners.native.arrays import pass_arrays, replay_pointer
 from foretoken.models.runners.native.bindings import (
-    LANES,
-    MAX_HEAD,
-    MAX_LATENT,
     UNIT,
     BatchSpec,
     LayerSpec,
-    Matrix,
     ModelSpec,
     NormSpec,
-    ReplaySpec,
     RopeSpec,
-    RouterSpec,
+    matrix_kinds,
 )
 from foretoken.models.runners.native.build import Kind, library, packing_library
 from foretoken.models.runners.native.cache import WeightCache
@@ -41,11 +34,11 @@ from foretoken.models.runners.native.image import WeightImage
 from foretoken.models.runners.native.kv_cache import cache_kind, token_bytes
 from foretoken.models.runners.native.lora import PackedAdapter
 from foretoken.models.runners.native.memory import Arena, padded
+from foretoken.models.runners.native.support import check_supported
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
 from foretoken.models.state.recurrent import StateShape
-from foretoken.models.state.replay import ReplayPlan
 
 
 class NativeRunner(DecoderOnly):
@@ -111,29 +104,11 @@ class NativeRunner(DecoderOnly):
         self, architecture: Architecture, dtype: torch.dtype, entry: Entry | None, kv_cache_dtype: str = "auto"
     ) -> None:
         """Checks that the kernels support the model. Raises as ``NativeRunner`` does."""
-        a = self._architecture = architecture
-        self._dtype = dtype
+        self._architecture, self._dtype = architecture, dtype
         self._adapters: dict[str, PackedAdapter] = {}
         self._adapted: dict[int, str] = {}  # the adapter of each slot that has one
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise KernelsUnavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
+        check_supported(architecture, dtype, entry is not None)
         self._cache_kind = cache_kind(architecture, dtype, kv_cache_dtype)
-        if a.latent is not None:
-            _check_latent(a.latent)
-        else:
-            _check_heads(a)
-        if entry is not None and a.hidden % UNIT:
-            raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
-        if a.layer_inputs is not None and a.layer_inputs.width % LANES:
-            raise KernelsUnavailable(
-                f"the kernels need inputs of layers of a multiple of {LANES} numbers, not {a.layer_inputs.width}"
-            )
-        r = a.recurrence
-        if r is not None and any(size % LANES for size in (r.channels, r.out, r.key_dim, r.value_dim)):
-            raise KernelsUnavailable(
-                f"the kernels need recurrent heads and channels of multiples of {LANES}, not {r.key_dim}, "
-                f"{r.value_dim}, {r.channels} and {r.out}"
-            )
         self._arena = Arena(packing_library())
         self._held: list[object] = []  # tensors and structures that the specification points to
         self.weight_bytes = self.product_bytes = 0  # of matrices and the embedding as they are held; 0: not known
@@ -145,7 +120,7 @@ class NativeRunner(DecoderOnly):
         self._spec.ropes = self._ropes
         self._head_alone = ModelSpec.from_buffer_copy(self._spec)  # for passes of features, without layers and norm
         self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, NormSpec(), 0
-        self.kinds = _kinds(self._spec)
+        self.kinds = matrix_kinds(self._spec)
         self._library = library(self.kinds, self._cache_kind)
         self._workspace = self._library.foretoken_open()
         self._pages = self._new_pages()
@@ -246,7 +221,7 @@ class NativeRunner(DecoderOnly):
         self._reserve_positions(plan.reach)
         logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if logits else None
         tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
-        arrays = _arrays(plan)
+        arrays = pass_arrays(plan)
         arrays |= self._beside(plan)
         arrays["pages"] = self._page_addresses(plan)
         arrays["tap_layers"] = array("i", tapped)
@@ -259,7 +234,7 @@ class NativeRunner(DecoderOnly):
             **{name: values.buffer_info()[0] for name, values in arrays.items()},
             features=features.data_ptr() if features is not None else None,
             logits=logits_out.data_ptr() if logits_out is not None else None,
-            replay=_replay(steps) if steps is not None else None,
+            replay=replay_pointer(steps) if steps is not None else None,
             rows=len(plan.tokens),
             sequences=len(plan.parts),
             output_count=outputs,
@@ -292,7 +267,7 @@ class NativeRunner(DecoderOnly):
         return array("Q", [0 if name is None else self._adapters[name].address for name in names])
 
     def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
-        """Returns arrays of a pass beside those of ``_arrays``, or in place of them."""
+        """Returns arrays of a pass beside those of ``pass_arrays``, or in place of them."""
         return {}
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
@@ -372,86 +347,3 @@ class NativeRunner(DecoderOnly):
         if a.query_growth is not None:
             self._tables.append(a.query_factors(positions))
             self._spec.query_scales = self._tables[-1].data_ptr()
-
-
-def _check_heads(a: Architecture) -> None:
-    """Raises KernelsUnavailable for widths of heads that the kernels do not support."""
-    for dim in {a.sizes(layer).head_dim for layer in a.stack if layer.attention}:
-        if dim % LANES or dim > MAX_HEAD:
-            raise KernelsUnavailable(
-                f"the kernels need heads of a multiple of {LANES} and at most {MAX_HEAD}, not {dim}"
-            )
-
-
-def _check_latent(s: LatentAttention) -> None:
-    """Raises KernelsUnavailable for sizes of latent attention that the kernels do not support."""
-    parts = {"kv_lora_rank": (s.rank, UNIT), "v_head_dim": (s.value, UNIT), "qk_rope_head_dim": (s.rotated, LANES)}
-    parts |= {"qk_nope_head_dim": (s.plain, LANES), "q_lora_rank": (s.query_rank, LANES)}
-    for name, (size, unit) in parts.items():
-        if size % unit:
-            raise KernelsUnavailable(f"the kernels need {name} to be a multiple of {unit}, not {size}")
-    if s.rank + s.rotated > MAX_LATENT:
-        raise KernelsUnavailable(f"the kernels need keys of at most {MAX_LATENT} numbers, not {s.rank + s.rotated}")
-
-
-def _kinds(spec: ModelSpec) -> set[int]:
-    """Returns the kinds of all matrices."""
-    layers = [spec.layers[number] for number in range(spec.layer_count)]
-    matrices = [m for layer in layers for m in _matrices(layer)]
-    return {m.kind for m in (*matrices, spec.head, spec.table, spec.layer_inputs.projection) if m.data}
-
-
-def _matrices(spec: Structure) -> Iterator[Matrix]:
-    """Yields all matrices of a layer that the functions of a kind multiply, at any depth."""
-    for name, kind, *_ in spec._fields_:
-        if kind is RouterSpec:  # which has a product of its own
-            continue
-        if kind is Matrix:
-            yield getattr(spec, name)
-        elif issubclass(kind, Structure):
-            yield from _matrices(getattr(spec, name))
-
-
-def _replay(plan: ReplayPlan) -> Any:
-    """Returns a pointer to a plan's arrays, which must outlive it."""
-    names = [field[0] for field in ReplaySpec._fields_ if field[1] is ctypes.c_void_p]
-    places = {name: getattr(plan, name).buffer_info()[0] for name in names}
-    return ctypes.pointer(ReplaySpec(**places, steps=len(plan.sources), copies=plan.copies, moves=len(plan.moved)))
-
-
-def _arrays(plan: PassPlan) -> dict[str, array[int]]:
-    """Returns the plan's arrays for the kernels: tokens, positions, cache rows, and the keys each row attends to."""
-    places, prefix, branch_from, branches = array("i"), array("i"), array("i", [0]), array("i")
-    sequence_from = array("i", [0])
-    for part in plan.parts:
-        rows = range(part.first, part.end)
-        places.extend(rows)
-        if part.mutual:
-            prefix.extend([part.end] * part.count)
-            branch_from.extend([len(branches)] * part.count)
-        elif part.draft.is_chain:
-            prefix.extend(range(part.first + 1, part.end + 1))
-            branch_from.extend([len(branches)] * part.count)
-        else:
-            _add_tree(part, prefix, branch_from, branches)
-        sequence_from.append(len(places))
-    return {
-        "tokens": array("i", plan.tokens),
-        "positions": array("i", plan.positions),
-        "places": places,
-        "prefix": prefix,
-        "branch_from": branch_from,
-        "branches": branches,
-        "sequence_from": sequence_from,
-        "outputs": array("i", plan.outputs),
-    }
-
-
-def _add_tree(part: Part, prefix: array[int], branch_from: array[int], branches: array[int]) -> None:
-    """Adds a tree's rows, which attend to the committed rows and to their ancestors."""
-    for place in range(part.first, part.end):
-        node = place - part.nodes_at
-        prefix.append(min(place + 1, part.nodes_at))
-        if node >= 0:
-            branches.extend(part.nodes_at + above for above in part.draft.path(node))
-        branch_from.append(len(branches))

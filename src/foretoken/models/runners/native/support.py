@@ -1,0 +1,59 @@
+"""Which models the kernels support."""
+
+from __future__ import annotations
+
+import torch
+
+from foretoken.core.native.build import KernelsUnavailable
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.latent import LatentAttention
+from foretoken.models.runners.native.bindings import LANES, MAX_HEAD, MAX_LATENT, UNIT
+
+
+def check_supported(architecture: Architecture, dtype: torch.dtype, features: bool) -> None:
+    """Raises KernelsUnavailable for a dtype or sizes that the kernels do not support.
+
+    Args:
+        architecture: sizes and operations of the decoder.
+        dtype: dtype of the computation.
+        features: whether the model takes features.
+    """
+    a = architecture
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise KernelsUnavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
+    if a.latent is not None:
+        _check_latent(a.latent)
+    else:
+        _check_heads(a)
+    if features and a.hidden % UNIT:
+        raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
+    if a.layer_inputs is not None and a.layer_inputs.width % LANES:
+        raise KernelsUnavailable(
+            f"the kernels need inputs of layers of a multiple of {LANES} numbers, not {a.layer_inputs.width}"
+        )
+    r = a.recurrence
+    if r is not None and any(size % LANES for size in (r.channels, r.out, r.key_dim, r.value_dim)):
+        raise KernelsUnavailable(
+            f"the kernels need recurrent heads and channels of multiples of {LANES}, not {r.key_dim}, "
+            f"{r.value_dim}, {r.channels} and {r.out}"
+        )
+
+
+def _check_heads(a: Architecture) -> None:
+    """Raises KernelsUnavailable for widths of heads that the kernels do not support."""
+    for dim in {a.sizes(layer).head_dim for layer in a.stack if layer.attention}:
+        if dim % LANES or dim > MAX_HEAD:
+            raise KernelsUnavailable(
+                f"the kernels need heads of a multiple of {LANES} and at most {MAX_HEAD}, not {dim}"
+            )
+
+
+def _check_latent(s: LatentAttention) -> None:
+    """Raises KernelsUnavailable for sizes of latent attention that the kernels do not support."""
+    parts = {"kv_lora_rank": (s.rank, UNIT), "v_head_dim": (s.value, UNIT), "qk_rope_head_dim": (s.rotated, LANES)}
+    parts |= {"qk_nope_head_dim": (s.plain, LANES), "q_lora_rank": (s.query_rank, LANES)}
+    for name, (size, unit) in parts.items():
+        if size % unit:
+            raise KernelsUnavailable(f"the kernels need {name} to be a multiple of {unit}, not {size}")
+    if s.rank + s.rotated > MAX_LATENT:
+        raise KernelsUnavailable(f"the kernels need keys of at most {MAX_LATENT} numbers, not {s.rank + s.rotated}")
