@@ -31,6 +31,11 @@ def can_multiply_int8(device: torch.device) -> bool:
     return device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
 
 
+def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    """Returns a tensor on ``device``; None without one."""
+    return None if tensor is None else tensor.to(device)
+
+
 class Product(Protocol):
     """A linear layer, ``x @ weight.T + bias``."""
 

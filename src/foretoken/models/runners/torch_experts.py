@@ -13,7 +13,7 @@ from foretoken.models.formats.experts import ExpertWeights, MatrixStack
 from foretoken.models.formats.quantize import stacked
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.functional import activate, clamped_gate, normalize
-from foretoken.models.runners.linear import Product, product
+from foretoken.models.runners.linear import Product, moved, product
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,17 +40,19 @@ class TorchExperts:
         """Packs the weights for ``device``."""
         return TorchExperts(
             experts=w.experts,
-            router=product(w.router.float().to(device), _to(w.router_bias, device)),
-            correction=_to(w.correction, device),
+            router=product(w.router.float().to(device), moved(w.router_bias, device)),
+            correction=moved(w.correction, device),
             up=_products(w.up, device),
             down=_products(w.down, device),
-            shared_up=product(stacked(w.shared_up).to(device), _to(w.shared_up_bias, device)) if w.shared_up else None,
+            shared_up=product(stacked(w.shared_up).to(device), moved(w.shared_up_bias, device))
+            if w.shared_up
+            else None,
             shared_down=None
             if w.shared_down is None
-            else product(w.shared_down.to(device), _to(w.shared_down_bias, device)),
-            shared_gate=_to(w.shared_gate, device),
+            else product(w.shared_down.to(device), moved(w.shared_down_bias, device)),
+            shared_gate=moved(w.shared_gate, device),
             router_norm=None if w.router_norm is None else NormWeight(w.router_norm.to(device)),
-            expert_scales=_to(w.expert_scales, device),
+            expert_scales=moved(w.expert_scales, device),
         )
 
     def __call__(self, a: Architecture, x: Tensor, alone: bool = False, hidden: Tensor | None = None) -> Tensor:
@@ -121,10 +123,6 @@ def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tenso
 def _largest(numbers: Tensor, count: int) -> Tensor:
     """Returns the places of the largest numbers of each row in order; of equal ones the lowest place is first."""
     return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
 
 
 def _products(stack: MatrixStack, device: torch.device) -> tuple[Product, ...]:

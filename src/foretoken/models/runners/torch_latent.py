@@ -16,7 +16,7 @@ from foretoken.models.formats.latent import LatentWeights
 from foretoken.models.formats.quantize import stacked
 from foretoken.models.runners.attention import Geometry, attend
 from foretoken.models.runners.functional import rotate
-from foretoken.models.runners.linear import Product, product
+from foretoken.models.runners.linear import Product, moved, product
 from foretoken.models.state.kv import KVCache
 
 
@@ -40,21 +40,18 @@ class TorchLatent:
     def of(device: torch.device, w: LatentWeights, sizes: LatentAttention) -> TorchLatent:
         """Packs the weights for ``device``."""
 
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
         def products(stack: MatrixStack) -> tuple[Product, ...]:
             return tuple(product(stacked(stack.read(head)).to(device)) for head in range(stack.count))
 
         return TorchLatent(
             sizes=sizes,
-            into=product(stacked(w.into).to(device), moved(w.into_bias)),
-            query_norm=moved(w.query_norm),
+            into=product(stacked(w.into).to(device), moved(w.into_bias, device)),
+            query_norm=moved(w.query_norm, device),
             query_up=None if w.query_up is None else product(w.query_up.to(device)),
             latent_norm=w.latent_norm.to(device),
             absorb=products(w.absorb),
             expand=products(w.expand),
-            out=product(w.out.to(device), moved(w.out_bias)),
+            out=product(w.out.to(device), moved(w.out_bias, device)),
         )
 
     def __call__(

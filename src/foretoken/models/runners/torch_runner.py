@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -17,117 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.experts import ExpertWeights
-from foretoken.models.formats.latent import LatentWeights
-from foretoken.models.formats.quantize import floats, stacked
-from foretoken.models.formats.weights import (
-    BesideWeights,
-    DenseMlpWeights,
-    Ends,
-    Entry,
-    LayerWeights,
-    NormWeight,
-    SelfAttentionWeights,
-)
+from foretoken.models.formats.quantize import floats
+from foretoken.models.formats.weights import Ends, Entry, LayerWeights, NormWeight
 from foretoken.models.runners.attention import AttentionSizes, Geometry, attend
 from foretoken.models.runners.base import DecoderOnly, Pass, injecting
-from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
-from foretoken.models.runners.linear import Product, can_pack, product
+from foretoken.models.runners.functional import normalize, rotary_table, rotate
+from foretoken.models.runners.linear import can_pack, moved, product
 from foretoken.models.runners.pass_plan import PassPlan
-from foretoken.models.runners.torch_experts import TorchExperts
 from foretoken.models.runners.torch_latent import TorchLatent
-from foretoken.models.runners.torch_layer_inputs import TorchLayerInput, TorchLayerInputs
+from foretoken.models.runners.torch_layer_inputs import TorchLayerInputs
+from foretoken.models.runners.torch_layers import TorchAttention, TorchLayer, TorchMlp, moved_norm
 from foretoken.models.state.kv import KVCache
-
-
-@dataclass(frozen=True, slots=True)
-class TorchAttention:
-    """The weights of a layer's attention on the device."""
-
-    qkv: Product
-    q_norm: NormWeight | None
-    k_norm: NormWeight | None
-    v_norm: NormWeight | None
-    out: Product
-    sinks: Tensor | None
-
-    @staticmethod
-    def of(device: torch.device, w: SelfAttentionWeights) -> TorchAttention:
-        """Packs the weights for ``device``."""
-        return TorchAttention(
-            qkv=product(stacked(w.qkv).to(device), _to(w.qkv_bias, device)),
-            q_norm=_norm_to(w.q_norm, device),
-            k_norm=_norm_to(w.k_norm, device),
-            v_norm=_norm_to(w.v_norm, device),
-            out=product(w.out.to(device), _to(w.out_bias, device)),
-            sinks=_to(w.sinks, device),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TorchMlp:
-    """The weights of a layer's MLP on the device."""
-
-    up: Product
-    down: Product
-
-    @staticmethod
-    def of(device: torch.device, w: DenseMlpWeights) -> TorchMlp:
-        """Packs the weights for ``device``."""
-        return TorchMlp(
-            up=product(stacked(w.up).to(device), _to(w.up_bias, device)),
-            down=product(w.down.to(device), _to(w.down_bias, device)),
-        )
-
-    def __call__(self, a: Architecture, x: Tensor, gated: bool, alone: bool) -> Tensor:
-        """Returns the output [rows, H] for an input [rows, H]; ``alone`` is that of ``Product``."""
-        return self.down(activate(a, self.up(x, alone), gated), alone)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchBeside:
-    """The weights of a dense MLP beside experts on the device, and the norms of both."""
-
-    norm: NormWeight | None
-    mlp: TorchMlp
-    after: NormWeight | None
-    after_experts: NormWeight | None
-
-    @staticmethod
-    def of(device: torch.device, w: BesideWeights) -> TorchBeside:
-        """Packs the weights for ``device``."""
-        norms = [_norm_to(norm, device) for norm in (w.norm, w.after, w.after_experts)]
-        return TorchBeside(norms[0], TorchMlp.of(device, w.mlp), *norms[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class TorchLayer:
-    """The weights of one decoder layer on the device, with packed matrices."""
-
-    norm: NormWeight | None
-    attention: TorchAttention | TorchLatent | None
-    after_mixer: NormWeight | None
-    mlp_norm: NormWeight | None
-    mlp: TorchMlp | TorchExperts | None
-    after_mlp: NormWeight | None
-    beside: TorchBeside | None
-    own_input: TorchLayerInput | None
-    scalar: float
-
-    @staticmethod
-    def of(device: torch.device, a: Architecture, weights: LayerWeights) -> TorchLayer:
-        """Packs a layer's weights for ``device``."""
-        return TorchLayer(
-            norm=_norm_to(weights.norm, device),
-            attention=_attention(device, a, weights.attention),
-            after_mixer=_norm_to(weights.after_mixer, device),
-            mlp_norm=_norm_to(weights.mlp_norm, device),
-            mlp=_mlp(device, weights.mlp),
-            after_mlp=_norm_to(weights.after_mlp, device),
-            beside=None if weights.beside is None else TorchBeside.of(device, weights.beside),
-            own_input=None if weights.own_input is None else TorchLayerInput.of(device, weights.own_input),
-            scalar=weights.scalar,
-        )
 
 
 class TorchRunner(DecoderOnly):
@@ -156,17 +56,17 @@ class TorchRunner(DecoderOnly):
     ) -> None:
         a = self._architecture = architecture
         self._entry = entry or Entry()
-        self._feature_norm = _norm_to(self._entry.norm, device)
+        self._feature_norm = moved_norm(self._entry.norm, device)
         self._dtype, self._device = dtype, device
         self.batch_invariant = can_pack(dtype, device)
         self._embedding = floats(ends.embedding, dtype).to(device)
         self._layers = list(
             map(partial(TorchLayer.of, device, a), layers)
         )  # no variable holds a layer while the next is read
-        self._norm = _norm_to(ends.norm, device)
-        self._head = product(ends.head.to(device), _to(ends.head_bias, device))
-        self._positions = _to(ends.positions, device)
-        self._embedding_norm = _norm_to(ends.embedding_norm, device)
+        self._norm = moved_norm(ends.norm, device)
+        self._head = product(ends.head.to(device), moved(ends.head_bias, device))
+        self._positions = moved(ends.positions, device)
+        self._embedding_norm = moved_norm(ends.embedding_norm, device)
         self._inputs = None if ends.layer_inputs is None else TorchLayerInputs(device, dtype, a, ends.layer_inputs)
         self._tables: list[tuple[Tensor, Tensor]] = []
         self.cache = self._new_cache(a)
@@ -372,29 +272,6 @@ class TorchRunner(DecoderOnly):
         """Returns cos and sin for every row of the cache, [rows, 1, rotated numbers]; see ``rotate``."""
         cos, sin = rotary_table(self._architecture, number, torch.arange(self.cache.rows))
         return cos.to(self._device, self._dtype)[:, None], sin.to(self._device, self._dtype)[:, None]
-
-
-def _attention(
-    device: torch.device, a: Architecture, weights: SelfAttentionWeights | LatentWeights | None
-) -> TorchAttention | TorchLatent | None:
-    if isinstance(weights, LatentWeights):
-        assert a.latent is not None
-        return TorchLatent.of(device, weights, a.latent)
-    return None if weights is None else TorchAttention.of(device, weights)
-
-
-def _mlp(device: torch.device, weights: DenseMlpWeights | ExpertWeights | None) -> TorchMlp | TorchExperts | None:
-    if isinstance(weights, ExpertWeights):
-        return TorchExperts.of(device, weights)
-    return None if weights is None else TorchMlp.of(device, weights)
-
-
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
-
-
-def _norm_to(norm: NormWeight | None, device: torch.device) -> NormWeight | None:
-    return None if norm is None else NormWeight(norm.weight.to(device), _to(norm.bias, device))
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:

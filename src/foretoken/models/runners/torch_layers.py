@@ -1,0 +1,135 @@
+"""The weights of a decoder layer on the device, for the runner made of torch operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.experts import ExpertWeights
+from foretoken.models.formats.latent import LatentWeights
+from foretoken.models.formats.quantize import stacked
+from foretoken.models.formats.weights import (
+    BesideWeights,
+    DenseMlpWeights,
+    LayerWeights,
+    NormWeight,
+    SelfAttentionWeights,
+)
+from foretoken.models.runners.functional import activate
+from foretoken.models.runners.linear import Product, moved, product
+from foretoken.models.runners.torch_experts import TorchExperts
+from foretoken.models.runners.torch_latent import TorchLatent
+from foretoken.models.runners.torch_layer_inputs import TorchLayerInput
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """The weights of a layer's attention on the device."""
+
+    qkv: Product
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
+    v_norm: NormWeight | None
+    out: Product
+    sinks: Tensor | None
+
+    @staticmethod
+    def of(device: torch.device, w: SelfAttentionWeights) -> TorchAttention:
+        """Packs the weights for ``device``."""
+        return TorchAttention(
+            qkv=product(stacked(w.qkv).to(device), moved(w.qkv_bias, device)),
+            q_norm=moved_norm(w.q_norm, device),
+            k_norm=moved_norm(w.k_norm, device),
+            v_norm=moved_norm(w.v_norm, device),
+            out=product(w.out.to(device), moved(w.out_bias, device)),
+            sinks=moved(w.sinks, device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMlp:
+    """The weights of a layer's MLP on the device."""
+
+    up: Product
+    down: Product
+
+    @staticmethod
+    def of(device: torch.device, w: DenseMlpWeights) -> TorchMlp:
+        """Packs the weights for ``device``."""
+        return TorchMlp(
+            up=product(stacked(w.up).to(device), moved(w.up_bias, device)),
+            down=product(w.down.to(device), moved(w.down_bias, device)),
+        )
+
+    def __call__(self, a: Architecture, x: Tensor, gated: bool, alone: bool) -> Tensor:
+        """Returns the output [rows, H] for an input [rows, H]; ``alone`` is that of ``Product``."""
+        return self.down(activate(a, self.up(x, alone), gated), alone)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBeside:
+    """The weights of a dense MLP beside experts on the device, and the norms of both."""
+
+    norm: NormWeight | None
+    mlp: TorchMlp
+    after: NormWeight | None
+    after_experts: NormWeight | None
+
+    @staticmethod
+    def of(device: torch.device, w: BesideWeights) -> TorchBeside:
+        """Packs the weights for ``device``."""
+        norms = [moved_norm(norm, device) for norm in (w.norm, w.after, w.after_experts)]
+        return TorchBeside(norms[0], TorchMlp.of(device, w.mlp), *norms[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayer:
+    """The weights of one decoder layer on the device, with packed matrices."""
+
+    norm: NormWeight | None
+    attention: TorchAttention | TorchLatent | None
+    after_mixer: NormWeight | None
+    mlp_norm: NormWeight | None
+    mlp: TorchMlp | TorchExperts | None
+    after_mlp: NormWeight | None
+    beside: TorchBeside | None
+    own_input: TorchLayerInput | None
+    scalar: float
+
+    @staticmethod
+    def of(device: torch.device, a: Architecture, weights: LayerWeights) -> TorchLayer:
+        """Packs a layer's weights for ``device``."""
+        return TorchLayer(
+            norm=moved_norm(weights.norm, device),
+            attention=_attention(device, a, weights.attention),
+            after_mixer=moved_norm(weights.after_mixer, device),
+            mlp_norm=moved_norm(weights.mlp_norm, device),
+            mlp=_mlp(device, weights.mlp),
+            after_mlp=moved_norm(weights.after_mlp, device),
+            beside=None if weights.beside is None else TorchBeside.of(device, weights.beside),
+            own_input=None if weights.own_input is None else TorchLayerInput.of(device, weights.own_input),
+            scalar=weights.scalar,
+        )
+
+
+def _attention(
+    device: torch.device, a: Architecture, weights: SelfAttentionWeights | LatentWeights | None
+) -> TorchAttention | TorchLatent | None:
+    if isinstance(weights, LatentWeights):
+        assert a.latent is not None
+        return TorchLatent.of(device, weights, a.latent)
+    return None if weights is None else TorchAttention.of(device, weights)
+
+
+def _mlp(device: torch.device, weights: DenseMlpWeights | ExpertWeights | None) -> TorchMlp | TorchExperts | None:
+    if isinstance(weights, ExpertWeights):
+        return TorchExperts.of(device, weights)
+    return None if weights is None else TorchMlp.of(device, weights)
+
+
+def moved_norm(norm: NormWeight | None, device: torch.device) -> NormWeight | None:
+    """Returns a norm on ``device``; None without one."""
+    return None if norm is None else NormWeight(norm.weight.to(device), moved(norm.bias, device))
