@@ -1,4 +1,4 @@
-"""Runs the engine in its own thread, and connects it to the event loop.
+"""Connects the event loop to the thread that runs the engine.
 
 The loop hands over requests by a queue; the thread hands back pieces, and wakes the loop once a step. Neither waits for
 the other.
@@ -7,38 +7,25 @@ the other.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import queue
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, TypeVar
-
-import torch
 
 from foretoken.control.limited import Limited
 from foretoken.core.bad_words import BadWords
-from foretoken.core.draft import Draft
-from foretoken.core.errors import ForetokenError
 from foretoken.core.step import StepOutput
-from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.requests import Restrictions
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
 from foretoken.propose.per_request import PREDICTION
-from foretoken.serve.errors import Overloaded, RequestFailed, ServerUnavailable
-from foretoken.serve.generation import BuiltRequest, Delivery, Generation, hand_over
-
-_log = logging.getLogger(__name__)
+from foretoken.serve.engine_thread import EngineThread
+from foretoken.serve.errors import Overloaded, ServerUnavailable
+from foretoken.serve.generation import BuiltRequest, Generation
 
 LARGE_TEXT = 2**16  # characters; longer texts take noticeable time to tokenize
-IDLE_SECONDS = 1.0  # seconds without work before the engine's integrity is checked
 ORDER_PATIENCE = 30.0  # seconds that an order between steps may wait
 COMPILE_PATIENCE = 30.0  # seconds that a request may wait for its grammar and bad words, including those of others
 
@@ -53,41 +40,37 @@ class Worker:
         max_waiting: Number of sequences that may wait beside those in the batch.
 
     Attributes:
+        thread: Runs the engine.
         listeners: Called in the engine's thread with the outputs of every decode step.
         limited: The bound on draft lengths, which may change between steps.
         draining: Whether new requests are refused.
-        dead: The error that ended the engine's thread, or None.
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
         self.llm, self.engine = llm, llm.engine
         self.limited = limited(llm.engine)
         self.max_waiting = max_waiting
-        self.listeners: list[Callable[[Sequence[StepOutput]], None]] = []
         self.draining = False
-        self.dead: Exception | None = None
+        self.thread = EngineThread(llm)
+        self.listeners = self.thread.listeners
         self._open: set[Generation] = set()
         self._building = 0  # requests that are tokenized and checked
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._large_intake = ThreadPoolExecutor(1, "foretoken-large-intake")
         self._compilers = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4), "foretoken-compile")
-        self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
-        # Only the engine's thread uses these.
-        self._assembler = Assembler(self.engine, llm.tokenizer)
-        self._generations: dict[int, Generation] = {}  # by sequence
-        self._methods: dict[int, str] = {}  # by sequence
-        self._fresh: list[Generation] = []  # not admitted yet
-
-    # the event loop's side
 
     def start(self) -> None:
         """Starts the engine's thread. To be called once."""
-        self._thread.start()
+        self.thread.start()
+
+    @property
+    def dead(self) -> Exception | None:
+        """The error that ended the engine's thread, or None."""
+        return self.thread.dead
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and self.dead is None
+        return self.thread.alive
 
     @property
     def busy(self) -> bool:
@@ -134,7 +117,7 @@ class Worker:
             return self._queue(built, options)
         finally:
             self._building -= 1
-            self._orders.put(self.sweep_adapters)
+            self.thread.order(self.sweep_adapters)
 
     def _queue(self, built: Sequence[BuiltRequest], options: dict[str, Any]) -> Generation:
         context = built[0][1][0]
@@ -147,7 +130,7 @@ class Worker:
         }
         generation = Generation(built, self._release, **speculation, **options)
         self._open.add(generation)
-        self._orders.put(lambda: self._add(generation))
+        self.thread.order(lambda: self.thread.add(generation))
         return generation
 
     async def between_steps(self, work: Callable[[], T]) -> T:
@@ -168,7 +151,7 @@ class Worker:
 
         if not self.alive:
             raise ServerUnavailable("the engine is not running")
-        self._orders.put(order)
+        self.thread.order(order)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(result), ORDER_PATIENCE)
         except TimeoutError:
@@ -176,7 +159,7 @@ class Worker:
 
     def method_of(self, step: StepOutput) -> str:
         """Returns the method that drafted in ``step``. Valid while listeners are called with it."""
-        return self._methods.get(step.sequence, self.llm.methods[0])
+        return self.thread.method_of(step)
 
     def abandon(self) -> None:
         """Ends unfinished requests, for shutting down."""
@@ -185,9 +168,7 @@ class Worker:
 
     def close(self) -> None:
         """Stops the thread after its current step, and waits for it."""
-        self._orders.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        self.thread.stop()
         for pool in (self._intake, self._large_intake, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -222,10 +203,8 @@ class Worker:
     def _release(self, generation: Generation, abort: bool) -> None:
         self._open.discard(generation)
         if abort:
-            self._orders.put(lambda: self._drop(generation))
-        self._orders.put(self.sweep_adapters)  # asked there, because an order before this one may unload an adapter
-
-    # the engine's side
+            self.thread.order(lambda: self.thread.drop(generation))
+        self.thread.order(self.sweep_adapters)  # asked there, because an order before this one may unload an adapter
 
     def sweep_adapters(self) -> None:
         """Frees the memory of unloaded LoRA adapters that no request uses. For the engine's thread, between steps."""
@@ -234,128 +213,9 @@ class Worker:
             queued = {context.adapter for contexts in built for context in contexts}
             self.llm.adapters.sweep(lambda: self.engine.adapters_in_use | queued)
 
-    def _run(self) -> None:
-        try:
-            while self._run_orders():
-                if self.engine.busy:
-                    self._step()
-        except Exception as error:
-            _log.exception("the engine's thread ended")
-            self.dead = error
-            end = ServerUnavailable(f"the engine stopped working ({error})")
-            self._deliver([(generation, end) for generation in set(self._generations.values())])
-
-    def _run_orders(self) -> bool:
-        """Carries out all orders, and waits for one if there is no work. Returns False after the order to stop."""
-        checked = False
-        while not self.engine.busy or not self._orders.empty():
-            try:
-                order = self._orders.get(timeout=None if checked else IDLE_SECONDS)
-            except queue.Empty:
-                self.engine.check_integrity()
-                checked = True
-                continue
-            if order is None:
-                return False
-            order()
-        return True
-
-    def _step(self) -> None:
-        before, now = list(self.engine.running), time.monotonic()
-        try:
-            steps = self.engine.step()
-        except Exception as error:
-            _log.exception("a step failed")
-            running = [*before, *self.engine.running]
-            self._fail(running or [sequence.context.id for sequence in self.engine.waiting], error)
-            return
-        self._note_begun({*self.engine.running, *(step.sequence for step in steps)}, now)
-        for listener in self.listeners:
-            try:
-                listener(steps)
-            except Exception:
-                _log.exception("a listener failed")
-        self._deliver([delivery for step in steps if (delivery := self._piece(step))])
-
-    def _note_begun(self, sequences: Collection[int], now: float) -> None:
-        begun = [generation for generation in self._fresh if any(member in sequences for member in generation.members)]
-        for generation in begun:
-            generation.began = now
-            self._fresh.remove(generation)
-
-    def _piece(self, step: StepOutput) -> Delivery | None:
-        generation = self._generations.get(step.sequence)
-        if generation is None:
-            return None
-        try:
-            piece = self._assembler.piece(step)
-        except Exception as error:
-            self._drop(generation)
-            return generation, _failure(error)
-        if piece.output is not None:
-            del self._generations[step.sequence]
-            self._methods.pop(step.sequence, None)
-        return generation, replace(piece, step=_light(step))
-
-    def _fail(self, sequences: Sequence[int], error: Exception) -> None:
-        """Ends the requests of a step that failed. The others continue."""
-        failed = {self._generations[sequence] for sequence in sequences if sequence in self._generations}
-        for generation in failed:
-            self._drop(generation)
-        self._deliver([(generation, _failure(error)) for generation in failed])
-
-    def _add(self, generation: Generation) -> None:
-        self._fresh.append(generation)
-        try:
-            for request, contexts in generation.built:
-                self._generations.update(dict.fromkeys(request.members, generation))
-                self._methods.update({context.id: self.llm.method_of(context) for context in contexts})
-                self._assembler.add(request, contexts, generation.priority)
-        except Exception as error:
-            self._drop(generation)
-            self._deliver([(generation, _failure(error))])
-
-    def _drop(self, generation: Generation) -> None:
-        if generation in self._fresh:
-            self._fresh.remove(generation)
-        for request in generation.requests:
-            self._assembler.forget(request)
-        for member in generation.members:
-            self._generations.pop(member, None)
-            self._methods.pop(member, None)
-            self.engine.abort(member)
-            self.engine.finished.pop(member, None)
-
-    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
-        """Hands pieces and errors over to their event loops, waking each loop once."""
-        by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
-        for delivery in deliveries:
-            by_loop[delivery[0].loop].append(delivery)
-        for loop, batch in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(hand_over, batch)
-            except RuntimeError:  # the loop is closed, so nobody waits
-                for generation, _ in batch:
-                    self._drop(generation)
-
 
 def limited(engine: Engine) -> Limited:
     """Returns the bound on the engine's draft lengths, which is added if there is none."""
     if not isinstance(engine.controller, Limited):
         engine.controller = Limited(engine.controller)
     return engine.controller
-
-
-def _failure(error: Exception) -> Exception:
-    """Returns the error that the client is told. Unexpected errors are logged and become RequestFailed."""
-    if isinstance(error, ForetokenError):
-        return error
-    _log.error("a request failed", exc_info=error)
-    failure = RequestFailed(f"the engine failed on this request ({type(error).__name__})")
-    failure.__cause__ = error
-    return failure
-
-
-def _light(step: StepOutput) -> StepOutput:
-    """Returns ``step`` without the draft's distribution, which can have a row of the vocabulary for each node."""
-    return replace(step, draft=Draft(torch.tensor(step.draft.ids, dtype=torch.int64), step.draft.parents))

@@ -1,0 +1,197 @@
+"""The thread that runs the engine, and hands pieces of texts over to the event loops of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import torch
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import ForetokenError
+from foretoken.core.step import StepOutput
+from foretoken.engine.assemble import Assembler
+from foretoken.llm import LLM
+from foretoken.serve.errors import RequestFailed, ServerUnavailable
+from foretoken.serve.generation import Delivery, Generation, hand_over
+
+_log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0  # seconds without work before the engine's integrity is checked
+
+
+class EngineThread:
+    """Runs the engine of an ``LLM``. Other threads give it orders, which it carries out between two steps.
+
+    Args:
+        llm: The model. Nothing else may use it while the thread runs.
+
+    Attributes:
+        listeners: Called in the thread with the outputs of every decode step.
+        dead: The error that ended the thread, or None.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.engine = llm, llm.engine
+        self.listeners: list[Callable[[Sequence[StepOutput]], None]] = []
+        self.dead: Exception | None = None
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
+        # Only the thread uses these.
+        self._assembler = Assembler(self.engine, llm.tokenizer)
+        self._generations: dict[int, Generation] = {}  # by sequence
+        self._methods: dict[int, str] = {}  # by sequence
+        self._fresh: list[Generation] = []  # not admitted yet
+
+    def start(self) -> None:
+        """Starts the thread. To be called once."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self.dead is None
+
+    def order(self, work: Callable[[], None]) -> None:
+        """Asks the thread to do ``work`` between two steps. May be called by any thread."""
+        self._orders.put(work)
+
+    def stop(self) -> None:
+        """Ends the thread after its current step, and waits for it."""
+        self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def method_of(self, step: StepOutput) -> str:
+        """Returns the method that drafted in ``step``. Valid while listeners are called with it."""
+        return self._methods.get(step.sequence, self.llm.methods[0])
+
+    # orders
+
+    def add(self, generation: Generation) -> None:
+        """Adds the sequences of a request to the engine. An error ends the request."""
+        self._fresh.append(generation)
+        try:
+            for request, contexts in generation.built:
+                self._generations.update(dict.fromkeys(request.members, generation))
+                self._methods.update({context.id: self.llm.method_of(context) for context in contexts})
+                self._assembler.add(request, contexts, generation.priority)
+        except Exception as error:
+            self.drop(generation)
+            self._deliver([(generation, _failure(error))])
+
+    def drop(self, generation: Generation) -> None:
+        """Ends the sequences of a request that are not done."""
+        if generation in self._fresh:
+            self._fresh.remove(generation)
+        for request in generation.requests:
+            self._assembler.forget(request)
+        for member in generation.members:
+            self._generations.pop(member, None)
+            self._methods.pop(member, None)
+            self.engine.abort(member)
+            self.engine.finished.pop(member, None)
+
+    # the thread's work
+
+    def _run(self) -> None:
+        try:
+            while self._run_orders():
+                if self.engine.busy:
+                    self._step()
+        except Exception as error:
+            _log.exception("the engine's thread ended")
+            self.dead = error
+            end = ServerUnavailable(f"the engine stopped working ({error})")
+            self._deliver([(generation, end) for generation in set(self._generations.values())])
+
+    def _run_orders(self) -> bool:
+        """Carries out all orders, and waits for one if there is no work. Returns False after the order to stop."""
+        checked = False
+        while not self.engine.busy or not self._orders.empty():
+            try:
+                order = self._orders.get(timeout=None if checked else IDLE_SECONDS)
+            except queue.Empty:
+                self.engine.check_integrity()
+                checked = True
+                continue
+            if order is None:
+                return False
+            order()
+        return True
+
+    def _step(self) -> None:
+        before, now = list(self.engine.running), time.monotonic()
+        try:
+            steps = self.engine.step()
+        except Exception as error:
+            _log.exception("a step failed")
+            running = [*before, *self.engine.running]
+            self._fail(running or [sequence.context.id for sequence in self.engine.waiting], error)
+            return
+        self._note_begun({*self.engine.running, *(step.sequence for step in steps)}, now)
+        for listener in self.listeners:
+            try:
+                listener(steps)
+            except Exception:
+                _log.exception("a listener failed")
+        self._deliver([delivery for step in steps if (delivery := self._piece(step))])
+
+    def _note_begun(self, sequences: Collection[int], now: float) -> None:
+        begun = [generation for generation in self._fresh if any(member in sequences for member in generation.members)]
+        for generation in begun:
+            generation.began = now
+            self._fresh.remove(generation)
+
+    def _piece(self, step: StepOutput) -> Delivery | None:
+        generation = self._generations.get(step.sequence)
+        if generation is None:
+            return None
+        try:
+            piece = self._assembler.piece(step)
+        except Exception as error:
+            self.drop(generation)
+            return generation, _failure(error)
+        if piece.output is not None:
+            del self._generations[step.sequence]
+            self._methods.pop(step.sequence, None)
+        return generation, replace(piece, step=_light(step))
+
+    def _fail(self, sequences: Sequence[int], error: Exception) -> None:
+        """Ends the requests of a step that failed. The others continue."""
+        failed = {self._generations[sequence] for sequence in sequences if sequence in self._generations}
+        for generation in failed:
+            self.drop(generation)
+        self._deliver([(generation, _failure(error)) for generation in failed])
+
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+        """Hands pieces and errors over to their event loops, waking each loop once."""
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
+        for delivery in deliveries:
+            by_loop[delivery[0].loop].append(delivery)
+        for loop, batch in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(hand_over, batch)
+            except RuntimeError:  # the loop is closed, so nobody waits
+                for generation, _ in batch:
+                    self.drop(generation)
+
+
+def _failure(error: Exception) -> Exception:
+    """Returns the error that the client is told. Unexpected errors are logged and become RequestFailed."""
+    if isinstance(error, ForetokenError):
+        return error
+    _log.error("a request failed", exc_info=error)
+    failure = RequestFailed(f"the engine failed on this request ({type(error).__name__})")
+    failure.__cause__ = error
+    return failure
+
+
+def _light(step: StepOutput) -> StepOutput:
+    """Returns ``step`` without the draft's distribution, which can have a row of the vocabulary for each node."""
+    return replace(step, draft=Draft(torch.tensor(step.draft.ids, dtype=torch.int64), step.draft.parents))
