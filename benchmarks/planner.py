@@ -35,9 +35,8 @@ from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.control.fixed import Fixed
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
-from foretoken.llm import eos_ids
 from foretoken.models.base import Model
-from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer
 from foretoken.models.heads.files import find_head
 from foretoken.models.loading import load_model
 from foretoken.plan.candidates import Candidate, candidates

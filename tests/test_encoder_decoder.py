@@ -205,8 +205,7 @@ def test_drawn_texts_follow_the_targets_law(toys: tuple[Model, Model], tree: str
 @pytest.mark.slow
 def test_a_plan_says_what_a_run_shows(folders: Folders) -> None:
     from foretoken.engine.prompts import PromptTokenizer
-    from foretoken.llm import start_ids
-    from foretoken.models.formats.checkpoint import load_tokenizer
+    from foretoken.models.formats.checkpoint import load_tokenizer, start_ids
     from foretoken.plan.candidates import Candidate
     from foretoken.plan.planner import Planner, PlanSettings
     from foretoken.speculation import Builder

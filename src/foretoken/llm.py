@@ -15,7 +15,7 @@ from foretoken import zoo
 from foretoken.control.config import GoodputConfig
 from foretoken.core.checks import integer, shown
 from foretoken.core.context import Context
-from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import atomic_directory
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
 from foretoken.engine.assemble import Assembler
@@ -27,13 +27,14 @@ from foretoken.engine.requests import PromptLogprobs, Request, RequestBuilder
 from foretoken.engine.warmup import warm_up
 from foretoken.models.adapters import LoadedAdapters
 from foretoken.models.base import Model
-from foretoken.models.formats.checkpoint import load_generation_settings, load_tokenizer, resolve
+from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer, resolve, start_ids
 from foretoken.models.loading import load_model
 from foretoken.models.options import check_adapters, drafts_format
 from foretoken.models.runners.native.cache import write_kept
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, LoRARequest, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
+from foretoken.propose.base import Proposer
 from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.speculation import AUTO, Builder, SpeculativeConfig, selection, with_draft, with_method
@@ -142,16 +143,8 @@ class LLM:
         options["weight_format"] = drafts_format(weight_format)
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
-        config, self._proposer = builder.build_default(config)
-        self.speculative_config = config
-        if isinstance(config.control_in_force, GoodputConfig):
-            warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
-        write_kept()
-        if adapt is not False:
-            self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
-        chosen = selection(builder, config, self._proposer, methods)
-        self.methods = tuple(chosen.members) if isinstance(chosen, PerRequestProposer) else (config.method_in_force,)
-        self._chosen = chosen
+        chosen = self._chosen = self._open_proposers(builder, config, adapt, methods)
+        config = self.speculative_config
         capacity = split_kv_memory(self.target, chosen, kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs)
         self.engine = Engine(
             self.target,
@@ -162,9 +155,31 @@ class LLM:
             prompt_rows=max_num_batched_tokens,
             capacity=capacity,
         )
+        self.requests = self._request_builder(path, seed, isolate_failures)
+
+    def _open_proposers(
+        self,
+        builder: Builder,
+        config: SpeculativeConfig,
+        adapt: bool | Mapping[str, Any],
+        methods: Sequence[str | Mapping[str, Any]],
+    ) -> Proposer:
+        """Builds the default proposer and those of ``methods``. Returns what drafts for every request."""
+        config, self._proposer = builder.build_default(config)
+        self.speculative_config = config
+        if isinstance(config.control_in_force, GoodputConfig):
+            warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
+        write_kept()
+        if adapt is not False:
+            self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
+        chosen = selection(builder, config, self._proposer, methods)
+        self.methods = tuple(chosen.members) if isinstance(chosen, PerRequestProposer) else (config.method_in_force,)
+        return chosen
+
+    def _request_builder(self, path: Path, seed: int, isolate_failures: bool) -> RequestBuilder:
         ends = eos_ids(path, self.tokenizer, self.target.vocab_size)
         start = start_ids(path, self.target.vocab_size) if self.target.takes_source else ()
-        self.requests = RequestBuilder(
+        return RequestBuilder(
             self.tokenizer,
             self.target.vocab_size,
             ends,
@@ -338,44 +353,6 @@ class LLM:
                 for step in self.engine.step():
                     if assembler.owner(step.sequence) is not None:
                         yield assembler.piece(step)
-
-
-def eos_ids(path: Path, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Returns the end-of-sequence ids of the checkpoint and the tokenizer that the vocabulary has.
-
-    Raises:
-        ModelLoadError: A configuration file is malformed.
-    """
-    ids = [token for settings in load_generation_settings(path) for token in settings.eos_token_id]
-    if tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return sorted(token for token in set(ids) if token < vocab_size)
-
-
-def start_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
-    """Returns the first decoder tokens of an encoder-decoder: its start token, and the forced first token, if any.
-
-    Raises:
-        ModelLoadError: The checkpoint names no start token, or an id outside its vocabulary.
-    """
-    settings = load_generation_settings(path)
-
-    def named(name: str) -> int | None:
-        return next((value for s in settings if (value := getattr(s, name)) is not None), None)
-
-    start = named("decoder_start_token_id")
-    if start is None:
-        start = named("bos_token_id")
-    if start is None:
-        raise ModelLoadError(f"{path} names no decoder_start_token_id in generation_config.json or config.json")
-    forced = named("forced_bos_token_id")
-    start_tokens = (start,) if forced is None else (start, forced)
-    if max(start_tokens) >= vocab_size:
-        raise ModelLoadError(
-            f"{path} begins texts with the token {max(start_tokens)} (decoder_start_token_id, forced_bos_token_id), "
-            f"but the model's vocabulary has {vocab_size} tokens"
-        )
-    return start_tokens
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def test_peak_memory_while_loading_is_near_the_weights(
 
 def test_a_model_that_does_not_fit_is_refused_before_reading(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr("foretoken.models.formats.checkpoint.Weights.__getitem__", lambda _, name: read.append(name))
+    monkeypatch.setattr("foretoken.models.formats.weight_files.Weights.__getitem__", lambda _, name: read.append(name))
     monkeypatch.setattr(memory, "machine_memory", lambda: 100_000_000)
     for backend in ("native", "hf"):
         with pytest.raises(

@@ -23,8 +23,8 @@ from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
-from foretoken.llm import LLM, eos_ids
-from foretoken.models.formats.checkpoint import resolve
+from foretoken.llm import LLM
+from foretoken.models.formats.checkpoint import eos_ids, resolve
 from foretoken.propose.base import Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import NONE

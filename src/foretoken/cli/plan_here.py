@@ -63,8 +63,7 @@ def _plan(
 
     from foretoken.bench.setting import cores, setting
     from foretoken.engine.prompts import PromptTokenizer
-    from foretoken.llm import eos_ids, start_ids
-    from foretoken.models.formats.checkpoint import load_tokenizer, resolve
+    from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer, resolve, start_ids
     from foretoken.models.loading import load_model
     from foretoken.models.options import drafts_format
     from foretoken.plan.planner import Planner, PlanSettings

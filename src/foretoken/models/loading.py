@@ -17,13 +17,14 @@ from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.families.multimodal import text_part
-from foretoken.models.formats.checkpoint import Weights, load_config, open_weights, resolve
+from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.gguf.names import is_gguf
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.reader import located
+from foretoken.models.formats.weight_files import Weights
 from foretoken.models.options import (
     DTYPES,
     check_backend,

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from foretoken.core.files import write_json
 from foretoken.models.families.expert_families import EXPERT_FAMILIES
-from foretoken.models.formats.checkpoint import INDEX, SINGLE
 from foretoken.models.formats.grouped import strips
 from foretoken.models.formats.quantize import Quantizer, quantize
+from foretoken.models.formats.weight_files import INDEX, SINGLE
 from foretoken.quantize.rounding import Grid, Rounding, symmetric_scales
 from foretoken.quantize.schemes import Scheme
 

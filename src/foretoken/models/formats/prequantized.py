@@ -16,9 +16,9 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import MAX_INT, Schema, parse
-from foretoken.models.formats.checkpoint import Weights
 from foretoken.models.formats.packed import PackedSettings, PackedWeights
 from foretoken.models.formats.quantize import Int8
+from foretoken.models.formats.weight_files import Weights
 
 if TYPE_CHECKING:
     from foretoken.models.formats.gguf.weights import GGUFWeights

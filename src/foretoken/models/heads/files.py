@@ -14,9 +14,10 @@ from foretoken.core.schema import MAX_INT, shortened
 from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.families.family import TensorNames
 from foretoken.models.families.multimodal import text_part
-from foretoken.models.formats.checkpoint import INDEX, PICKLES, SINGLE, load_config, open_weights, resolve
+from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.prequantized import check_prequantized, read_int8, unpacked
 from foretoken.models.formats.reader import located
+from foretoken.models.formats.weight_files import INDEX, PICKLES, SINGLE
 
 FOLDER = "heads"  # a target's folder may contain heads for it, each in heads/<role>
 MAX_HEADS = 256  # heads of a checkpoint, and layers of a head; their tensors are listed before any is read

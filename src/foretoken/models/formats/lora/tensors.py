@@ -13,12 +13,12 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.checkpoint import PICKLES
 from foretoken.models.formats.finite import check_finite, is_finite
 from foretoken.models.formats.lora.modules import PRODUCTS, LinearModule, Product, linear_modules
 from foretoken.models.formats.lora.settings import LoraSettings, read_settings
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.reader import BASES
+from foretoken.models.formats.weight_files import PICKLES
 from foretoken.models.formats.weights import in_runtime_order
 
 TENSORS = "adapter_model.safetensors"
