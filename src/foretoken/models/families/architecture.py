@@ -4,39 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import ModelLoadError
-from foretoken.core.schema import parse
 from foretoken.models.families import facts
-from foretoken.models.families.expert_families import experts_of
-from foretoken.models.families.family import CHUNKED, FULL, SLIDING, Family, HeadNorms, TensorNames
+from foretoken.models.families.family import FULL, SLIDING, HeadNorms, TensorNames
 from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layer_inputs import LayerInputs
-from foretoken.models.families.layers import WITH_ATTENTION, BranchFactors, HeadSizes, Layer
-from foretoken.models.families.recurrence import LINEAR, Recurrence
-from foretoken.models.families.rope import computes_rope, inverse_frequencies, rope_settings, rotary_scale
-from foretoken.models.families.schema import CausalConfig
+from foretoken.models.families.layers import BranchFactors, HeadSizes, Layer
+from foretoken.models.families.reading import NAMED_ACTIVATIONS, Activation, head_dim_of, read, rotary, stack
+from foretoken.models.families.recurrence import Recurrence
+from foretoken.models.families.rope import computes_rope, rope_settings
 from foretoken.models.families.table import FAMILIES
-
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
-
-NAMED_ACTIVATIONS: dict[str, Activation] = {  # by their names in config.json
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-}
-_OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}  # names of kinds of layers in older files
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +232,11 @@ class Architecture:
         Raises:
             ModelLoadError: a field is missing or wrong.
         """
-        family, c, stated = _read(config)
+        family, c, stated = read(config)
         heads, positions, head_dim = c["num_attention_heads"], c["max_position_embeddings"], facts.head_dim(c)
         length = min(max_length or positions, positions)
-        rotary = stated.get("rotary", family.rotary)
-        frequencies, scales = _rotary(c, stated, length) if rotary else ((), ())
+        rotates = stated.get("rotary", family.rotary)
+        frequencies, scales = rotary(c, stated, length) if rotates else ((), ())
         names = replace(family.names, **stated.get("names", {}))
         described: dict[str, Any] = {
             "family": c["model_type"],
@@ -264,7 +245,7 @@ class Architecture:
             "kv_heads": c.get("num_key_value_heads") or heads,
             "head_dim": head_dim,
             "intermediate": c["intermediate_size"],
-            "stack": _stack(c, family, stated, rotary),
+            "stack": stack(c, family, stated, rotates),
             "vocab": c["vocab_size"],
             "eps": c["rms_norm_eps"],
             "activation": NAMED_ACTIVATIONS[c.get("hidden_act") or "silu"],
@@ -307,86 +288,12 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     """
     if config.get("model_type") not in FAMILIES:
         return f"model_type {config.get('model_type')!r}"
-    family, c, stated = _read(config)
+    family, c, stated = read(config)
     if (activation := c.get("hidden_act") or "silu") not in NAMED_ACTIVATIONS:
         return f"activation {activation!r}"
     if other := sorted(set(c["layer_types"]) - {FULL, SLIDING, *family.layers}):
         return f"layers of the type {other[0]!r}"
     for kind in (FULL, SLIDING) if family.rotary else ():
-        if not computes_rope(settings := rope_settings(c, kind), _head_dim(c, stated, kind)):
+        if not computes_rope(settings := rope_settings(c, kind), head_dim_of(c, stated, kind)):
             return f"rotary positions of the type {settings['rope_type']!r} (part {settings['partial_rotary_factor']})"
     return family.refuses(c)
-
-
-def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any], dict[str, Any]]:
-    """Returns the family, ``config`` by Llama's names with the family's defaults, and what only the family says.
-
-    Raises:
-        ModelLoadError: a field is missing or wrong.
-    """
-    family = FAMILIES[config["model_type"]]
-    own = {name: config[alias] for name, alias in family.aliases.items() if alias in config}
-    replaced = {name: value for name, value in family.defaults.items() if name in family.aliases}
-    c = {**family.defaults, **config, **replaced, **own}
-    if c.get("intermediate_size") is None and isinstance(c.get("hidden_size"), int) and "mlp_ratio" in family.defaults:
-        c["intermediate_size"] = family.defaults["mlp_ratio"] * c["hidden_size"]
-    c |= family.derives(c)
-    names = {name: alias for name, alias in family.aliases.items() if name not in config}
-    parse(CausalConfig, c, "config.json", names)
-    c["layer_types"] = [_OLDER_KINDS.get(kind, kind) for kind in c.get("layer_types") or family.kinds(c)]
-    stated = family.facts(c)
-    c |= {name: stated[name] for name in ("hidden_act", "partial_rotary_factor") if name in stated}
-    return family, c, stated
-
-
-def _stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rotary: bool) -> tuple[Layer, ...]:
-    """Returns the layers."""
-    window = (c.get("sliding_window") or 0) if c.get("use_sliding_window") else 0
-    ropes = stated.get("rope", [0] * c["num_hidden_layers"])
-    chunk = c.get("attention_chunk_size") or 0
-    norms, layers, missing = stated.get("norms", family.norms), [], [None] * c["num_hidden_layers"]
-    stated_by_layer = ("sizes", "source", "tied_values", "inner")
-    own = zip(*(stated.get(name, missing) for name in stated_by_layer), strict=True)
-    for name, rope, (sizes, source, tied, inner) in zip(c["layer_types"], ropes, own, strict=True):
-        kind = family.layers.get(name, WITH_ATTENTION)
-        layer = Layer(
-            attention=kind.attention,
-            recurrent=kind.recurrent,
-            mlp=("gated" if family.gated else "ungated") if kind.mlp else None,
-            norms=norms.of(kind.mixes, kind.mlp),
-            parallel=stated.get("parallel", family.parallel),
-            window=window if name == SLIDING else -chunk if name == CHUNKED else 0,
-            rope=rope if rotary else -1,
-            sizes=sizes,
-            source=source,
-            tied_values=bool(tied),
-            inner=inner,
-        )
-        layers.append(layer)
-    return tuple(
-        layer if experts is None else replace(layer, mlp="experts", experts=experts)
-        for layer, experts in zip(layers, experts_of(c), strict=True)
-    )
-
-
-def _head_dim(c: Mapping[str, Any], stated: Mapping[str, Any], kind: str) -> int:
-    """Returns the width of a head in layers of a kind."""
-    own = zip(c["layer_types"], stated.get("sizes") or (), strict=False)
-    return next((sizes.head_dim for name, sizes in own if name == kind), facts.head_dim(c))
-
-
-def _rotary(
-    c: Mapping[str, Any], stated: Mapping[str, Any], length: int
-) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-    """Returns frequencies, and factors of cosines and sines: of all layers, and of sliding ones that have their own."""
-    frequencies, scales = [], []
-    for kind in (FULL, SLIDING) if 1 in stated.get("rope", ()) else (FULL,):
-        head_dim, settings = _head_dim(c, stated, kind), rope_settings(c, kind)
-        wanted = int(head_dim * settings["partial_rotary_factor"]) // 2
-        for name in ("short_factor", "long_factor") if settings["rope_type"] == "longrope" else ():
-            if len(settings[name]) != wanted:
-                raise ModelLoadError(f"config.json has {len(settings[name])} numbers in {name}; expected {wanted}")
-        plain = inverse_frequencies(settings, head_dim, length)
-        frequencies.append(-plain if stated.get("backwards") else plain)
-        scales.append(rotary_scale(settings))
-    return tuple(frequencies), tuple(scales)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.families.architecture import Activation, Architecture
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.reading import Activation
 from foretoken.models.formats.weights import NormWeight
 
 

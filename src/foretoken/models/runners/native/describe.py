@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.families.architecture import Activation, Architecture
+from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.experts import Scoring
 from foretoken.models.families.family import HeadNorms
 from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import Layer, Mlp, RecurrentMixer
+from foretoken.models.families.reading import Activation
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.grouped import Grouped, joinable
