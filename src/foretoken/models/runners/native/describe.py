@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from ctypes import Structure
 from typing import TypeVar
 
@@ -11,18 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.families.experts import Scoring
 from foretoken.models.families.family import HeadNorms
 from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import Layer, Mlp, RecurrentMixer
 from foretoken.models.families.reading import Activation
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.experts import ExpertWeights
-from foretoken.models.formats.grouped import Grouped, joinable
+from foretoken.models.formats.grouped import Grouped
 from foretoken.models.formats.latent import LatentWeights
 from foretoken.models.formats.layer_inputs import LayerInputEnds, LayerInputWeights
-from foretoken.models.formats.quantize import Int8, floats
-from foretoken.models.formats.quantize import Matrix as AnyMatrix
+from foretoken.models.formats.quantize import floats
 from foretoken.models.formats.recurrent import RecurrentWeights
 from foretoken.models.formats.weights import (
     BesideWeights,
@@ -35,31 +33,27 @@ from foretoken.models.formats.weights import (
     SelfAttentionWeights,
 )
 from foretoken.models.runners.native.bindings import (
-    LANES,
     UNIT,
     AttentionSpec,
     CrossSpec,
-    ExpertsSpec,
     LatentSpec,
     LayerInputSpec,
     LayerInputsSpec,
     LayerSpec,
     Matrix,
-    MlpSpec,
     ModelSpec,
-    NormSpec,
     RecurrentSpec,
-    RouterSpec,
     StateSpec,
 )
-from foretoken.models.runners.native.memory import KINDS, Arena, Packed, pack, pack_stack, padded
+from foretoken.models.runners.native.describe_mlps import dense_mlp, expert_mlp
+from foretoken.models.runners.native.held import HeldWeights
+from foretoken.models.runners.native.memory import KINDS, Arena
 
 _Spec = TypeVar("_Spec", bound=Structure)
 
 # As csrc/specs.hpp and csrc/activations.hpp number them.
 MIXERS: dict[RecurrentMixer | None, int] = {None: 0, "delta": 1, "convolution": 2, "mamba": 3}
 MLPS: dict[Mlp | None, int] = {"gated": 0, "ungated": 1, "experts": 2, None: 3}
-SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 HEAD_NORMS: dict[HeadNorms, int] = {"before": 0, "after": 1, "all": 2}
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
@@ -74,34 +68,41 @@ class Description:
         compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
 
     Attributes:
-        held: tensors and structures that the specification points to, which must outlive it.
-        weight_bytes: bytes of matrices and the embedding as they are held.
         product_bytes: bytes that the products of a pass over one row read.
     """
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype, arena: Arena, compress: bool) -> None:
-        self._architecture, self._dtype, self._arena, self._compress = architecture, dtype, arena, compress
-        self.held: list[object] = []
-        self.weight_bytes = self.product_bytes = 0
-        self._inactive = 0.0  # bytes that a pass over one row does not read
+        self._architecture, self._dtype, self._compress = architecture, dtype, compress
+        self._weights = HeldWeights(arena, compress)
+        self.product_bytes = 0
+
+    @property
+    def held(self) -> list[object]:
+        """Tensors and structures that the specification points to, which must outlive it."""
+        return self._weights.held
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of matrices and the embedding as they are held."""
+        return self._weights.nbytes
 
     def model(self, layers: Iterable[LayerWeights], ends: Ends, entry: Entry) -> ModelSpec:
         """Packs all weights. Layers are read one after the other."""
         spec = self.stack(layers, ends.norm, ends.positions, ends.embedding_norm)
-        spec.head = spec.table = self._matrix([ends.head], ends.head_bias)
-        self.product_bytes = self.weight_bytes - round(self._inactive)
+        spec.head = spec.table = self._weights.matrix([ends.head], ends.head_bias)
+        self.product_bytes = self.weight_bytes - round(self._weights.inactive)
         if ends.head is not ends.embedding:
             if isinstance(ends.embedding, Grouped):
-                spec.table = self._matrix([ends.embedding])
+                spec.table = self._weights.matrix([ends.embedding])
             elif self._compress:
-                spec.table = self._matrix([floats(ends.embedding, self._dtype)])
+                spec.table = self._weights.matrix([floats(ends.embedding, self._dtype)])
             else:
                 wide = _wide(floats(ends.embedding, self._dtype))
-                spec.embedding = self._keep(wide)
-                self.weight_bytes += wide.nbytes
+                spec.embedding = self._weights.keep(wide)
+                self._weights.nbytes += wide.nbytes
         if ends.layer_inputs is not None:
             spec.layer_inputs = self._layer_inputs(ends.layer_inputs)
-        spec.feature_norm = self._norm(entry.norm)
+        spec.feature_norm = self._weights.norm(entry.norm)
         spec.joined, spec.norm_first = entry.joined, entry.norm_first
         return spec
 
@@ -120,9 +121,9 @@ class Description:
             specs[number] = layer
         return ModelSpec(
             layers=specs,
-            positions=self._keep(positions),
-            embedding_norm=self._norm(embedding_norm),
-            norm=self._norm(norm),
+            positions=self._weights.keep(positions),
+            embedding_norm=self._weights.norm(embedding_norm),
+            norm=self._weights.norm(norm),
             layer_count=a.layers,
             hidden=a.hidden,
             heads=a.heads,
@@ -153,10 +154,10 @@ class Description:
         layer, cross = self._architecture.stack[number], weights.cross
         attention, recurrent = weights.attention, weights.recurrent
         return LayerSpec(
-            norm=self._norm(weights.norm),
-            after_mixer=self._norm(weights.after_mixer),
-            mlp_norm=self._norm(weights.mlp_norm),
-            after_mlp=self._norm(weights.after_mlp),
+            norm=self._weights.norm(weights.norm),
+            after_mixer=self._weights.norm(weights.after_mixer),
+            mlp_norm=self._weights.norm(weights.mlp_norm),
+            after_mlp=self._weights.norm(weights.after_mlp),
             attends=layer.attention,
             recurs=MIXERS[layer.recurrent],
             mlp=MLPS[layer.mlp],
@@ -172,29 +173,31 @@ class Description:
 
     def _beside(self, layer: Layer, weights: BesideWeights) -> dict[str, Structure]:
         return {
-            "dense": self._dense(weights.mlp, True, layer.inner or self._architecture.intermediate),
-            "beside_norm": self._norm(weights.norm),
-            "after_beside": self._norm(weights.after),
-            "after_experts": self._norm(weights.after_experts),
+            "dense": dense_mlp(self._weights, weights.mlp, True, layer.inner or self._architecture.intermediate),
+            "beside_norm": self._weights.norm(weights.norm),
+            "after_beside": self._weights.norm(weights.after),
+            "after_experts": self._weights.norm(weights.after_experts),
         }
 
     def _own_input(self, weights: LayerInputWeights) -> LayerInputSpec:
         return LayerInputSpec(
-            gate=self._matrix([weights.gate]), up=self._matrix([weights.up]), norm=self._norm(NormWeight(weights.norm))
+            gate=self._weights.matrix([weights.gate]),
+            up=self._weights.matrix([weights.up]),
+            norm=self._weights.norm(NormWeight(weights.norm)),
         )
 
     def _layer_inputs(self, weights: LayerInputEnds) -> LayerInputsSpec:
         a = self._architecture
         assert a.layer_inputs is not None
         table, width = _wide(weights.table), a.layer_inputs.width
-        self.weight_bytes += table.nbytes
+        self._weights.nbytes += table.nbytes
         before = self.weight_bytes
-        projection = self._matrix([weights.projection])
+        projection = self._weights.matrix([weights.projection])
         self.product_bytes += self.weight_bytes - before
         return LayerInputsSpec(
-            table=self._keep(table),
+            table=self._weights.keep(table),
             projection=projection,
-            norm=self._norm(NormWeight(weights.norm)),
+            norm=self._weights.norm(NormWeight(weights.norm)),
             width=width,
             table_scale=float(torch.tensor(width**0.5, dtype=self._dtype)),
             projection_scale=a.hidden**-0.5,
@@ -204,8 +207,12 @@ class Description:
         if weights is None:
             return {}
         if isinstance(weights, ExpertWeights):
-            return {"experts": self._experts(weights)}
-        return {"dense": self._dense(weights, layer.mlp == "gated", layer.inner or self._architecture.intermediate)}
+            return {"experts": expert_mlp(self._weights, weights)}
+        return {
+            "dense": dense_mlp(
+                self._weights, weights, layer.mlp == "gated", layer.inner or self._architecture.intermediate
+            )
+        }
 
     def _attention(self, number: int, weights: SelfAttentionWeights | LatentWeights | None) -> AttentionSpec:
         if weights is None:
@@ -217,13 +224,13 @@ class Description:
         dim = sizes.head_dim
         own = weights.q_norm is not None and len(weights.q_norm.weight) > dim  # a norm for each head
         return AttentionSpec(
-            qkv=self._matrix(weights.qkv, weights.qkv_bias),
-            out=self._matrix([weights.out], weights.out_bias),
-            q_norm=self._norm(weights.q_norm),
-            k_norm=self._norm(weights.k_norm),
-            v_norm=self._norm(weights.v_norm),
-            sinks=self._keep(weights.sinks),
-            relative=self._keep(weights.relative),
+            qkv=self._weights.matrix(weights.qkv, weights.qkv_bias),
+            out=self._weights.matrix([weights.out], weights.out_bias),
+            q_norm=self._weights.norm(weights.q_norm),
+            k_norm=self._weights.norm(weights.k_norm),
+            v_norm=self._weights.norm(weights.v_norm),
+            sinks=self._weights.keep(weights.sinks),
+            relative=self._weights.keep(weights.relative),
             kv_heads=sizes.kv_heads,
             head_dim=dim,
             norm_stride=dim if own else 0,
@@ -239,8 +246,8 @@ class Description:
     def _cross(self, number: int, weights: CrossAttentionWeights) -> CrossSpec:
         sizes = self._architecture.sizes(self._architecture.stack[number])
         attention = AttentionSpec(
-            qkv=self._matrix([weights.queries], weights.queries_bias),
-            out=self._matrix([weights.out], weights.out_bias),
+            qkv=self._weights.matrix([weights.queries], weights.queries_bias),
+            out=self._weights.matrix([weights.out], weights.out_bias),
             kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
             rope=-1,
@@ -248,9 +255,9 @@ class Description:
             scales_at=number * 2 * sizes.kv_heads,
         )
         before = self.weight_bytes
-        keys_values = self._matrix(weights.keys_values, weights.keys_values_bias)
-        self._inactive += self.weight_bytes - before
-        return CrossSpec(self._norm(weights.norm), self._norm(weights.after), attention, keys_values)
+        keys_values = self._weights.matrix(weights.keys_values, weights.keys_values_bias)
+        self._weights.inactive += self.weight_bytes - before
+        return CrossSpec(self._weights.norm(weights.norm), self._weights.norm(weights.after), attention, keys_values)
 
     def _grows(self, layer: Layer) -> bool:
         growth = self._architecture.query_growth
@@ -260,13 +267,13 @@ class Description:
         layer = self._architecture.stack[number]
         query_norm = None if weights.query_norm is None else NormWeight(weights.query_norm)
         return AttentionSpec(
-            qkv=self._matrix(weights.into, weights.into_bias),
-            out=self._matrix([weights.out], weights.out_bias),
-            query_up=Matrix() if weights.query_up is None else self._matrix([weights.query_up]),
-            absorb=self._hold(pack_stack(self._arena, weights.absorb, self._compress)),
-            expand=self._hold(pack_stack(self._arena, weights.expand, self._compress)),
-            q_norm=self._norm(query_norm),
-            k_norm=self._norm(NormWeight(weights.latent_norm)),
+            qkv=self._weights.matrix(weights.into, weights.into_bias),
+            out=self._weights.matrix([weights.out], weights.out_bias),
+            query_up=Matrix() if weights.query_up is None else self._weights.matrix([weights.query_up]),
+            absorb=self._weights.stack(weights.absorb),
+            expand=self._weights.stack(weights.expand),
+            q_norm=self._weights.norm(query_norm),
+            k_norm=self._weights.norm(NormWeight(weights.latent_norm)),
             kv_heads=1,
             head_dim=self._architecture.head_dim,
             window=layer.window,
@@ -277,83 +284,17 @@ class Description:
 
     def _recurrent(self, number: int, weights: RecurrentWeights) -> RecurrentSpec:
         return RecurrentSpec(
-            into=self._matrix(weights.into, weights.into_bias),
-            gates=Matrix() if weights.gates is None else self._matrix([weights.gates]),
-            out=self._matrix([weights.out], weights.out_bias),
-            conv=self._keep(weights.conv),
-            conv_bias=self._keep(weights.conv_bias),
-            decay=self._keep(weights.decay),
-            step_bias=self._keep(weights.step_bias),
-            norm=self._keep(weights.norm),
-            skip=self._keep(weights.skip),
+            into=self._weights.matrix(weights.into, weights.into_bias),
+            gates=Matrix() if weights.gates is None else self._weights.matrix([weights.gates]),
+            out=self._weights.matrix([weights.out], weights.out_bias),
+            conv=self._weights.keep(weights.conv),
+            conv_bias=self._weights.keep(weights.conv_bias),
+            decay=self._weights.keep(weights.decay),
+            step_bias=self._weights.keep(weights.step_bias),
+            norm=self._weights.keep(weights.norm),
+            skip=self._weights.keep(weights.skip),
             state_layer=self._architecture.first(number).recurrent_layers,
         )
-
-    def _dense(self, weights: DenseMlpWeights, gated: bool, inner: int) -> MlpSpec:
-        up = halves(weights.up) if gated else weights.up
-        return MlpSpec(
-            up=self._matrix(up, weights.up_bias, interleave=gated),
-            down=self._matrix([weights.down], weights.down_bias),
-            inner=padded(inner, LANES),
-            gated=gated,
-        )
-
-    def _experts(self, weights: ExpertWeights) -> ExpertsSpec:
-        e = weights.experts
-        shared: dict[str, Matrix] = {}
-        if weights.shared_down is not None:
-            up = halves(weights.shared_up) if e.gated else weights.shared_up
-            shared["shared_up"] = self._matrix(up, weights.shared_up_bias, interleave=e.gated)
-            shared["shared_down"] = self._matrix([weights.shared_down], weights.shared_down_bias)
-        router = RouterSpec(
-            weights=self._hold(pack(self._arena, [weights.router], weights.router_bias)),
-            correction=self._keep(weights.correction),
-            experts=e.count,
-            chosen=e.chosen,
-            scoring=SCORINGS[e.scoring],
-            normalized=e.normalized,
-            groups=e.groups,
-            chosen_groups=e.chosen_groups,
-            group_score=e.best_two,
-            scale=e.scale,
-            divisor_eps=e.divisor_eps,
-        )
-        stacks = [pack_stack(self._arena, stack, self._compress) for stack in (weights.up, weights.down)]
-        self._inactive += sum(stack.nbytes for stack in stacks) * (1 - e.chosen / e.count)
-        return ExpertsSpec(
-            router=router,
-            up=self._hold(stacks[0]),
-            down=self._hold(stacks[1]),
-            shared_gate=self._keep(weights.shared_gate),
-            router_norm=NormSpec(self._keep(weights.router_norm)),
-            expert_scales=self._keep(weights.expert_scales),
-            gated=e.gated,
-            scaled_inputs=e.scaled_inputs,
-            inner=padded(e.intermediate, LANES),
-            shared_inner=padded(e.shared, LANES),
-            limit=e.clamp,
-            slope=e.slope,
-            **shared,
-        )
-
-    def _norm(self, norm: NormWeight | None) -> NormSpec:
-        return NormSpec() if norm is None else NormSpec(self._keep(norm.weight), self._keep(norm.bias))
-
-    def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
-        return self._hold(pack(self._arena, _one_layout(parts), bias, interleave, self._compress))
-
-    def _hold(self, packed: Packed) -> Matrix:
-        self.weight_bytes += packed.nbytes
-        self.held.extend(packed.held)
-        return packed.matrix
-
-    def _keep(self, tensor: Tensor | None) -> int | None:
-        """Keeps a tensor in ``held``. Returns its address."""
-        if tensor is None:
-            return None
-        tensor = tensor.contiguous()
-        self.held.append(tensor)
-        return tensor.data_ptr()
 
 
 def _sizes(sizes: Recurrence | LatentAttention | None, kind: type[_Spec]) -> _Spec:
@@ -365,22 +306,3 @@ def _wide(embedding: Tensor) -> Tensor:
     """Returns the embedding with rows padded for the kernels; the tensor itself if they need no padding."""
     missing = -embedding.shape[1] % UNIT
     return F.pad(embedding, (0, missing)) if missing else embedding
-
-
-def _one_layout(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
-    """Returns the parts of a product in one layout, if they are grouped."""
-    grouped = [part for part in parts if isinstance(part, Grouped)]
-    return joinable(grouped) if grouped else parts
-
-
-def halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
-    """Returns gate and up as two matrices."""
-    if len(parts) == 2:
-        return parts
-    (matrix,) = parts
-    middle = matrix.shape[0] // 2
-    if isinstance(matrix, Grouped):
-        return [matrix.part(at, at + middle) for at in (0, middle)]
-    if isinstance(matrix, Int8):
-        return [Int8(matrix.values[at : at + middle], matrix.scales[at : at + middle]) for at in (0, middle)]
-    return list(matrix.split(middle))

@@ -15,7 +15,7 @@ from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.formats.quantize import floats
 from foretoken.models.runners.native.bindings import LANES, LORA_PARTS, UNIT, LoraLayer, LoraPart, LoraSpec
 from foretoken.models.runners.native.build import packing_library
-from foretoken.models.runners.native.describe import halves
+from foretoken.models.runners.native.held import halves
 from foretoken.models.runners.native.memory import Arena, pack
 
 
