@@ -85,7 +85,6 @@ def custom_generate(
     record = record and bool(generation_config.output_scores or generation_config.output_logits)
     base = int(torch.randint(2**62, (1,)))
     engine = Engine(target, proposer, Fixed(depth), max_sequences=len(prompts))
-    rows: list[GenerationRow] = []
     sequences: list[tuple[Context, GenerationRow]] = []
     for number, prompt in enumerate(prompts):
         law = ProcessorLaw(
@@ -105,8 +104,7 @@ def custom_generate(
                 f"generation stops at the model's {target.max_length} positions, before max_length", stacklevel=2
             )
         sequences.append((context, row))
-        rows.append(row)
-    pad = _pad(generation_config)
+    rows, pad = [row for _, row in sequences], _pad(generation_config)
     _drive(engine.run(sequences), rows, streamer, pad)
     return _result(rows, input_ids, pad, generation_config)
 

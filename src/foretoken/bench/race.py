@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -122,6 +122,13 @@ def race(
                 pool.drop(entrant.setup)
                 say(f"{error}. Racing without it.")
     race_answers = {key: answers for key, answers in race_answers.items() if key[0].setup not in failed}
+    return _rows(tasks, race_answers, versions, resident), race_answers
+
+
+def _rows(
+    tasks: Sequence[RaceTask], race_answers: RaceAnswers, versions: Mapping[Setup, str], resident: Mapping[Setup, int]
+) -> list[RaceRow]:
+    """Returns a row for each entrant and task, the best of each system marked."""
     rows: list[RaceRow] = []
     for task in tasks:
         by_entrant = {
@@ -135,7 +142,7 @@ def race(
             for e, answers in by_entrant.items()
         ]
         rows += mark_best(found)
-    return rows, race_answers
+    return rows
 
 
 def run(worker: RaceWorker, entrant: Entrant, task: RaceTask) -> list[Answer]:

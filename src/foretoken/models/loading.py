@@ -96,7 +96,14 @@ def load_model(
     kind = resolve_dtype(dtype, where, compiled=runtime is not None)
     if weight_format == "packed":
         _check_packed(runtime, quantization, path)
-    if runtime is None and kv_cache_dtype != "auto":
+    if runtime is not None:
+        tensors = unpacked(weights, config)
+        scheme = Quantizer.of(quantization or ("int8" if check_prequantized(config) else None))
+        compiled = where.type == "cpu" and packs_groups(kind)
+        compress = compiled and packs(runtime.decoder_of(config), kind, weight_format)
+        check_fits(_needed(tensors, scheme, kind, compiled, PACKED_BITS if compress else None), where, str(path))
+        return runtime(config, tensors, kind, where, max_length, quantization, weight_format, kv_cache_dtype)
+    if kv_cache_dtype != "auto":
         raise InvalidRequest(
             f"kv_cache_dtype={kv_cache_dtype!r} needs the native decoder, which does not run {path} here; leave it out"
         )
@@ -104,14 +111,15 @@ def load_model(
         from foretoken.models.hf.sharded import ShardedModel
 
         return ShardedModel.join(path, kind, where, tensor_parallel_size, weights.shapes, max_length)
-    tensors = unpacked(weights, config) if runtime is not None else weights
-    prequantized = runtime is not None and check_prequantized(config)
-    scheme = Quantizer.of(quantization or ("int8" if prequantized else None))
-    compiled = runtime is not None and where.type == "cpu" and packs_groups(kind)
-    compress = runtime is not None and compiled and packs(runtime.decoder_of(config), kind, weight_format)
-    check_fits(_needed(tensors, scheme, kind, compiled, PACKED_BITS if compress else None), where, str(path))
-    if runtime is not None:
-        return runtime(config, tensors, kind, where, max_length, quantization, weight_format, kv_cache_dtype)
+    check_fits(_needed(weights, Quantizer.of(quantization), kind, False, None), where, str(path))
+    _check_hf(config, path, backend, quantization)
+    from foretoken.models.hf.model import HFModel  # transformers takes seconds to import
+
+    return HFModel.load(path, kind, where, max_length)
+
+
+def _check_hf(config: Mapping[str, Any], path: Path, backend: str, quantization: str | None) -> None:
+    """Raises InvalidRequest or ModelLoadError where transformers' module is no substitute for our decoder."""
     if quantization is not None:
         raise InvalidRequest(
             f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "
@@ -121,9 +129,6 @@ def load_model(
         raise ModelLoadError(
             f"the native decoder does not compute {unsupported(config)}, which {path} has; use backend='hf'"
         )
-    from foretoken.models.hf.model import HFModel  # transformers takes seconds to import
-
-    return HFModel.load(path, kind, where, max_length)
 
 
 def _language_model(config: dict[str, Any], weights: Weights, path: Path) -> tuple[dict[str, Any], Weights]:

@@ -106,20 +106,23 @@ def stored_routes(service: Service) -> APIRouter:
     ) -> ItemList:
         """List the input items of a stored response."""
         listed = json.loads(service.responses.get(response_id, key_of(request.scope)).inputs)
-        if order == "desc":
-            listed.reverse()
-        identifiers = [item["id"] for item in listed]
-        if after is not None:
-            if after not in identifiers:
-                raise invalid(f"after names no input item of this response: {after!r}", param="after")
-            listed = listed[identifiers.index(after) + 1 :]
-        page = listed[:limit]
-        return {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(listed) > limit,
-        }
+        return _page(listed[::-1] if order == "desc" else listed, after, limit)
 
     return router
+
+
+def _page(items: list[dict[str, Any]], after: str | None, limit: int) -> ItemList:
+    """Returns at most ``limit`` of the items that follow the one with the id ``after``."""
+    if after is not None:
+        identifiers = [item["id"] for item in items]
+        if after not in identifiers:
+            raise invalid(f"after names no input item of this response: {after!r}", param="after")
+        items = items[identifiers.index(after) + 1 :]
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
