@@ -16,7 +16,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
 from foretoken.costs.tuning import Tuning
-from foretoken.engine import loop
+from foretoken.engine import clock
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
@@ -65,10 +65,10 @@ def generate(parts: tuple[Goodput, Proposer], streams: Streams | Branching, leng
 @pytest.fixture(params=[0.0])
 def learned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Goodput, Auto]:
     """After some requests. Every lap takes a millisecond, and every level of a draft less, whenever it is run."""
-    for module, seconds in ((loop, 1e-3), (mixture_members, 2e-4)):
+    for module, seconds in ((clock, 1e-3), (mixture_members, 2e-4)):
         ticks = count()
-        clock = SimpleNamespace(perf_counter=lambda ticks=ticks, seconds=seconds: next(ticks) * seconds)
-        monkeypatch.setattr(module, "time", clock)
+        ticking = SimpleNamespace(perf_counter=lambda ticks=ticks, seconds=seconds: next(ticks) * seconds)
+        monkeypatch.setattr(module, "time", ticking)
     parts = default(request.param)
     for seed in range(4):
         generate(parts, Streams(seed), 60)

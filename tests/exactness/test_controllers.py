@@ -23,7 +23,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.costs.model import CostModel
 from foretoken.costs.tuning import TUNING, Tuning
-from foretoken.engine import loop
+from foretoken.engine import clock
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
@@ -112,7 +112,7 @@ def generate(
 def steady(monkeypatch):
     """Every lap takes a millisecond, so that a step decides the same whenever it is run."""
     ticks = count()
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3))
 
 
 def reference(length: int) -> dict[Text, float]:

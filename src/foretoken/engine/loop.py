@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from foretoken.core.errors import InvalidRequest, NoTokenAllowed
 from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
+from foretoken.engine.clock import StepClock
 from foretoken.engine.kv_budget import state_tokens
 from foretoken.engine.prefill_pace import PrefillPacer, PromptRows
 from foretoken.engine.prompt_logprobs import prompt_logprob_drafts, record_prompt_logprobs
@@ -153,7 +153,7 @@ class Engine:
             if not batch:
                 return []
             contexts = [sequence.context for sequence in plan.ready]
-            clock = _Clock(len(contexts), sum(len(s.handle.pending) for s in batch) - len(plan.ready))
+            clock = StepClock(len(contexts), sum(len(s.handle.pending) for s in batch) - len(plan.ready))
             with self._abandoning(batch):
                 budgets = self.controller.budgets(contexts, plan.max_draft_tokens) if contexts else []
                 clock.missed_tokens = sum(
@@ -252,7 +252,7 @@ class Engine:
         drafts: list[Draft],
         verdicts: list[Verdict | None],
         scores: list[Scores],
-        clock: _Clock,
+        clock: StepClock,
     ) -> list[StepOutput]:
         """Emits and commits tokens, and passes the step to all parts that learn from it. Returns the outputs."""
         emitted = [
@@ -356,22 +356,3 @@ def draining(engine: Engine, identifiers: list[int]) -> Iterator[None]:
         for identifier in identifiers:
             engine.abort(identifier)
             engine.finished.pop(identifier, None)
-
-
-class _Clock:
-    """Times of the parts of one step, in seconds."""
-
-    def __init__(self, batch: int, prompt_rows: int) -> None:
-        self.batch, self.prompt_rows, self.missed_tokens = batch, prompt_rows, 0
-        self.laps: list[float] = []
-        self._last = time.perf_counter()
-
-    def lap(self) -> None:
-        now = time.perf_counter()
-        self.laps.append(now - self._last)
-        self._last = now
-
-    def timings(self) -> Timings:
-        self.lap()
-        propose, score, verify, commit = self.laps
-        return Timings(propose, score, verify, commit, self.batch, self.prompt_rows, self.missed_tokens)
