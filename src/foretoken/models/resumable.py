@@ -37,11 +37,6 @@ class Resumable(Model):
         self._parked: list[tuple[int, Handle]] = []
         self._key: int | None = None
 
-    @property
-    def num_parked(self) -> int:
-        """Number of parked sequences."""
-        return len(self._parked)
-
     @contextmanager
     def parked(self, key: int) -> Iterator[None]:
         """Context manager: sequences that are closed inside are parked under ``key``."""

@@ -99,11 +99,6 @@ class Wave:
         whole = tuple(each for each in streams if each is not None)
         return whole if len(whole) == len(told) else ()
 
-    @property
-    def whole_seconds(self) -> float:
-        """Mean seconds of a request, its prompt included."""
-        return sum(answer.seconds for answer in self.answers) / len(self.answers)
-
 
 def _stream(answer: ServerAnswer, start: float, end: float) -> StreamTimes | None:
     """Returns a stream between two times, in seconds since its request, None if too little of it lies there."""
