@@ -37,7 +37,7 @@ from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer, open_weights
-from foretoken.models.formats.weights import Layers, Source, read_ends
+from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan

@@ -27,8 +27,8 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.expert_families import experts_of
 from foretoken.models.families.experts import Experts
 from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.packed import PackedSettings, PackedWeights
-from foretoken.models.formats.weights import Layers, Source, read_ends
 from foretoken.models.runners.base import Runner
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.torch_experts import choose

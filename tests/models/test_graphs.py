@@ -18,8 +18,8 @@ from foretoken.models.base import Handle, Scores
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.quantize import Quantizer
-from foretoken.models.formats.weights import Layers, Source, read_ends
 from foretoken.models.runners import choose, graphs
 from foretoken.models.runners.graphs import Bucket, GraphRunner, States, ancestors
 from foretoken.models.runners.pass_plan import PassPlan

@@ -14,8 +14,9 @@ from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.grouped import CENTRE, Grouped, GroupLayout, Groups, TwoLevels, joinable, quantize_groups
+from foretoken.models.formats.layers import Layers, Source
 from foretoken.models.formats.quantize import Matrix, Quantizer
-from foretoken.models.formats.weights import Ends, Layers, NormWeight, Source
+from foretoken.models.formats.weights import Ends, NormWeight
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
 

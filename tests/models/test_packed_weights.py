@@ -16,7 +16,8 @@ from foretoken.core.native import cpu
 from foretoken.models.base import Handle
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import open_weights
-from foretoken.models.formats.weights import Ends, Layers, NormWeight, Source, read_ends
+from foretoken.models.formats.layers import Layers, Source, read_ends
+from foretoken.models.formats.weights import Ends, NormWeight
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native import weight_format
 from foretoken.models.runners.native.bindings import Matrix, UpperBytes

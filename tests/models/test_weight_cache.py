@@ -17,7 +17,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.weights import Layers, Source, read_ends
+from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native import cache
 from foretoken.models.runners.native.build import Kind, packs_groups

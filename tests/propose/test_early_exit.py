@@ -16,7 +16,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.decoder import Decoder
 from foretoken.models.early_exit import EarlyExit, Exit
 from foretoken.models.formats.checkpoint import open_weights
-from foretoken.models.formats.weights import Layers, Source, read_ends
+from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.loading import load_model
 from foretoken.models.runners.graphs import GraphRunner
 from foretoken.propose.base import BuildContext

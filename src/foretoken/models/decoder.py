@@ -20,10 +20,10 @@ from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
 from foretoken.models.formats.grouped import GroupedWeights
+from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.lora.tensors import read_adapter
 from foretoken.models.formats.prequantized import check_prequantized
 from foretoken.models.formats.quantize import Quantizer
-from foretoken.models.formats.weights import Layers, Source, read_ends
 from foretoken.models.options import check_kv_cache_dtype, check_quantization, check_weight_format
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.choose import build_runner, cached_runner

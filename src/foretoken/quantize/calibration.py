@@ -17,15 +17,9 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import BranchFactors
+from foretoken.models.formats.layers import Source, read_ends, read_layer
 from foretoken.models.formats.quantize import floats, stacked
-from foretoken.models.formats.weights import (
-    DenseMlpWeights,
-    LayerWeights,
-    SelfAttentionWeights,
-    Source,
-    read_ends,
-    read_layer,
-)
+from foretoken.models.formats.weights import DenseMlpWeights, LayerWeights, SelfAttentionWeights
 from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
 from foretoken.quantize.rounding import Curvature
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, Size, parse
 from foretoken.models.families.architecture import Architecture, unsupported
-from foretoken.models.formats.weights import LayerWeights, NormWeight, Source, read_ends, read_layer
+from foretoken.models.formats.layers import Source, read_ends, read_layer
+from foretoken.models.formats.weights import LayerWeights, NormWeight
 from foretoken.models.heads.files import check_shapes, open_head
 
 ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}

@@ -19,11 +19,12 @@ from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.families.layers import Layer
 from foretoken.models.families.multimodal import text_part
 from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.layers import Source, layer_at
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.prequantized import unpacked
 from foretoken.models.formats.quantize import floats
 from foretoken.models.formats.reader import TensorReader, located
-from foretoken.models.formats.weights import LayerWeights, NormWeight, Source, layer_at
+from foretoken.models.formats.weights import LayerWeights, NormWeight
 from foretoken.models.heads.files import MAX_HEADS
 
 HIDDEN_KEY = "foretoken_mtp"  # our key in config.json: which hidden states the layers were trained on

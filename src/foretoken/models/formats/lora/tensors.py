@@ -14,12 +14,12 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.finite import check_finite, is_finite
+from foretoken.models.formats.layers import in_runtime_order
 from foretoken.models.formats.lora.modules import PRODUCTS, LinearModule, Product, linear_modules
 from foretoken.models.formats.lora.settings import LoraSettings, read_settings
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.reader import BASES
 from foretoken.models.formats.weight_files import PICKLES
-from foretoken.models.formats.weights import in_runtime_order
 
 TENSORS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
