@@ -22,7 +22,7 @@ _STATE_NORM = "ssm_norm"  # of a state's outputs, to which nothing is added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class ChangedTensor:
     """A stored tensor and how it differs from the checkpoint's.
 
     Attributes:
@@ -62,7 +62,7 @@ class Source:
         return groups.with_inputs(torch.from_numpy(self.columns))
 
 
-def source(stored: StoredTensor, a: Architecture, part: str, interleaved: bool, tiled: bool) -> Source:
+def source(stored: StoredTensor, a: Architecture, part: str, interleaved: bool, tiled: bool) -> ChangedTensor:
     """Returns where a checkpoint's tensor is.
 
     Args:
@@ -76,7 +76,7 @@ def source(stored: StoredTensor, a: Architecture, part: str, interleaved: bool, 
         ValueError: its shape does not fit the architecture.
     """
     name, _, suffix = part.rpartition(".") if part.endswith((".weight", ".bias")) else (part, "", "")
-    found = Source(stored, stored.shape)
+    found = ChangedTensor(stored, stored.shape)
     if suffix == "weight" and name.endswith("norm") and name != _STATE_NORM:
         found = replace(found, offset=a.norm_offset)
     if name in _TAPS and suffix == "weight":

@@ -14,7 +14,7 @@ from foretoken.core.schema import shortened
 from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.formats.finite import check_finite
 from foretoken.models.formats.gguf.blocks import FLOATS, LAYOUTS, Bytes, groups_of
-from foretoken.models.formats.gguf.changes import Source, source
+from foretoken.models.formats.gguf.changes import ChangedTensor, source
 from foretoken.models.formats.gguf.families import config_of, family_of
 from foretoken.models.formats.gguf.header import Header, StoredTensor, split_parts
 from foretoken.models.formats.gguf.tensor_names import Names
@@ -90,7 +90,7 @@ class GGUFWeights(Mapping[str, Tensor]):
 
         return Grouped((source.rows, shape[-1]), LAYOUTS[kind], rows)
 
-    def _rows(self, source: Source, first: int, last: int) -> Bytes:
+    def _rows(self, source: ChangedTensor, first: int, last: int) -> Bytes:
         """Returns the bytes [last - first, bytes of a row] of a tensor's rows, in the checkpoint's order."""
         stored, order, count = source.stored, source.order, source.rows
         width = stored.nbytes // count
@@ -103,7 +103,7 @@ class GGUFWeights(Mapping[str, Tensor]):
             raise ModelLoadError(f"{stored.path} cannot be read ({error}); was it changed?") from None
 
 
-def _sources(header: Header) -> dict[str, Source]:
+def _sources(header: Header) -> dict[str, ChangedTensor]:
     """Returns the file's tensors by their names in a checkpoint. Raises ModelLoadError for unsupported ones."""
     _, family = family_of(header)
     config = config_of(header)
