@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from foretoken.core.draft import Draft
+from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
+from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.formats.checkpoint import open_weights
-from foretoken.models.formats.gguf.families import FAMILIES
+from foretoken.models.formats.gguf.families import FAMILIES, config_of
+from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.grouped import Grouped
 from foretoken.models.loading import load_model
@@ -267,3 +271,16 @@ def test_four_bit_matrices_are_read_as_they_are(name: str, saved: Callable[..., 
     exact = expected(s.module)
     ours = logits(load_model(s.file, dtype="float32"))  # products quantize their inputs
     assert float((ours - exact).abs().max()) < 0.2 * float(exact.std())
+
+
+@pytest.mark.parametrize("name", [*PACKED, "falcon-h1", "gemma4", "mpt", "cohere2", "ministral3"])
+def test_a_wrong_key_is_told_or_computed(name: str, saved: Callable[..., Saved]) -> None:
+    """No key of a file, missing or with whatever value, fails in another way than with an error that says so."""
+    header = Header.read(saved(CASES[name]).file)
+    for key in header.metadata:
+        others = {other: value for other, value in header.metadata.items() if other != key}
+        for value in (None, 0, 3, -5, 2**40, "x", True, -1.5, float("nan"), 1e30):
+            changed = replace(header, metadata=others if value is None else others | {key: value})
+            with contextlib.suppress(ModelLoadError):
+                config = config_of(changed)
+                assert unsupported(config) or Architecture.of(config).layers > 0, (key, value)

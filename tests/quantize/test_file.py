@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as K
 from safetensors.torch import load_file, save_file
 from tests.conftest import TEXT
-from tests.models.gguf_files import FAMILIES, tiny_checkpoint
+from tests.models.gguf_files import FAMILIES, tiny_checkpoint, write_both
 from tests.models.test_gguf_tokenizer import byte_level, check_equal
 from tests.models.tiny import only_runner
 from tokenizers import processors
@@ -218,6 +220,25 @@ def test_the_bundled_target_comes_back_whole(tmp_path: Path) -> None:
     assert ours.full.chat_template == original.full.chat_template
     ends = [settings.eos_token_id for settings in load_generation_settings(tmp_path / "model.gguf")]
     assert ends == [[0]]
+
+
+def test_a_file_with_a_start_token_becomes_a_folder(tmp_path: Path) -> None:
+    source = checkpoint("qwen2", tmp_path / "source")
+    quantize_checkpoint(source, tmp_path / "small.gguf", "F16")
+    header = Header.read(tmp_path / "small.gguf")
+    started = replace(header, metadata={**header.metadata, "tokenizer.ggml.bos_token_id": 3})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Header, "read", staticmethod(lambda path: started))
+        quantize_checkpoint(tmp_path / "small.gguf", tmp_path / "folder", "bfloat16")
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert config["bos_token_id"] == 3 and config["eos_token_id"] == 0
+
+
+@pytest.mark.parametrize("architecture", ["olmoe", "qwen3moe"])
+def test_a_file_with_stacks_of_experts_does_not_become_a_folder(architecture: str, tmp_path: Path) -> None:
+    file, _ = write_both(tiny_checkpoint(architecture), architecture, tmp_path, K.F32)
+    with pytest.raises(InvalidRequest, match="stacks of experts"):
+        quantize_checkpoint(file, tmp_path / "folder", "bfloat16")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2"])

@@ -33,7 +33,9 @@ def exported_config(config: Mapping[str, Any], path: Path, names: Collection[str
 
     exported = {**config, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]}
     ids = special_ids(Header.read(path))
-    exported |= {key: value[0] if len(value) == 1 else value for key, value in ids.items() if value}
+    exported |= {key: value for key, value in ids.items() if value or value == 0}
+    if len(ends := ids["eos_token_id"]) == 1:
+        exported["eos_token_id"] = ends[0]
     if config["model_type"] != "qwen2" and any(name.endswith("self_attn.q_proj.bias") for name in names):
         exported["attention_bias"] = True
     scaling = config.get("rope_scaling") or {}

@@ -80,6 +80,11 @@ class SourceCheckpoint:
                 f"{path} (type {kind!r}) has other names or layouts of tensors than Llama, which are not rounded here; "
                 "quantization='int8' or 'int4' rounds them on loading"
             )
+        if is_gguf(path) and _stacked(Architecture.of(config)):
+            raise InvalidRequest(
+                f"{path} (type {kind!r}) has stacks of experts or of heads, which no folder has; quantize the "
+                "checkpoint that it was made from, or run the file as it is"
+            )
         if heads and scheme.gguf:
             raise InvalidRequest(f"{path} holds drafting heads, for which GGUF has no form here; choose int8 or int4")
         shapes = dict(sorted(tensors.shapes.items(), key=lambda item: _place(item[0])))
@@ -125,6 +130,11 @@ def _by_llamas_names(config: Mapping[str, Any]) -> bool:
         "embed_tokens",
         False,
     )
+
+
+def _stacked(a: Architecture) -> bool:
+    """Returns whether a GGUF file has tensors of this architecture in a layout that checkpoints do not have."""
+    return a.has_experts or a.latent is not None
 
 
 def _place(name: str) -> tuple[int, Any, str]:

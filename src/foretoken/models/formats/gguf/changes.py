@@ -87,11 +87,16 @@ def source(stored: StoredTensor, a: Architecture, part: str, interleaved: bool, 
     if interleaved and name in ("attn_q", "attn_k"):
         return replace(found, order=_pairs(rows, a.heads if name == "attn_q" else a.kv_heads))
     if a.names.by_group and name == "attn_qkv":
-        return replace(found, order=np.argsort(group_order(a.heads, a.kv_heads, a.head_dim).numpy()))
+        order = np.argsort(group_order(a.heads, a.kv_heads, a.head_dim).numpy())
+        if len(order) != rows:
+            raise ValueError(f"where {a.heads} and {a.kv_heads} heads have {len(order)} rows")
+        return replace(found, order=order)
     r = a.recurrence
     if not tiled or r is None or r.value_heads == r.key_heads:
         return found
     if name == "ssm_out":
+        if stored.shape[-1] % r.value_heads:
+            raise ValueError(f"which {r.value_heads} heads do not divide")
         return replace(found, columns=_tiles(r, 1))
     if name in ("attn_gate", "attn_qkv", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt", "ssm_conv1d"):
         return replace(found, order=_values_last(r, rows))

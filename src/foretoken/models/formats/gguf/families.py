@@ -193,7 +193,7 @@ def _common(m: Metadata) -> dict[str, Any]:
         "hidden_size": m.need("embedding_length"),
         "intermediate_size": max(inner) if inner else m.need("expert_feed_forward_length"),
         "num_hidden_layers": m.layers,
-        "num_attention_heads": max(m.by_layer("attention.head_count") or [m.need("attention.head_count")]),
+        "num_attention_heads": max(m.each("attention.head_count")),
         "num_key_value_heads": max(kv_heads, default=0) or None,
         "head_dim": m.head_dim,
         "max_position_embeddings": m.need("context_length"),

@@ -18,6 +18,7 @@ from foretoken.models.formats.gguf.positions import turned_share
 Fields = Callable[[Metadata], dict[str, Any]]
 
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scale is that of hidden / heads
+_MAX_ALIBI = 64
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 
 
@@ -54,8 +55,9 @@ def gemma3(m: Metadata) -> dict[str, Any]:
 
 def gemma4(m: Metadata) -> dict[str, Any]:
     """Returns the fields of Gemma 4, whose layers with full attention have heads of their own."""
-    kinds, kv_heads = windows(m)["layer_types"], m.by_layer("attention.head_count_kv")
-    inner, wide, narrow = m.by_layer("feed_forward_length"), m.head_dim, m.need("attention.key_length_swa")
+    kinds = [SLIDING if slides else FULL for slides in m.each("attention.sliding_window_pattern")]
+    kv_heads, inner = m.each("attention.head_count_kv"), m.each("feed_forward_length")
+    wide, narrow = m.head_dim, m.need("attention.key_length_swa")
     full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
     own = {str(layer): {"head_dim": wide, "num_key_value_heads": kv_heads[layer]} for layer in full}
     slides = [heads for heads, kind in zip(kv_heads, kinds, strict=True) if kind == SLIDING]
@@ -98,7 +100,7 @@ def experts(normalized: bool) -> Fields:
         return {
             "num_experts": count,
             "num_experts_per_tok": m.need("expert_used_count"),
-            "moe_intermediate_size": m.get("expert_feed_forward_length") or max(m.by_layer("feed_forward_length")),
+            "moe_intermediate_size": m.get("expert_feed_forward_length") or max(m.each("feed_forward_length")),
             "shared_expert_intermediate_size": m.get("expert_shared_feed_forward_length", default=0) or None,
             "n_shared_experts": m.get("expert_shared_count"),
             "norm_topk_prob": m.get("expert_weights_norm", (bool,), normalized),
@@ -150,7 +152,7 @@ def factors(m: Metadata) -> dict[str, Any]:
         "embedding_multiplier": m.number("embedding_scale") or 1.0,
         "residual_multiplier": m.number("residual_scale") or 1.0,
         "logits_scaling": m.number("logit_scale") or 1.0,
-        "shared_intermediate_size": shared or max(m.by_layer("feed_forward_length")),
+        "shared_intermediate_size": shared or max(m.each("feed_forward_length")),
     }
 
 
@@ -163,7 +165,7 @@ def granitemoe(m: Metadata) -> dict[str, Any]:
 
 def granitehybrid(m: Metadata) -> dict[str, Any]:
     """Returns the fields of Granite 4 and Bamba; layers without heads of keys are recurrent."""
-    kinds = [FULL if heads else LINEAR for heads in m.by_layer("attention.head_count_kv")]
+    kinds = [FULL if heads else LINEAR for heads in m.each("attention.head_count_kv")]
     rotary = m.get("rope.scaling.finetuned", (bool,), True)
     return (
         factors(m)
@@ -218,7 +220,7 @@ def delta(m: Metadata) -> dict[str, Any]:
 
 def lfm2(m: Metadata) -> dict[str, Any]:
     """Returns the fields of LFM2; layers without heads of keys are short convolutions."""
-    kinds = [FULL if heads else CONVOLUTION for heads in m.by_layer("attention.head_count_kv")]
+    kinds = [FULL if heads else CONVOLUTION for heads in m.each("attention.head_count_kv")]
     return {
         "layer_types": kinds,
         "conv_L_cache": m.need("shortconv.l_cache"),
@@ -265,6 +267,8 @@ def clip(m: Metadata) -> dict[str, Any]:
 def mpt(m: Metadata) -> dict[str, Any]:
     """Returns the fields of MPT."""
     bias = m.number("attention.max_alibi_bias") or 0.0
+    if not 0 <= bias <= _MAX_ALIBI:
+        raise m.wrong("attention.max_alibi_bias", bias, f"0 to {_MAX_ALIBI}")
     return {"attn_config": clip(m) | {"alibi": bias > 0, "alibi_bias_max": int(bias) or 8}}
 
 

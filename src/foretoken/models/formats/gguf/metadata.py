@@ -67,12 +67,18 @@ class Metadata:
         layers = self.layers
         if not isinstance(self.header.metadata.get(f"{self.architecture}.{key}"), StoredArray):
             value = self.get(key)
+            if value is not None and value < 0:
+                raise self.wrong(key, value, "0 or more")
             return [] if value is None else [value] * layers
         self.used.add(key)
         values = self.header.array(f"{self.architecture}.{key}") or []
         if len(values) < layers or not all(isinstance(value, int) and value >= 0 for value in values):
             raise self.wrong(key, values[:8], f"a number for each of {layers} layers")
         return values[:layers]
+
+    def each(self, key: str) -> list[int]:
+        """Returns a number for each layer. Raises ModelLoadError if the file says none, as ``by_layer`` otherwise."""
+        return self.by_layer(key) or [self.need(key)] * self.layers
 
     @property
     def layers(self) -> int:
@@ -85,7 +91,7 @@ class Metadata:
     @property
     def head_dim(self) -> int:
         """Width of a head. Raises ModelLoadError for an impossible one."""
-        heads = max(self.by_layer("attention.head_count") or [self.need("attention.head_count")])
+        heads = max(self.each("attention.head_count"))
         if heads < 1:
             raise self.wrong("attention.head_count", heads, "1 or more")
         length: int = self.get("attention.key_length") or self.need("embedding_length") // heads
