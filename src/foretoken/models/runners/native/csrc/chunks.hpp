@@ -107,8 +107,10 @@ inline void pick_chunk_tile(int rows, Chunk& c, const Word* x, int64_t stride, t
 }
 
 // Multiplies all rows of x [rows][stride words] with the units of the share. Chunks: RawChunks or RestoredChunks.
+// It is static because `sums` of a function that is not would be shared by all libraries of a process, and those for other
+// instruction sets align it otherwise.
 template <Kind kind, class Chunks, class Store>
-inline void multiply_chunks(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, Share share, Store& store) {
+static void multiply_chunks(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, Share share, Store& store) {
     static thread_local std::vector<typename Unit<kind>::Sum> sums;
     Chunks chunks(w);
     const int tiles = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, turns = tiles * CHUNK_STEPS / ASK_EVERY;
