@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 # Files of the others are incomplete without rotary settings.
-SILENT = sorted(set(FAMILIES) - {"ministral3", "glm4v_text", "mimo"})  # transformers has no such configuration
+SILENT = sorted(set(FAMILIES) - {"ministral3", "glm4v_text", "exaone4_5_text", "mimo"})  # transformers has no such configuration
 
 
 def bare(family: str, **more: Any) -> dict[str, Any]:
