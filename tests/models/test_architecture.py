@@ -30,8 +30,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# Files of the others are incomplete without rotary settings.
-SILENT = sorted(set(FAMILIES) - {"ministral3", "glm4v_text", "exaone4_5_text", "mimo"})  # transformers has no such configuration
+# Files of the others are incomplete without rotary settings, or transformers has no configuration of that name.
+SILENT = sorted(set(FAMILIES) - {"ministral3", "glm4v_text", "exaone4_5_text", "mimo"})
 
 
 def bare(family: str, **more: Any) -> dict[str, Any]:
