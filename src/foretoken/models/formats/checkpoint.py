@@ -152,7 +152,7 @@ def _listed(folder: Path) -> str:
 
 
 def _gguf(path: Path) -> GGUFCheckpoint:
-    # The gguf package is a tenth of the time to import ours, and most checkpoints do not need it.
+    # Importing the gguf package takes about 0.1 s, and most checkpoints do not need it.
     from foretoken.models.formats.gguf.file import GGUFCheckpoint
 
     return GGUFCheckpoint(Path(path))

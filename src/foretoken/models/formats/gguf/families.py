@@ -197,7 +197,7 @@ def _common(m: Metadata) -> dict[str, Any]:
         "num_key_value_heads": max(kv_heads, default=0) or None,
         "head_dim": m.head_dim,
         "max_position_embeddings": m.need("context_length"),
-        "rms_norm_eps": m.numbers(*(f"attention.{name}" for name in epsilons)),
+        "rms_norm_eps": m.first_number(*(f"attention.{name}" for name in epsilons)),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
 

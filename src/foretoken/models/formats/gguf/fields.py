@@ -125,23 +125,19 @@ def ernie(m: Metadata) -> dict[str, Any]:
     return experts(True)(m) | {"shared_expert_intermediate_size": None}
 
 
-def routed_by(kind: int) -> Fields:
-    """Returns a function that refuses files whose experts are scored otherwise; it returns no fields."""
-
-    def fields(m: Metadata) -> dict[str, Any]:
-        if (found := m.get("expert_gating_func", default=kind)) != kind:
-            raise ModelLoadError(
-                f"{m.header.path} has {m.architecture}.expert_gating_func = {found}; of this architecture {kind} is "
-                "computed here"
-            )
-        return {}
-
-    return fields
-
-
 def by_sigmoid(m: Metadata) -> dict[str, Any]:
-    """Refuses files whose experts are not scored by a sigmoid; returns no fields."""
-    return routed_by(_SIGMOID)(m)
+    """Returns no fields. Raises ModelLoadError for a file whose experts are not scored by a sigmoid."""
+    _check_scoring(m, _SIGMOID)
+    return {}
+
+
+def _check_scoring(m: Metadata, kind: int) -> None:
+    """Raises ModelLoadError for a file that names another kind of expert_gating_func."""
+    if (found := m.get("expert_gating_func", default=kind)) != kind:
+        raise ModelLoadError(
+            f"{m.header.path} has {m.architecture}.expert_gating_func = {found}; of this architecture {kind} is "
+            "computed here"
+        )
 
 
 def factors(m: Metadata) -> dict[str, Any]:
@@ -250,7 +246,8 @@ def deepseek(m: Metadata) -> dict[str, Any]:
     if m.get("expert_gating_func", default=_SIGMOID if lite else _SOFTMAX) == _SIGMOID or not fields["num_experts"]:
         return fields
     grouped = "group_limited_greedy" if fields["n_group"] > 1 else "greedy"
-    return fields | routed_by(_SOFTMAX)(m) | {"model_type": "deepseek_v2", "topk_method": grouped}
+    _check_scoring(m, _SOFTMAX)
+    return fields | {"model_type": "deepseek_v2", "topk_method": grouped}
 
 
 def olmo2(m: Metadata) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Metadata:
         value = self.get(key, (float, int))
         return None if value is None else _shortest(value)
 
-    def numbers(self, *keys: str) -> float:
+    def first_number(self, *keys: str) -> float:
         """Returns the first of these numbers that the file has. Raises ModelLoadError if it has none of them."""
         found = next((value for value in map(self.number, keys) if value is not None), None)
         return self.need(keys[0], (float, int)) if found is None else found

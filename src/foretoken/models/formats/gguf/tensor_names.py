@@ -76,7 +76,7 @@ class Names:
             own: parts that its files name in another way than the others.
             stored: names of the file's tensors.
         """
-        parts, exact = dict(_parts(a)), dict(_recurrent_exact(a))
+        parts, exact = dict(_parts(a)), dict(_exact(a))
         for experts in {layer.experts for layer in a.stack if layer.experts is not None}:
             joined = any(f"blk.{layer}.ffn_gate_up_exps.weight" in stored for layer in range(a.layers))
             parts |= dict(_expert_parts(experts))
@@ -150,8 +150,6 @@ def _parts(a: Architecture) -> Iterator[tuple[str, str]]:
     yield "attn_output", n.out
     if a.head_norms is not None:
         yield from (("attn_q_norm", n.q_norm), ("attn_k_norm", n.k_norm))
-    if a.sinks:
-        yield "attn_sinks", "self_attn.sinks"
     if "after_mlp" in norms:
         yield "post_ffw_norm", n.after_mlp
     if "after_mixer" in norms:
@@ -162,8 +160,6 @@ def _parts(a: Architecture) -> Iterator[tuple[str, str]]:
         yield "attn_norm", n.norm
     yield from zip(("ffn_gate", "ffn_up")[-len(n.up) :], n.up, strict=True)
     yield "ffn_down", n.down
-    if n.scalar is not None:
-        yield "layer_output_scale", n.scalar
     if (inputs := a.layer_inputs) is not None:
         yield from (("inp_gate", inputs.gate), ("proj", inputs.up), ("post_norm", inputs.norm))
     yield from _NEXT.items()
@@ -173,7 +169,8 @@ def _places(norms: object) -> list[str]:
     return [place for place in ("mixer", "after_mixer", "mlp", "after_mlp") if getattr(norms, place)]
 
 
-def _recurrent_exact(a: Architecture) -> Iterator[tuple[str, str]]:
+def _exact(a: Architecture) -> Iterator[tuple[str, str]]:
+    """Yields the tensors of layers whose names have no suffix in the checkpoint."""
     if a.sinks:
         yield "attn_sinks.weight", "self_attn.sinks"
     if a.names.scalar is not None:
