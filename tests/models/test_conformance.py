@@ -32,7 +32,9 @@ NATIVE = [
 # The variants of one native family differ in nothing that transformers does not compute itself.
 VARIANTS = ("llama-tied", "qwen2", "qwen2-sliding")
 WRAPPED = [name for name, tiny in ARCHITECTURES.items() if tiny.torch and name not in (*VARIANTS, "llama4")]  # refused
+DEVICES = ["cuda"] if torch.cuda.is_available() else []
 ALL = NATIVE + [(name, "hf") for name in WRAPPED]
+ALL += [(name, device) for device in DEVICES for name, runner in NATIVE if runner == "torch"]
 # All families on the compiled runtime, and on each other runner one of each kind, are tested in seconds.
 QUICK = ("llama", "gemma2", "qwen3.5", "mixtral", "gpt2")
 
@@ -87,10 +89,10 @@ class Pair:
         assert scores.logits.shape == (len(nodes), self.model.vocab_size)
         paths = [[*handle.tokens, *(draft.ids[i] for i in draft.path(node))] for node in nodes]
         logits, hidden = self.reference(paths, scores.first, layers)
-        assert (scores.logits - logits).abs().max() < TOLERANCE
+        assert (scores.logits.cpu() - logits).abs().max() < TOLERANCE
         for layer in layers:
             assert scores.taps[layer].shape == hidden[layer].shape
-            assert (scores.taps[layer] - hidden[layer]).abs().max() < TOLERANCE, f"tap {layer}"
+            assert (scores.taps[layer].cpu() - hidden[layer]).abs().max() < TOLERANCE, f"tap {layer}"
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,8 @@ def pair(request: pytest.FixtureRequest, references: Callable[[str], Reference])
     name, runner = request.param
     reference = references(name)
     with only_runner(runner):
-        model = load_model(reference.path, "float32", "cpu", "hf" if runner == "hf" else "native")
+        device = runner if runner in DEVICES else "cpu"
+        model = load_model(reference.path, "float32", device, "hf" if runner == "hf" else "native")
     return Pair(model, reference)
 
 

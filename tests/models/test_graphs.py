@@ -1,4 +1,4 @@
-"""The CUDA runner, tested on the CPU: a stand-in for CUDA graphs repeats the captured work."""
+"""The CUDA runner. Where there is no device, a stand-in for CUDA graphs repeats the captured work on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.runners import choose, graphs
-from foretoken.models.runners.graphs import Bucket, GraphRunner, States, ancestors
+from foretoken.models.runners.graphs import Bucket, CudaCapture, GraphRunner, States, ancestors
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_runner import TorchRunner
 
@@ -31,7 +31,7 @@ from .trees import repeating
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NATIVE = [name for name, tiny in ARCHITECTURES.items() if tiny.native and tiny.torch]
 META = torch.device("meta")  # no data: reading a value fails, as in a capture
 
@@ -59,21 +59,37 @@ class NothingListed(TorchFunctionMode):
         return result
 
 
-class Recorder:
+class Repeated:
     """Runs the function again at every replay and, as a graph does, writes over the tensors of the first time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.captured = self.replayed = 0
+        """Takes what ``CudaCapture`` takes."""
 
     def capture(self, function: Callable[[], States]) -> Callable[[], States]:
-        self.captured += 1
         static = {number: state.clone() for number, state in function().items()}
 
         def replay() -> States:
-            self.replayed += 1
             for number, state in function().items():
                 static[number].copy_(state)
             return static
+
+        return replay
+
+
+class Recorder:
+    """Counts what is captured and replayed: CUDA graphs where there is a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.captured = self.replayed = 0
+        self._inner = CudaCapture(device) if device.type == "cuda" else Repeated(device)
+
+    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
+        self.captured += 1
+        inner = self._inner.capture(function)
+
+        def replay() -> States:
+            self.replayed += 1
+            return inner()
 
         return replay
 
@@ -94,15 +110,14 @@ class Two:
         self.recorders: list[Recorder] = []
         with only_runner("torch"):
             self.plain, self.graphed = (
-                Decoder(load_config(path), open_weights(path), dtype, CPU, None, "int8" if quantize else None)
+                Decoder(load_config(path), open_weights(path), dtype, DEVICE, None, "int8" if quantize else None)
                 for _ in "ab"
             )
-        assert isinstance(self.plain.runner, TorchRunner)
         architecture = Architecture.of(load_config(path))
         source = Source(open_weights(path), architecture, dtype, Quantizer(8) if quantize else None)
-        self.runner = self.graphed.runner = GraphRunner(
-            architecture, Layers(source), read_ends(source), dtype, CPU, capture=self._recorder, **options
-        )
+        parts = architecture, Layers(source), read_ends(source), dtype, DEVICE
+        self.plain.runner = TorchRunner(*parts)
+        self.runner = self.graphed.runner = GraphRunner(*parts, capture=self._recorder, **options)
         self.tolerance = 1e-5
 
     def _recorder(self, device: torch.device) -> Recorder:

@@ -13,6 +13,7 @@ import torch
 
 from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.floor import Floor, matrices
+from foretoken.core.devices import wait_for
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.costs.measured import PassCost, TimeSpread
@@ -118,6 +119,7 @@ def scoring(model: Model, handles: list[Any], rows: int, burst: int = 1) -> Time
 
     def run() -> None:
         model.score(handles, drafts)
+        wait_for(model.device)
 
     return TimedTask(run, lambda: model.commit(handles, [()] * len(handles)), burst)
 

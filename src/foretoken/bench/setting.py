@@ -35,10 +35,12 @@ def setting() -> dict[str, Any]:
 
     import foretoken
 
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "processor": processor(),
         "cores": cores(),
+        **gpu,
         "memory_gib": round(memory("MemTotal") / 2**30, 1),
         "python": platform.python_version(),
         "torch": torch.__version__,

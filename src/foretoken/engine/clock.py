@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 
+import torch
+
+from foretoken.core.devices import wait_for
 from foretoken.core.step import Timings
 
 
 class StepClock:
-    """Times of the parts of one step, in seconds."""
+    """Times of the parts of one step, in seconds. A part ends when ``device`` has done its work."""
 
-    def __init__(self, batch: int, prompt_rows: int) -> None:
+    def __init__(self, device: torch.device, batch: int, prompt_rows: int) -> None:
+        self._device = device
         self.batch, self.prompt_rows, self.missed_tokens = batch, prompt_rows, 0
         self.laps: list[float] = []
         self._last = time.perf_counter()
 
     def lap(self) -> None:
         """Ends a part of the step."""
+        wait_for(self._device)
         now = time.perf_counter()
         self.laps.append(now - self._last)
         self._last = now

@@ -153,7 +153,8 @@ class Engine:
             if not batch:
                 return []
             contexts = [sequence.context for sequence in plan.ready]
-            clock = StepClock(len(contexts), sum(len(s.handle.pending) for s in batch) - len(plan.ready))
+            prompt_rows = sum(len(s.handle.pending) for s in batch) - len(plan.ready)
+            clock = StepClock(self.target.device, len(contexts), prompt_rows)
             with self._abandoning(batch):
                 budgets = self.controller.budgets(contexts, plan.max_draft_tokens) if contexts else []
                 clock.missed_tokens = sum(

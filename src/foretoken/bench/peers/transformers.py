@@ -17,9 +17,11 @@ def load(setup: Setup) -> tuple[Complete, str]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(setup.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     paths = [setup.target, *([setup.draft] if setup.draft else [])]
     models: list[Any] = [
-        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval() for path in paths
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
+        for path in paths
     ]
     for model in models:
         model.generation_config.eos_token_id = None
@@ -48,14 +50,14 @@ def _generate(model: Any, prompt: list[int], max_tokens: int, options: dict[str,
     """Runs ``generate``. Stopping criteria run after every step, which separates prefill from decoding."""
     import torch
 
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     watch, seen, passes = Watch(1), len(prompt), 0
 
     def look(all_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         nonlocal seen
         watch.saw(0, all_ids.shape[1] - seen, perf_counter() - started)
         seen = all_ids.shape[1]
-        return torch.zeros(1, dtype=torch.bool)
+        return torch.zeros(1, dtype=torch.bool, device=all_ids.device)
 
     def count(*_: Any) -> None:
         nonlocal passes
