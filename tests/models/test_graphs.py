@@ -13,15 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Scores
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.quantize import Quantizer
-from foretoken.models.runners import choose, graphs
-from foretoken.models.runners.graphs import Bucket, CudaCapture, GraphRunner, States, ancestors
+from foretoken.models.runners import choose
+from foretoken.models.runners.cuda import layout, runner
+from foretoken.models.runners.cuda.graphs import CudaCapture, States
+from foretoken.models.runners.cuda.layout import Bucket, paths
+from foretoken.models.runners.cuda.rows import Rows
+from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_runner import TorchRunner
 
@@ -103,6 +106,56 @@ class Guarded(Recorder):
         return lambda: states
 
 
+class InTorch:
+    """Stands in for the kernels of ``cuda/attention.py`` where there is no device."""
+
+    @staticmethod
+    def store(cache: torch.Tensor, fresh: torch.Tensor, rows: Rows) -> None:
+        if fresh.is_meta:
+            return
+        own = rows.counts > 0
+        cache[rows.slots[own].long(), :, rows.places[own].long()] = fresh[own].to(cache.dtype)
+
+    @staticmethod
+    def attend_rows(
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        count, depth = rows.counts[:, None].long(), rows.paths.shape[1]
+        position = torch.arange(min(rows.longest, keys.shape[2]), device=queries.device)[None]
+        place, behind = position.expand(len(queries), -1), position - rows.prefixes[:, None]
+        if depth:
+            path = rows.paths.long().gather(1, behind.clamp(0, depth - 1).long())
+            place = torch.where(behind >= 0, path, place)
+        first = count - window if window > 0 else (count - 1) // (-window or 1) * -window
+        seen = (position < count) & (position >= first)
+        k, v = (
+            each[rows.slots.long()].gather(2, place[:, None, :, None].expand(-1, each.shape[1], -1, each.shape[3]))
+            for each in (keys, values)
+        )
+        group = queries.shape[1] // keys.shape[1]
+        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
+        scores = (queries.float()[:, :, None] @ k.transpose(2, 3))[:, :, 0] * scale
+        scores = (scores / softcap).tanh() * softcap if softcap else scores
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float().expand(len(queries), -1)[..., None]), -1)
+        shares = scores.softmax(-1)[..., : position.shape[1]].nan_to_num()
+        return (shares[:, :, None] @ v)[:, :, 0].to(queries.dtype)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr(layout, "_kernels", lambda: InTorch)
+
+
 class Two:
     """The same model on the torch runner and on graphs, taken through the same calls."""
 
@@ -117,7 +170,7 @@ class Two:
         source = Source(open_weights(path), architecture, dtype, Quantizer(8) if quantize else None)
         parts = architecture, Layers(source), read_ends(source), dtype, DEVICE
         self.plain.runner = TorchRunner(*parts)
-        self.runner = self.graphed.runner = GraphRunner(*parts, capture=self._recorder, **options)
+        self.runner = self.graphed.runner = CudaRunner(*parts, capture=self._recorder, **options)
         self.tolerance = 1e-5
 
     def _recorder(self, device: torch.device) -> Recorder:
@@ -194,10 +247,13 @@ def run_steps(two: Two) -> None:
 @pytest.mark.parametrize("name", NATIVE)
 def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
     path = ARCHITECTURES[name].save(tmp_path)
-    if min(Architecture.of(load_config(path)).windows, default=0) < 0:
-        pytest.skip("attention in chunks is not captured: runners/choose.py")
+    architecture = Architecture.of(load_config(path))
+    if architecture.alibi is not None or architecture.latent is not None:
+        pytest.skip("torch operators compute these: runners/choose.py")
     two = Two(path)
     run_steps(two)
+    if architecture.has_experts:
+        return  # nothing is captured
     assert two.captured > 0
     before = two.captured
     run_steps(two)
@@ -206,7 +262,7 @@ def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "dtype, quantize, tolerance",
-    [(torch.float16, False, 0.02), (torch.bfloat16, False, 0.2), (torch.float32, True, 1e-4)],
+    [(torch.float16, False, 0.02), (torch.bfloat16, False, 0.2), (torch.float32, True, 0.2)],
     ids=["float16", "bfloat16", "int8"],
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -237,7 +293,7 @@ def test_captured_work_never_needs_the_host(name: str, quantize: bool, tmp_path:
         pytest.skip("models with experts are not captured: runners/choose.py")
     architecture = Architecture.of(load_config(path))
     source = Source(open_weights(path), architecture, torch.float16, Quantizer(8) if quantize else None)
-    runner = GraphRunner(architecture, Layers(source), read_ends(source), torch.float16, META, capture=Guarded)
+    runner = CudaRunner(architecture, Layers(source), read_ends(source), torch.float16, META, capture=Guarded)
     assert [runner.acquire(), runner.acquire()] == [(0, 0), (1, 0)]
     result = runner.run(plan((0, 300, 1, deep_tree(9, 1)), (1, 7, 1, CHAIN)), (0, 1), True)
     assert result.logits is not None and result.logits.shape == (14, architecture.vocab)
@@ -272,15 +328,18 @@ def test_results_of_a_pass_outlive_later_passes(two: Two) -> None:
 
 def test_each_bucket_is_captured_once(two: Two) -> None:
     pair = two.open(text(1, 1))
-    for step, (nodes, captured) in enumerate([(1, 1), (0, 1), (2, 2), (3, 2), (1, 2), (4, 3), (7, 3), (0, 3)]):
+    for step, nodes in enumerate([1, 0, 2, 7, 30, 0]):
         two.score([pair], [Draft.chain(text(nodes, step))])
         two.commit([pair], [[step + 3]])
-        assert two.captured == captured, f"after {step + 1} passes"
+        assert two.captured == 1, "chains of up to 64 rows share a graph"
     two.score([pair], [Draft.chain(text(1, 20))], (1,))
-    assert two.captured == 4  # taps are another graph
+    assert two.captured == 2  # taps are another graph
     two.commit([pair], [[3]])
     two.score([pair], [tree(21, 3)], (1,))
-    assert two.captured == 5  # and so are trees
+    assert two.captured == 3  # and so are trees
+    two.commit([pair], [[3]])
+    two.score([pair], [Draft.chain(text(64, 20))])
+    assert two.captured == 4  # and more rows
 
 
 def test_growing_buffers_drop_the_graphs(two: Two) -> None:
@@ -302,19 +361,10 @@ def test_growing_buffers_drop_the_graphs(two: Two) -> None:
 
 def test_prompt_chunks_and_long_passes_are_not_captured(two: Two) -> None:
     pairs = [two.open(text(n, n)) for n in (300, 40, 60)]
-    two.score(pairs, [tree(1, 90), Draft.empty(), Draft.empty()])
+    two.score(pairs, [tree(1, 230), Draft.empty(), Draft.empty()])
     assert two.captured == 0
     two.score(pairs[:1], [tree(1, 60)])
     assert two.captured == 1
-
-
-def test_the_last_cache_row_stays_free(two: Two) -> None:
-    """Padding is written there, also when sequences end right below a bucket of keys and of the buffers."""
-    pairs = [two.open(text(250, 1)), two.open(text(3, 2))]
-    for step in range(12):
-        two.score(pairs, [Draft.empty(), Draft.chain(text(2, step))])
-        assert two.runner.cache.rows > len(pairs[0][1].tokens)
-        two.commit(pairs, [[step + 3], [step + 4]])
 
 
 def test_other_sequences_keep_their_rows(two: Two) -> None:
@@ -329,10 +379,12 @@ def test_other_sequences_keep_their_rows(two: Two) -> None:
 
 
 def test_too_many_graphs_are_dropped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(runner, "MAX_GRAPHS", 2)
     pair = two.open(text(1, 1))
-    for step, (nodes, captured) in enumerate([(1, [1]), (3, [2]), (1, [2]), (3, [2]), (7, [2, 1]), (1, [2, 2])]):
-        two.score([pair], [Draft.chain(text(nodes, step))])
+    drafts = {"chain": Draft.chain([5]), "tree": tree(3, 4), "long": Draft.chain(text(70, 5))}
+    steps = [("chain", [1]), ("tree", [2]), ("chain", [2]), ("tree", [2]), ("long", [2, 1]), ("chain", [2, 2])]
+    for step, (name, captured) in enumerate(steps):
+        two.score([pair], [drafts[name]])
         two.commit([pair], [[step + 3]])
         assert [recorder.captured for recorder in two.recorders] == captured
 
@@ -344,65 +396,47 @@ def plan(*parts: tuple[int, int, int, Draft]) -> PassPlan:
 
 
 CHAIN = Draft.chain([3, 4, 5])
-WIDTHS = graphs.WIDTHS
 BUCKETS = [
-    (plan((0, 7, 1, Draft.empty())), WIDTHS, Bucket(0, 1, 2, 256, 0, ())),
-    (plan((2, 7, 1, CHAIN), (0, 0, 1, Draft.empty())), WIDTHS, Bucket(0, 3, 4, 256, 0, ())),
-    (plan((3, 7, 2, CHAIN)), WIDTHS, Bucket(3, 4, 8, 256, 0, ())),
-    (plan((0, 255, 1, Draft.empty())), WIDTHS, Bucket(0, 1, 2, 256, 0, ())),
-    (plan((0, 256, 1, Draft.empty())), WIDTHS, Bucket(0, 1, 2, 512, 0, ())),
-    (plan((0, 900, 1, Draft.empty())), WIDTHS, Bucket(0, 1, 2, 768, 0, ())),  # no more than the cache has
-    (plan((0, 7, 1, tree(1, 33))), WIDTHS, Bucket(0, 1, 64, 256, 2, ())),
-    (plan((0, 7, 1, tree(1, 8)), (1, 7, 1, CHAIN)), (3, 9, 12), Bucket(0, 2, 9, 256, 1, ())),
-    (plan((0, 7, 60, tree(1, 8))), WIDTHS, None),
-    (plan((0, 7, 30, CHAIN), (9, 7, 1, CHAIN)), WIDTHS, None),  # ten sequences of 64 rows
+    (plan((0, 7, 1, Draft.empty())), Bucket(64, 512, 0, (), False)),
+    (plan((2, 7, 1, CHAIN), (0, 0, 1, Draft.empty())), Bucket(64, 512, 0, (), False)),
+    (plan((3, 7, 60, CHAIN)), Bucket(64, 512, 0, (), False)),
+    (plan((3, 7, 62, CHAIN)), Bucket(128, 512, 0, (), False)),
+    (plan((0, 511, 1, Draft.empty())), Bucket(64, 512, 0, (), False)),
+    (plan((0, 512, 1, Draft.empty())), Bucket(64, 1024, 0, (), False)),
+    (plan((0, 7, 1, deep_tree(16, 1))), Bucket(64, 512, 8, (), False)),
+    (plan((0, 7, 1, deep_tree(18, 1)), (1, 7, 1, CHAIN)), Bucket(64, 512, 16, (), False)),
 ]
 
 
-@pytest.mark.parametrize("plan, widths, expected", BUCKETS, ids=range(len(BUCKETS)))
-def test_the_smallest_bucket_is_chosen(plan: PassPlan, widths: Sequence[int], expected: Bucket | None) -> None:
-    assert Bucket.of(plan, (), widths, 768) == expected
+@pytest.mark.parametrize("plan, expected", BUCKETS, ids=range(len(BUCKETS)))
+def test_the_smallest_bucket_is_chosen(plan: PassPlan, expected: Bucket) -> None:
+    assert Bucket.of(plan, ()) == expected
 
 
 def test_taps_in_any_order_are_one_bucket() -> None:
     one = plan((0, 7, 1, CHAIN))
-    assert Bucket.of(one, (2, 0, 2), WIDTHS, 256) == Bucket.of(one, (0, 2), WIDTHS, 256)
+    assert Bucket.of(one, (2, 0, 2)) == Bucket.of(one, (0, 2))
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 3, 5, 100])
-def test_ancestors_as_bits(window: int) -> None:
-    for draft in (deep_tree(11, 1), tree(2, 40), Draft.chain(text(4, 3))):
-        depths = torch.tensor(draft.depths)
-        near = depths[None, :] > depths[:, None] - window if window else torch.ones(1, 1, dtype=torch.bool)
-        expected = (draft.ancestors & near).tolist()
-        assert [[bool(bits >> i & 1) for i in range(len(draft))] for bits in ancestors(draft, window)] == expected
+def test_paths_of_draft_nodes() -> None:
+    for draft in (deep_tree(11, 1), tree(2, 40)):
+        (part,) = plan((0, 7, 1, draft)).parts
+        for node, row in enumerate(paths(part, 64).tolist()):
+            path = draft.path(node)
+            assert row == [8 + i for i in path] + [0] * (64 - len(path))
 
 
-def test_custom_widths_are_used(path: Path) -> None:
-    two = Two(path, widths=(5, 1))
-    pair = two.open(text(1, 1))
-    for step, nodes in enumerate((0, 4, 3, 0, 6)):
-        two.score([pair], [Draft.chain(text(nodes, step))])
-        two.commit([pair], [[step + 3]])
-    assert two.captured == 2 and two.replayed == 4  # seven rows fit nowhere
+def test_rows_are_batch_invariant(two: Two) -> None:
+    assert two.runner.batch_invariant
 
 
-@pytest.mark.parametrize("widths", [(), (0, 2)])
-def test_invalid_widths_are_refused(path: Path, widths: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidRequest, match="width"):
-        Two(path, widths=widths)
-
-
-def test_graphs_are_not_batch_invariant(two: Two) -> None:
-    assert not two.runner.batch_invariant
-
-
-def test_cuda_takes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_takes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(choose, "GraphRunner", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(choose, "CudaRunner", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(choose, "has_kernels", lambda device: device.type == "cuda")
     a = Architecture.of(ARCHITECTURES["llama"].build().config.to_dict())
     choose.build_runner(a, None, None, torch.float16, torch.device("cuda"))  # type: ignore[arg-type]
-    assert made == [(a, None, None, torch.float16, torch.device("cuda"))]
+    assert made == [(a, None, None, torch.float16, torch.device("cuda"), None)]
 
 
 @pytest.fixture
@@ -416,7 +450,7 @@ def cuda() -> torch.device:
 def test_cuda_equals_the_torch_runner(name: str, cuda: torch.device, tmp_path: Path) -> None:
     two = Two(ARCHITECTURES[name].save(tmp_path))
     two.graphed = Decoder(load_config(tmp_path), open_weights(tmp_path), torch.float32, cuda)
-    assert isinstance(two.graphed.runner, GraphRunner)
+    assert isinstance(two.graphed.runner, CudaRunner)
     two.tolerance = 1e-3
     plain_score = two.plain.score
 

@@ -15,6 +15,7 @@ from .tiny import only_runner
 from .trees import repeating
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 NUMBERS: dict[str, tuple[torch.dtype, str | None, str]] = {
     "float32": (torch.float32, None, "auto"),
     "bfloat16": (torch.bfloat16, None, "auto"),
@@ -36,6 +37,7 @@ def two_threads() -> None:
 
 KINDS = [f"{numbers}-{runner}" for numbers in NUMBERS for runner in ("compiled", "torch")]
 KINDS += [f"{numbers}-compiled" for numbers in CACHES]
+KINDS += [f"{numbers}-cuda" for numbers in NUMBERS if torch.cuda.is_available()]
 
 
 @pytest.fixture(params=KINDS)
@@ -48,7 +50,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 def decoder(kind: str, heads: int = 4, kv_heads: int = 2, dim: int = 32, **changes: object) -> Decoder:
     numbers, runner = kind.split("-")
     dtype, quantization, kv_cache_dtype = (NUMBERS | CACHES)[numbers]
-    if not can_pack(dtype, CPU):
+    device = CUDA if runner == "cuda" else CPU
+    if device == CPU and not can_pack(dtype, CPU):
         pytest.skip(f"this machine has no packed {dtype} products; its rows are not promised to be independent")
     hidden, width, layers = 96, 160, 2
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +92,7 @@ def decoder(kind: str, heads: int = 4, kv_heads: int = 2, dim: int = 32, **chang
             for at in ("pre_feedforward", "post_feedforward"):
                 weights[f"model.layers.{i}.{at}_layernorm.weight"] = random(hidden)
     with only_runner(runner):
-        return Decoder(config, weights, dtype, CPU, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+        return Decoder(config, weights, dtype, device, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

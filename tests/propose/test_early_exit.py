@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.models.test_graphs import Recorder
+from tests.models.test_graphs import InTorch, Recorder
 from tests.models.trees import repeating
 
 from foretoken import LLM
@@ -18,7 +18,8 @@ from foretoken.models.early_exit import EarlyExit, Exit
 from foretoken.models.formats.checkpoint import open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.loading import load_model
-from foretoken.models.runners.graphs import GraphRunner
+from foretoken.models.runners.cuda import layout
+from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.propose.base import BuildContext
 from foretoken.propose.early_exit import EarlyExitConfig, build
 
@@ -31,8 +32,9 @@ def target(request: Any, tiny_pair: Any, monkeypatch: pytest.MonkeyPatch) -> Dec
     model = load_model(tiny_pair.target, dtype="float32", device="cpu")
     assert isinstance(model, Decoder)
     if request.param == "graphs":  # as on CUDA, with a stand-in for its graphs
+        monkeypatch.setattr(layout, "_kernels", lambda: InTorch)
         source = Source(open_weights(tiny_pair.target), model.architecture, model.dtype)
-        model.runner = GraphRunner(
+        model.runner = CudaRunner(
             model.architecture, Layers(source), read_ends(source), model.dtype, model.device, capture=Recorder
         )
     return model

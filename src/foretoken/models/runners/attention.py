@@ -85,6 +85,32 @@ class Geometry:
             masks={view: _mask(parts, positions, low, high, width, keys, *view).to(device) for view in set(views)},
         )
 
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        queries_keys: Tensor,
+        values: Tensor,
+        a: Heads,
+        view: tuple[int, bool],
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Writes the new keys and values to the cache, if there are any, then computes attention.
+
+        Args:
+            cache: the KV cache.
+            layer: index of the layer in the cache.
+            queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads those of another.
+            values: [R, kv_heads, head_dim], or [R, 0, head_dim].
+            a: sizes of the attention.
+            view: which keys a row sees; see ``families.layers.Layer.view``.
+            sinks: scores [heads] of a key without a value; None for none.
+
+        Returns:
+            [R, heads * head_dim]
+        """
+        return attend(cache, layer, queries_keys, values, self, a, self.masks[view], sinks)
+
     def biased(self, table: Tensor, plan: PassPlan) -> Geometry:
         """Returns the layout with biases in the masks, [S, kv_heads = 1, width, heads, keys]: ALiBi.
 

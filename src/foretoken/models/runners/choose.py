@@ -13,7 +13,8 @@ from foretoken.core.native.build import KernelsDisabled, KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Runner
-from foretoken.models.runners.graphs import GraphRunner
+from foretoken.models.runners.cuda.available import has_kernels
+from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.native.weight_format import packs
@@ -63,11 +64,8 @@ def build_runner(
     check_cached_as(kv_cache_dtype, dtype, not_compiled)
     if architecture.recurrence is not None:
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
-    a = architecture
-    chunked = min(architecture.windows, default=0) < 0
-    captured = entry is None and a.alibi is None and a.latent is None and not a.has_experts and not a.sinks
-    if device.type == "cuda" and captured and not chunked:
-        return GraphRunner(architecture, layers, ends, dtype, device)
+    if architecture.alibi is None and architecture.latent is None and has_kernels(device):
+        return CudaRunner(architecture, layers, ends, dtype, device, entry)
     runner = TorchRunner(architecture, layers, ends, dtype, device, entry)
     runner.not_compiled = not_compiled
     return runner

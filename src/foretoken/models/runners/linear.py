@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,6 +16,9 @@ from foretoken.models.formats.quantize import Int8, Matrix, quantize_rows
 AMX_ROWS = 32
 # A float32 sum of this many products of two int8 is below 2^24, so it is exact in any order.
 EXACT_TERMS = 1024
+# On CUDA, cuBLAS chooses its kernel by the number of rows; with a fixed one, no row's sum depends on the others. Up to
+# 64 rows cost what one row costs (measured on an H200, docs/benchmarks/h200.md).
+FIXED_ROWS = 64
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -26,9 +30,24 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32
 
 
-def can_multiply_int8(device: torch.device) -> bool:
-    """Returns whether torch's int8 product is exact here. On CPUs without VNNI, intermediate sums may saturate."""
-    return device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+def can_multiply_int8(weight: Tensor) -> bool:
+    """Returns whether torch's int8 product takes a weight [out, in], and is exact.
+
+    On CPUs without VNNI, intermediate sums may saturate; on CUDA, cuBLAS takes multiples of 8.
+    """
+    if weight.device.type == "cuda":
+        return not any(size % 8 for size in weight.shape)
+    return weight.is_cpu and torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+
+
+def by_fixed_rows(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Returns ``multiply(x)`` of x [rows, in], computed ``FIXED_ROWS`` rows at a time; the last ones are padded."""
+    count = len(x)
+    if count % FIXED_ROWS:
+        x = F.pad(x, (0, 0, 0, -count % FIXED_ROWS))
+    if len(x) == FIXED_ROWS:
+        return multiply(x)[:count]
+    return torch.cat([multiply(part) for part in x.split(FIXED_ROWS)])[:count]
 
 
 def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -76,10 +95,13 @@ class Linear:
 
     def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
         if not self._packed:
-            return F.linear(x, self._weight, self._bias)
+            return self._plain(x) if alone or x.is_cpu else by_fixed_rows(self._plain, x)
         if alone or not self._max_rows or x.shape[0] <= self._max_rows:
             return self._multiply(x)
         return torch.cat([self._multiply(part) for part in x.tensor_split(-(-x.shape[0] // self._max_rows))])
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
 
     def _multiply(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -96,16 +118,23 @@ class Int8Linear:
     __slots__ = ("_bias", "_native", "_scales", "_values")
 
     def __init__(self, weight: Int8, bias: Tensor | None = None) -> None:
-        self._native = can_multiply_int8(weight.values.device)
+        self._native = can_multiply_int8(weight.values)
         self._values = weight.values.clone(memory_format=torch.contiguous_format)
         self._scales, self._bias = weight.scales, None if bias is None else bias.float()
 
     def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
         values, scales = quantize_rows(x)
-        sums = torch._int_mm(values, self._values.T).float() if self._native else exact_product(values, self._values)
+        sums = self._sums(values)
         y = sums.mul_(self._scales)
         y = y * scales if self._bias is None else torch.addcmul(self._bias, y, scales)
         return y.to(x.dtype)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        if not self._native:
+            return exact_product(values, self._values)
+        if values.is_cpu:
+            return torch._int_mm(values, self._values.T).float()
+        return by_fixed_rows(lambda part: torch._int_mm(part, self._values.T), values).float()  # takes 17 rows or more
 
 
 class GroupedLinear:

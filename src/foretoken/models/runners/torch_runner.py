@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.quantize import floats
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights, NormWeight
-from foretoken.models.runners.attention import AttentionSizes, Geometry, attend
+from foretoken.models.runners.attention import AttentionSizes, Geometry
 from foretoken.models.runners.base import DecoderOnly, Pass, injecting
 from foretoken.models.runners.functional import normalize, rotary_table, rotate
 from foretoken.models.runners.linear import can_pack, moved, product
@@ -85,11 +85,15 @@ class TorchRunner(DecoderOnly):
         view._layers = [replace(layer, norm=None, after_mixer=None, mlp_norm=None, mlp=None) for layer in self._layers]
         return view
 
+    @property
+    def _cache_dtype(self) -> torch.dtype:
+        """The dtype of keys and values; see ``attention.py``."""
+        return torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype
+
     def _new_cache(self, a: Architecture) -> KVCache:
-        dtype = torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype  # attention.py
         sizes = [None if layer.source is not None else a.sizes(layer) for layer in a.stack]
         shapes = [None if size is None else (size.kv_heads, size.head_dim) for size in sizes]
-        return KVCache(shapes, dtype, self._device)
+        return KVCache(shapes, self._cache_dtype, self._device)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -238,8 +242,8 @@ class TorchRunner(DecoderOnly):
             queries_keys = self._norm_heads(queries_keys, mixer)
         if a.query_growth is not None and not (a.query_growth.unrotated and layer.rope >= 0):
             queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
-        mask, place = g.masks[layer.view], number if layer.source is None else layer.source
-        mixed = attend(self.cache, place, queries_keys, values, g, sizes, mask, mixer.sinks)
+        place = number if layer.source is None else layer.source
+        mixed = g.attend(self.cache, place, queries_keys, values, sizes, layer.view, mixer.sinks)
         return mixer.out(mixed * gates.flatten(1).sigmoid() if a.gated_attention else mixed, alone)
 
     def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:

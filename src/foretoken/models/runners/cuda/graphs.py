@@ -1,0 +1,75 @@
+"""CUDA graphs: a pass launches hundreds of small kernels, which a graph launches at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.models.runners.cuda.layout import Bucket
+
+WARM_UPS = 2  # runs before a capture, in which libraries choose kernels and allocate workspaces
+
+States = dict[int, Tensor]
+
+
+class Capture(Protocol):
+    """Captures functions as graphs.
+
+    The graphs of one object share memory, so the result of one is read before another is replayed.
+    """
+
+    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
+        """Returns a function that repeats the work on the current content of the same tensors.
+
+        It returns the same tensors every time, overwritten.
+        """
+
+
+class CudaCapture:
+    """CUDA graphs in one private pool of memory, as torch.cuda.graphs documents them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
+        with torch.cuda.device(self._device):
+            side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    function()
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                states = function()
+
+        def replay() -> States:
+            graph.replay()
+            return states
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured graph and what it reads: the table [rows of the table, R], and features [R, H] or nothing."""
+
+    table: Tensor
+    features: Tensor | None
+    replay: Callable[[], States]
+
+
+@dataclass(slots=True)
+class Graphs:
+    """All graphs over cache buffers of one shape [slots, rows]; with other buffers they would read freed memory."""
+
+    shape: tuple[int, int]
+    capture: Capture
+    known: dict[Bucket, Graph] = field(default_factory=dict)

@@ -1,0 +1,152 @@
+"""The rows of a pass as one table of integers, which is copied to the device at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.models.runners.attention import Heads
+from foretoken.models.runners.cuda.rows import STRETCH, Rows
+from foretoken.models.runners.linear import FIXED_ROWS
+from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.state.kv import KVCache
+
+MIN_DEPTH = 8  # of trees; doubled until all fit
+
+# Rows of the table: what ``rows.Rows`` describes, and, in OUTPUTS and COMPUTED, indices of rows of the pass.
+TOKENS, POSITIONS, COUNTS, SLOTS, PLACES, PREFIXES, OUTPUTS, PATHS = range(8)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What a CUDA graph depends on.
+
+    Attributes:
+        rows: rows of the pass, padding included.
+        longest: number of keys that any row may see.
+        depth: depth of the deepest draft tree; 0 if all drafts are chains.
+        taps: layers whose hidden states are returned.
+        features: whether the input is features instead of tokens alone.
+    """
+
+    rows: int
+    longest: int
+    depth: int
+    taps: tuple[int, ...]
+    features: bool
+
+    @staticmethod
+    def of(plan: PassPlan, taps: Sequence[int]) -> Bucket:
+        """Returns the smallest bucket that holds the plan."""
+        depth = max(0 if part.draft.is_chain else max(part.draft.depths) for part in plan.parts)
+        return Bucket(
+            rows=-(-len(plan.tokens) // FIXED_ROWS) * FIXED_ROWS,
+            longest=doubled(max(plan.positions) + 1, STRETCH),
+            depth=doubled(depth, MIN_DEPTH) if depth else 0,
+            taps=tuple(sorted(set(taps))),
+            features=plan.features is not None,
+        )
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The layout of a pass on the device, for ``TorchRunner``.
+
+    Attributes:
+        tokens: the token of each row, int64 [R].
+        positions: the position of each row, int64 [R].
+        rows: where the rows lie and what they see.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    rows: Rows
+
+    @staticmethod
+    def of(table: Tensor, bucket: Bucket) -> RowLayout:
+        """Reads a table on the device."""
+        rows = Rows(
+            counts=table[COUNTS],
+            slots=table[SLOTS],
+            places=table[PLACES],
+            prefixes=table[PREFIXES],
+            paths=table[PATHS:].t().contiguous(),
+            longest=bucket.longest,
+        )
+        return RowLayout(table[TOKENS].long(), table[POSITIONS].long(), rows)
+
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        queries_keys: Tensor,
+        values: Tensor,
+        a: Heads,
+        view: tuple[int, bool],
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Writes new keys and values and computes attention; see ``attention.Geometry.attend``."""
+        queries, fresh = queries_keys[:, : a.heads], queries_keys[:, a.heads :]
+        keys, past = cache.keys[layer], cache.values[layer]
+        kernels = _kernels()
+        if fresh.shape[1]:
+            kernels.store(keys, fresh, self.rows)
+            kernels.store(past, values, self.rows)
+        mixed = kernels.attend_rows(queries, keys, past, self.rows, a.scale, view[0], a.attention_softcap, sinks)
+        return mixed.flatten(1)
+
+
+def _kernels() -> Any:
+    from foretoken.models.runners.cuda import attention  # Triton is imported where its kernels run
+
+    return attention
+
+
+def fill(plan: PassPlan, bucket: Bucket, pinned: bool) -> Tensor:
+    """Returns the plan as a table, int32 [PATHS + depth, rows], in memory that torch keeps until it has been copied.
+
+    Padding is token 0 at position 0. It sees no key and is not written to the cache.
+    """
+    filled = torch.zeros((PATHS + bucket.depth, bucket.rows), dtype=torch.int32, pin_memory=pinned)
+    table = filled.numpy()
+    count = len(plan.tokens)
+    table[TOKENS, :count], table[POSITIONS, :count] = plan.tokens, plan.positions
+    table[COUNTS, :count] = table[POSITIONS, :count] + 1
+    table[OUTPUTS, : len(plan.outputs)] = plan.outputs
+    at = 0
+    for part in plan.parts:
+        own = table[:, at : at + part.count]
+        own[SLOTS] = part.slot
+        own[PLACES] = range(part.first, part.end)
+        own[PREFIXES] = own[COUNTS]
+        if not part.draft.is_chain:
+            nodes = own[:, part.count - len(part.draft) + max(0, part.first - part.nodes_at) :]
+            nodes[PREFIXES] = part.nodes_at
+            nodes[PATHS:] = paths(part, bucket.depth).T
+        at += part.count
+    return filled
+
+
+def paths(part: Part, depth: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    """Returns the cache rows of the path to each draft node that the part computes, [nodes, depth], padded by zeros."""
+    draft: Draft = part.draft
+    scored = max(0, part.first - part.nodes_at)  # nodes whose rows an earlier pass computed
+    table = np.zeros((len(draft), depth), np.int32)
+    for node, parent in enumerate(draft.parents):
+        if parent >= 0:
+            table[node] = table[parent]
+        table[node, draft.depths[node] - 1] = part.nodes_at + node
+    return table[scored:]
+
+
+def doubled(count: int, start: int) -> int:
+    """Returns ``start``, doubled until it is at least ``count``."""
+    while start < count:
+        start *= 2
+    return start

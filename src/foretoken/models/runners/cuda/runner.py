@@ -1,0 +1,118 @@
+"""The runner for CUDA: row-independent kernels, captured as CUDA graphs and replayed.
+
+A graph reads and writes fixed addresses, so the layout of a pass is one table (``layout.py``). No row's logits depend
+on what shares the pass: attention and norms are computed by programs of single rows, and products by calls of a fixed
+number of rows (``linear.py``). Chunks of one prompt, which share a pass with nothing else, run as in ``TorchRunner``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.weights import Ends, Entry, LayerWeights
+from foretoken.models.runners.base import Pass
+from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Graphs, States
+from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
+from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.runners.torch_runner import TorchRunner
+
+MAX_ROWS = 256  # with more rows, a GPU's time goes into products, which hide the launches
+MAX_GRAPHS = 128  # graphs hold memory; beyond this number all are dropped
+
+
+class CudaRunner(TorchRunner):
+    """A runner that replays CUDA graphs. Results of a pass are not overwritten by later passes.
+
+    Args:
+        architecture: sizes and operations of the decoder.
+        layers: weights of each layer.
+        ends: embedding, last norm and vocabulary head.
+        dtype: dtype of the computation.
+        device: device of weights and KV cache.
+        entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
+        capture: creates the object that captures graphs, again whenever the old graphs are dropped; None for CUDA's,
+            or none on the CPU, where Triton's interpreter runs the kernels.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Iterable[LayerWeights],
+        ends: Ends,
+        dtype: torch.dtype,
+        device: torch.device,
+        entry: Entry | None = None,
+        capture: Callable[[torch.device], Capture] | None = None,
+    ) -> None:
+        super().__init__(architecture, layers, ends, dtype, device, entry)
+        self.batch_invariant = True
+        self._new_capture = capture or CudaCapture
+        # The numbers of experts' rows are read on the host.
+        self._captured = not architecture.has_experts and (capture is not None or device.type == "cuda")
+        self._graphs: Graphs | None = None
+
+    @property
+    def _cache_dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
+        view = super().first(architecture, norm)
+        view._graphs = None
+        return view
+
+    def injector(self) -> Self:
+        view = super().injector()
+        view._graphs = None
+        return view
+
+    @torch.inference_mode()
+    def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
+        alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
+        if alone or any(part.mutual for part in plan.parts):
+            return super().run(plan, taps, logits)
+        self._reserve(plan.reach)
+        bucket = Bucket.of(plan, taps)
+        filled = fill(plan, bucket, pinned=self._device.type == "cuda")
+        features = None if plan.features is None else self._padded(plan.features, bucket.rows)
+        if self._captured and bucket.rows <= MAX_ROWS:
+            graph = self._graph(bucket, filled, features)
+            graph.table.copy_(filled, non_blocking=True)
+            if graph.features is not None and features is not None:
+                graph.features.copy_(features)
+            table, states = graph.table, graph.replay()
+        else:
+            table = filled.to(self._device)
+            states = self._states(RowLayout.of(table, bucket), bucket.taps, features=features)
+        # The head is not part of the graph: its number of rows varies, and it is launched while the graph runs.
+        outputs = table[OUTPUTS, : len(plan.outputs)]
+        computed = torch.arange(len(plan.tokens), device=self._device)
+        return Pass(self._logits(states, outputs) if logits else None, self._tapped(states, taps, computed))
+
+    def _padded(self, features: Tensor, rows: int) -> Tensor:
+        """Returns features [n, H] with zeros for the rows of padding."""
+        padded = torch.zeros((rows, features.shape[1]), dtype=self._dtype, device=self._device)
+        padded[: len(features)] = features
+        return padded
+
+    def _graph(self, bucket: Bucket, filled: Tensor, features: Tensor | None) -> Graph:
+        """Returns the bucket's graph. It is captured on first use, with this table and these features."""
+        shape = (self.cache.slots, self.cache.rows)
+        graphs = self._graphs
+        if graphs is None or graphs.shape != shape or (bucket not in graphs.known and len(graphs.known) >= MAX_GRAPHS):
+            self._graphs = graphs = None  # frees the memory of the old ones first
+            self._graphs = graphs = Graphs(shape, self._new_capture(self._device))
+        known = graphs.known
+        if bucket not in known:
+            table = filled.to(self._device, copy=True)
+            own = None if features is None else features.clone()
+
+            def states() -> States:
+                return self._states(RowLayout.of(table, bucket), bucket.taps, features=own)
+
+            known[bucket] = Graph(table, own, graphs.capture.capture(states))
+        return known[bucket]
