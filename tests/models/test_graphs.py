@@ -360,8 +360,8 @@ def test_growing_buffers_drop_the_graphs(two: Two) -> None:
 
 
 def test_prompt_chunks_and_long_passes_are_not_captured(two: Two) -> None:
-    pairs = [two.open(text(n, n)) for n in (300, 40, 60)]
-    two.score(pairs, [tree(1, 230), Draft.empty(), Draft.empty()])
+    pairs = [two.open(text(n, n)) for n in (100, 40, 60)]
+    two.score(pairs, [tree(1, 260), Draft.empty(), Draft.empty()])
     assert two.captured == 0
     two.score(pairs[:1], [tree(1, 60)])
     assert two.captured == 1
