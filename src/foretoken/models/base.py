@@ -98,8 +98,9 @@ class Scores:
     """The result of one forward pass for one sequence.
 
     Attributes:
-        logits: [rows, V]. Row 0 belongs to the root (the last committed token) and row i + 1 to draft node i. If
-            earlier nodes were scored before, only the new rows, in the same order.
+        logits: [rows, V], in the host's memory, where distributions are computed alike whatever the model's device.
+            Row 0 belongs to the root (the last committed token) and row i + 1 to draft node i. If earlier nodes were
+            scored before, only the new rows, in the same order.
         taps: hidden states [computed, H] by layer index, for every row that this call computed, a prompt's included:
             the pending tokens from position ``first`` on, then the new draft nodes. So the last rows are those of
             ``logits``. Index i is the *input* of layer i, as in transformers' ``hidden_states[i]``; the number of

@@ -99,7 +99,7 @@ class RecordedModel(Model):
         nodes = range(-1 if handle.pending else done, len(draft))
         whole, root = recording.text.whole, len(handle.tokens)
         places = self._places(draft, whole, root)
-        logits = torch.full((len(nodes), self.vocab_size), _NEVER, device=self.device)
+        logits = torch.full((len(nodes), self.vocab_size), _NEVER)
         for row, node in enumerate(nodes):
             at = root if node < 0 else places[node]
             logits[row, whole[at] if at is not None and at < len(whole) else 0] = 0.0

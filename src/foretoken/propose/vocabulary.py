@@ -94,7 +94,7 @@ class SlemProposer(Proposer):
         self.model, self.target, self.draft = model, target, draft
         self._sequences: dict[int, RetokenizedSequence] = {}
         unspellable = [i for i in range(model.vocab_size) if not _is_spellable(draft, i)]
-        self._unspellable = torch.tensor(unspellable, dtype=torch.int64, device=model.device)
+        self._unspellable = torch.tensor(unspellable, dtype=torch.int64)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         text_drafts = {
@@ -173,7 +173,7 @@ class SharedTokenModel(Model):
             )
         nothing = model.vocab_size  # a column of -inf after the draft's own
         columns = [nothing if index is None else index for index in self._draft_ids]
-        self._columns = torch.tensor(columns, dtype=torch.int64, device=model.device)
+        self._columns = torch.tensor(columns, dtype=torch.int64)
         self._sequences: dict[int, RetokenizedSequence] = {}
         self._opened = 0
 

@@ -74,8 +74,8 @@ def continue_prompts(
     End-of-text tokens do not stop a text, because windows of the corpus also continue past the end of a file.
     Temperature 0 takes the argmax. The samples depend on ``seed`` and on the other sequences of the batch.
     """
-    generator = torch.Generator(model.device).manual_seed(seed)
-    heat = torch.tensor(temperatures, device=model.device)
+    generator = torch.Generator().manual_seed(seed)
+    heat = torch.tensor(temperatures)
     scale = heat.where(heat > 0, 1.0)[:, None]
     alive: dict[int, Handle] = {i: model.open(list(prompt)) for i, prompt in enumerate(prompts)}
     done: list[list[int]] = [list(prompt[:length]) for prompt in prompts]
@@ -87,13 +87,13 @@ def continue_prompts(
                 model.close(handle)
             if not alive:
                 return done
-            rows, handles = torch.tensor(list(alive), device=model.device), list(alive.values())
+            rows, handles = torch.tensor(list(alive)), list(alive.values())
             scores = model.score(handles, [Draft.empty()] * len(handles))
             logits = torch.cat([score.logits for score in scores]).float()
             weights = (logits / scale[rows]).softmax(-1)
             # Inverse transform sampling: one random number per row. One per token would cost more than the pass.
             summed = weights.cumsum(-1)
-            at = torch.rand(len(rows), 1, generator=generator, device=model.device) * summed[:, -1:]
+            at = torch.rand(len(rows), 1, generator=generator) * summed[:, -1:]
             drawn = torch.searchsorted(summed, at, right=True)[:, 0].clamp(max=model.vocab_size - 1)
             chosen = torch.where(heat[rows] > 0, drawn, logits.argmax(-1))
             model.commit(handles, [[token] for token in chosen.tolist()])

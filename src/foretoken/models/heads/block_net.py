@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.core.devices import on_host
 from foretoken.core.draft import Draft
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry
@@ -68,8 +69,8 @@ class BlockNet(FeatureNet):
         tensors = head.tensors
         self._fc = self._product("fc.weight")
         self._hidden_norm = tensors["hidden_norm.weight"].to(device, torch.float32)
-        self._ids = head.ids().to(device)
-        self._whole = head.draft_vocab == head.vocab and bool((self._ids == torch.arange(head.vocab).to(device)).all())
+        self._ids = head.ids()
+        self._whole = head.draft_vocab == head.vocab and bool((self._ids == torch.arange(head.vocab)).all())
         vocabulary = tensors.get("lm_head.weight", torch.zeros(1, head.hidden)).to(dtype)  # zeros: unused
         config = {**head.layer, "vocab_size": len(vocabulary), "max_position_embeddings": max_length}
         architecture = Architecture.of(config)
@@ -195,7 +196,7 @@ class BlockNet(FeatureNet):
             vectors = before = F.embedding(ids, self._w1)
             if self._gate is not None:
                 vectors = torch.sigmoid(_multiply(self._gate, torch.cat([states, before], dim=-1))) * before
-            logits = logits + _multiply(self._w2, vectors).float()
+            logits = logits + on_host(_multiply(self._w2, vectors).float())
         if asked:
             self._estimate(wanted, states, before)
         return list(logits.split(counts))

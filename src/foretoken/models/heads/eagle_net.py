@@ -42,8 +42,8 @@ class EagleNet(FeatureNet):
         self._fc = product(head.tensors["fc.weight"].to(device, dtype), self._bias("fc", dtype, device))
         self._norms = [head.tensors[name].to(device, torch.float32) for name in self._norm_names()]
         self._embedding = embedding.to(dtype)
-        self._ids = head.ids().to(device)
-        self._whole = head.draft_vocab == head.vocab and bool((self._ids == torch.arange(head.vocab).to(device)).all())
+        self._ids = head.ids()
+        self._whole = head.draft_vocab == head.vocab and bool((self._ids == torch.arange(head.vocab)).all())
         vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden)).to(dtype)  # zeros: unused
         config = {**head.layer, "model_type": "llama", "vocab_size": vocabulary.shape[0]}
         config |= {"num_hidden_layers": head.layers, "max_position_embeddings": max_length}

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.core.devices import on_host
 from foretoken.models.heads.blockwise import BlockwiseHeads
 from foretoken.models.heads.medusa import MedusaHeads
 from foretoken.models.runners.linear import Product, product
@@ -44,7 +45,7 @@ class MedusaNet:
         self._later = [[_product(w, b, dtype, device) for w, b in block[1:]] for block in heads.blocks]
         self._own = [_product(matrix, None, dtype, device) for matrix in heads.vocabulary]
         self._unembed = unembed
-        self._tokens = None if heads.tokens is None else heads.tokens.to(device)
+        self._tokens = heads.tokens
 
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class MedusaNet:
         else:
             shared = self._unembed if not self._own else lambda flat: _multiply(self._own[0], flat)
             logits = shared(states.flatten(0, 1).contiguous()).view(len(rows), self.depth, -1)
-        return self._spread(logits.float())
+        return self._spread(on_host(logits.float()))
 
     def _spread(self, logits: Tensor) -> Tensor:
         if self._tokens is None:

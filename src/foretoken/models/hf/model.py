@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from foretoken.core.devices import on_host
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import NO_ENCODER, Handle, Scores, growing
@@ -136,13 +137,13 @@ class HFModel(WrappedModule):
                 layer: torch.cat([*(part[layer] for part in earlier[at]), output.hidden_states[layer][at, : rows[at]]])
                 for layer in taps
             }
-            results.append(Scores(output.logits[at, start:end], tapped, firsts[at]))
+            results.append(Scores(on_host(output.logits[at, start:end]), tapped, firsts[at]))
         return results
 
     @torch.inference_mode()
     def unembed(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.module.get_output_embeddings()(hidden.to(self.device, self.dtype))
-        return logits.float()
+        return on_host(logits.float())
 
     # one pass
 

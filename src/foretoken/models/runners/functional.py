@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch import Tensor
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.reading import Activation
 from foretoken.models.formats.weights import NormWeight
-from foretoken.models.runners.cuda.available import has_kernels
+from foretoken.models.runners.cuda.available import has_kernels, kernels
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -29,12 +28,6 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _kernels() -> Any:
-    from foretoken.models.runners.cuda import rowwise  # Triton is imported where its kernels run
-
-    return rowwise
-
-
 def normalize(a: Architecture, x: Tensor, norm: NormWeight | None) -> Tensor:
     """Returns the norm over the last dimension, computed in float32 and rounded once; x without a norm.
 
@@ -44,7 +37,7 @@ def normalize(a: Architecture, x: Tensor, norm: NormWeight | None) -> Tensor:
         return x
     weight = norm.weight
     if not a.centered and weight.ndim == 1 and norm.bias is None and has_kernels(x.device):
-        return _kernels().rms_norm(x, weight, a.eps)
+        return kernels().rms_norm(x, weight, a.eps)
     if a.centered:
         normed = F.layer_norm(x.float(), weight.shape[-1:], eps=a.eps) * weight
     elif weight.ndim > 1:
@@ -66,7 +59,7 @@ def activate(a: Architecture, x: Tensor, gated: bool) -> Tensor:
     if not gated:
         return function(x)
     if function is F.silu and a.gate_factor == 1.0 and has_kernels(x.device):
-        return _kernels().silu_mul(x)
+        return kernels().silu_mul(x)
     gate, up = x.chunk(2, dim=-1)
     return function(gate if a.gate_factor == 1.0 else gate * a.gate_factor) * up
 
@@ -94,7 +87,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, paired: bool = False) -> Tensor:
         paired: whether numbers 2i and 2i + 1 are rotated together; otherwise i and i + half.
     """
     if x.ndim == 3 and has_kernels(x.device):
-        return _kernels().rotate_heads(x, cos, sin, paired)
+        return kernels().rotate_heads(x, cos, sin, paired)
     rotated, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
     if paired:
         other = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)

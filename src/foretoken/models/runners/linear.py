@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretoken.models.formats.grouped import Grouped
 from foretoken.models.formats.quantize import Int8, Matrix, quantize_rows
+from foretoken.models.runners.cuda.available import has_kernels, kernels
 
 # With AMX, oneDNN uses another bf16 kernel from 33 rows on, which sums in another order (measured).
 AMX_ROWS = 32
@@ -36,7 +37,7 @@ def can_multiply_int8(weight: Tensor) -> bool:
     On CPUs without VNNI, intermediate sums may saturate; on CUDA, cuBLAS takes multiples of 8.
     """
     if weight.device.type == "cuda":
-        return not any(size % 8 for size in weight.shape)
+        return has_kernels(weight.device) and not any(size % 8 for size in weight.shape)
     return weight.is_cpu and torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
 
 
@@ -123,18 +124,16 @@ class Int8Linear:
         self._scales, self._bias = weight.scales, None if bias is None else bias.float()
 
     def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
+        if self._native and has_kernels(x.device):
+            return by_fixed_rows(self._fused, x)
         values, scales = quantize_rows(x)
-        sums = self._sums(values)
+        sums = torch._int_mm(values, self._values.T).float() if self._native else exact_product(values, self._values)
         y = sums.mul_(self._scales)
         y = y * scales if self._bias is None else torch.addcmul(self._bias, y, scales)
         return y.to(x.dtype)
 
-    def _sums(self, values: Tensor) -> Tensor:
-        if not self._native:
-            return exact_product(values, self._values)
-        if values.is_cpu:
-            return torch._int_mm(values, self._values.T).float()
-        return by_fixed_rows(lambda part: torch._int_mm(part, self._values.T), values).float()  # takes 17 rows or more
+    def _fused(self, x: Tensor) -> Tensor:
+        return kernels().int8_linear(x, self._values, self._scales, self._bias)
 
 
 class GroupedLinear:

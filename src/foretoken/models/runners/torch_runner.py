@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.core.devices import on_host
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.quantize import floats
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights, NormWeight
@@ -266,6 +267,10 @@ class TorchRunner(DecoderOnly):
 
     @torch.inference_mode()
     def unembed(self, hidden: Tensor) -> Tensor:
+        return on_host(self._unembed(hidden))
+
+    def _unembed(self, hidden: Tensor) -> Tensor:
+        """Returns logits as ``unembed`` does, on the device."""
         count, cap = hidden.shape[0], self._architecture.final_softcap
         hidden = hidden.to(self._device, self._dtype)
         logits = self._head(hidden if count > 1 else hidden.repeat(2, 1))[:count].float()

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from foretoken.core.devices import on_host
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.layers import UNBOUNDED
 from foretoken.models.families.seq2seq import Stack
@@ -177,7 +178,7 @@ class Seq2SeqRunner(WithoutAdapters):
         if scale != 1.0:
             hidden = hidden * scale
         logits = self._head(hidden if count > 1 else hidden.repeat(2, 1))[:count].float()
-        return logits if self._head_bias is None else logits + self._head_bias
+        return on_host(logits if self._head_bias is None else logits + self._head_bias)
 
     def _layer(
         self, number: int, block: Seq2SeqLayer, hidden: Tensor, g: Geometry, masks: AttentionMasks, alone: bool

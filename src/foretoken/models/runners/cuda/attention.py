@@ -113,25 +113,30 @@ def _merge(
 
 @triton.jit
 def _store(
-    fresh, cache, slots, places, counts, fresh_stride, slot_stride, head_stride,
+    keys, values, key_cache, value_cache, slots, places, counts, key_stride, value_stride, slot_stride, head_stride,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     if tl.load(counts + row) > 0:
         dim = tl.arange(0, BLOCK_DIM)
-        numbers = tl.load(fresh + row * fresh_stride + head * DIM + dim, mask=dim < DIM, other=0.0)
-        numbers = tl.where(tl.abs(numbers.to(tl.float32)) < float("inf"), numbers, 0.0)  # as ``state.kv.finite``
         to = tl.load(slots + row).to(tl.int64) * slot_stride + head * head_stride
         to += tl.load(places + row).to(tl.int64) * DIM
-        tl.store(cache + to + dim, numbers.to(cache.dtype.element_ty), mask=dim < DIM)
+        key = tl.load(keys + row * key_stride + head * DIM + dim, mask=dim < DIM, other=0.0)
+        key = tl.where(tl.abs(key.to(tl.float32)) < float("inf"), key, 0.0)  # as ``state.kv.finite``
+        tl.store(key_cache + to + dim, key.to(key_cache.dtype.element_ty), mask=dim < DIM)
+        value = tl.load(values + row * value_stride + head * DIM + dim, mask=dim < DIM, other=0.0)
+        value = tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)
+        tl.store(value_cache + to + dim, value.to(value_cache.dtype.element_ty), mask=dim < DIM)
 
 
-def store(cache: Tensor, fresh: Tensor, rows: Rows) -> None:
-    """Writes keys or values [R, kv_heads, D] to a cache [slots, kv_heads, cache rows, D]; padding is not written."""
-    count, heads, dim = fresh.shape
-    assert fresh.stride(2) == 1 and fresh.stride(1) == dim and cache.is_contiguous()
+def store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, rows: Rows) -> None:
+    """Writes keys and values [R, kv_heads, D] to caches [slots, kv_heads, cache rows, D]; padding is not written."""
+    count, heads, dim = keys.shape
+    assert all(each.stride(2) == 1 and each.stride(1) == dim for each in (keys, values))
+    assert key_cache.is_contiguous() and key_cache.stride() == value_cache.stride()
     _store[(count, heads)](
-        fresh, cache, rows.slots, rows.places, rows.counts, fresh.stride(0), cache.stride(0), cache.stride(1),
+        keys, values, key_cache, value_cache, rows.slots, rows.places, rows.counts,
+        keys.stride(0), values.stride(0), key_cache.stride(0), key_cache.stride(1),
         DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
 

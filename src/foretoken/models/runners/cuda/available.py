@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -23,3 +24,10 @@ def has_kernels(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= CAPABILITY
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def kernels() -> Any:
+    """Returns the module of the row-wise kernels. Triton is imported only where they run."""
+    from foretoken.models.runners.cuda import rowwise
+
+    return rowwise

@@ -33,6 +33,7 @@ class Bucket:
         depth: depth of the deepest draft tree; 0 if all drafts are chains.
         taps: layers whose hidden states are returned.
         features: whether the input is features instead of tokens alone.
+        logits: whether logits are computed.
     """
 
     rows: int
@@ -40,9 +41,10 @@ class Bucket:
     depth: int
     taps: tuple[int, ...]
     features: bool
+    logits: bool
 
     @staticmethod
-    def of(plan: PassPlan, taps: Sequence[int]) -> Bucket:
+    def of(plan: PassPlan, taps: Sequence[int], logits: bool) -> Bucket:
         """Returns the smallest bucket that holds the plan."""
         depth = max(0 if part.draft.is_chain else max(part.draft.depths) for part in plan.parts)
         return Bucket(
@@ -51,6 +53,7 @@ class Bucket:
             depth=doubled(depth, MIN_DEPTH) if depth else 0,
             taps=tuple(sorted(set(taps))),
             features=plan.features is not None,
+            logits=logits,
         )
 
 
@@ -96,8 +99,7 @@ class RowLayout:
         keys, past = cache.keys[layer], cache.values[layer]
         kernels = _kernels()
         if fresh.shape[1]:
-            kernels.store(keys, fresh, self.rows)
-            kernels.store(past, values, self.rows)
+            kernels.store(fresh, values, keys, past, self.rows)
         mixed = kernels.attend_rows(queries, keys, past, self.rows, a.scale, view[0], a.attention_softcap, sinks)
         return mixed.flatten(1)
 

@@ -78,3 +78,54 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
         DIM=dim, TURNED=cos.shape[-1], PAIRED=paired, BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
     return result
+
+
+@triton.jit
+def _quantize(x, values, scales, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = at < SIZE
+    numbers = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(numbers)), 1e-30)
+    # The sum with 1.5 * 2^23 has no digits behind the point: it is rounded to an integer, ties to even.
+    rounded = (numbers * (127.0 / largest) + 12582912.0) - 12582912.0
+    tl.store(values + row * SIZE + at, rounded.to(tl.int8), mask=inside)
+    tl.store(scales + row, largest / 127.0)
+
+
+@triton.jit
+def _restore(
+    sums, weight_scales, row_scales, bias, result, SIZE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    y = tl.load(sums + row * SIZE + at, mask=inside, other=0).to(tl.float32)
+    y = y * tl.load(weight_scales + at, mask=inside, other=0.0) * tl.load(row_scales + row)
+    if BIAS:
+        y += tl.load(bias + at, mask=inside, other=0.0)
+    tl.store(result + row * SIZE + at, y.to(result.dtype.element_ty), mask=inside)
+
+
+def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the product of x [R, in] with an int8 matrix, as ``linear.Int8Linear`` does.
+
+    Args:
+        x: the input; R is at least 17, as ``torch._int_mm`` requires.
+        weight: int8 [out, in].
+        scales: float32 [out].
+        bias: float32 [out], or None.
+    """
+    rows, size = x.shape
+    values = torch.empty((rows, size), dtype=torch.int8, device=x.device)
+    row_scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(size)
+    _quantize[(rows,)](
+        x, values, row_scales, x.stride(0), SIZE=size, BLOCK=block, num_warps=min(8, max(1, block // 512))
+    )
+    sums = torch._int_mm(values, weight.T)
+    out = weight.shape[0]
+    result = torch.empty((rows, out), dtype=x.dtype, device=x.device)
+    _restore[(rows, triton.cdiv(out, 1024))](
+        sums, scales, row_scales, scales if bias is None else bias, result,
+        SIZE=out, BIAS=bias is not None, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return result

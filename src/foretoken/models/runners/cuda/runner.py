@@ -13,15 +13,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from foretoken.core.devices import on_host
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Graphs, States
 from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
+from foretoken.models.runners.functional import normalize
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_runner import TorchRunner
 
 MAX_ROWS = 256  # with more rows, a GPU's time goes into products, which hide the launches
+LOGITS = -1  # beside the layers of taps
 MAX_GRAPHS = 128  # graphs hold memory; beyond this number all are dropped
 
 
@@ -76,7 +79,7 @@ class CudaRunner(TorchRunner):
         if alone or any(part.mutual for part in plan.parts):
             return super().run(plan, taps, logits)
         self._reserve(plan.reach)
-        bucket = Bucket.of(plan, taps)
+        bucket = Bucket.of(plan, taps, logits)
         filled = fill(plan, bucket, pinned=self._device.type == "cuda")
         features = None if plan.features is None else self._padded(plan.features, bucket.rows)
         if self._captured and bucket.rows <= MAX_ROWS:
@@ -84,14 +87,20 @@ class CudaRunner(TorchRunner):
             graph.table.copy_(filled, non_blocking=True)
             if graph.features is not None and features is not None:
                 graph.features.copy_(features)
-            table, states = graph.table, graph.replay()
+            computed = graph.replay()
         else:
-            table = filled.to(self._device)
-            states = self._states(RowLayout.of(table, bucket), bucket.taps, features=features)
-        # The head is not part of the graph: its number of rows varies, and it is launched while the graph runs.
-        outputs = table[OUTPUTS, : len(plan.outputs)]
-        computed = torch.arange(len(plan.tokens), device=self._device)
-        return Pass(self._logits(states, outputs) if logits else None, self._tapped(states, taps, computed))
+            computed = self._compute(filled.to(self._device), bucket, features)
+        tapped = {number: computed[number][: len(plan.tokens)].clone() for number in taps}
+        return Pass(fetched(computed[LOGITS][: len(plan.outputs)]) if logits else None, tapped)
+
+    def _compute(self, table: Tensor, bucket: Bucket, features: Tensor | None) -> States:
+        """Computes the hidden states of the taps, of all rows of the bucket, and logits, the plan's outputs first."""
+        states = self._states(RowLayout.of(table, bucket), bucket.taps, features=features)
+        computed = self._tapped(states, bucket.taps, slice(None))
+        if bucket.logits:
+            last = states[self._architecture.layers].index_select(0, table[OUTPUTS])
+            computed[LOGITS] = self._unembed(normalize(self._architecture, last, self._norm))
+        return computed
 
     def _padded(self, features: Tensor, rows: int) -> Tensor:
         """Returns features [n, H] with zeros for the rows of padding."""
@@ -111,8 +120,11 @@ class CudaRunner(TorchRunner):
             table = filled.to(self._device, copy=True)
             own = None if features is None else features.clone()
 
-            def states() -> States:
-                return self._states(RowLayout.of(table, bucket), bucket.taps, features=own)
-
-            known[bucket] = Graph(table, own, graphs.capture.capture(states))
+            replay = graphs.capture.capture(lambda: self._compute(table, bucket, own))
+            known[bucket] = Graph(table, own, replay)
         return known[bucket]
+
+
+def fetched(logits: Tensor) -> Tensor:
+    """Returns a copy in the host's memory, which the next replay does not overwrite."""
+    return logits.clone() if logits.is_cpu else on_host(logits)
