@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
@@ -172,6 +174,31 @@ def test_a_p_eagle_head_starts_from_an_eagle3_head(target: Path, corpus: Corpus,
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("eagle3", "peagle"))
     assert all(torch.equal(first[name], second[name.replace("midlayer", "layers.0")]) for name in first)
     assert {name.split(".")[0] for name in second} - {name.split(".")[0] for name in first} == {"layers", "mask_hidden"}
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operators on tensors of two devices, numbers aside. Copies between devices are no such operators."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.ndim}
+        assert len(devices) < 2, f"{func.name()} reads tensors of {devices}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("role", list(SETTINGS))
+def test_no_operator_of_a_training_step_reads_tensors_of_two_devices(role: str, target: Path) -> None:
+    teacher, meta = Teacher(target, torch.device("cpu")), torch.device("meta")
+    head = heads.ROLES[role].make(SETTINGS[role], teacher, torch.ones(teacher.vocab)).to(meta)
+    layers = tuple(sorted({*head.taps, teacher.layers}))
+    vocabulary = torch.empty(teacher.vocab, teacher.hidden, device=meta)
+    states = torch.empty(2, 24, len(layers), teacher.hidden, device=meta)
+    lesson = Lesson(torch.empty(2, 24, dtype=torch.int64, device=meta), states, layers, vocabulary, vocabulary)
+    head.begin(1.0, step=3, length=24)
+    with OneDevice():
+        acceptance.head_loss(head, lesson, 0.8, torch.ones((), device=meta)).backward()
+    assert all(p.grad is not None and p.grad.is_meta for p in head.parameters())
 
 
 def _lesson(teacher: Teacher, ids: Sequence[int], states: torch.Tensor, layers: tuple[int, ...]) -> Lesson:

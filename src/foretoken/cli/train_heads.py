@@ -148,6 +148,7 @@ def _dspark(
     mask_token: MaskToken = None,
     anchors: Annotated[int, typer.Option(help="Blocks per window and step.")] = 96,
     markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head.")] = 128,
+    gated: Annotated[bool, typer.Option("--gated", help="Gate the Markov head by each row's state.")] = False,
 ) -> None:
     """Train a DSpark head: a DFlash head whose tokens depend on those drafted before, with confidences."""
 

@@ -64,9 +64,15 @@ class DFlashTrainConfig:
 
 @dataclass(frozen=True)
 class DSparkTrainConfig(DFlashTrainConfig):
-    """As ``DFlashTrainConfig``, and the rank of the Markov head."""
+    """As ``DFlashTrainConfig``, and the Markov head.
+
+    Args:
+        markov_rank: Its rank.
+        gated: Whether the state of a row gates its vector of the token before.
+    """
 
     markov_rank: int = 128
+    gated: bool = False
 
     def __post_init__(self) -> None:
         DFlashTrainConfig.__post_init__(self)
@@ -120,14 +126,13 @@ class DFlashHead(Head):
     def begin(self, progress: float, step: int, length: int) -> None:
         """Chooses the rows whose blocks the next step trains; they depend on ``step`` alone."""
         rows = torch.randperm(length - self.depths - 1, generator=self._generator.manual_seed(step))
-        self._roots = rows[: self.settings.anchors].sort().values
+        self._roots = rows[: self.settings.anchors].sort().values.to(self.fc.weight.device)
 
     def roots(self, lesson: Lesson) -> Tensor:
         """Returns the rows whose blocks are computed, ascending."""
-        length, device = lesson.ids.shape[1], lesson.ids.device
         if self.training and self._roots is not None:
-            return self._roots.to(device)
-        return torch.arange(0, length - self.depths - 1, EVALUATED, device=device)
+            return self._roots
+        return torch.arange(0, lesson.ids.shape[1] - self.depths - 1, EVALUATED, device=lesson.ids.device)
 
     def forward(self, lesson: Lesson) -> list[Tensor]:
         return self.drafted(lesson).logits
@@ -179,8 +184,9 @@ class DFlashHead(Head):
 class DSparkHead(DFlashHead):
     """A DSpark head, under DeepSeek's names. Row k of a block predicts token i + 2 + k.
 
-    The Markov head adds w2(w1[token before]) to a row's logits. The confidence head estimates the probability that the
-    row's token will be accepted, from the row's state and w1[token before].
+    The Markov head adds w2(w1[token before]) to a row's logits, or w2(sigmoid(gate(state, w1[...])) * w1[...]). The
+    confidence head estimates the probability that the row's token will be accepted, from the row's state and w1[token
+    before].
     """
 
     shift = 0
@@ -188,7 +194,7 @@ class DSparkHead(DFlashHead):
 
     def __init__(self, config: DSparkTrainConfig, teacher: Teacher, mask_token: int) -> None:
         super().__init__(config, teacher, mask_token)
-        self.markov_head = _Markov(teacher.vocab, config.markov_rank)
+        self.markov_head = _Markov(teacher.vocab, config.markov_rank, teacher.hidden if config.gated else 0)
         self.confidence_head = _Confidence(teacher.hidden + config.markov_rank)
 
     def drafted(self, lesson: Lesson) -> Drafted:
@@ -196,7 +202,7 @@ class DSparkHead(DFlashHead):
         states = self.blocks(lesson, roots)
         before = lesson.ids[:, roots[:, None] + 1 + torch.arange(self.depths, device=roots.device)]
         embedded = self.markov_head.markov_w1(before)
-        logits = lesson.read(states) + self.markov_head.markov_w2(embedded)
+        logits = lesson.read(states) + self.markov_head(states, embedded)
         confidence = self.confidence_head(torch.cat([states, embedded], dim=-1))
         return Drafted(list(logits.unbind(2)), list(confidence.unbind(2)), [roots] * self.depths)
 
@@ -206,19 +212,29 @@ class DSparkHead(DFlashHead):
             "target_layer_ids": [tap - 1 for tap in self.taps],
             "num_anchors": self.settings.anchors,
             "markov_rank": self.markov_head.markov_w2.in_features,
-            "markov_head_type": "vanilla",
+            "markov_head_type": "gated" if self.markov_head.gate_proj is not None else "vanilla",
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
         }
 
 
 class _Markov(nn.Module):
-    def __init__(self, vocab: int, rank: int) -> None:
+    """A bias of the logits by the token before, gated by states of ``width`` units unless this is 0."""
+
+    def __init__(self, vocab: int, rank: int, width: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab, rank)
         self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+        self.gate_proj = nn.Linear(width + rank, rank) if width else None
         nn.init.normal_(self.markov_w1.weight, std=0.1)
         nn.init.zeros_(self.markov_w2.weight)
+
+    def forward(self, states: Tensor, before: Tensor) -> Tensor:
+        """Returns the bias [..., V] for rows of ``states`` [..., width] below tokens of vectors ``before``."""
+        if self.gate_proj is not None:
+            before = self.gate_proj(torch.cat([states, before], dim=-1)).sigmoid() * before
+        out: Tensor = self.markov_w2(before)
+        return out
 
 
 class _Confidence(nn.Module):

@@ -47,11 +47,13 @@ def changed_options(settings: object) -> str:
     usual = asdict(type(settings)())  # type: ignore[call-overload]
     values = asdict(settings)  # type: ignore[call-overload]
     changed = {name: value for name, value in values.items() if value != usual[name]}
-    return " ".join(f"--{name.replace('_', '-')} {_argument(value)}" for name, value in changed.items())
+    return " ".join(f"--{name.replace('_', '-')}{_argument(value)}" for name, value in changed.items())
 
 
 def _argument(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
+    if value is True:
+        return ""
+    return " " + (",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}")
 
 
 HEAD = HeadConfig()

@@ -73,14 +73,15 @@ class PEagleHead(FusedHead):
         rows = length - self.depths
         order = torch.randperm(rows, generator=self._generator.manual_seed(step))
         counts = [max(1, round(rows * self.retention**depth)) for depth in range(1, self.depths)]
-        self._roots = [torch.arange(rows), *(order[:count] for count in counts)]
+        device = self.fc.weight.device
+        self._roots = [own.to(device) for own in (torch.arange(rows), *(order[:count] for count in counts))]
 
     def forward(self, lesson: Lesson) -> list[Tensor]:
         return self.drafted(lesson).logits
 
     def drafted(self, lesson: Lesson) -> Drafted:
         batch, rows = lesson.ids.shape[0], lesson.ids.shape[1] - self.depths
-        roots = [own.to(lesson.ids.device) for own in self.roots(rows)]
+        roots = self.roots(rows)
         masked, mask_feature = lesson.embeddings[self.mask_token], self.fc(self.mask_hidden)
         seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.stack]
         logits = []
@@ -98,7 +99,7 @@ class PEagleHead(FusedHead):
         """Returns the roots of the chains that reach each depth."""
         if self.training and self._roots is not None:
             return self._roots
-        return [torch.arange(0, rows, EVALUATED)] * self.depths
+        return [torch.arange(0, rows, EVALUATED, device=self.fc.weight.device)] * self.depths
 
     def start(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads an earlier head, or an EAGLE-3 head, which has one layer and no feature of the mask token."""

@@ -128,8 +128,8 @@ class Trainer:
                 while self.progress() < 1.0 and not self._stalled():
                     if stop:
                         raise KeyboardInterrupt
-                    batch = next(batches)
                     started = time.monotonic()
+                    batch = next(batches)
                     loss = self._update(batch, loss_fn)
                     spent = time.monotonic() - started
                     self.elapsed, stop = processes.largest(self.elapsed + spent, interrupt.requested)
