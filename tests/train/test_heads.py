@@ -18,11 +18,11 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
 from foretoken.models.heads.blockwise import read_blockwise
 from foretoken.models.heads.eagle import read_eagle
-from foretoken.models.heads.loading import load_eagle
+from foretoken.models.heads.loading import load_block, load_eagle
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
 from foretoken.train import acceptance, heads
-from foretoken.train.block_heads import DFlashTrainConfig, DSparkTrainConfig
+from foretoken.train.block_heads import DFlashTrainConfig, DSparkHead, DSparkTrainConfig
 from foretoken.train.data import Corpus
 from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.train.head_config import HeadConfig
@@ -149,6 +149,30 @@ def test_a_trained_p_eagle_head_drafts_as_it_was_trained(target: Path, corpus: C
         (logits,) = loaded.net.look_ahead([handle], masks, loaded.net.mask_feature())
         for depth in range(3):
             torch.testing.assert_close(logits[depth], expected[depth][0, row // 4], rtol=1e-3, atol=1e-3)
+
+
+def test_a_trained_gated_dspark_head_drafts_as_it_was_trained(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    """The runtime's logits along a chain are those of the training's forward pass."""
+    settings = replace(SETTINGS["dspark"], gated=True)
+    train_head("dspark", tmp_path / "dspark", target, corpus, settings, CONFIG, DATA, device="cpu")
+    assert "--gated --" in json.loads((tmp_path / "dspark" / "provenance.json").read_text())["command"]
+    model, ids = load_model(target, "float32", "cpu"), list(range(3, 23))
+    loaded, teacher = load_block("dspark", model, tmp_path / "dspark", target), Teacher(target, torch.device("cpu"))
+    layers = (*loaded.taps, model.num_layers)
+    (scores,) = model.score([model.open(ids)], [Draft.empty()], layers)
+    head = DSparkHead(settings, teacher, loaded.net.head.mask_token).eval()
+    head.start(load_file(tmp_path / "dspark" / "model.safetensors"))
+    with torch.no_grad():
+        expected = head(_lesson(teacher, ids, torch.stack([scores.taps[i] for i in layers], dim=1), layers))
+    features = loaded.net.features(torch.cat([scores.taps[i] for i in loaded.taps], dim=-1))
+    for row in (0, 4, 12):
+        handle = loaded.net.open(ids[: row + 2])
+        loaded.net.extend(handle, ids[1 : row + 2], features[: row + 1])
+        logits = loaded.net.catch_up([handle])
+        for depth in (1, 2):
+            logits += loaded.net.grow([handle], [Draft.chain(ids[row + 2 : row + 2 + depth])])
+        for depth in range(3):
+            torch.testing.assert_close(logits[depth][0], expected[depth][0, row // 4], rtol=1e-3, atol=1e-3)
 
 
 def test_deeper_positions_are_trained_at_fewer_places_as_they_are_judged(target: Path) -> None:

@@ -49,7 +49,9 @@ def _shared(
     generated_share: Annotated[float, typer.Option(help="Of the windows, when the target writes.")] = 0.2,
     windows: Annotated[int, typer.Option(help="Maximum number of windows.")] = 6400,
     writing_share: Annotated[float, typer.Option(help="Of --minutes: the longest that the target may write.")] = 0.2,
-    disk_gigabytes: Annotated[float, typer.Option(help="For hidden states; what does not fit is recomputed.")] = 12.0,
+    disk_gigabytes: Annotated[
+        float | None, typer.Option(help="For hidden states; what does not fit is recomputed. Else 12, on a GPU 0.")
+    ] = None,
     held_out: Annotated[int, typer.Option(help="Held-out windows at each of two temperatures.")] = 32,
     acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
     discount: Annotated[float, typer.Option(help="Of the loss, per predicted token.")] = 0.8,

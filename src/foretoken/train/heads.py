@@ -183,7 +183,10 @@ def _lessons(
     teacher: Teacher, head: Head, text: dict[str, Tensor], folder: Path, data: HeadConfig
 ) -> dict[str, Lessons]:
     shares = {"greedy": 0.05, "drawn": 0.05, "train": 0.9}
-    budget = data.disk_gigabytes * 1e9
+    gigabytes = data.disk_gigabytes
+    if gigabytes is None:
+        gigabytes = 12.0 if teacher.device.type == "cpu" else 0.0
+    budget = gigabytes * 1e9
     return {name: Lessons(teacher, text[name], head.taps, folder, s * budget, name) for name, s in shares.items()}
 
 
