@@ -31,17 +31,22 @@ def drafted_loss(drafted: Drafted, law: Tensor, discount: float, acceptance: Ten
     """
     total = torch.zeros((), device=law.device)
     for depth, rows in enumerate(drafted.logits):
-        p = _rows(law, depth, drafted)
-        log_q = rows.float().log_softmax(-1)
-        entropy = -(p * log_q).sum(-1)
-        overlap = torch.minimum(p, log_q.exp()).sum(-1).clamp_min(_FLOOR)
-        total = total + discount**depth * ((1 - acceptance) * entropy - acceptance * overlap.log()).mean()
+        loss, overlap = depth_loss(rows, _rows(law, depth, drafted), acceptance)
+        total = total + discount**depth * loss
         if drafted.confidence is not None:
             estimate = drafted.confidence[depth].float()
             total = total + discount**depth * F.binary_cross_entropy_with_logits(
                 estimate, overlap.detach().clamp(max=1.0)
             )
     return total
+
+
+def depth_loss(logits: Tensor, p: Tensor, acceptance: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the loss at one depth, and sum min(p, q) of every row; see ``drafted_loss``."""
+    log_q = logits.float().log_softmax(-1)
+    entropy = -(p * log_q).sum(-1)
+    overlap = torch.minimum(p, log_q.exp()).sum(-1).clamp_min(_FLOOR)
+    return ((1 - acceptance) * entropy - acceptance * overlap.log()).mean(), overlap
 
 
 def _rows(law: Tensor, depth: int, drafted: Drafted) -> Tensor:

@@ -213,14 +213,21 @@ class _Interrupt:
         sys.stderr.write("\nstopping after this step (press again to stop at once)\n")
 
 
+def _revision() -> str | None:
+    """Returns the revision of our source, None where it is no checkout or the machine has no git."""
+    try:
+        asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        git = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return git.stdout.strip() if git.returncode == 0 else None
+
+
 def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: object) -> dict[str, object]:
     """Returns what is needed to reproduce a run: command, versions, revision, settings and learning curve."""
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "command": command,
-        "revision": git.stdout.strip() if git.returncode == 0 else None,
+        "revision": _revision(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "processor": platform.machine(),
