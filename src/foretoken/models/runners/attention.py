@@ -56,6 +56,10 @@ class Geometry:
     single: tuple[int, int, int] | None
     masks: dict[tuple[int, bool], Tensor]
 
+    @property
+    def counts(self) -> None:
+        """See ``cuda.layout.RowLayout``: no row is padding."""
+
     @staticmethod
     def of(plan: PassPlan, views: Iterable[tuple[int, bool]], device: torch.device) -> Geometry:
         """Returns the layout of a plan. A single row is doubled (see ``linear.py``)."""

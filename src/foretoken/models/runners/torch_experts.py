@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from foretoken.models.families.experts import Experts
 from foretoken.models.formats.experts import ExpertWeights, MatrixStack
 from foretoken.models.formats.quantize import stacked
 from foretoken.models.formats.weights import NormWeight
+from foretoken.models.runners.cuda.available import expert_kernels, has_kernels
 from foretoken.models.runners.functional import activate, clamped_gate, normalize
 from foretoken.models.runners.linear import Product, moved, product
 
@@ -34,16 +36,19 @@ class TorchExperts:
     shared_gate: Tensor | None
     router_norm: NormWeight | None
     expert_scales: Tensor | None
+    stacks: tuple[Any, Any] | None  # ``cuda.experts.Stack`` of up and down, for rows that share a pass
 
     @staticmethod
     def of(device: torch.device, w: ExpertWeights) -> TorchExperts:
         """Packs the weights for ``device``."""
+        stacks = _stacks(w, device)
+        up, down = (_products(w.up, device), _products(w.down, device)) if stacks is None else map(_views, stacks)
         return TorchExperts(
             experts=w.experts,
             router=product(w.router.float().to(device), moved(w.router_bias, device)),
             correction=moved(w.correction, device),
-            up=_products(w.up, device),
-            down=_products(w.down, device),
+            up=up,
+            down=down,
             shared_up=product(stacked(w.shared_up).to(device), moved(w.shared_up_bias, device))
             if w.shared_up
             else None,
@@ -53,9 +58,17 @@ class TorchExperts:
             shared_gate=moved(w.shared_gate, device),
             router_norm=None if w.router_norm is None else NormWeight(w.router_norm.to(device)),
             expert_scales=moved(w.expert_scales, device),
+            stacks=stacks,
         )
 
-    def __call__(self, a: Architecture, x: Tensor, alone: bool = False, hidden: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        a: Architecture,
+        x: Tensor,
+        alone: bool = False,
+        hidden: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:
         """Returns the weighted sum of each row's experts, from the best to the last, and of the shared one, [R, H].
 
         Args:
@@ -63,11 +76,36 @@ class TorchExperts:
             x: input of the experts [R, H].
             alone: see ``Product``.
             hidden: the residual stream [R, H], of which the router has a norm of its own; None if it reads ``x``.
+            counts: int32 [R], 0 for padding, where rows are computed by kernels; see ``cuda.rows.Rows``.
         """
         routed = x.float() if hidden is None else normalize(a, hidden.float(), self.router_norm)
         chosen, weights = choose(self.experts, self.router(routed, alone), self.correction)
         if self.expert_scales is not None:
             weights = weights * self.expert_scales[chosen]
+        if counts is not None and self.stacks is not None:
+            total = self._by_kernels(a, x, chosen, weights, counts)
+        else:
+            total = self._by_products(a, x, chosen, weights, alone)
+        if self.shared_up is not None and self.shared_down is not None:
+            shared = self.shared_down(activate(a, self.shared_up(x, alone), self.experts.gated), alone).float()
+            if self.shared_gate is not None:
+                shared = shared * (x.float() * self.shared_gate).sum(-1, keepdim=True).sigmoid()
+            total += shared
+        return total.to(x.dtype)
+
+    def _by_kernels(self, a: Architecture, x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Returns the weighted sums of the experts, float32 [R, H], without a word from the host."""
+        assert self.stacks is not None
+        up, down = self.stacks
+        if self.experts.scaled_inputs:
+            x, weights = x[:, None] * weights[..., None].to(x.dtype), torch.ones_like(weights)
+        inner = self._activate(a, up(x.contiguous(), chosen, counts).flatten(0, 1))
+        outputs = down(inner.view(*chosen.shape, -1).contiguous(), chosen, counts)
+        total: Tensor = expert_kernels().combine(outputs, weights)
+        return total
+
+    def _by_products(self, a: Architecture, x: Tensor, chosen: Tensor, weights: Tensor, alone: bool) -> Tensor:
+        """Returns the weighted sums of the experts, float32 [R, H], from a product for each expert."""
         outputs = x.new_empty(*chosen.shape, x.shape[1])
         for expert in chosen.unique().tolist():
             rows, ranks = (chosen == expert).nonzero(as_tuple=True)
@@ -82,12 +120,7 @@ class TorchExperts:
         total = outputs[:, 0].float() * weights[:, :1]
         for rank in range(1, chosen.shape[1]):
             total += outputs[:, rank].float() * weights[:, rank : rank + 1]
-        if self.shared_up is not None and self.shared_down is not None:
-            shared = self.shared_down(activate(a, self.shared_up(x, alone), self.experts.gated), alone).float()
-            if self.shared_gate is not None:
-                shared = shared * (x.float() * self.shared_gate).sum(-1, keepdim=True).sigmoid()
-            total += shared
-        return total.to(x.dtype)
+        return total
 
     def _activate(self, a: Architecture, x: Tensor) -> Tensor:
         e = self.experts
@@ -123,6 +156,25 @@ def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tenso
 def _largest(numbers: Tensor, count: int) -> Tensor:
     """Returns the places of the largest numbers of each row in order; of equal ones the lowest place is first."""
     return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _stacks(w: ExpertWeights, device: torch.device) -> tuple[Any, Any] | None:
+    """Returns the matrices of all experts as one tensor each, where kernels take them: float weights on CUDA."""
+    if not has_kernels(device):
+        return None
+    stacks = []
+    for part in (w.up, w.down):
+        matrices = [stacked(part.read(expert)) for expert in range(part.count)]
+        if not all(isinstance(matrix, Tensor) for matrix in matrices):
+            return None
+        biases = torch.cat(part.biases, dim=-1).to(device) if part.biases else None
+        stacks.append(expert_kernels().Stack(torch.stack([matrix.to(device) for matrix in matrices]), biases))
+    return stacks[0], stacks[1]
+
+
+def _views(stack: Any) -> tuple[Product, ...]:
+    biases = [None] * len(stack.weights) if stack.biases is None else stack.biases
+    return tuple(product(matrix, bias) for matrix, bias in zip(stack.weights, biases, strict=True))
 
 
 def _products(stack: MatrixStack, device: torch.device) -> tuple[Product, ...]:

@@ -202,18 +202,20 @@ class TorchRunner(DecoderOnly):
         if layer.mlp is None:
             return hidden
         inner = normalize(a, start if a.stack[number].parallel else hidden, layer.mlp_norm)
-        inner = self._mlp(layer, number, inner, hidden, alone)
+        inner = self._mlp(layer, number, inner, hidden, g.counts, alone)
         return hidden + _scaled(normalize(a, inner, layer.after_mlp), a.factors.mlp)
 
-    def _mlp(self, layer: TorchLayer, number: int, x: Tensor, hidden: Tensor, alone: bool) -> Tensor:
+    def _mlp(
+        self, layer: TorchLayer, number: int, x: Tensor, hidden: Tensor, counts: Tensor | None, alone: bool
+    ) -> Tensor:
         a, mlp, beside = self._architecture, layer.mlp, layer.beside
         if isinstance(mlp, TorchMlp):
             return mlp(a, x, a.stack[number].mlp == "gated", alone)
         assert mlp is not None
         if beside is None:
-            return mlp(a, x, alone)
+            return mlp(a, x, alone, counts=counts)
         dense = beside.mlp(a, normalize(a, hidden, beside.norm), True, alone)
-        return normalize(a, dense, beside.after) + normalize(a, mlp(a, x, alone, hidden), beside.after_experts)
+        return normalize(a, dense, beside.after) + normalize(a, mlp(a, x, alone, hidden, counts), beside.after_experts)
 
     def _attention(
         self,

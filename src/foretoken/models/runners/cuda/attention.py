@@ -18,6 +18,7 @@ from foretoken.models.runners.cuda.rows import STRETCH, Rows
 
 KEYS = 64  # keys of one step
 HEADS = 16  # rows of a tile that the tensor cores multiply, at least
+WARPS, STAGES = 4, 2
 
 
 @triton.jit
@@ -179,7 +180,7 @@ def attend_rows(
         queries.stride(0), keys.stride(0), keys.stride(1), depth, splits,
         GROUP=group, DIM=dim, WINDOW=window, SOFTCAP=softcap > 0, TREES=depth > 0,
         BLOCK_HEADS=max(HEADS, triton.next_power_of_2(group)), BLOCK_DIM=max(16, block), BLOCK_KEYS=KEYS,
-        LENGTH=STRETCH, num_warps=4, num_stages=2,
+        LENGTH=STRETCH, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     result = torch.empty((count, heads, dim), dtype=queries.dtype, device=queries.device)
     _merge[(count, heads)](

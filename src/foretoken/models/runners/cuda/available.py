@@ -31,3 +31,10 @@ def kernels() -> Any:
     from foretoken.models.runners.cuda import rowwise
 
     return rowwise
+
+
+def expert_kernels() -> Any:
+    """Returns the module of the experts' kernels, likewise."""
+    from foretoken.models.runners.cuda import experts
+
+    return experts

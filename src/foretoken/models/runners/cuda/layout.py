@@ -71,6 +71,11 @@ class RowLayout:
     positions: Tensor
     rows: Rows
 
+    @property
+    def counts(self) -> Tensor:
+        """Number of keys of each row, 0 for padding, int32 [R]."""
+        return self.rows.counts
+
     @staticmethod
     def of(table: Tensor, bucket: Bucket) -> RowLayout:
         """Reads a table on the device."""

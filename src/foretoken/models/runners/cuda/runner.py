@@ -21,6 +21,7 @@ from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Gr
 from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
 from foretoken.models.runners.functional import normalize
 from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.runners.torch_experts import TorchExperts
 from foretoken.models.runners.torch_runner import TorchRunner
 
 MAX_ROWS = 256  # with more rows, a GPU's time goes into products, which hide the launches
@@ -55,8 +56,9 @@ class CudaRunner(TorchRunner):
         super().__init__(architecture, layers, ends, dtype, device, entry)
         self.batch_invariant = True
         self._new_capture = capture or CudaCapture
-        # The numbers of experts' rows are read on the host.
-        self._captured = not architecture.has_experts and (capture is not None or device.type == "cuda")
+        # Where experts are computed by products, their numbers of rows are read on the host.
+        captured = not any(isinstance(each.mlp, TorchExperts) and each.mlp.stacks is None for each in self._layers)
+        self._captured = captured and (capture is not None or device.type == "cuda")
         self._graphs: Graphs | None = None
 
     @property
