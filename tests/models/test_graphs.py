@@ -440,27 +440,3 @@ def test_cuda_takes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     a = Architecture.of(ARCHITECTURES["llama"].build().config.to_dict())
     choose.build_runner(a, None, None, torch.float16, torch.device("cuda"))  # type: ignore[arg-type]
     assert made == [(a, None, None, torch.float16, torch.device("cuda"), None)]
-
-
-@pytest.fixture
-def cuda() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here; its graphs are played by a stand-in in the other tests")
-    return torch.device("cuda")
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2", "gemma3"])
-def test_cuda_equals_the_torch_runner(name: str, cuda: torch.device, tmp_path: Path) -> None:
-    two = Two(ARCHITECTURES[name].save(tmp_path))
-    two.graphed = Decoder(load_config(tmp_path), open_weights(tmp_path), torch.float32, cuda)
-    assert isinstance(two.graphed.runner, CudaRunner)
-    two.tolerance = 1e-3
-    plain_score = two.plain.score
-
-    def score(*arguments: Any) -> list[Scores]:
-        results = plain_score(*arguments)
-        return [Scores(s.logits.to(cuda), {i: t.to(cuda) for i, t in s.taps.items()}) for s in results]
-
-    two.plain.score = score  # type: ignore[method-assign]
-    run_steps(two)
-    run_steps(two)

@@ -99,8 +99,8 @@ class TorchExperts:
         up, down = self.stacks
         if self.experts.scaled_inputs:
             x, weights = x[:, None] * weights[..., None].to(x.dtype), torch.ones_like(weights)
-        inner = self._activate(a, up(x.contiguous(), chosen, counts).flatten(0, 1))
-        outputs = down(inner.view(*chosen.shape, -1).contiguous(), chosen, counts)
+        inner = self._activate(a, up(x, chosen, counts).flatten(0, 1))
+        outputs = down(inner.view(*chosen.shape, -1), chosen, counts)
         total: Tensor = expert_kernels().combine(outputs, weights)
         return total
 

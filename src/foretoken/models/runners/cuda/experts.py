@@ -71,7 +71,7 @@ class Stack:
         """
         rows, top = chosen.shape
         _, out, size = self.weights.shape
-        assert x.is_contiguous() and self.weights.is_contiguous() and chosen.is_contiguous()
+        x, chosen = x.contiguous(), chosen.contiguous()
         result = x.new_zeros((rows, top, out))
         _expert[(rows * top, triton.cdiv(out, OUTPUTS))](
             x, self.weights, self.weights if self.biases is None else self.biases, chosen, counts, result, size,
