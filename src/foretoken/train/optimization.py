@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.train.muon import StackedMuon
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TrainConfig:
         evaluate_every_seconds: Seconds between evaluations.
         compile: Whether to compile, None for where a C++ compiler exists.
         patience: Evaluations without improvement after which the run ends with the best weights.
+        recorded: Whether steps are recorded as a CUDA graph, of models whose operations allow it.
     """
 
     steps: int = 2000
@@ -45,6 +47,7 @@ class TrainConfig:
     evaluate_every_seconds: float = 300.0
     compile: bool | None = None
     patience: int | None = None
+    recorded: bool = False
 
     def __post_init__(self) -> None:
         for name, minimum in (("steps", 1), ("batch", 1), ("window", 2)):
@@ -68,16 +71,17 @@ class TrainConfig:
 
 
 def optimizers(model: nn.Module, config: TrainConfig, scale: Callable[[str], float]) -> list[torch.optim.Optimizer]:
-    """Returns Muon (orthogonalized momentum) for matrices, and AdamW for embeddings and gains."""
+    """Returns Muon (orthogonalized momentum) for matrices and stacks of experts, and AdamW for all else."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups.setdefault((parameter.ndim == 2 and _is_matrix(name), scale(name)), []).append(parameter)
+            matrix = (parameter.ndim == 2 and _is_matrix(name)) or ".experts." in name
+            groups.setdefault((matrix, scale(name)), []).append(parameter)
     rate, decay, made = config.learning_rate, config.weight_decay, list[torch.optim.Optimizer]()
     for matrices in (False, True):
         own = [{"params": listed, "scale": s} for (kind, s), listed in groups.items() if kind == matrices]
         if own and matrices:
-            made.append(torch.optim.Muon(own, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+            made.append(StackedMuon(own, lr=rate, weight_decay=decay))
         elif own:
             made.append(torch.optim.AdamW(own, lr=rate, weight_decay=0.0, betas=(0.9, 0.95), fused=True))
     return made

@@ -23,6 +23,7 @@ from foretoken.core.files import atomic_file
 from foretoken.train import processes
 from foretoken.train.optimization import TrainConfig, compiled, optimizers
 from foretoken.train.progress import Reporter
+from foretoken.train.recorded import RecordedStep
 
 LossFn = Callable[[Any], torch.Tensor]
 Judge = Callable[[dict[str, float]], float]
@@ -120,7 +121,7 @@ class Trainer:
             loss_fn: Returns the loss of a batch.
             evaluate: Returns figures by name.
         """
-        loss_fn = compiled(loss_fn, self.config.compile)
+        backward = self._backward(loss_fn)
         next_evaluation = self.elapsed + self.config.evaluate_every_seconds
         with Reporter("training", shown=processes.rank() == 0) as report, _Interrupt() as interrupt:
             try:
@@ -130,7 +131,7 @@ class Trainer:
                         raise KeyboardInterrupt
                     started = time.monotonic()
                     batch = next(batches)
-                    loss = self._update(batch, loss_fn)
+                    loss = self._update(batch, backward)
                     spent = time.monotonic() - started
                     self.elapsed, stop = processes.largest(self.elapsed + spent, interrupt.requested)
                     self.step += 1
@@ -150,10 +151,22 @@ class Trainer:
                 raise
             self.save_checkpoint()
 
-    def _update(self, batch: Any, loss_fn: LossFn) -> float:
+    def _backward(self, loss_fn: LossFn) -> LossFn:
+        """Returns a function that sets the gradients of a batch and returns its loss."""
+        if self.config.recorded:
+            return RecordedStep(self.model, loss_fn)
+        faster = compiled(loss_fn, self.config.compile)
+
+        def backward(batch: Any) -> torch.Tensor:
+            loss = faster(batch)
+            loss.backward()
+            return loss
+
+        return backward
+
+    def _update(self, batch: Any, backward: LossFn) -> float:
         factor = self.rate_factor(self.progress())
-        loss = loss_fn(batch)
-        loss.backward()
+        loss = backward(batch)
         processes.average_gradients(self.model)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         value = loss.item()

@@ -1,0 +1,69 @@
+"""Muon (https://kellerjordan.github.io/posts/muon): momentum whose matrices are made orthogonal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as torch.optim.Muon has them
+_ITERATIONS = 5
+
+
+class StackedMuon(torch.optim.Optimizer):
+    """torch.optim.Muon with ``adjust_lr_fn="match_rms_adamw"``, over all matrices of a shape at once.
+
+    A parameter [..., m, n] is a stack of matrices, each of which is made orthogonal by itself: the experts of a layer,
+    say. A step takes few large operations, where one by one a GPU would wait for the next.
+
+    Args:
+        params: Parameters or groups, as of any optimizer.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay.
+        momentum: Share of the earlier gradients.
+    """
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Takes a step."""
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    shapes.setdefault(parameter.shape[-2:], []).append(parameter)
+            for parameters in shapes.values():
+                self._update(parameters, group)
+        return None
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
+        m, n = parameters[0].shape[-2:]
+        updates = orthogonal(torch.cat([u.reshape(-1, m, n) for u in ahead]))
+        parts = updates.to(parameters[0].dtype).split([p.numel() // (m * n) for p in parameters])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        turned = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        torch._foreach_add_(parameters, turned, alpha=-group["lr"] * 0.2 * max(m, n) ** 0.5)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Returns matrices [N, m, n] with the singular vectors of ``x`` and singular values near 1, in bf16."""
+    a, b, c = _COEFFICIENTS
+    wide = x.bfloat16()
+    tall = wide.shape[-2] > wide.shape[-1]
+    wide = wide.mT if tall else wide
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(_ITERATIONS):
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if tall else wide
