@@ -147,7 +147,7 @@ def test_the_commands(corpus: Corpus, tmp_path: Path) -> None:
     assert str(draft / "README.md") in done
     larger = ["--hidden", 64, "--intermediate", 96, "--layers", 2, "--heads", 4]
     assert json.loads(invoke("widen", target, wide, *larger, "--json").stdout)["parameters"] > 20_000
-    with pytest.raises(InvalidRequest, match="no key heads"):
+    with pytest.raises(InvalidRequest, match="no size that --kv-heads sets"):
         invoke("widen", target, tmp_path / "x", "--kv-heads", 2)
     with pytest.raises(InvalidRequest, match="t5-large"):
         invoke("widen", target, tmp_path / "x", "--size", "0.7b")

@@ -27,7 +27,7 @@ from foretoken.cli.plan import plan
 from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
 from foretoken.cli.simulate import simulate
-from foretoken.cli.train_seq2seq import app as train_app
+from foretoken.cli.train_hybrid import app as train_app
 from foretoken.cli.widen import widen
 from foretoken.cli.zoo import zoo
 from foretoken.core.errors import ForetokenError, InvalidRequest

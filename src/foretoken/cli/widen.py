@@ -11,16 +11,21 @@ from foretoken.cli.options import Json
 
 
 def widen(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama or T5 checkpoint (safetensors).")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama, T5 or hybrid checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     size: Annotated[
-        str | None, typer.Option(help="The size to reach: 0.7b, 1b, 3b or 7b; of a T5 t5-base or t5-large (0.7 B).")
+        str | None,
+        typer.Option(
+            help="The size to reach: 0.7b, 1b, 3b or 7b; of a T5 t5-base or t5-large (0.7 B); of a hybrid "
+            "0.5b-a0.1b or 3b-a0.5b, with the parameters that a row reads."
+        ),
     ] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size, instead of the preset's.")] = None,
-    intermediate: Annotated[int | None, typer.Option(help="Neurons per layer, instead of the preset's.")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="Neurons per layer or expert.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers, of a T5 in each stack, instead of the preset's.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads, instead of the preset's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads, instead of the preset's.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts of a hybrid, instead of the preset's.")] = None,
     head: Annotated[
         list[Path] | None, typer.Option(help="Heads for SRC, to be widened into DST/heads; may be repeated.")
     ] = None,
@@ -41,26 +46,26 @@ def widen(
     if out == source:
         raise InvalidRequest("SRC and DST are the same folder; name another DST")
     config = up.read_config(source)
-    t5 = config["model_type"] == "t5"
-    shape: Any = up.like(size or ("t5-large" if t5 else "0.7b"), config["head_dim"], config["model_type"])
-    if t5 and (kv_heads or head):
-        raise InvalidRequest("a T5 has no key heads of its own and no drafting heads; leave --kv-heads and --head out")
-    chosen: dict[str, int | None] = {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
-    if t5:
-        chosen = {
-            "d_model": hidden,
-            "d_ff": intermediate,
-            "num_layers": layers,
-            "num_decoder_layers": layers,
-            "num_heads": heads,
-        }
-    given = {name: value for name, value in chosen.items() if value is not None}
+    family = config["model_type"]
+    if head and family not in ("llama", "mistral"):
+        raise InvalidRequest(f"heads are widened for a Llama, not for a {family!r} model; leave --head out")
+    shape: Any = up.like(size or up.USUAL.get(family, "0.7b"), config["head_dim"], family)
+    layers_of = ("num_layers", "num_decoder_layers") if family == "t5" else ("num_hidden_layers",)
+    options = (
+        (("hidden_size", "d_model"), hidden, "--hidden"),
+        (("intermediate_size", "moe_intermediate_size", "d_ff"), intermediate, "--intermediate"),
+        (layers_of, layers, "--layers"),
+        (("num_attention_heads", "num_heads"), heads, "--heads"),
+        (("num_key_value_heads",), kv_heads, "--kv-heads"),
+        (("num_experts",), experts, "--experts"),
+    )
+    given: dict[str, int] = {}
+    for names, value, option in options:
+        if value is not None:
+            own = [name for name in names if hasattr(shape, name)]
+            if not own:
+                raise InvalidRequest(f"a {family!r} model has no size that {option} sets; leave it out")
+            given |= dict.fromkeys(own, value)
     shape = replace(shape, **given)
     result = up.widen_checkpoint(source, out, shape, seed)
     for folder in head or ():

@@ -17,8 +17,10 @@ from foretoken.models.loading import load_model
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.draft import DistillConfig, load_teacher, measure
 from foretoken.train.files import PROVENANCE, write_json
+from foretoken.train.hybrid.recipe import HYBRID
+from foretoken.train.hybrid.shape import MODEL_TYPE
 from foretoken.train.optimization import TrainConfig
-from foretoken.train.target import DRAFT_SHAPE, TARGET_SHAPE, Shape, command_line
+from foretoken.train.target import DRAFT_SHAPE, TARGET_SHAPE, ModelShape, command_line
 
 ZOO_ENTRY = "zoo.json"
 _DATA = {
@@ -90,11 +92,14 @@ def read_provenance(folder: Path) -> dict[str, Any]:
 def _described(folder: Path, target: str | None = None) -> dict[str, Any]:
     """Returns the provenance, with the present names of the folders in its command."""
     facts, config = read_provenance(folder), read_object(folder / "config.json")
-    usual, what = TARGET_SHAPE, f"target {folder.name}"
-    if target is not None:
+    usual: ModelShape = TARGET_SHAPE
+    what = f"target {folder.name}"
+    if config["model_type"] == MODEL_TYPE:
+        usual, what = HYBRID.usual, f"{HYBRID.command} {folder.name}"
+    elif target is not None:
         usual = DRAFT_SHAPE
         what = f"draft {folder.name} {target} {DistillConfig(**facts.get('distill', {})).arguments()}"
-    shape = Shape(**{name: config[name] for name in vars(usual)})
+    shape: ModelShape = usual.of(config)
     facts["role"] = "target" if target is None else "draft"
     facts["command"] = command_line(what, shape, usual, TrainConfig(**facts["config"]), facts["corpus"])
     write_json(folder / PROVENANCE, facts)
@@ -120,10 +125,11 @@ def _card(
         ("role", role),
         ("parameters", f"{facts['parameters']:,}"),
         ("layers x width", f"{config['num_hidden_layers']} x {config['hidden_size']}"),
+        *_mixers(config),
         ("vocabulary", f"{config['vocab_size']:,} (byte-level BPE)"),
         ("positions", f"{config['max_position_embeddings']:,}, trained on windows of {facts['config']['window']}"),
         ("tokens seen", f"{facts['tokens']:,} of a corpus of {facts['corpus_tokens']:,}"),
-        ("training time", f"{facts['minutes']} minutes on a CPU ({facts['processor']})"),
+        ("training time", f"{facts['minutes']} minutes on {_machine(facts)}"),
         ("held-out loss", f"{(figures or facts)['held_out_loss']:.3f} nats per token"),
     ]
     if costs is not None:
@@ -144,6 +150,24 @@ def _card(
     lines += [f"curve of the run: `{PROVENANCE}`.", "", "It is a small model for tests, demonstrations and benchmarks;"]
     lines += ["it completes Python, and knows nothing else.", ""]
     return "\n".join(lines)
+
+
+def _mixers(config: dict[str, Any]) -> list[tuple[str, str]]:
+    if "num_experts" not in config:
+        return []
+    attention = config["layer_types"].count("full_attention")
+    return [
+        ("layers", f"{len(config['layer_types']) - attention} of gated DeltaNet, {attention} of attention"),
+        (
+            "experts",
+            f"{config['num_experts']} a layer, {config['num_experts_per_tok']} of them and a shared one a token",
+        ),
+    ]
+
+
+def _machine(facts: dict[str, Any]) -> str:
+    device: str = facts.get("device", "cpu")
+    return f"a CPU ({facts['processor']})" if device == "cpu" else f"a GPU ({device})"
 
 
 def _beside(held_out_loss_bfloat16: float, held_out_loss_int8: float) -> str:

@@ -29,7 +29,7 @@ class StackedMuon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes a step."""
         for group in self.param_groups:
             shapes: dict[torch.Size, list[Tensor]] = {}

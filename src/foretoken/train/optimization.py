@@ -32,6 +32,7 @@ class TrainConfig:
         evaluate_every_seconds: Seconds between evaluations.
         compile: Whether to compile, None for where a C++ compiler exists.
         patience: Evaluations without improvement after which the run ends with the best weights.
+        dropout: Share of the outputs of layers that is dropped in training, of models that know it.
         recorded: Whether steps are recorded as a CUDA graph, of models whose operations allow it.
     """
 
@@ -47,6 +48,7 @@ class TrainConfig:
     evaluate_every_seconds: float = 300.0
     compile: bool | None = None
     patience: int | None = None
+    dropout: float = 0.0
     recorded: bool = False
 
     def __post_init__(self) -> None:
@@ -55,6 +57,8 @@ class TrainConfig:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
         if self.patience is not None and self.patience < 1:
             raise InvalidRequest(f"patience is {self.patience}; it must be at least 1 evaluation")
+        if not 0 <= self.dropout < 1:
+            raise InvalidRequest(f"dropout is {self.dropout}; it must be a share, at least 0 and below 1")
         for name in ("learning_rate", "warmup", "decay", "minutes"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -63,10 +67,11 @@ class TrainConfig:
     def arguments(self) -> str:
         """Returns the command line options that give these settings."""
         length = f"--steps {self.steps}" if self.minutes is None else f"--minutes {self.minutes:g}"
+        dropout = f" --dropout {self.dropout:g}" if self.dropout else ""
         patience = f" --patience {self.patience}" if self.patience is not None else ""
         return (
             f"{length} --batch {self.batch} --window {self.window} --learning-rate {self.learning_rate:g} "
-            f"--seed {self.seed}{patience}"
+            f"--seed {self.seed}{dropout}{patience}"
         )
 
 

@@ -1,15 +1,22 @@
-"""``foretoken train target``: trains a small Llama from scratch on the standard library's source."""
+"""``foretoken train target``: trains a small Llama from scratch on the standard library's source.
+
+Other families are trained likewise, see ``Recipe``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.loading import resolve_device
 from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
 from foretoken.train.optimization import TrainConfig
@@ -42,6 +49,11 @@ class Shape:
             )
         if self.head_dim % 2:
             raise InvalidRequest(f"head_dim is {self.head_dim}; rotary positions need an even one")
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Shape:
+        """Returns the size of a model with this config.json."""
+        return Shape(**{field.name: config[field.name] for field in fields(Shape)})
 
     def arguments(self, usual: Shape) -> str:
         """Returns the command line options for fields that differ from ``usual``."""
@@ -83,12 +95,74 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
+class ModelShape(Protocol):
+    """Size of a model of some family."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Positions."""
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> ModelShape:
+        """Returns the size of a model with this config.json."""
+
+    def arguments(self, usual: Any) -> str:
+        """Returns the command line options for fields that differ from ``usual``."""
+
+
+class Recipe(ABC):
+    """How a family of models is made, trained and written.
+
+    Attributes:
+        command: Its name after ``foretoken train``.
+        usual: Size of the bundled model.
+        recordable: Whether a step waits for no device, so that it can be recorded as a CUDA graph.
+    """
+
+    command: str
+    usual: ModelShape
+    recordable = False
+
+    @abstractmethod
+    def new(self, shape: Any, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> nn.Module:
+        """Returns a freshly initialized model."""
+
+    @abstractmethod
+    def loss(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of ids [B, T], of a model in evaluation the mean cross-entropy of the next tokens."""
+
+    @abstractmethod
+    def save(self, model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+        """Writes bf16 weights, config and tokenizer."""
+
+
+class LlamaRecipe(Recipe):
+    """A small Llama of transformers."""
+
+    command = "target"
+    usual = TARGET_SHAPE
+
+    def new(self, shape: Shape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> nn.Module:
+        return new_model(shape, tokenizer, config.seed)
+
+    def loss(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        return next_token_loss(model(ids, use_cache=False).logits, ids)
+
+    def save(self, model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+        save(model, tokenizer, folder)
+
+
+LLAMA = LlamaRecipe()
+
+
 def train_target(
     out: Path,
     corpus: Corpus,
-    shape: Shape = TARGET_SHAPE,
+    shape: ModelShape = TARGET_SHAPE,
     config: TrainConfig = TARGET_CONFIG,
     resume: bool = False,
+    recipe: Recipe = LLAMA,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """Trains a tokenizer and a model, and writes them to ``out``. Ctrl-C leaves a checkpoint beside ``out``.
 
@@ -98,6 +172,8 @@ def train_target(
         shape: Size of the model.
         config: Training configuration.
         resume: Continues an interrupted run.
+        recipe: Family of the model.
+        device: "auto", "cpu" or "cuda".
 
     Returns:
         The last evaluation.
@@ -108,27 +184,29 @@ def train_target(
     """
     if config.window > shape.max_position_embeddings:
         raise InvalidRequest(f"windows of {config.window} exceed the model's {shape.max_position_embeddings} positions")
+    where = resolve_device(device)
     tokenizer = train_tokenizer(corpus)
     stream = encode(corpus.train, tokenizer)
-    held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
-    model = new_model(shape, tokenizer, config.seed)
+    held_out = [b.to(where) for b in held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)]
+    model = recipe.new(shape, tokenizer, config).to(where)
+    config = replace(config, recorded=recipe.recordable and where.type == "cuda")
     trainer = Trainer(model, config, checkpoint_of(out), lambda row: -row["held_out_loss"])
     if resume:
         trainer.resume()
 
     def loss_fn(ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return next_token_loss(model(ids, use_cache=False).logits, ids)
+        with torch.autocast(where.type, torch.bfloat16):
+            return recipe.loss(model, ids)
 
     def evaluate() -> dict[str, float]:
         losses = [loss_fn(ids).item() * ids.numel() for ids in held_out]
         return {"held_out_loss": sum(losses) / sum(ids.numel() for ids in held_out)}
 
     batches = windows(stream, config.batch, config.window, config.seed, trainer.step)
-    trainer.run(batches, loss_fn, evaluate)
+    trainer.run((batch.to(where) for batch in batches), loss_fn, evaluate)
     with atomic_directory(out) as folder:
-        save(model, tokenizer, folder)
-        command = command_line(f"target {out.name}", shape, TARGET_SHAPE, config, corpus.name)
+        recipe.save(model, tokenizer, folder)
+        command = command_line(f"{recipe.command} {out.name}", shape, recipe.usual, config, corpus.name)
         card = provenance(
             command,
             config,
@@ -136,7 +214,8 @@ def train_target(
             role="target",
             corpus=corpus.name,
             corpus_tokens=len(stream),
-            parameters=model.num_parameters(),
+            parameters=sum(p.numel() for p in model.parameters()),
+            device=where.type,
             **trainer.history[-1],
         )
         write_json(folder / PROVENANCE, card)
@@ -144,7 +223,7 @@ def train_target(
     return trainer.history[-1]
 
 
-def command_line(what: str, shape: Shape, usual: Shape, config: TrainConfig, corpus: str) -> str:
+def command_line(what: str, shape: ModelShape, usual: ModelShape, config: TrainConfig, corpus: str) -> str:
     """Returns the command that reproduces a run. Files of the user's own are a placeholder."""
     texts = "" if "standard library" in corpus else "--corpus FILES"
     return " ".join(f"foretoken train {what} {shape.arguments(usual)} {config.arguments()} {texts}".split())

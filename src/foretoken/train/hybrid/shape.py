@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
+
+MODEL_TYPE = "qwen3_5_moe_text"
+
+OPTIONS = {
+    "hidden_size": "--hidden",
+    "num_hidden_layers": "--layers",
+    "num_attention_heads": "--heads",
+    "num_key_value_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "linear_num_key_heads": "--linear-key-heads",
+    "linear_num_value_heads": "--linear-value-heads",
+    "linear_head_dim": "--linear-head-dim",
+    "num_experts": "--experts",
+    "num_experts_per_tok": "--experts-per-token",
+    "moe_intermediate_size": "--units",
+    "shared_expert_intermediate_size": "--shared-units",
+    "max_position_embeddings": "--positions",
+}
+"""Command line option of each size."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,17 @@ class HybridShape:
         if self.num_experts_per_tok > self.num_experts:
             raise InvalidRequest(f"there are {self.num_experts} experts, fewer than {self.num_experts_per_tok} a token")
 
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> HybridShape:
+        """Returns the size of a model with this config.json."""
+        sizes = {**config, "linear_head_dim": config["linear_key_head_dim"]}
+        return HybridShape(**{field.name: sizes[field.name] for field in fields(HybridShape)})
+
+    def arguments(self, usual: HybridShape) -> str:
+        """Returns the command line options for fields that differ from ``usual``."""
+        changed = ((option, getattr(self, n), getattr(usual, n)) for n, option in OPTIONS.items())
+        return " ".join(f"{option} {own}" for option, own, others in changed if own != others)
+
     @property
     def layer_types(self) -> list[str]:
         """Returns what mixes the tokens of each layer."""
@@ -68,7 +99,7 @@ class HybridShape:
         width = sizes.pop("linear_head_dim")
         return {
             "architectures": ["Qwen3_5MoeForCausalLM"],
-            "model_type": "qwen3_5_moe_text",
+            "model_type": MODEL_TYPE,
             **sizes,
             "linear_key_head_dim": width,
             "linear_value_head_dim": width,

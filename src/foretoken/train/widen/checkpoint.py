@@ -22,9 +22,11 @@ from foretoken.models.families.schema import CausalConfig
 from foretoken.models.families.table import FAMILIES
 from foretoken.models.formats.checkpoint import load_config
 from foretoken.train.files import PROVENANCE, atomic_directory, write_json
+from foretoken.train.hybrid.shape import MODEL_TYPE, HybridShape
 from foretoken.train.progress import Reporter
 from foretoken.train.seq2seq import T5Shape
 from foretoken.train.shards import CheckpointPlan, ShardReader, ShardWriter, weights_sha256
+from foretoken.train.widen import hybrid as widen_hybrid
 from foretoken.train.widen import seq2seq as widen_seq2seq
 from foretoken.train.widen.heads import scale_bundled
 from foretoken.train.widen.tensors import Copies, Widener, copies, layer_positions, query_heads, rotation
@@ -46,6 +48,8 @@ class WideShape:
     num_key_value_heads: int
 
 
+AnyShape = WideShape | T5Shape | HybridShape
+
 # Hidden size, intermediate size, layers. Heads follow from the source's head size, four per key head.
 PRESETS = {
     "0.7b": (2048, 5632, 16),
@@ -53,6 +57,9 @@ PRESETS = {
     "3b": (3072, 8192, 28),
     "7b": (4096, 14336, 32),
 }
+
+USUAL = {"t5": "t5-large", MODEL_TYPE: "3b-a0.5b"}
+"""The size that a family is widened to unless told, where it is not the first of ``PRESETS``."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,14 @@ class Scaled:
     bytes: int
 
 
-def like(name: str, head_dim: int = 64, family: str = "llama") -> WideShape | T5Shape:
+def like(name: str, head_dim: int = 64, family: str = "llama") -> AnyShape:
     """Returns the shape of a usual model of that size and family. Raises InvalidRequest for an unknown name."""
-    known = widen_seq2seq.PRESETS if family == "t5" else PRESETS
+    others: dict[str, dict[str, Any]] = {"t5": widen_seq2seq.PRESETS, MODEL_TYPE: widen_hybrid.PRESETS}
+    known = others.get(family, PRESETS)
     if name not in known:
         raise InvalidRequest(f"unknown size {name!r}; known: {', '.join(known)}")
+    if family == MODEL_TYPE:
+        return widen_hybrid.like(name, head_dim)
     if family == "t5":
         return widen_seq2seq.like(name, head_dim)
     hidden, intermediate, layers = PRESETS[name]
@@ -81,14 +91,17 @@ def read_config(source: Path) -> dict[str, Any]:
 
     Raises:
         ModelLoadError: It cannot be read.
-        InvalidRequest: It is neither a plain Llama nor a T5.
+        InvalidRequest: It is neither a plain Llama, nor a T5, nor a hybrid of Qwen3.5's layout.
     """
     config = load_config(source)
+    if config.get("model_type") == MODEL_TYPE:
+        return widen_hybrid.checked(config)
     if config.get("model_type") == "t5":
         return widen_seq2seq.checked(config)
     if config.get("model_type") not in ("llama", "mistral"):
         raise InvalidRequest(
-            f"cannot widen a {config.get('model_type')!r} model; llama, mistral and t5 checkpoints can be widened"
+            f"cannot widen a {config.get('model_type')!r} model; llama, mistral, t5 and "
+            f"{MODEL_TYPE} checkpoints can be widened"
         )
     for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):
         if config.get(key):
@@ -100,8 +113,8 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def widen_checkpoint(source: Path, out: Path, shape: WideShape | T5Shape, seed: int = 0) -> Scaled:
-    """Writes a wider Llama or T5 that computes what the source does, up to rounding.
+def widen_checkpoint(source: Path, out: Path, shape: AnyShape, seed: int = 0) -> Scaled:
+    """Writes a wider Llama, T5 or hybrid that computes what the source does, up to rounding.
 
     Works in float64, one layer at a time, and writes the source's dtype with untied embeddings.
 
@@ -119,6 +132,9 @@ def widen_checkpoint(source: Path, out: Path, shape: WideShape | T5Shape, seed: 
     config = read_config(source)
     if isinstance(shape, T5Shape):
         plan = widen_seq2seq.plan(ShardReader(source), config, shape, seed)
+    elif isinstance(shape, HybridShape):
+        shape = widen_hybrid.fitted(config, shape)
+        plan = widen_hybrid.plan(ShardReader(source), config, shape, seed)
     else:
         plan = _plan(source, config, shape, seed)
     needed = plan.parameters * plan.dtype.itemsize
