@@ -10,18 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.heads.mtp import has_mtp
+from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
 from foretoken.train.data import Corpus
+from foretoken.train.head_config import HeadConfig
+from foretoken.train.heads import train_head
 from foretoken.train.hybrid.convolution import short_convolution
 from foretoken.train.hybrid.delta import gated_delta_rule
 from foretoken.train.hybrid.recipe import HYBRID
 from foretoken.train.hybrid.shape import HybridShape
+from foretoken.train.lessons import Lesson, Teacher
+from foretoken.train.mtp import MtpHead, MtpTrainConfig
 from foretoken.train.muon import StackedMuon
 from foretoken.train.target import train_target
 
@@ -141,3 +147,29 @@ def test_the_checkpoint_has_an_mtp_layer_and_says_how_it_was_made(trained: Path)
 def test_sizes_that_cannot_work_are_refused(change: dict[str, int], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         replace(SMALL, **change)
+
+
+def test_the_mtp_layer_is_trained_further_and_drafts_as_it_was_trained(
+    trained: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    teacher, settings = Teacher(trained, torch.device("cpu")), MtpTrainConfig(depths=2, single_share=0.0)
+    own = {n: t for n, t in load_file(trained / "model.safetensors").items() if n.startswith("mtp.")}
+    head = MtpHead(settings, teacher).eval()
+    assert {n: t.tolist() for n, t in head.weights().items()} == {n: t.tolist() for n, t in own.items()}
+    out = tmp_path / "mtp"
+    config = replace(STEPS, steps=2, window=24)
+    train_head("mtp", out, trained, corpus, settings, config, HeadConfig(windows=6, held_out=2), device="cpu")
+    head.start(load_file(out / "model.safetensors"))
+    model, ids = load_model(trained, "float32", "cpu"), list(range(3, 20))
+    loaded = load_mtp(model, None, out, trained)
+    (scores,) = model.score([model.open(ids)], [Draft.empty()], loaded.taps)
+    states = scores.taps[model.num_layers]
+    lesson = Lesson(torch.tensor([ids]), states[None, :, None], (4,), teacher.embeddings.float(), teacher.head.float())
+    with torch.no_grad():
+        expected = head(lesson)
+    for row in (0, 5, 13):
+        handle = loaded.net.open()
+        loaded.net.extend(handle, ids[1 : row + 2], states[: row + 1])
+        logits = [*loaded.net.catch_up([handle]), *loaded.net.grow([handle], [Draft.chain(ids[row + 2 : row + 3])])]
+        for depth in range(2):
+            torch.testing.assert_close(logits[depth][0], expected[depth][0, row], rtol=1e-3, atol=1e-3)

@@ -1,20 +1,24 @@
 """Multi-token-prediction layers (2412.19437, section 2.2), trained by unrolling one layer as it is chained.
 
-The checkpoint has the layout of Qwen3.5's dense models, in a folder of its own: a layer with gated attention and norms
-of queries and keys, whatever the target's are. Other engines load it only beside a Qwen3.5 target with the same sizes.
+The checkpoint has the layout of Qwen3.5, in a folder of its own: a layer with gated attention and norms of queries and
+keys, whatever the target's are, and with experts if the target is a mixture of experts of that family. Other engines
+load it only beside a Qwen3.5 target with the same sizes. A target's own layer, if it has one, is where training starts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.heads.mtp import HIDDEN_KEY
+from foretoken.train.hybrid.layers import OffsetNorm, SparseMlp
+from foretoken.train.hybrid.shape import MODEL_TYPE
 from foretoken.train.lessons import Head, Lesson, Teacher
 from foretoken.train.unrolled import GatedMlp, UnrolledAttention, copy_if_fits, weights_of
 
@@ -58,7 +62,11 @@ class MtpHead(Head):
         super().__init__()
         self.depths, self.settings, self._unrolled = config.depths, config, config.depths
         self.mtp = _Mtp(config, teacher.config)
-        self._start_from(teacher)
+        own = _own(teacher.path)
+        if own and {n: t.shape for n, t in own.items()} == {n: t.shape for n, t in self.state_dict().items()}:
+            self.start(own)
+        else:
+            self._start_from(teacher)
 
     @classmethod
     def made(cls, config: MtpTrainConfig, teacher: Teacher, counts: Tensor) -> MtpHead:
@@ -95,6 +103,10 @@ class MtpHead(Head):
     def describe(self, teacher: Teacher) -> dict[str, Any]:
         shape, attention = teacher.config, self.mtp.layer.self_attn
         theta = shape.rope_parameters["rope_theta"]
+        states = {HIDDEN_KEY: {"normed": True, "chained_normed": True}}  # see models/heads/mtp_states
+        if shape.model_type == MODEL_TYPE:
+            sizes = {"num_attention_heads": attention.heads, "num_key_value_heads": attention.kv_heads}
+            return {**load_config(teacher.path), **sizes, **states}
         return {
             "architectures": ["Qwen3_5ForCausalLM"],
             "model_type": "qwen3_5_text",
@@ -110,30 +122,30 @@ class MtpHead(Head):
             "attention_bias": False,
             "hidden_act": "silu",
             "rms_norm_eps": shape.rms_norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 1.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": _turned(shape)},
             "max_position_embeddings": shape.max_position_embeddings,
             "vocab_size": teacher.vocab,
             "tie_word_embeddings": bool(getattr(shape, "tie_word_embeddings", False)),
-            HIDDEN_KEY: {"normed": True, "chained_normed": True},  # see models/heads/mtp_states
+            **states,
         }
 
 
-class _OffsetNorm(nn.Module):
-    """RMS norm that computes in float32 and stores its weight less 1."""
+def _own(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a target's own MTP layer in Qwen3.5's layout, none if it has no such layer."""
+    weights = open_weights(path)
+    return {name: weights[name] for name in weights if name.startswith("mtp.")}
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.zeros(width)), eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps)
+def _turned(shape: Any) -> float:
+    """Returns the share of a head that a target rotates."""
+    return float(shape.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 class _GatedAttention(UnrolledAttention):
     def __init__(self, config: MtpTrainConfig, shape: Any) -> None:
-        super().__init__(shape.hidden_size, shape, config.heads, config.kv_heads, queries=2)
-        self.q_norm = _OffsetNorm(self.head_dim, shape.rms_norm_eps)
-        self.k_norm = _OffsetNorm(self.head_dim, shape.rms_norm_eps)
+        super().__init__(shape.hidden_size, shape, config.heads, config.kv_heads, queries=2, turned=_turned(shape))
+        self.q_norm = OffsetNorm(self.head_dim, shape.rms_norm_eps)
+        self.k_norm = OffsetNorm(self.head_dim, shape.rms_norm_eps)
 
     def normed_query(self, x: Tensor) -> Tensor:
         out: Tensor = self.q_norm(x)
@@ -157,21 +169,24 @@ class _GatedAttention(UnrolledAttention):
 class _DecoderLayer(nn.Module):
     def __init__(self, config: MtpTrainConfig, shape: Any) -> None:
         super().__init__()
-        self.input_layernorm = _OffsetNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = OffsetNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = _GatedAttention(config, shape)
-        self.post_attention_layernorm = _OffsetNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = GatedMlp(shape.hidden_size, config.intermediate)
+        self.post_attention_layernorm = OffsetNorm(shape.hidden_size, shape.rms_norm_eps)
+        sparse = shape.model_type == MODEL_TYPE
+        self.mlp = SparseMlp(shape.to_dict()) if sparse else GatedMlp(shape.hidden_size, config.intermediate)
 
     def forward(self, hidden: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), depth, keys, values)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        added = self.mlp(self.post_attention_layernorm(hidden))
+        out: Tensor = hidden + (added[0] if isinstance(added, tuple) else added)
         return out
 
     def start_from(self, layer: nn.Module | None) -> None:
         """Copies what fits from a layer of the target."""
         source = weights_of(layer)
         self.self_attn.start_from(source)
-        self.mlp.start_from(source)
+        if isinstance(self.mlp, GatedMlp):
+            self.mlp.start_from(source)
         for own, name in ((self.input_layernorm, "input"), (self.post_attention_layernorm, "post_attention")):
             given = source.get(f"{name}_layernorm.weight")
             copy_if_fits(own.weight, None if given is None else given - 1)
@@ -181,11 +196,11 @@ class _Mtp(nn.Module):
     def __init__(self, config: MtpTrainConfig, shape: Any) -> None:
         super().__init__()
         width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.pre_fc_norm_embedding = _OffsetNorm(width, eps)
-        self.pre_fc_norm_hidden = _OffsetNorm(width, eps)
+        self.pre_fc_norm_embedding = OffsetNorm(width, eps)
+        self.pre_fc_norm_hidden = OffsetNorm(width, eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([_DecoderLayer(config, shape)])
-        self.norm = _OffsetNorm(width, eps)
+        self.norm = OffsetNorm(width, eps)
 
     @property
     def layer(self) -> _DecoderLayer:

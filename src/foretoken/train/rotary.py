@@ -17,3 +17,11 @@ def rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """Returns x [..., width] rotated by cosines and sines of its positions."""
     low, high = x.chunk(2, dim=-1)
     return (x * turn[0] + torch.cat((-high, low), dim=-1) * turn[1]).to(x.dtype)
+
+
+def partly_rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns x [..., D] with as much of it rotated as there are cosines; the rest stays."""
+    width = turn[0].shape[-1]
+    return (
+        torch.cat((rotated(x[..., :width], turn), x[..., width:]), dim=-1) if width < x.shape[-1] else rotated(x, turn)
+    )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.train.rotary import rotated, rotations
+from foretoken.train.rotary import partly_rotated, rotations
 
 
 class GatedMlp(nn.Module):
@@ -47,9 +47,18 @@ class UnrolledAttention(nn.Module):
         heads: Attention heads, None for as many as the target has.
         kv_heads: Key-value heads, None for as many as the target has.
         queries: Rows of the query projection by number of a head: 2 where each query is followed by a gate.
+        turned: Share of a head that is rotated, the first part.
     """
 
-    def __init__(self, inputs: int, shape: Any, heads: int | None, kv_heads: int | None, queries: int = 1) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        shape: Any,
+        heads: int | None,
+        kv_heads: int | None,
+        queries: int = 1,
+        turned: float = 1.0,
+    ) -> None:
         super().__init__()
         self.heads = heads or shape.num_attention_heads
         self.kv_heads = kv_heads or shape.num_key_value_heads
@@ -61,6 +70,7 @@ class UnrolledAttention(nn.Module):
         self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
         self.theta = float(shape.rope_parameters["rope_theta"])
+        self.turned = int(turned * self.head_dim)
 
     def forward(
         self, x: Tensor, depth: int, keys: list[Tensor], values: list[Tensor], roots: Tensor | None = None
@@ -77,11 +87,11 @@ class UnrolledAttention(nn.Module):
         """
         batch, rows = x.shape[:2]
         roots = torch.arange(rows, device=x.device) if roots is None else roots
-        turn = rotations(roots + depth, self.head_dim, self.theta)
+        turn = rotations(roots + depth, self.turned, self.theta)
         queries = self.q_proj(x).view(batch, rows, self.heads, -1)
-        q = rotated(self.normed_query(queries[..., : self.head_dim]).transpose(1, 2), turn)
+        q = partly_rotated(self.normed_query(queries[..., : self.head_dim]).transpose(1, 2), turn)
         k = self.normed_key(self.k_proj(x).view(batch, rows, self.kv_heads, -1))
-        k = rotated(k.transpose(1, 2), turn)
+        k = partly_rotated(k.transpose(1, 2), turn)
         v = self.v_proj(x).view(batch, rows, self.kv_heads, -1).transpose(1, 2)
         group = self.heads // self.kv_heads
         keys.append(k.repeat_interleave(group, 1))

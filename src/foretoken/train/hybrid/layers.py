@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from foretoken.train.hybrid.convolution import short_convolution
 from foretoken.train.hybrid.delta import gated_delta_rule
-from foretoken.train.rotary import rotated, rotations
+from foretoken.train.rotary import partly_rotated, rotations
+from foretoken.train.unrolled import GatedMlp
 
 
 class OffsetNorm(nn.Module):
@@ -90,18 +91,15 @@ class GatedAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         queries, gate = self.q_proj(x).unflatten(-1, (self.heads, -1)).chunk(2, dim=-1)
         turn = rotations(torch.arange(x.shape[1], device=x.device), self._turned, self._theta)
-        q = self._turn(self.q_norm(queries), turn)
-        k = self._turn(self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, -1))), turn)
+        q = partly_rotated(self.q_norm(queries).transpose(1, 2), turn)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, -1)))
+        k = partly_rotated(k.transpose(1, 2), turn)
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
         group = self.heads // self.kv_heads
         k, v = k.to(v.dtype).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         mixed = F.scaled_dot_product_attention(q.to(v.dtype), k, v, is_causal=True)
         out: Tensor = self.o_proj((mixed.transpose(1, 2) * gate.sigmoid()).flatten(2))
         return out
-
-    def _turn(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        x = x.transpose(1, 2)
-        return torch.cat((rotated(x[..., : self._turned], turn), x[..., self._turned :]), dim=-1)
 
 
 class _Router(nn.Module):
@@ -118,20 +116,6 @@ class _Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, units).normal_(std=0.02))
 
 
-class GatedUnits(nn.Module):
-    """A gated MLP without biases."""
-
-    def __init__(self, width: int, units: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, units, bias=False)
-        self.up_proj = nn.Linear(width, units, bias=False)
-        self.down_proj = nn.Linear(units, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class SparseMlp(nn.Module):
     """A mixture of experts beside an expert that every row takes.
 
@@ -144,7 +128,7 @@ class SparseMlp(nn.Module):
         hidden = config["hidden_size"]
         self._chosen = config["num_experts_per_tok"]
         self.gate, self.experts = _Router(config), _Experts(config)
-        self.shared_expert = GatedUnits(hidden, config["shared_expert_intermediate_size"])
+        self.shared_expert = GatedMlp(hidden, config["shared_expert_intermediate_size"])
         self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
