@@ -23,10 +23,10 @@ from foretoken.models.runners import choose
 from foretoken.models.runners.cuda import layout, runner
 from foretoken.models.runners.cuda.graphs import CudaCapture, States
 from foretoken.models.runners.cuda.layout import Bucket, paths
-from foretoken.models.runners.cuda.rows import Rows
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_runner import TorchRunner
+from foretoken.models.runners.triton_kernels.rows import Rows
 
 from .test_conformance import text, tree
 from .tiny import ARCHITECTURES, only_runner
@@ -107,7 +107,7 @@ class Guarded(Recorder):
 
 
 class InTorch:
-    """Stands in for the kernels of ``cuda/attention.py`` where there is no device."""
+    """Stands in for the kernels of ``triton_kernels/attention.py`` where there is no device."""
 
     @staticmethod
     def store(

@@ -73,7 +73,7 @@ def _interpret_kernels() -> None:
     a second a pass.
     """
     os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}  # read when triton is first imported
-    from triton import backends  # type: ignore[import-not-found]
+    from triton import backends
 
     inactive = type("Inactive", (), {"is_active": staticmethod(lambda: False)})
     backends.backends.setdefault("cpu", backends.Backend(compiler=None, driver=inactive))

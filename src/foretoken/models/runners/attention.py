@@ -24,6 +24,47 @@ from foretoken.models.state.kv import KVCache, finite, padded
 KEY_MULTIPLE, KEY_BLOCK = 64, 256
 
 
+class Layout(Protocol):
+    """The rows of a pass, as the operations of a layer need to know them."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row, int64 [R]."""
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of each row, int64 [R]."""
+
+    @property
+    def counts(self) -> Tensor | None:
+        """Number of keys of each row, int32 [R], 0 for padding; None where no row is padding."""
+
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        queries_keys: Tensor,
+        values: Tensor,
+        a: Heads,
+        view: tuple[int, bool],
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Writes the new keys and values to the cache, if there are any, then computes attention.
+
+        Args:
+            cache: the KV cache.
+            layer: index of the layer in the cache.
+            queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads those of another.
+            values: [R, kv_heads, head_dim], or [R, 0, head_dim].
+            a: sizes of the attention.
+            view: which keys a row sees; see ``families.layers.Layer.view``.
+            sinks: scores [heads] of a key without a value; None for none.
+
+        Returns:
+            [R, heads * head_dim]
+        """
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The layout of one pass as tensors on the device.
@@ -58,7 +99,7 @@ class Geometry:
 
     @property
     def counts(self) -> None:
-        """See ``cuda.layout.RowLayout``: no row is padding."""
+        """See ``Layout``: no row is padding."""
 
     @staticmethod
     def of(plan: PassPlan, views: Iterable[tuple[int, bool]], device: torch.device) -> Geometry:
@@ -99,20 +140,7 @@ class Geometry:
         view: tuple[int, bool],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Writes the new keys and values to the cache, if there are any, then computes attention.
-
-        Args:
-            cache: the KV cache.
-            layer: index of the layer in the cache.
-            queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads those of another.
-            values: [R, kv_heads, head_dim], or [R, 0, head_dim].
-            a: sizes of the attention.
-            view: which keys a row sees; see ``families.layers.Layer.view``.
-            sinks: scores [heads] of a key without a value; None for none.
-
-        Returns:
-            [R, heads * head_dim]
-        """
+        """See ``Layout``."""
         return attend(cache, layer, queries_keys, values, self, a, self.masks[view], sinks)
 
     def biased(self, table: Tensor, plan: PassPlan) -> Geometry:

@@ -13,12 +13,12 @@ from foretoken.core.native.build import KernelsDisabled, KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Runner
-from foretoken.models.runners.cuda.available import has_kernels
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.native.weight_format import packs
 from foretoken.models.runners.torch_runner import TorchRunner
+from foretoken.models.runners.triton_kernels.available import has_kernels
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from foretoken.models.families.experts import Experts
 from foretoken.models.formats.experts import ExpertWeights, MatrixStack
 from foretoken.models.formats.quantize import stacked
 from foretoken.models.formats.weights import NormWeight
-from foretoken.models.runners.cuda.available import expert_kernels, has_kernels
 from foretoken.models.runners.functional import activate, clamped_gate, normalize
 from foretoken.models.runners.linear import Product, moved, product
+from foretoken.models.runners.triton_kernels.available import expert_kernels, has_kernels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class TorchExperts:
     shared_gate: Tensor | None
     router_norm: NormWeight | None
     expert_scales: Tensor | None
-    stacks: tuple[Any, Any] | None  # ``cuda.experts.Stack`` of up and down, for rows that share a pass
+    stacks: tuple[Any, Any] | None  # ``triton_kernels.experts.Stack`` of up and down, for rows that share a pass
 
     @staticmethod
     def of(device: torch.device, w: ExpertWeights) -> TorchExperts:
@@ -76,7 +76,7 @@ class TorchExperts:
             x: input of the experts [R, H].
             alone: see ``Product``.
             hidden: the residual stream [R, H], of which the router has a norm of its own; None if it reads ``x``.
-            counts: int32 [R], 0 for padding, where rows are computed by kernels; see ``cuda.rows.Rows``.
+            counts: int32 [R], 0 for padding, where rows are computed by kernels; see ``triton_kernels.rows.Rows``.
         """
         routed = x.float() if hidden is None else normalize(a, hidden.float(), self.router_norm)
         chosen, weights = choose(self.experts, self.router(routed, alone), self.correction)
@@ -164,8 +164,9 @@ def _stacks(w: ExpertWeights, device: torch.device) -> tuple[Any, Any] | None:
         return None
     stacks = []
     for part in (w.up, w.down):
-        matrices = [stacked(part.read(expert)) for expert in range(part.count)]
-        if not all(isinstance(matrix, Tensor) for matrix in matrices):
+        read = [stacked(part.read(expert)) for expert in range(part.count)]
+        matrices = [matrix for matrix in read if isinstance(matrix, Tensor)]
+        if len(matrices) < len(read):
             return None
         biases = torch.cat(part.biases, dim=-1).to(device) if part.biases else None
         stacks.append(expert_kernels().Stack(torch.stack([matrix.to(device) for matrix in matrices]), biases))

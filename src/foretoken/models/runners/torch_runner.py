@@ -20,7 +20,7 @@ from foretoken.core.devices import on_host
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.quantize import floats
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights, NormWeight
-from foretoken.models.runners.attention import AttentionSizes, Geometry
+from foretoken.models.runners.attention import AttentionSizes, Geometry, Layout
 from foretoken.models.runners.base import DecoderOnly, Pass, injecting
 from foretoken.models.runners.functional import normalize, rotary_table, rotate
 from foretoken.models.runners.linear import can_pack, moved, product
@@ -144,7 +144,7 @@ class TorchRunner(DecoderOnly):
             self._tables = [self._table(number) for number in range(len(self._architecture.frequencies))]
 
     def _states(
-        self, geometry: Geometry, taps: Sequence[int], alone: bool = False, features: Tensor | None = None
+        self, geometry: Layout, taps: Sequence[int], alone: bool = False, features: Tensor | None = None
     ) -> dict[int, Tensor]:
         """Computes all layers. Returns hidden states [R, H] by layer: those of ``taps``, and the last, not normed."""
         a = self._architecture
@@ -163,7 +163,7 @@ class TorchRunner(DecoderOnly):
         states[a.layers] = states[a.layers + 1] = hidden
         return states
 
-    def _embed(self, g: Geometry) -> Tensor:
+    def _embed(self, g: Layout) -> Tensor:
         hidden, a = F.embedding(g.tokens, self._embedding), self._architecture
         if a.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(a.embedding_scale, dtype=self._dtype)
@@ -176,7 +176,7 @@ class TorchRunner(DecoderOnly):
         hidden = features.to(self._device, self._dtype).expand(rows, -1)
         return normalize(self._architecture, hidden, self._feature_norm) if self._entry.norm_first else hidden
 
-    def _attention_input(self, number: int, hidden: Tensor, g: Geometry) -> Tensor:
+    def _attention_input(self, number: int, hidden: Tensor, g: Layout) -> Tensor:
         """Returns the input of a layer's attention; see ``weights.Entry``."""
         norm = self._layers[number].norm
         if number or not self._entry.joined:
@@ -193,7 +193,7 @@ class TorchRunner(DecoderOnly):
         return tapped
 
     def _layer(
-        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Geometry, alone: bool
+        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, alone: bool
     ) -> Tensor:
         a, layer, start = self._architecture, self._layers[number], hidden
         if layer.attention is not None:
@@ -223,11 +223,12 @@ class TorchRunner(DecoderOnly):
         number: int,
         x: Tensor,
         turns: Sequence[tuple[Tensor, Tensor]],
-        g: Geometry,
+        g: Layout,
         alone: bool,
     ) -> Tensor:
         a, layer = self._architecture, self._architecture.stack[number]
         if isinstance(mixer, TorchLatent):
+            assert isinstance(g, Geometry)
             return mixer(a, self.cache, number, x, turns, g, alone)
         sizes = AttentionSizes.of(a, layer)
         new = 0 if layer.source is not None else sizes.kv_heads

@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA whose rows do not depend on what shares the pass."""
+"""The runner for CUDA: layouts of passes, CUDA graphs, and what they launch."""

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.runners.attention import Heads
-from foretoken.models.runners.cuda.rows import STRETCH, Rows
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.runners.triton_kernels.rows import Rows
 from foretoken.models.state.kv import KVCache
 
-MIN_DEPTH = 8  # of trees; doubled until all fit
+MIN_KEYS, MIN_DEPTH = 512, 8  # doubled until all rows, or all trees, fit
 
 # Rows of the table: what ``rows.Rows`` describes, and, in OUTPUTS and COMPUTED, indices of rows of the pass.
 TOKENS, POSITIONS, COUNTS, SLOTS, PLACES, PREFIXES, OUTPUTS, PATHS = range(8)
@@ -49,7 +49,7 @@ class Bucket:
         depth = max(0 if part.draft.is_chain else max(part.draft.depths) for part in plan.parts)
         return Bucket(
             rows=-(-len(plan.tokens) // FIXED_ROWS) * FIXED_ROWS,
-            longest=doubled(max(plan.positions) + 1, STRETCH),
+            longest=doubled(max(plan.positions) + 1, MIN_KEYS),
             depth=doubled(depth, MIN_DEPTH) if depth else 0,
             taps=tuple(sorted(set(taps))),
             features=plan.features is not None,
@@ -99,7 +99,7 @@ class RowLayout:
         view: tuple[int, bool],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Writes new keys and values and computes attention; see ``attention.Geometry.attend``."""
+        """Writes new keys and values and computes attention; see ``runners.attention.Layout``."""
         queries, fresh = queries_keys[:, : a.heads], queries_keys[:, a.heads :]
         keys, past = cache.keys[layer], cache.values[layer]
         kernels = _kernels()
@@ -110,7 +110,7 @@ class RowLayout:
 
 
 def _kernels() -> Any:
-    from foretoken.models.runners.cuda import attention  # Triton is imported where its kernels run
+    from foretoken.models.runners.triton_kernels import attention  # Triton is imported where its kernels run
 
     return attention
 

@@ -39,8 +39,7 @@ class CudaRunner(TorchRunner):
         dtype: dtype of the computation.
         device: device of weights and KV cache.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
-        capture: creates the object that captures graphs, again whenever the old graphs are dropped; None for CUDA's,
-            or none on the CPU, where Triton's interpreter runs the kernels.
+        capture: creates the object that captures graphs, again whenever the old graphs are dropped; None for CUDA's.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class CudaRunner(TorchRunner):
         self.batch_invariant = True
         self._new_capture = capture or CudaCapture
         # Where experts are computed by products, their numbers of rows are read on the host.
-        captured = not any(isinstance(each.mlp, TorchExperts) and each.mlp.stacks is None for each in self._layers)
-        self._captured = captured and (capture is not None or device.type == "cuda")
+        self._captured = not any(isinstance(e.mlp, TorchExperts) and e.mlp.stacks is None for e in self._layers)
         self._graphs: Graphs | None = None
 
     @property

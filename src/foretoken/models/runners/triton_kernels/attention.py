@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.models.runners.cuda.rows import STRETCH, Rows
+from foretoken.models.runners.triton_kernels.rows import STRETCH, Rows
 
-KEYS = 64  # keys of one step
-HEADS = 16  # rows of a tile that the tensor cores multiply, at least
+TILE = 2**14  # bytes of the keys of one step; of what was tried on an H200, the fastest that fits smaller GPUs too
+EDGE = 16  # rows and columns of a tile that the tensor cores multiply, at least
 WARPS, STAGES = 4, 2
 
 
@@ -170,7 +170,7 @@ def attend_rows(
     count, heads, dim = queries.shape
     kv_heads = keys.shape[1]
     splits = -(-rows.longest // STRETCH)
-    group, block = heads // kv_heads, triton.next_power_of_2(dim)
+    group, block = heads // kv_heads, max(EDGE, triton.next_power_of_2(dim))
     assert queries.stride(2) == 1 and queries.stride(1) == dim
     mixed = queries.new_empty((count, heads, splits, dim), dtype=torch.float32)
     best, total = (queries.new_empty((count, heads, splits), dtype=torch.float32) for _ in "ab")
@@ -179,7 +179,8 @@ def attend_rows(
         queries, keys, values, rows.counts, rows.slots, rows.prefixes, rows.paths, mixed, best, total, scale, softcap,
         queries.stride(0), keys.stride(0), keys.stride(1), depth, splits,
         GROUP=group, DIM=dim, WINDOW=window, SOFTCAP=softcap > 0, TREES=depth > 0,
-        BLOCK_HEADS=max(HEADS, triton.next_power_of_2(group)), BLOCK_DIM=max(16, block), BLOCK_KEYS=KEYS,
+        BLOCK_HEADS=max(EDGE, triton.next_power_of_2(group)), BLOCK_DIM=block,
+        BLOCK_KEYS=max(EDGE, min(STRETCH // 2, TILE // (block * keys.element_size()))),
         LENGTH=STRETCH, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     result = torch.empty((count, heads, dim), dtype=queries.dtype, device=queries.device)

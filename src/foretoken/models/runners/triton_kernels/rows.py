@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-STRETCH = 512  # keys of one program; the sums over stretches depend on this number alone, not on the cache's length
+STRETCH = 256  # keys of one program; the sums over stretches depend on this number alone, not on the cache's length
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,27 +13,21 @@ CAPABILITY = (8, 0)  # of the GPU: products of bfloat16
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Returns whether Triton's kernels run on ``device``.
-
-    They run on NVIDIA GPUs from Ampere on, with the Triton that comes with torch for CUDA. With ``TRITON_INTERPRET=1``
-    Triton interprets them on the CPU, for tests.
-    """
-    if find_spec("triton") is None:
+    """Returns whether Triton's kernels run on ``device``: an NVIDIA GPU, with the Triton that torch for CUDA brings."""
+    if device.type != "cuda" or find_spec("triton") is None:
         return False
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= CAPABILITY
-    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def kernels() -> Any:
     """Returns the module of the row-wise kernels. Triton is imported only where they run."""
-    from foretoken.models.runners.cuda import rowwise
+    from foretoken.models.runners.triton_kernels import rowwise
 
     return rowwise
 
 
 def expert_kernels() -> Any:
     """Returns the module of the experts' kernels, likewise."""
-    from foretoken.models.runners.cuda import experts
+    from foretoken.models.runners.triton_kernels import experts
 
     return experts

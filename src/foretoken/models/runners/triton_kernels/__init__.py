@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA whose rows do not depend on what shares the pass."""
