@@ -73,8 +73,8 @@ def build_runner(
 
 def _no_kernels(architecture: Architecture, reason: str) -> str:
     return (
-        f"the recurrent layers of a {architecture.family} are computed by the compiled kernels alone: {reason}; run it "
-        "on a CPU that has them (foretoken info says why not)"
+        f"the recurrent layers of a {architecture.family} are computed by the compiled kernels alone: {reason}; pass "
+        "device='cpu', where the kernels run on most processors (foretoken info says whether on this one)"
     )
 
 
