@@ -27,6 +27,7 @@ from foretoken.bench.http_load import LoadResult, Percentiles
 from foretoken.bench.peers.registry import PEERS
 from foretoken.endpoint.engines import EnginePair
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.loading import load_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NGRAM = """--config '{"method": "ngram", "num_speculative_tokens": 4}'"""
@@ -207,6 +208,15 @@ def test_families_says_which_runtime_serves_a_family():
     assert families.family("llama", "LlamaForCausalLM").runtime == "own"
     assert families.family("codegen", "CodeGenForCausalLM").runtime == "transformers"
     assert families.family("mamba", "MambaForCausalLM").runtime == ""
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_random_experts_load(kind, tmp_path):
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 32, "moe_intermediate_size": 32}
+    random_experts = importlib.import_module("random_experts")
+    layers = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "gpt_oss" else {}
+    assert random_experts.write(kind, tmp_path, num_attention_heads=4, head_dim=16, **small, **layers) > 0
+    assert load_model(tmp_path, "float32", "cpu").has_experts
 
 
 def test_family_speed_has_a_size_for_every_family():
