@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretoken.models.formats.quantize import Int8, quantize_rows
 from foretoken.models.runners.linear import FIXED_ROWS, by_fixed_rows
+from foretoken.models.runners.triton_kernels import attention
 from foretoken.models.runners.triton_kernels.attention import attend_rows, store
 from foretoken.models.runners.triton_kernels.available import has_kernels
 from foretoken.models.runners.triton_kernels.experts import Stack, combine
@@ -100,6 +101,14 @@ def test_rows_have_the_same_bits_whatever_shares_the_pass_and_however_long_the_c
     for row in (0, 2, 3):
         alone = replace(rows_of([counts[row]], [slots[row]]), longest=counts[row])
         assert torch.equal(attend_rows(queries[row : row + 1], keys, values, alone, 0.3)[0], together[row])
+
+
+def test_sums_over_stretches_are_computed_for_some_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, values = numbers(1, KV_HEADS, LENGTH, DIM), numbers(1, KV_HEADS, LENGTH, DIM, seed=1)
+    queries, rows = numbers(5, HEADS, DIM, seed=2), rows_of([300, 1, 600, 0, 257], [0] * 5)
+    whole = attend_rows(queries, keys, values, rows, 0.3)
+    monkeypatch.setattr(attention, "PARTIAL", 2 * 4 * HEADS * 3 * DIM)  # two rows
+    assert torch.equal(attend_rows(queries, keys, values, rows, 0.3), whole)
 
 
 def test_store_writes_finite_numbers_and_no_padding() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.models.runners.triton_kernels.rows import STRETCH, Rows
 
+PARTIAL = 2**28  # bytes of the sums over stretches at once
 TILE = 2**14  # bytes of the keys of one step; of what was tried on an H200, the fastest that fits smaller GPUs too
 EDGE = 16  # rows and columns of a tile that the tensor cores multiply, at least
 WARPS, STAGES = 4, 2
@@ -168,10 +169,33 @@ def attend_rows(
         [R, heads, D]; zeros for padding.
     """
     count, heads, dim = queries.shape
-    kv_heads = keys.shape[1]
     splits = -(-rows.longest // STRETCH)
-    group, block = heads // kv_heads, max(EDGE, triton.next_power_of_2(dim))
     assert queries.stride(2) == 1 and queries.stride(1) == dim
+    result = torch.empty((count, heads, dim), dtype=queries.dtype, device=queries.device)
+    step = max(1, PARTIAL // (4 * heads * splits * dim))
+    for start in range(0, count, step):
+        end = min(start + step, count)
+        part = queries[start:end], keys, values, rows.part(start, end), result[start:end]
+        _attend_part(*part, splits, scale, window, softcap, sinks)
+    return result
+
+
+def _attend_part(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Rows,
+    result: Tensor,
+    splits: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> None:
+    """Writes attention of some rows to ``result``; see ``attend_rows``."""
+    count, heads, dim = queries.shape
+    kv_heads = keys.shape[1]
+    group, block = heads // kv_heads, max(EDGE, triton.next_power_of_2(dim))
     mixed = queries.new_empty((count, heads, splits, dim), dtype=torch.float32)
     best, total = (queries.new_empty((count, heads, splits), dtype=torch.float32) for _ in "ab")
     depth = rows.paths.shape[1]
@@ -183,9 +207,7 @@ def attend_rows(
         BLOCK_KEYS=max(EDGE, min(STRETCH // 2, TILE // (block * keys.element_size()))),
         LENGTH=STRETCH, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    result = torch.empty((count, heads, dim), dtype=queries.dtype, device=queries.device)
     _merge[(count, heads)](
         mixed, best, total, rows.counts, best if sinks is None else sinks, result, splits,
         DIM=dim, WINDOW=window, SINKS=sinks is not None, BLOCK_DIM=block, LENGTH=STRETCH, num_warps=1,
     )  # fmt: skip
-    return result

@@ -28,3 +28,9 @@ class Rows:
     prefixes: Tensor
     paths: Tensor
     longest: int
+
+    def part(self, start: int, end: int) -> Rows:
+        """Returns the layout of rows ``start`` to ``end``."""
+        own = slice(start, end)
+        fields = self.counts[own], self.slots[own], self.places[own], self.prefixes[own], self.paths[own]
+        return Rows(*fields, longest=self.longest)
