@@ -63,3 +63,23 @@ def test_a_token_outside_is_impossible_under_a_filter_alone():
 )
 def test_places_that_rounding_or_unknown_tokens_decide_are_left_out(tuning):
     assert tuned(place("a"), tuning, (), ()) is None
+
+
+@pytest.mark.parametrize(
+    "probs, top_p, expected",
+    [
+        ((0.5, 0.1134, 0.113, 0.1), 0.56, None),  # either of the second and third completes the nucleus
+        ((0.5, 0.113, 0.1134, 0.1), 0.56, None),
+        ((0.5, 0.1134, 0.113, 0.02), 0.65, (0.5, 0.1134, 0.113, 0.0)),  # both are inside, in either order
+        ((0.7, 0.1134, 0.113, 0.02), 0.6, (0.7, 0.0, 0.0, 0.0)),  # both are outside
+    ],
+)
+def test_near_ties_at_the_edge_of_the_nucleus_are_left_out(probs, top_p, expected):
+    names = "abcd"
+    cells = tuned(
+        TokenPlace("a", None, tuple(zip(names, map(math.log, probs), strict=True))), TunedSampling(top_p=top_p), (), ()
+    )
+    if expected is None:
+        assert cells is None
+    else:
+        assert cells.probs == pytest.approx((*(p / sum(expected) for p in expected), 0.0))

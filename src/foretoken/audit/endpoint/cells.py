@@ -16,6 +16,7 @@ from foretoken.endpoint.answers import TokenPlace
 
 _LEAST = 1e-4  # probability below which the rest is merged with the least likely token
 _SUM = 1.01  # largest sum of probabilities that rounding explains
+_CLEAR, _CLEAR_MASS = 0.1, 0.02  # nats and probability by which no two passes of a server differ
 
 
 class FalseLogprobsError(Exception):
@@ -91,29 +92,41 @@ class TunedSampling:
 
     def kept(self, top: Sequence[tuple[str, float]]) -> list[bool] | None:
         """Returns which of the likeliest tokens pass the filters, None if rounding or other tokens decide that."""
-        kept = [True] * len(top)
-        if self.top_k:
-            if len(top) <= self.top_k or top[self.top_k - 1][1] - top[self.top_k][1] < _CLEAR:
-                return None
-            kept = [i < self.top_k for i in range(len(top))]
-        if self.top_p < 1.0:
-            before = 0.0
-            for i, (_, value) in enumerate(top):
-                if abs(before - self.top_p) < _CLEAR_MASS:
-                    return None
-                kept[i] = kept[i] and before < self.top_p
-                before += math.exp(value)
-            if before < self.top_p + _CLEAR_MASS:
-                return None
-        if self.min_p > 0.0:
-            floor = top[0][1] + math.log(self.min_p)
-            if top[-1][1] >= floor or any(abs(value - floor) < _CLEAR for _, value in top):
-                return None
-            kept = [keep and value >= floor for keep, (_, value) in zip(kept, top, strict=True)]
-        return kept
+        filters = (self._top_k, self._nucleus, self._min_p)
+        passed = [each(top) for each in filters]
+        known = [each for each in passed if each is not None]
+        return None if len(known) < len(filters) else [all(each) for each in zip(*known, strict=True)]
 
+    def _top_k(self, top: Sequence[tuple[str, float]]) -> list[bool] | None:
+        if self.top_k and (len(top) <= self.top_k or top[self.top_k - 1][1] - top[self.top_k][1] < _CLEAR):
+            return None
+        return [not self.top_k or i < self.top_k for i in range(len(top))]
 
-_CLEAR, _CLEAR_MASS = 0.1, 0.02  # distances to a limit at which a filter is certain
+    def _nucleus(self, top: Sequence[tuple[str, float]]) -> list[bool] | None:
+        """Keeps a token if those that may be likelier have less than ``top_p``, whichever way rounding orders them.
+
+        Two passes order near ties differently, so a token just outside of the nucleus of one may be inside that of
+        another, by as much probability as the other token of the tie has.
+        """
+        if self.top_p >= 1.0:
+            return [True] * len(top)
+        kept = []
+        for i, (_, value) in enumerate(top):
+            others = [other for j, (_, other) in enumerate(top) if j != i]
+            certain = sum(math.exp(other) for other in others if other - value > _CLEAR)
+            possible = sum(math.exp(other) for other in others if value - other <= _CLEAR)
+            if certain < self.top_p + _CLEAR_MASS and possible > self.top_p - _CLEAR_MASS:
+                return None
+            kept.append(possible < self.top_p)
+        return None if kept[-1] else kept  # tokens that are not named here may be inside as well
+
+    def _min_p(self, top: Sequence[tuple[str, float]]) -> list[bool] | None:
+        if self.min_p <= 0.0:
+            return [True] * len(top)
+        floor = top[0][1] + math.log(self.min_p)
+        if top[-1][1] >= floor or any(abs(value - floor) < _CLEAR for _, value in top):
+            return None
+        return [value >= floor for _, value in top]
 
 
 def tuned(place: TokenPlace, tuning: TunedSampling, prompt: Sequence[str], text: Sequence[str]) -> Cells | None:
