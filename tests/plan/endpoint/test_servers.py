@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.endpoint.client import Patience
 from foretoken.endpoint.counts import ServerCounters
 from foretoken.endpoint.dialects import ServerKind
-from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, outcome, plan_endpoint
+from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, outcome, plan_endpoint, waves
 
 from .simulated import PROMPTS, StreamingBehaviour, streaming
 
@@ -20,6 +21,12 @@ from .simulated import PROMPTS, StreamingBehaviour, streaming
 def _any_interval(monkeypatch):
     """Other programs may disturb the passes of a few milliseconds, which makes intervals wide."""
     monkeypatch.setattr(outcome, "_WIDEST", 1e9)
+
+
+@pytest.fixture(autouse=True)
+def _no_rest(monkeypatch):
+    """A simulated server never spins."""
+    monkeypatch.setattr(waves, "_REST", 0.0)
 
 
 QUICK = Patience(timeout=0.5, retries=0, pause=0.01)
@@ -67,6 +74,19 @@ def test_trouble_is_told_and_no_plan_is_made(trouble, healthy, said):
     with pair(StreamingBehaviour(trouble=trouble, healthy=healthy)) as own:
         plan = planned(own, concurrency=(1,))
     assert said in plan.because and not plan.rows and not plan.paste
+
+
+def test_servers_on_one_host_rest_between_their_waves(monkeypatch):
+    """A process that has just decoded may spin on the processors of the other for a second, as vLLM's does."""
+    rests: list[float] = []
+    monkeypatch.setattr(waves, "_REST", 1.1)
+    monkeypatch.setattr(waves, "time", SimpleNamespace(sleep=rests.append))
+    assert waves.rest_between("http://a:1", "http://b:1") == waves.rest_between("http://a:1", "http://a:1") == 0.0
+    assert waves.rest_between("http://a:1", "http://a:2") == 1.1
+    with pair() as own:
+        plan = planned(own, concurrency=(1,))
+    assert not plan.because and rests.count(1.1) >= 5  # a round begins with the side that the last one ended with
+    assert plan.facts["costs"]["minutes"] >= 5 * 2 * 1.1 / 60 - 0.05
 
 
 def test_without_a_plain_side_there_is_nothing_to_compare():

@@ -13,7 +13,7 @@ from foretoken.endpoint.side import Side
 from foretoken.endpoint.sides import switched
 from foretoken.plan.endpoint.acceptance import CannotTellError
 from foretoken.plan.endpoint.engines import told_depth
-from foretoken.plan.endpoint.waves import MeasuredLane, Wave, WaveSender
+from foretoken.plan.endpoint.waves import MeasuredLane, Wave, WaveSender, rest_between
 
 LEAST, MOST = 4, 20  # waves of each lane and concurrency
 USUAL = 5
@@ -139,7 +139,8 @@ def warmed(sender: WaveSender, lanes: Sequence[MeasuredLane], prompts: Sequence[
     Raises:
         CannotTellError: A wave fails.
     """
-    seconds = 0.0
+    addresses = [lane.side.client.url for lane in lanes]
+    seconds = sum(rest_between(*each) for each in zip(addresses, [*addresses[1:], addresses[0]], strict=True))
     for lane in lanes:
         for size in dict.fromkeys((1, largest)):
             sent = [prompts[i % len(prompts)] for i in range(size)]

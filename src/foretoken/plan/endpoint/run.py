@@ -37,7 +37,7 @@ from foretoken.plan.endpoint.measuring import (
     warmed,
 )
 from foretoken.plan.endpoint.outcome import EndpointPlan, Foretelling
-from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel, measured_pass
+from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel, measured_plain, measured_speculative
 from foretoken.plan.endpoint.waves import MeasuredLane, Wave, WaveSender
 
 CONCURRENCY = (1, 4, 16)
@@ -249,16 +249,18 @@ class _Planning:
         here: Mapping[tuple[int, int], EndpointAcceptance],
         acceptances: Mapping[int, EndpointAcceptance],
     ) -> SpeedModel:
-        plain: dict[int, PassSeconds] = {}
+        told = {number: measured_plain(measured.waves[0, number]) for number in measured.concurrency}
+        plain = {number: seconds for number, seconds in told.items() if seconds is not None}
         own: dict[tuple[int, int], PassSeconds] = {}
         for (at, number), waves in measured.waves.items():
-            if depth := measured.lanes[at].depth:
-                one = here[depth, number]
-                tokens = one.counted or one.seen or acceptances[depth].at(depth).mean
-                if seconds := measured_pass(waves, tokens, 1.0 / (1.0 + one.merged) if one.texts else None):
-                    own[depth, number] = seconds
-            elif seconds := measured_pass(waves, 1.0):
-                plain[number] = seconds
+            depth = measured.lanes[at].depth
+            if not depth or number not in plain:
+                continue
+            one, beside = here[depth, number], measured.waves[0, number]
+            tokens = one.counted or one.seen or acceptances[depth].at(depth).mean
+            bursts = 1.0 / (1.0 + one.merged) if one.texts else None
+            if seconds := measured_speculative(waves, beside, plain[number], tokens, bursts):
+                own[depth, number] = seconds
         for record in self.endpoint.earlier:
             own |= _earlier(record, self.facts, plain, own)
         return SpeedModel(plain, own)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from foretoken.plan.endpoint.waves import Wave
-from foretoken.plan.statistics import ratio_interval
+from foretoken.plan.endpoint.waves import StreamTimes, Wave
+from foretoken.plan.statistics import ratio_interval, student_quantile
 
 LEVEL = 0.95
 _FIXED = (0.25, 0.0, 0.5)  # share of the overhead that does not depend on the draft length: taken, least, most
@@ -36,24 +37,69 @@ class PassSeconds:
     tokens: float | None = None
 
 
-def measured_pass(waves: Sequence[Wave], tokens_per_pass: float, bursts: float | None = None) -> PassSeconds | None:
-    """Returns the seconds of a pass in some waves of one size, None if fewer than two of them were full.
+def measured_plain(waves: Sequence[Wave]) -> PassSeconds | None:
+    """Returns the seconds of a plain pass in some waves of one size, None if fewer than two of them were full."""
+    each = [seconds for wave in waves if (seconds := _seconds(wave, passes=False))]
+    return PassSeconds(*_middle(each), 1.0) if len(each) > 1 else None
+
+
+def measured_speculative(
+    waves: Sequence[Wave],
+    beside: Sequence[Wave],
+    plain: PassSeconds,
+    tokens_per_pass: float,
+    bursts: float | None,
+) -> PassSeconds | None:
+    """Returns the seconds of a speculative pass in some waves of one size, None if fewer than two of them were full.
+
+    A wave is compared with the plain one of its round, which was sent next to it: what slows the machine slows both.
 
     Args:
         waves: The waves.
-        tokens_per_pass: Tokens of a sequence in their passes.
-        bursts: Bursts of a pass, 1 unless some hold two; None where bursts are no passes. The seconds of a pass are
-            known from few texts, those of a token vary with how many are accepted.
+        beside: The plain waves of the same rounds.
+        plain: The seconds of their passes.
+        tokens_per_pass: Tokens of a sequence in a speculative pass.
+        bursts: Bursts of such a pass, 1 unless some hold two; None where bursts are no passes. The seconds of a pass
+            are known from few texts, those of a token vary with how many are accepted.
     """
     full = [wave.streams for wave in waves if wave.streams]
     if len(full) < 2:
         return None
-    seconds = [sum(stream.seconds for stream in streams) for streams in full]
-    tokens = [sum(stream.tokens for stream in streams) for streams in full]
-    passes = [float(sum(stream.passes for stream in streams)) for streams in full]
-    mean, low, high = ratio_interval(seconds, tokens if bursts is None else passes, LEVEL)
-    factor = tokens_per_pass if bursts is None else bursts
-    return PassSeconds(mean * factor, (high - low) / 2 / mean, tokens_per_pass)
+    if bursts is None:
+        seconds, tokens = ([sum(each) for each in column] for column in zip(*map(_columns, full), strict=True))
+        mean, low, high = ratio_interval(seconds, tokens, LEVEL)
+        return PassSeconds(mean * tokens_per_pass, (high - low) / 2 / mean, tokens_per_pass)
+    pairs = [
+        (_seconds(wave, passes=True), _seconds(other, passes=False)) for wave, other in zip(waves, beside, strict=True)
+    ]
+    ratios = [one / other for one, other in pairs if one and other]
+    if len(ratios) < 2:
+        return None
+    middle, width = _middle(ratios)
+    return PassSeconds(plain.seconds * middle * bursts, width, tokens_per_pass)
+
+
+def _columns(streams: Sequence[StreamTimes]) -> tuple[list[float], list[float]]:
+    return [stream.seconds for stream in streams], [stream.tokens for stream in streams]
+
+
+def _seconds(wave: Wave, passes: bool) -> float:
+    """Returns the seconds of a burst or of a token in a wave, 0 where it was not full."""
+    count = sum(stream.passes if passes else stream.tokens for stream in wave.streams)
+    return sum(stream.seconds for stream in wave.streams) / count if count else 0.0
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of the middle half, which a few disturbed waves do not move, and half its relative interval.
+
+    Its standard error is 1.09 times that of the mean of normal values, whose deviation is 1.48 times the median one,
+    corrected for few values.
+    """
+    count, middle = len(values), median(values)
+    kept = sorted(values)[count // 4 : count - count // 4]
+    deviation = 1.4826 * median(abs(value - middle) for value in values) * count / (count - 0.8)
+    width = student_quantile(0.5 + LEVEL / 2, count - 1) * 1.09 * deviation / math.sqrt(count)
+    return sum(kept) / len(kept), width / middle
 
 
 @dataclass(frozen=True)

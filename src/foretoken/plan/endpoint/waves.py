@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
 from foretoken.endpoint.answers import Failed, Refused, ServerAnswer
 from foretoken.endpoint.client import Ask, EndpointClient
@@ -26,6 +27,7 @@ _PASSES, _SHARE = 3, 0.08  # gaps between passes, at least, and their share: few
 _FOREIGN = 1.2  # tokens that the server counted, over ours, from which others use it too
 _DISTURBED = 3.0  # a pass that takes this many times the median was disturbed
 LEAST_TOKENS = 4  # tokens of a stream inside a window
+_REST = 1.1  # seconds until processes that have decoded wait without using a core, vLLM's take one
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,12 @@ class MeasuredLane:
         return self.depth == 0
 
 
-@dataclass(frozen=True)
+def rest_between(one: str, other: str) -> float:
+    """Returns the seconds to leave between waves to two servers, which may share processors if they have one host."""
+    return _REST if one != other and urlsplit(one).hostname == urlsplit(other).hostname else 0.0
+
+
+@dataclass
 class WaveSender:
     """Sends waves, again if a request of one fails.
 
@@ -178,6 +185,7 @@ class WaveSender:
     options: Mapping[str, Any]
     retries: int = 4
     pause: float = 1.0
+    _decoded: str = field(default="", init=False)  # the server that decoded last
 
     def send(self, side: Side, prompts: Sequence[str], tag: str) -> Wave | Refused | Failed:
         """Returns the wave of these prompts. tag: tells apart equal waves."""
@@ -201,6 +209,8 @@ class WaveSender:
     def _once(self, side: Side, bodies: Sequence[Mapping[str, Any]], tag: str) -> Wave | Refused | Failed:
         patience = replace(side.client.patience, retries=0)  # a request that is tried again alone is not in the wave
         client = EndpointClient(side.client.url, side.client.key, patience, spent=side.client.spent)
+        time.sleep(rest_between(self._decoded or client.url, client.url))
+        self._decoded = client.url
         before = ServerCounters.of(client.get("/metrics"))
         asks = [Ask(body, f"{tag}/{i}") for i, body in enumerate(bodies)]
         replies = client.post(side.abilities.path, asks, len(asks))
