@@ -76,6 +76,7 @@ def test_parameters_that_show_in_a_text(fault):
         found = exact_findings(task)
     wrong = [each.parameter for each in found if each.outcome is CheckOutcome.FAILED]
     assert wrong == ([EXACT[fault]] if fault else []), found
+    assert ("characters from there" in found[0].how) is (fault == "stop")  # which ends texts late
     assert {each.plain for each in found} <= {Treatment.HONOURED, Treatment.UNDECIDED}
 
 

@@ -90,7 +90,9 @@ def _stop(task: EndpointTask, side: Side) -> Seen:
             whole.append((text.text, text.text.find(word)))
     cut = _answered(side, requests)
     rows = [_cut(one.text, one.finish, text, at) for one, (text, at) in zip(cut, whole, strict=True)]
-    return _of(list(filter(None, rows)), "texts end before the stop string")
+    seen, how = _of(list(filter(None, rows)), "texts end before the stop string")
+    ends = [len(one.text) - at for one, (_, at), row in zip(cut, whole, rows, strict=True) if row == (False, False)]
+    return seen, f"{how}, {len(ends)} from {min(ends):+d} to {max(ends):+d} characters from there" if ends else how
 
 
 def _stop_token_ids(task: EndpointTask, side: Side) -> Seen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from foretoken.bench.peers.openvino import pipeline
@@ -52,11 +52,11 @@ def load(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
         except (TypeError, ValueError, RuntimeError) as error:
             return {"error": str(error)}
         result = pipe.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config)
-        length, stops = genai.GenerationFinishReason.LENGTH, body.get("stop") or ()
+        length = genai.GenerationFinishReason.LENGTH
         choices = [
             {
                 "index": index,
-                "text": _before(tokenizer.decode(tokens), stops),
+                "text": tokenizer.decode(tokens),
                 "finish_reason": "length" if reason == length else "stop",
                 "token_ids": list(tokens),
                 "prompt_token_ids": prompt,
@@ -83,11 +83,6 @@ def _config(genai: Any, body: dict[str, Any]) -> Any:
     if schema := body.get("structured_outputs"):
         config.structured_output_config = genai.StructuredOutputConfig(json_schema=json.dumps(schema["json"]))
     return config
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """Returns the text before the first stop string, which the tokens still have."""
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
 def _counts(result: Any) -> dict[str, int]:
