@@ -39,6 +39,7 @@ ALL: list[Config] = [
     *({"method": "draft_model", "model": "draft", "tree": tree} for tree in ("top_k", "sampled", "greedy_multi")),
     {"method": "eagle3"},
     {"method": "eagle3", "top_k": 1},
+    {"method": "mtp"},
     {"method": "medusa"},
     {"method": "blockwise"},
     {"method": "early_exit"},
@@ -47,7 +48,7 @@ ALL: list[Config] = [
     {"method": "recycling"},
     {"method": "mixture", "members": [{"method": "eagle3"}, {"method": "suffix"}, {"method": "recycling"}]},
 ]
-HEADS = ("eagle3", "medusa", "blockwise")
+HEADS = ("eagle3", "mtp", "medusa", "blockwise")
 PROBES = (0, 1, 4, 8)  # draft nodes of the passes that a row is compared over
 
 

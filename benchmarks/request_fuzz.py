@@ -60,6 +60,7 @@ TINY: list[Config] = [
 BUNDLED: list[Config] = [
     {"method": "eagle3"},
     {"method": "eagle3", "tree": "top_k"},
+    {"method": "mtp"},
     {"method": "medusa"},
     {"method": "blockwise"},
 ]

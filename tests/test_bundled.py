@@ -46,6 +46,7 @@ def test_one_text(bundled: Bundled, params: dict[str, float]) -> None:
 CONFIGS = [  # trees of the draft, and early exit, are in tests/propose/test_draft_model_trees.py
     {"method": "eagle3"},
     {"method": "eagle3", "top_k": 1},
+    {"method": "mtp"},
     {"method": "medusa"},
     {"method": "blockwise"},
     {"method": "vocabulary", "model": str(zoo.path("draft"))},

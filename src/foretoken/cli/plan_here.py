@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.plan.outcome import Plan
     from foretoken.plan.planner import Say
 
-_ROLES = ("eagle3", "medusa", "blockwise")  # of the bundled heads
+_ROLES = ("eagle3", "mtp", "medusa", "blockwise")  # of the bundled heads
 
 
 def plan_here(

@@ -129,7 +129,7 @@ def _card(
         ("vocabulary", f"{config['vocab_size']:,} (byte-level BPE)"),
         ("positions", f"{config['max_position_embeddings']:,}, trained on windows of {facts['config']['window']}"),
         ("tokens seen", f"{facts['tokens']:,} of a corpus of {facts['corpus_tokens']:,}"),
-        ("training time", f"{facts['minutes']} minutes on {_machine(facts)}"),
+        ("training time", f"{facts['minutes']} minutes on {machine(facts)}"),
         ("held-out loss", f"{(figures or facts)['held_out_loss']:.3f} nats per token"),
     ]
     if costs is not None:
@@ -165,7 +165,8 @@ def _mixers(config: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _machine(facts: dict[str, Any]) -> str:
+def machine(facts: dict[str, Any]) -> str:
+    """Returns where a model was trained, from its provenance."""
     device: str = facts.get("device", "cpu")
     return f"a CPU ({facts['processor']})" if device == "cpu" else f"a GPU ({device})"
 

@@ -13,6 +13,7 @@ from foretoken.llm import LLM
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.params import SamplingParams
 from foretoken.speculation import SpeculativeConfig
+from foretoken.train.card import machine
 from foretoken.train.data import Corpus, encode
 from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.generated import Prompts
@@ -99,7 +100,7 @@ def _text(head: Path, target: Path, facts: dict[str, Any], figures: dict[str, fl
         ("settings", settings),
         ("tokens seen", f"{_total(facts, 'tokens'):,}"),
         ("text", f"{facts['data']['generated_share']:.0%} sampled by the target, the rest {facts['corpus']}"),
-        ("training time", f"{_total(facts, 'minutes'):.0f} minutes ({facts['processor']})"),
+        ("training time", f"{_total(facts, 'minutes'):.0f} minutes on {machine(facts)}"),
         ("acceptance by position, temperature 0", chances["greedy"]),
         ("acceptance by position, temperature 1", chances["drawn"]),
     ]

@@ -236,6 +236,12 @@ def _revision() -> str | None:
     return git.stdout.strip() if git.returncode == 0 else None
 
 
+def _device(model: nn.Module) -> str:
+    """Returns "cpu", or the GPU's name."""
+    device = next(model.parameters()).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: object) -> dict[str, object]:
     """Returns what is needed to reproduce a run: command, versions, revision, settings and learning curve."""
     return {
@@ -244,6 +250,7 @@ def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: obj
         "python": platform.python_version(),
         "torch": torch.__version__,
         "processor": platform.machine(),
+        "device": _device(trainer.model),
         "config": asdict(config),
         "steps": trainer.step,
         "tokens": trainer.step * config.batch * config.window,
