@@ -1,7 +1,7 @@
 """Writes a mixture of experts of random weights, to time shapes of models that cannot be downloaded.
 
     python benchmarks/random_experts.py qwen3_moe FOLDER
-    foretoken bench race --target FOLDER --quantization Q4_0 --peers llamacpp --draft src/foretoken/zoo/stdlib-1m --depth 2
+    foretoken bench race --target FOLDER --quantization Q4_0 --peers llamacpp --draft DRAFT --depth 2
 
 The shapes are those of Qwen3-30B-A3B and gpt-oss-20b with fewer and narrower layers, about 3 billion parameters in all,
 and the tokenizer is the bundled one. The whole model is in memory while it is written, 6 GB in bfloat16.
