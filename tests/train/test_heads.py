@@ -287,6 +287,11 @@ def test_a_head_goes_on_from_an_earlier_one_whose_vocabulary_may_differ(
     facts = json.loads((tmp_path / "second" / "provenance.json").read_text())
     assert facts["started_from"]["steps"] == 3
     assert "--start first" in facts["command"]
+    settings = replace(settings, vocabulary=10_000)  # all of them: no maps
+    for name in ("third", "fourth"):
+        train_head("eagle3", tmp_path / name, target, corpus, settings, config, DATA, **more)
+        assert "d2t" not in load_file(tmp_path / name / "model.safetensors")
+        more["start"] = tmp_path / name
     with pytest.raises(InvalidRequest, match="same shape"):
         train("medusa", tmp_path / "m", target, corpus, start=tmp_path / "first")
 

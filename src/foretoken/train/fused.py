@@ -184,7 +184,8 @@ class FusedHead(Head):
 
     def start(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads an earlier head. Tokens that are not in its vocabulary keep their present rows."""
-        known = {int(i + offset): i for i, offset in enumerate(tensors["d2t"])}
+        offsets = tensors.get("d2t", torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64))
+        known = {int(i + offset): i for i, offset in enumerate(offsets)}
         rows = self.lm_head.weight.detach().clone()
         for own, token in enumerate(self.vocabulary.tolist()):
             if token in known:
@@ -193,8 +194,13 @@ class FusedHead(Head):
         super().start({**others, "lm_head.weight": rows})
 
     def tensors(self, teacher: Teacher) -> dict[str, Tensor]:
-        """Returns the checkpoint with both maps of the vocabulary: target id = i + d2t[i], t2d marks the known ids."""
+        """Returns the checkpoint with both maps of the vocabulary: target id = i + d2t[i], t2d marks the known ids.
+
+        A head that knows all ids has no maps, which other engines refuse then.
+        """
         ids = self.vocabulary.cpu()
+        if len(ids) == teacher.vocab:
+            return self.weights()
         known = torch.zeros(teacher.vocab, dtype=torch.bool)
         known[ids] = True
         return self.weights() | {"d2t": ids - torch.arange(len(ids)), "t2d": known}

@@ -86,6 +86,16 @@ def test_ids_without_our_key_are_open_and_absent_ones_are_not(tmp_path: Path) ->
     assert (head.taps, head.exact) == ((1, 2, 2), False)
 
 
+@pytest.mark.parametrize("dialect", EAGLE_DIALECTS)
+def test_no_maps_are_written_between_equal_vocabularies(dialect: str, tmp_path: Path) -> None:
+    """vLLM refuses a head with such maps, which some trainers write."""
+    config, tensors = tiny.eagle3(vocab=60, draft_vocab=60)
+    maps = {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.ones(60, dtype=torch.bool)}
+    head = read_eagle(tiny.save(tmp_path, config, tensors | maps))
+    _, written = write_eagle(head, dialect, verifier="org/name")
+    assert not maps.keys() & written.keys()
+
+
 def test_offsets_become_ids(tmp_path: Path) -> None:
     config, tensors = tiny.eagle3()
     head = read_eagle(tiny.save(tmp_path, config, tensors))

@@ -55,10 +55,10 @@ def write_eagle(
 
 
 def _with_maps(head: EagleHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds both maps between the vocabularies if these differ; other engines expect both, or none."""
-    if head.draft_vocab == head.vocab:
-        return tensors
+    """Adds both maps between the vocabularies if these differ; other engines refuse them where they are the same."""
     ids = head.ids()
+    if torch.equal(ids, torch.arange(head.vocab)):
+        return {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     used = torch.zeros(head.vocab, dtype=torch.bool)
     used[ids] = True
     maps = {"d2t": ids - torch.arange(head.draft_vocab), "t2d": used}
