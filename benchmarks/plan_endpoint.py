@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -64,7 +64,7 @@ class ComparedSpeed:
 
 @dataclass(frozen=True)
 class PlanRun:
-    """What every plan of one engine shares."""
+    """What every plan of one engine shares. points: the seconds and tokens of passes that each run measured."""
 
     prompts: Sequence[str]
     compared: Sequence[str]
@@ -73,6 +73,7 @@ class PlanRun:
     max_tokens: int
     temperature: float
     rounds: int
+    points: list[dict[str, Any]] = field(default_factory=list)
 
     def plan(self, pair: ServerPair, depth: int, earlier: Sequence[EndpointPlan] = ()) -> EndpointPlan:
         """Plans at a draft length."""
@@ -110,6 +111,8 @@ class PlanRun:
         )
         if made.because:
             raise SystemExit(f"{pair.url}: cannot tell, because {made.because}")
+        tokens = {row.depth: row.tokens_per_pass for row in made.rows if row.measured}
+        self.points.append({"concurrency": concurrency, "tokens_per_pass": tokens, **(made.measured or {})})
         console.print(f"draft length {depth}: {made.facts['seconds']:.0f} s", *made.notes, style="dim")
         return made
 
@@ -229,7 +232,13 @@ def main(
             console.print(f"{engine}, {Path(model).name}, {perf_counter() - started:.0f} s", style="dim")
             if json_file is not None:
                 rows = [asdict(each) | {"error": each.error} for each in pairs]
-                record = {"setting": setting(), "engine": engine, "summary": summary, "pairs": rows}
+                record = {
+                    "setting": setting(),
+                    "engine": engine,
+                    "summary": summary,
+                    "pairs": rows,
+                    "points": run.points,
+                }
                 json_file.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
 
 
