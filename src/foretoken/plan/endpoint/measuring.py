@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
@@ -140,7 +141,7 @@ def warmed(sender: WaveSender, lanes: Sequence[MeasuredLane], prompts: Sequence[
         CannotTellError: A wave fails.
     """
     addresses = [lane.side.client.url for lane in lanes]
-    seconds = sum(rest_between(*each) for each in zip(addresses, [*addresses[1:], addresses[0]], strict=True))
+    seconds = sum(rest_between(*each) for each in pairwise(addresses))
     for lane in lanes:
         for size in dict.fromkeys((1, largest)):
             sent = [prompts[i % len(prompts)] for i in range(size)]
@@ -176,9 +177,9 @@ def measure(sender: WaveSender, lanes: Sequence[MeasuredLane], work: Workload, s
     result, total, done = Measured(lanes), work.rounds * len(lanes) * len(work.concurrency), 0
     left = list(work.concurrency)
     for number in range(work.rounds):
-        for concurrency in list(left):
+        for place, concurrency in enumerate(list(left)):
             for turn in range(len(lanes)):
-                at = (turn + number) % len(lanes)
+                at = (turn + number + place) % len(lanes)  # two lanes change places, so that each goes on where it was
                 say(f"{concurrency} at once, {lanes[at].side.name}", done / total)
                 done += 1
                 prompts = work.wave(number, concurrency)
