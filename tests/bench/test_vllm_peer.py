@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from foretoken.bench.peers.protocol import Setup
+from foretoken.bench.peers import vllm_api
+from foretoken.bench.peers.protocol import ApiRequest, Setup
 from foretoken.bench.peers.vllm import speculation
 
 
@@ -29,3 +32,25 @@ from foretoken.bench.peers.vllm import speculation
 )
 def test_a_method_has_vllms_keys(setup: Setup, expected: dict[str, object] | None) -> None:
     assert speculation(setup) == expected
+
+
+@pytest.mark.parametrize("left, ends", [(True, SystemExit), (False, RuntimeError)])
+def test_a_step_that_fails_ends_the_process_if_requests_are_left(
+    monkeypatch: pytest.MonkeyPatch, left: bool, ends: type[BaseException]
+) -> None:
+    """They would never finish, and every later request would wait for them."""
+
+    class Broken:
+        llm_engine = SimpleNamespace(has_unfinished_requests=lambda: left)
+
+        def get_metrics(self) -> list[object]:
+            return []
+
+        def generate(self, *arguments: object, **options: object) -> None:
+            raise RuntimeError("max(): expected a dimension")
+
+    vllm = SimpleNamespace(__version__="0", SamplingParams=dict)
+    monkeypatch.setattr(vllm_api, "engine", lambda setup, **options: (Broken(), vllm))
+    complete, _ = vllm_api.load(Setup("vllm", "plain", "t"))
+    with pytest.raises(ends, match="expected a dimension"):
+        complete(ApiRequest([{"prompt": "a"}]))

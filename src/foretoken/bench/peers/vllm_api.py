@@ -39,13 +39,23 @@ def load(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
         if not places:
             return ApiAnswer(answers)
         before = _counted(llm)
-        for place, output in zip(places, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        for place, output in zip(places, _generated(llm, prompts, params), strict=True):
             answers[place] = _answer(output)
         counts = {name: value - before[name] for name, value in _counted(llm).items()}
         answers[places[0]]["metrics"] = {"speculative_decoding": counts}  # of all, as vLLM does not tell them apart
         return ApiAnswer(answers)
 
     return complete, vllm.__version__
+
+
+def _generated(llm: Any, prompts: list[Any], params: list[Any]) -> Any:
+    """Returns vLLM's outputs. A step that fails ends the process: its requests would never finish, nor later ones."""
+    try:
+        return llm.generate(prompts, params, use_tqdm=False)
+    except Exception as error:
+        if llm.llm_engine.has_unfinished_requests():
+            raise SystemExit(f"{type(error).__name__}: {error}") from error
+        raise
 
 
 def _params(vllm: Any, body: dict[str, Any]) -> Any:
