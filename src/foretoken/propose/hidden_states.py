@@ -9,6 +9,7 @@ from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
+from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Scores
 from foretoken.models.heads.feature_net import DraftNet, HeadHandle
 from foretoken.propose.base import Needs, Observation, Proposer
@@ -17,7 +18,7 @@ from foretoken.propose.tree import Candidates, Tree, likeliest
 
 # A greedy target emits the argmax of logits that the head only approximates, so candidates are ranked by a sharper
 # distribution. The value was the best on the bundled pair.
-GREEDY_SCALE = 0.7
+SHARPER = SamplingLaw(temperature=0.7)
 MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them
 
 
@@ -123,7 +124,7 @@ class HiddenStateProposer(Proposer):
 
     def _greedy_rank(self, logits: Tensor, tree: Tree) -> Candidates:
         """Ranks the draft's own tokens; no distribution over the target's whole vocabulary is needed."""
-        scores, ids = likeliest((logits / GREEDY_SCALE).softmax(-1), self.config.top_k)
+        scores, ids = likeliest(SHARPER.probs(logits, ()), self.config.top_k)
         return Candidates(scores, self.net.target_ids(ids))
 
     # committed tokens
