@@ -21,7 +21,13 @@ def convert(
         Path, typer.Argument(metavar="SRC", help="Folder of EAGLE, MTP, DFlash, DSpark or Medusa heads.")
     ],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
-    to: Annotated[str, typer.Option(help="sglang, vllm, speculators, medusa, or original (DFlash, DSpark).")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="sglang, vllm, speculators, medusa, original (DFlash, DSpark), or checkpoint: the target with its MTP "
+            "layer in it."
+        ),
+    ],
     target: Annotated[
         str | None,
         typer.Option(help="The target: to write out its vocabulary head, or to settle which layers are tapped."),
@@ -32,12 +38,20 @@ def convert(
     from safetensors.torch import save_file
 
     from foretoken.core.errors import InvalidRequest
+    from foretoken.models.formats.checkpoint import resolve
     from foretoken.train.files import PROVENANCE, atomic_directory, check_output, write_json
+    from foretoken.train.shipped import ship
 
     source = source.expanduser().absolute()
     if out.expanduser().absolute() == source:
         raise InvalidRequest("SRC and DST are the same folder; name another DST")
     out = check_output(out, force)
+    if to == "checkpoint":
+        if target is None:
+            raise InvalidRequest("--to checkpoint writes the target with the layer in it; name the target by --target")
+        ship(source, resolve(target), out)
+        print(f"{out}: the target with the layer in it")
+        return
     config, tensors = _converted(source, to, target)
     with atomic_directory(out) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

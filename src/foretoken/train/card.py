@@ -69,7 +69,7 @@ def write_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
     facts = _described(target)
     costs = measure_int8(target, corpus)
     write_json(target / PROVENANCE, facts | {"measured": costs})
-    written = [_write(target, "target", _card(target, facts, costs=costs))]
+    written = [_write(target, facts["role"], _card(target, facts, costs=costs))]
     if draft is not None:
         facts = _described(draft, target.name)
         figures = measure_pair(target, draft, corpus)
@@ -100,7 +100,7 @@ def _described(folder: Path, target: str | None = None) -> dict[str, Any]:
         usual = DRAFT_SHAPE
         what = f"draft {folder.name} {target} {DistillConfig(**facts.get('distill', {})).arguments()}"
     shape: ModelShape = usual.of(config)
-    facts["role"] = "target" if target is None else "draft"
+    facts["role"] = "draft" if target is not None else HYBRID.role if usual is HYBRID.usual else "target"
     facts["command"] = command_line(what, shape, usual, TrainConfig(**facts["config"]), facts["corpus"])
     write_json(folder / PROVENANCE, facts)
     return facts
@@ -120,7 +120,7 @@ def _card(
     costs: dict[str, float] | None = None,
 ) -> str:
     config = read_object(folder / "config.json")
-    role = "target" if target is None else f"draft, distilled from {target}"
+    role = facts["role"] if target is None else f"draft, distilled from {target}"
     rows = [
         ("role", role),
         ("parameters", f"{facts['parameters']:,}"),
@@ -134,6 +134,8 @@ def _card(
     ]
     if costs is not None:
         rows.append(("held-out loss on foretoken's runtime, bfloat16 and int8", _beside(**costs)))
+    if "mtp" in facts:
+        rows += _further(facts["mtp"])
     if figures is not None:
         rows += [
             (f"acceptance rate beside {target}, temperature 1", f"{figures['overlap']:.3f}"),
@@ -146,7 +148,15 @@ def _card(
         count = f"{figures['held_out_tokens']:,.0f}"
         lines += ["", f"Acceptance is a mean over the {count} held-out tokens, one position at a time:"]
         lines += ["at temperature 1 the sum of min(p, q), at temperature 0 the share of equal argmaxes."]
-    lines += ["", "Trained by", "", f"    {facts['command']}", "", "Weights: Apache-2.0. Settings, versions and the"]
+    commands = [facts["command"], *([facts["mtp"]["command"]] if "mtp" in facts else [])]
+    lines += [
+        "",
+        "Trained by",
+        "",
+        *(f"    {command}" for command in commands),
+        "",
+        "Weights: Apache-2.0. Settings, versions and the",
+    ]
     lines += [f"curve of the run: `{PROVENANCE}`.", "", "It is a small model for tests, demonstrations and benchmarks;"]
     lines += ["it completes Python, and knows nothing else.", ""]
     return "\n".join(lines)
@@ -163,6 +173,16 @@ def _mixers(config: dict[str, Any]) -> list[tuple[str, str]]:
             f"{config['num_experts']} a layer, {config['num_experts_per_tok']} of them and a shared one a token",
         ),
     ]
+
+
+def _further(mtp: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns what is said about the MTP layer of a checkpoint."""
+    depths = sum(name.startswith("greedy_") for name in mtp)
+    rows = [("MTP layer", f"trained with the model, then {mtp['minutes']} minutes on its own outputs")]
+    for name, temperature in (("greedy", 0), ("drawn", 1)):
+        chances = ", ".join(f"{mtp[f'{name}_{depth + 1}']:.3f}" for depth in range(depths))
+        rows.append((f"acceptance of its chain by position, temperature {temperature}", chances))
+    return rows
 
 
 def machine(facts: dict[str, Any]) -> str:

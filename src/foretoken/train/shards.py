@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ from safetensors.torch import save_file
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.formats.checkpoint import open_weights
-from foretoken.train.files import write_json
+from foretoken.train.files import PROVENANCE, write_json
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2_000_000_000
+_LEFT_BEHIND = ("config.json", "README.md", "zoo.json", PROVENANCE, "model.safetensors.index.json")
+_KEPT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 
 
 def weights_sha256(folder: Path) -> str:
@@ -31,6 +34,13 @@ def weights_sha256(folder: Path) -> str:
     except OSError as error:
         raise ModelLoadError(f"cannot read the checkpoint in {folder}: {error}; pass a model's folder") from error
     return digest.hexdigest()
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies a checkpoint's other files, such as the tokenizer's, without what describes its weights."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _KEPT_SUFFIXES and file.name not in _LEFT_BEHIND:
+            shutil.copyfile(file, folder / file.name)
 
 
 @dataclass(frozen=True)

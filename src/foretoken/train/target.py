@@ -115,11 +115,13 @@ class Recipe(ABC):
 
     Attributes:
         command: Its name after ``foretoken train``.
+        role: Of the model among the bundled ones.
         usual: Size of the bundled model.
         recordable: Whether a step waits for no device, so that it can be recorded as a CUDA graph.
     """
 
     command: str
+    role: str
     usual: ModelShape
     recordable = False
 
@@ -140,6 +142,7 @@ class LlamaRecipe(Recipe):
     """A small Llama of transformers."""
 
     command = "target"
+    role = "target"
     usual = TARGET_SHAPE
 
     def new(self, shape: Shape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> nn.Module:
@@ -211,11 +214,10 @@ def train_target(
             command,
             config,
             trainer,
-            role="target",
+            role=recipe.role,
             corpus=corpus.name,
             corpus_tokens=len(stream),
             parameters=sum(p.numel() for p in model.parameters()),
-            device=where.type,
             **trainer.history[-1],
         )
         write_json(folder / PROVENANCE, card)

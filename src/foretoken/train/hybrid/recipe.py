@@ -25,6 +25,7 @@ class HybridRecipe(Recipe):
     """A small model of the layout of Qwen3.5's mixtures of experts, with an MTP layer."""
 
     command = "hybrid"
+    role = "hybrid-target"
     usual = HybridShape()
     recordable = True
 

@@ -25,14 +25,12 @@ from foretoken.train.files import PROVENANCE, atomic_directory, write_json
 from foretoken.train.hybrid.shape import MODEL_TYPE, HybridShape
 from foretoken.train.progress import Reporter
 from foretoken.train.seq2seq import T5Shape
-from foretoken.train.shards import CheckpointPlan, ShardReader, ShardWriter, weights_sha256
+from foretoken.train.shards import CheckpointPlan, ShardReader, ShardWriter, copy_companions, weights_sha256
 from foretoken.train.widen import hybrid as widen_hybrid
 from foretoken.train.widen import seq2seq as widen_seq2seq
 from foretoken.train.widen.heads import scale_bundled
 from foretoken.train.widen.tensors import Copies, Widener, copies, layer_positions, query_heads, rotation
 
-_LEFT_BEHIND = ("config.json", "README.md", "zoo.json", PROVENANCE, "model.safetensors.index.json")
-_KEPT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 _FORMAT = 1  # version of cached checkpoints
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -147,7 +145,7 @@ def widen_checkpoint(source: Path, out: Path, shape: AnyShape, seed: int = 0) ->
             writer.add(name, tensor.to(plan.dtype))
             report.update(writer.bytes / needed, f"{writer.bytes / 1e9:.2f} GB")
         writer.close()
-        _copy_companions(source, folder)
+        copy_companions(source, folder)
         write_json(folder / "config.json", plan.config)
         facts = {
             "widened_from": source.name,
@@ -300,9 +298,3 @@ def _layer(
     yield "mlp.gate_proj.weight", reads("mlp.gate_proj", "post_attention_layernorm", neurons, 1)
     yield "mlp.up_proj.weight", reads("mlp.up_proj", "post_attention_layernorm", neurons, 1)
     yield "mlp.down_proj.weight", writes("mlp.down_proj", neurons, 1)
-
-
-def _copy_companions(source: Path, folder: Path) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _KEPT_SUFFIXES and file.name not in _LEFT_BEHIND:
-            shutil.copyfile(file, folder / file.name)

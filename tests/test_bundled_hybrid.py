@@ -1,0 +1,89 @@
+"""The bundled hybrid mixture of experts: one text per seed whatever drafts, and that of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.workloads import FUNCTIONS
+
+from .models.test_native import needs_kernels
+
+PROMPTS = FUNCTIONS[:4]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mtp": {"method": "mtp"},
+    "mtp chain": {"method": "mtp", "top_k": 1},
+    "draft tree": {"method": "draft_model", "model": str(zoo.path("draft")), "tree": "sampled"},
+    "auto": {"method": "auto", "model": str(zoo.path("draft"))},
+    "suffix": {"method": "suffix"},
+}
+
+
+def opened(dtype: str = "bfloat16", **options: Any) -> LLM:
+    return LLM(zoo.path("hybrid-target"), dtype=dtype, max_model_len=256, **options)
+
+
+def write(llm: LLM, temperature: float, batch: int, tokens: int = 16, **options: Any) -> list[Sequence[int]]:
+    """Continues all prompts, ``batch`` at once, each with its own seed."""
+    texts: list[Sequence[int]] = []
+    for start in range(0, len(PROMPTS), batch):
+        params = [
+            SamplingParams(max_tokens=tokens, temperature=temperature, seed=i, ignore_eos=True, **options)
+            for i in range(start, start + batch)
+        ]
+        texts += [output.outputs[0].token_ids for output in llm.generate(PROMPTS[start : start + batch], params)]
+    return texts
+
+
+def test_its_own_layer_drafts_unless_told_otherwise_and_is_worth_it() -> None:
+    """A floor far under what the card says, so that a broken layer is noticed."""
+    llm = opened("float32")
+    assert llm.speculative_config is not None and llm.speculative_config.method == "mtp"
+    params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True, speculative_tokens=3)
+    stats = [output.stats for output in llm.generate(FUNCTIONS[:6], params)]
+    assert 1 + sum(s.accepted for s in stats) / sum(s.drafts for s in stats) > 2.2
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.slow
+def test_every_proposer_writes_the_text_of_plain_decoding(dtype: str) -> None:
+    options = {"dtype": "bfloat16", "quantization": "int8"} if dtype == "int8" else {"dtype": dtype}
+    plain = opened(**options, speculative_config={"method": "none"})
+    expected = {temperature: write(plain, temperature, 1) for temperature in (0.0, 1.0)}
+    for number, (name, config) in enumerate(CONFIGS.items()):
+        llm = opened(**options, speculative_config=config)
+        batches = (1, 4) if number % 2 else (4, 1)
+        for (temperature, texts), batch in zip(expected.items(), batches, strict=True):
+            assert write(llm, temperature, batch) == texts, (name, temperature, batch)
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_preemption_and_prefix_cache_hits_change_no_text() -> None:
+    large = opened(kv_cache_memory_bytes=2**30, enable_prefix_caching=True)
+    plain = write(large, 1.0, 1, 70, speculative_tokens=0)
+    one_token = 2**30 // large.engine.usage.kv_capacity
+    size = 320 * one_token + large.target.state_bytes  # little more than the longest sequence
+    small = opened(kv_cache_memory_bytes=size, enable_prefix_caching=True)
+    for _ in range(2):
+        assert write(small, 1.0, 4, 70) == plain
+    assert small.engine.usage.preemptions and small.engine.usage.prefix_hits
+
+
+@pytest.mark.slow
+def test_greedy_texts_are_those_of_transformers() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = zoo.path("hybrid-target")
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompts = [AutoTokenizer.from_pretrained(path)(prompt)["input_ids"] for prompt in PROMPTS[:2]]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    ours = [output.outputs[0].token_ids for output in opened("float32").generate(prompts, params)]
+    for prompt, text in zip(prompts, ours, strict=True):
+        out = module.generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False)
+        assert tuple(out[0, len(prompt) :].tolist()) == text
