@@ -27,15 +27,17 @@ def opened(dtype: str = "bfloat16", **options: Any) -> LLM:
     return LLM(zoo.path("hybrid-target"), dtype=dtype, max_model_len=256, **options)
 
 
-def write(llm: LLM, temperature: float, batch: int, tokens: int = 16, **options: Any) -> list[Sequence[int]]:
+def write(
+    llm: LLM, temperature: float, batch: int, tokens: int = 16, prompts: Sequence[str] = PROMPTS, **options: Any
+) -> list[Sequence[int]]:
     """Continues all prompts, ``batch`` at once, each with its own seed."""
     texts: list[Sequence[int]] = []
-    for start in range(0, len(PROMPTS), batch):
+    for start in range(0, len(prompts), batch):
         params = [
             SamplingParams(max_tokens=tokens, temperature=temperature, seed=i, ignore_eos=True, **options)
             for i in range(start, start + batch)
         ]
-        texts += [output.outputs[0].token_ids for output in llm.generate(PROMPTS[start : start + batch], params)]
+        texts += [output.outputs[0].token_ids for output in llm.generate(prompts[start : start + batch], params)]
     return texts
 
 
@@ -64,15 +66,16 @@ def test_every_proposer_writes_the_text_of_plain_decoding(dtype: str) -> None:
 
 @needs_kernels
 @pytest.mark.slow
-def test_preemption_and_prefix_cache_hits_change_no_text() -> None:
+def test_prefix_cache_hits_and_a_short_memory_change_no_text() -> None:
+    long = [FUNCTIONS[i] + "pass\n\n\n" + FUNCTIONS[i + 1] for i in range(4)]
     large = opened(kv_cache_memory_bytes=2**30, enable_prefix_caching=True)
-    plain = write(large, 1.0, 1, 70, speculative_tokens=0)
-    one_token = 2**30 // large.engine.usage.kv_capacity
-    size = 320 * one_token + large.target.state_bytes  # little more than the longest sequence
-    small = opened(kv_cache_memory_bytes=size, enable_prefix_caching=True)
-    for _ in range(2):
-        assert write(small, 1.0, 4, 70) == plain
-    assert small.engine.usage.preemptions and small.engine.usage.prefix_hits
+    plain = write(large, 1.0, 1, 100, long, speculative_tokens=0)
+    assert write(large, 1.0, 4, 100, long) == plain
+    tokens = sum(len(large.tokenizer.encode(text)) + 70 for text in long)  # so that some wait
+    size = tokens * large.engine.usage.kv_bytes_per_token + 4 * large.target.state_bytes
+    small = opened(kv_cache_memory_bytes=size)
+    assert write(small, 1.0, 4, 100, long) == plain
+    assert large.engine.usage.prefix_hits
 
 
 @pytest.mark.slow

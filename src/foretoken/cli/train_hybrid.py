@@ -61,7 +61,7 @@ def hybrid(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Train a small model of Qwen3.5's layout: DeltaNet, attention, experts, MTP (three minutes on an H100)."""
+    """Train a small model of Qwen3.5's layout: DeltaNet, attention, experts, MTP (three minutes on an H200)."""
     from dataclasses import replace
 
     from foretoken.train.files import check_run

@@ -13,6 +13,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.models.base import Model
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.draft import DistillConfig, load_teacher, measure
@@ -47,7 +48,7 @@ def measure_int8(target: Path, corpus: Corpus, window: int = 512) -> dict[str, f
     """Returns the held-out loss (nats per token) of ``target`` on our runtime, in bfloat16 and quantized to int8."""
     plain = load_model(target, "bfloat16", "cpu", "native")
     int8 = load_model(target, "bfloat16", "cpu", "native", quantization="int8")
-    stream = encode(corpus.held_out, load_teacher(target)[1])
+    stream = encode(corpus.held_out, load_tokenizer(target))
     batches = held_out_batches(stream, 1, min(window, plain.max_length))
     windows = [row for batch in batches for row in batch.tolist()]
     return {"held_out_loss_bfloat16": _loss(plain, windows), "held_out_loss_int8": _loss(int8, windows)}
