@@ -22,7 +22,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends
 from foretoken.models.heads.assistant import AssistantHead, Clusters
 from foretoken.models.heads.feature_net import FeatureNet, HeadHandle
-from foretoken.models.runners.linear import Product, product
+from foretoken.models.heads.products import HeadProduct
 from foretoken.models.runners.native.borrowed import BorrowingRunner
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import Part, PassPlan
@@ -58,7 +58,8 @@ class AssistantNet(FeatureNet):
         self._dtype, self._layers, self._clusters = target.dtype, head.architecture.layers, head.clusters
         self._scale = torch.tensor(a.embedding_scale, dtype=target.dtype)
         self._embedding, self._vocabulary = embedding.to(target.dtype), head.embedding
-        self._into, self._back = product(head.into), product(head.back)
+        cpu = torch.device("cpu")
+        self._into, self._back = (HeadProduct(each, None, cpu, each.dtype) for each in (head.into, head.back))
         vocabulary = (
             head.embedding if head.clusters is None else head.embedding[:1]
         )  # clusters have logits of their own
@@ -124,7 +125,7 @@ class AssistantNet(FeatureNet):
         """
         flat = torch.tensor([token for own in tokens for token in own])
         embedded = F.embedding(flat, self._embedding) * self._scale
-        features = _multiply(self._into, torch.cat([embedded, states.to(self._dtype)], dim=-1))
+        features = self._into(torch.cat([embedded, states.to(self._dtype)], dim=-1))
         plan = _plan(handles, tokens, features)
         result = self._runner.run(plan, (self._layers,), logits=self._clusters is None)
         normed = result.taps[self._layers].to(self._dtype)
@@ -133,7 +134,7 @@ class AssistantNet(FeatureNet):
             assert self._clusters is not None
             logits = clustered(normed, self._vocabulary, self._clusters)
         counts = [len(own) for own in tokens]
-        return list(logits.split(counts)), list(_multiply(self._back, normed).split(counts))
+        return list(logits.split(counts)), list(self._back(normed).split(counts))
 
 
 def lenders(own: Architecture, target: Architecture) -> list[int]:
@@ -192,8 +193,3 @@ def _plan(handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], featur
         reach=max(places) + 1,
         features=features,
     )
-
-
-def _multiply(by: Product, x: Tensor) -> Tensor:
-    """Multiplies x. A single row is doubled (see ``linear.py``)."""
-    return by(x) if len(x) > 1 else by(x.expand(2, -1).contiguous())[:1]

@@ -24,9 +24,9 @@ from foretoken.models.formats.weights import Ends, Entry
 from foretoken.models.heads.block import BlockHead
 from foretoken.models.heads.feature_net import JOINT_ROWS, FeatureNet, HeadHandle
 from foretoken.models.heads.layer_weights import layer_weights, norm_weight
+from foretoken.models.heads.products import HeadProduct
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.choose import build_runner
-from foretoken.models.runners.linear import Product, product
 from foretoken.models.runners.pass_plan import Part, PassPlan
 
 
@@ -98,7 +98,7 @@ class BlockNet(FeatureNet):
             self._sure = tensors["confidence_head.proj.weight"][0].to(device, torch.float32), bias
 
     def features(self, taps: Tensor) -> Tensor:
-        x = _multiply(self._fc, taps.to(self.device, self.dtype))
+        x = self._fc(taps.to(self.device, self.dtype))
         return F.rms_norm(x.float(), self._hidden_norm.shape, self._hidden_norm, self._eps).to(self.dtype)
 
     def to_target(self, logits: Tensor) -> Tensor:
@@ -195,8 +195,8 @@ class BlockNet(FeatureNet):
             ids = torch.tensor([token for *_, tokens in wanted for token in tokens], device=self.device)
             vectors = before = F.embedding(ids, self._w1)
             if self._gate is not None:
-                vectors = torch.sigmoid(_multiply(self._gate, torch.cat([states, before], dim=-1))) * before
-            logits = logits + on_host(_multiply(self._w2, vectors).float())
+                vectors = torch.sigmoid(self._gate(torch.cat([states, before], dim=-1))) * before
+            logits = logits + on_host(self._w2(vectors).float())
         if asked:
             self._estimate(wanted, states, before)
         return list(logits.split(counts))
@@ -215,11 +215,6 @@ class BlockNet(FeatureNet):
             if handle.confidence is not None:
                 handle.confidence.append(chances[at - 1])
 
-    def _product(self, name: str, bias: str | None = None) -> Product:
-        own = None if bias is None else self.head.tensors[bias].to(self.device, self.dtype)
-        return product(self.head.tensors[name].to(self.device, self.dtype), own)
-
-
-def _multiply(by: Product, x: Tensor) -> Tensor:
-    """Multiplies x [rows, in]. A single row is doubled (see ``linear.py``)."""
-    return by(x) if len(x) > 1 else by(x.expand(2, -1).contiguous())[:1]
+    def _product(self, name: str, bias: str | None = None) -> HeadProduct:
+        own = None if bias is None else self.head.tensors[bias]
+        return HeadProduct(self.head.tensors[name], own, self.device, self.dtype)

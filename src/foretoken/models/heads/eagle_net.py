@@ -13,8 +13,8 @@ from foretoken.models.formats.weights import Ends, Entry, NormWeight
 from foretoken.models.heads.eagle import MASK, EagleHead
 from foretoken.models.heads.feature_net import FeatureNet
 from foretoken.models.heads.layer_weights import layer_weights, norm_weight
+from foretoken.models.heads.products import HeadProduct
 from foretoken.models.runners.choose import build_runner
-from foretoken.models.runners.linear import product
 
 
 class EagleNet(FeatureNet):
@@ -39,7 +39,7 @@ class EagleNet(FeatureNet):
         unembed: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.head, self.joined, self.dtype, self.device = head, head.version == 3, dtype, device
-        self._fc = product(head.tensors["fc.weight"].to(device, dtype), self._bias("fc", dtype, device))
+        self._fc = HeadProduct(head.tensors["fc.weight"], head.tensors.get("fc.bias"), device, dtype)
         self._norms = [head.tensors[name].to(device, torch.float32) for name in self._norm_names()]
         self._embedding = embedding.to(dtype)
         self._ids = head.ids()
@@ -90,15 +90,9 @@ class EagleNet(FeatureNet):
         return self._multiply(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """Applies fc. A single row is doubled (see ``linear.py``)."""
-        rows = x.to(self.device, self.dtype)
-        return self._fc(rows if len(rows) > 1 else rows.expand(2, -1).contiguous())[: len(rows)]
+        return self._fc(x.to(self.device, self.dtype))
 
     # weights
-
-    def _bias(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        bias = self.head.tensors.get(f"{name}.bias")
-        return None if bias is None else bias.to(device, dtype)
 
     def _norm(self, name: str) -> NormWeight | None:
         return norm_weight(self.head.tensors, name)

@@ -11,8 +11,8 @@ from torch import Tensor
 from foretoken.models.formats.weights import Ends, Entry
 from foretoken.models.heads.feature_net import FeatureNet
 from foretoken.models.heads.mtp import MtpLayer
+from foretoken.models.heads.products import HeadProduct
 from foretoken.models.runners.choose import build_runner
-from foretoken.models.runners.linear import product
 
 _NORMED, _PLAIN = 1, 2  # taps of a runner of one layer
 
@@ -44,7 +44,7 @@ class MtpNet(FeatureNet):
         self._device, self._dtype, self._eps = device, dtype, layer.architecture.eps
         self._embedding = embedding
         self._norms = layer.embedding_norm.to(device), layer.hidden_norm.to(device)
-        self._projection = product(layer.projection.to(device, dtype))
+        self._projection = HeadProduct(layer.projection, None, device, dtype)
         unused = torch.zeros(1, layer.architecture.hidden, dtype=dtype)
         ends = Ends(unused, layer.norm, unused)
         runner = build_runner(layer.architecture, [layer.weights], ends, dtype, device, Entry())
@@ -67,5 +67,4 @@ class MtpNet(FeatureNet):
         embedded = F.embedding(torch.tensor(tokens, device=self._embedding.device), self._embedding).to(self._device)
         parts = zip((embedded, features.to(self._device)), self._norms, strict=True)
         rows = torch.cat([F.rms_norm(x.float(), w.shape, w, self._eps).to(self._dtype) for x, w in parts], dim=-1)
-        # A single row is doubled (see ``linear.py``).
-        return self._projection(rows if len(rows) > 1 else rows.expand(2, -1).contiguous())[: len(rows)]
+        return self._projection(rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 from foretoken.core.devices import on_host
 from foretoken.models.heads.blockwise import BlockwiseHeads
 from foretoken.models.heads.medusa import MedusaHeads
-from foretoken.models.runners.linear import Product, product
+from foretoken.models.heads.products import HeadProduct
 
 Unembed = Callable[[Tensor], Tensor]
 """The target's vocabulary head: normed states [rows, H] -> float32 [rows, V]."""
@@ -41,23 +41,23 @@ class MedusaNet:
         self.depth, self._heads, self._dtype, self._device = heads.depth, heads, dtype, device
         first = [block[0] for block in heads.blocks]
         biases = [b if b is not None else w.new_zeros(heads.hidden) for w, b in first]
-        self._first = product(torch.cat([w for w, _ in first]).to(device, dtype), torch.cat(biases).to(device, dtype))
-        self._later = [[_product(w, b, dtype, device) for w, b in block[1:]] for block in heads.blocks]
-        self._own = [_product(matrix, None, dtype, device) for matrix in heads.vocabulary]
+        self._first = HeadProduct(torch.cat([w for w, _ in first]), torch.cat(biases), device, dtype)
+        self._later = [[HeadProduct(w, b, device, dtype) for w, b in block[1:]] for block in heads.blocks]
+        self._own = [HeadProduct(matrix, None, device, dtype) for matrix in heads.vocabulary]
         self._unembed = unembed
         self._tokens = heads.tokens
 
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.to(self._device, self._dtype)
-        states = rows[:, None] + F.silu(_multiply(self._first, rows).view(len(rows), self.depth, -1))
+        states = rows[:, None] + F.silu(self._first(rows).view(len(rows), self.depth, -1))
         for i, layers in enumerate(self._later):
             for layer in layers:
-                states[:, i] += F.silu(_multiply(layer, states[:, i].contiguous()))
+                states[:, i] += F.silu(layer(states[:, i].contiguous()))
         if len(self._own) == self.depth:
-            logits = torch.stack([_multiply(m, states[:, i].contiguous()) for i, m in enumerate(self._own)], dim=1)
+            logits = torch.stack([m(states[:, i].contiguous()) for i, m in enumerate(self._own)], dim=1)
         else:
-            shared = self._unembed if not self._own else lambda flat: _multiply(self._own[0], flat)
+            shared = self._unembed if not self._own else lambda flat: self._own[0](flat)
             logits = shared(states.flatten(0, 1).contiguous()).view(len(rows), self.depth, -1)
         return self._spread(on_host(logits.float()))
 
@@ -78,21 +78,12 @@ class BlockwiseNet:
     def __init__(self, heads: BlockwiseHeads, dtype: torch.dtype, device: torch.device, unembed: Unembed) -> None:
         self.depth, self._dtype, self._device, self._unembed = heads.depth, dtype, device, unembed
         up, bias = torch.cat([head.up for head in heads.heads]), torch.cat([head.up_bias for head in heads.heads])
-        self._up = product(up.to(device, dtype), bias.to(device, dtype))
-        self._down = [_product(head.down, head.down_bias, dtype, device) for head in heads.heads]
+        self._up = HeadProduct(up, bias, device, dtype)
+        self._down = [HeadProduct(head.down, head.down_bias, device, dtype) for head in heads.heads]
 
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.to(self._device, self._dtype)
-        inner = F.relu(_multiply(self._up, rows)).view(len(rows), self.depth, -1)
-        added = torch.stack([_multiply(down, inner[:, i].contiguous()) for i, down in enumerate(self._down)], dim=1)
+        inner = F.relu(self._up(rows)).view(len(rows), self.depth, -1)
+        added = torch.stack([down(inner[:, i].contiguous()) for i, down in enumerate(self._down)], dim=1)
         return self._unembed((rows[:, None] + added).flatten(0, 1)).view(len(rows), self.depth, -1)
-
-
-def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Product:
-    return product(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
-
-
-def _multiply(by: Product, x: Tensor) -> Tensor:
-    """Multiplies x. A single row is doubled (see ``linear.py``)."""
-    return by(x) if len(x) > 1 else by(x.expand(2, -1).contiguous())[:1]
