@@ -90,6 +90,6 @@ class EarlyExit(Decoder):
             return super()._run(plan, taps, logits)
         last = self.num_layers
         tapped = super()._run(plan, [*{*taps, last}], logits=False).taps
-        normed = tapped[last][plan.outputs].to(self.dtype)
+        normed = tapped[last][plan.output_rows].to(self.dtype)
         scores = self.runner.unembed(normed + self._adapter(normed))
         return Pass(scores, {number: tapped[number] for number in taps})

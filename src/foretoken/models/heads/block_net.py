@@ -174,7 +174,7 @@ class BlockNet(FeatureNet):
             reach=max(part.end for part in parts),
         )
         result = self._runner.run(plan, (self._state,), self._unembed is None)
-        states = result.taps[self._state][outputs]
+        states = result.taps[self._state][plan.output_rows]
         logits = self._unembed[0](states) if self._unembed is not None else result.logits
         assert logits is not None
         for handle, own, rows in zip(handles, states.split(depth), logits.split(depth), strict=True):

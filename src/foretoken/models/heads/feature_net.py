@@ -269,4 +269,4 @@ class FeatureNet(DraftNet):
             return result.logits
         assert self._unembed is not None
         unembed, tap = self._unembed
-        return unembed(result.taps[tap][plan.outputs])
+        return unembed(result.taps[tap][plan.output_rows])
