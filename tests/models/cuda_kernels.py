@@ -14,8 +14,8 @@ from foretoken.models.runners.linear import FIXED_ROWS, by_fixed_rows
 from foretoken.models.runners.triton_kernels import attention
 from foretoken.models.runners.triton_kernels.attention import attend_rows, store
 from foretoken.models.runners.triton_kernels.available import has_kernels
-from foretoken.models.runners.triton_kernels.experts import Stack, combine
-from foretoken.models.runners.triton_kernels.rows import STRETCH, Rows
+from foretoken.models.runners.triton_kernels.experts import ExpertStack, combine
+from foretoken.models.runners.triton_kernels.rows import STRETCH, PassRows
 from foretoken.models.runners.triton_kernels.rowwise import int8_linear, rms_norm, rotate_heads, silu_mul
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,9 +30,9 @@ def ints(values: list[int] | list[list[int]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def rows_of(counts: list[int], slots: list[int]) -> Rows:
+def rows_of(counts: list[int], slots: list[int]) -> PassRows:
     """Returns the layout of rows of chains."""
-    return Rows(
+    return PassRows(
         counts=ints(counts),
         slots=ints(slots),
         places=ints([max(0, count - 1) for count in counts]),
@@ -153,7 +153,7 @@ def test_experts_of_rows(own_inputs: bool) -> None:
     chosen = torch.tensor([[0, 3, 2], [4, 1, 0], [2, 2, 2], [1, 0, 4]], device=DEVICE)
     counts = ints([4, 0, 1, 9])
     x = numbers(4, 3, 48, seed=2) if own_inputs else numbers(4, 48, seed=2)
-    outputs = Stack(weights, biases)(x, chosen, counts)
+    outputs = ExpertStack(weights, biases)(x, chosen, counts)
     each = x if own_inputs else x[:, None].expand(-1, 3, -1)
     right = torch.einsum("rtoi,rti->rto", weights[chosen], each) + biases[chosen]
     right[1] = 0.0

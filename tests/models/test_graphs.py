@@ -26,7 +26,7 @@ from foretoken.models.runners.cuda.layout import Bucket, paths
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_runner import TorchRunner
-from foretoken.models.runners.triton_kernels.rows import Rows
+from foretoken.models.runners.triton_kernels.rows import PassRows
 
 from .test_conformance import text, tree
 from .tiny import ARCHITECTURES, only_runner
@@ -111,7 +111,7 @@ class InTorch:
 
     @staticmethod
     def store(
-        keys: torch.Tensor, values: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, rows: Rows
+        keys: torch.Tensor, values: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, rows: PassRows
     ) -> None:
         if keys.is_meta:
             return
@@ -124,7 +124,7 @@ class InTorch:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        rows: Rows,
+        rows: PassRows,
         scale: float,
         window: int = 0,
         softcap: float = 0.0,

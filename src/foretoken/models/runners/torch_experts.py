@@ -36,7 +36,7 @@ class TorchExperts:
     shared_gate: Tensor | None
     router_norm: NormWeight | None
     expert_scales: Tensor | None
-    stacks: tuple[Any, Any] | None  # ``triton_kernels.experts.Stack`` of up and down, for rows that share a pass
+    stacks: tuple[Any, Any] | None  # ``triton_kernels.experts.ExpertStack`` of up and down, for rows that share a pass
 
     @staticmethod
     def of(device: torch.device, w: ExpertWeights) -> TorchExperts:
@@ -76,7 +76,7 @@ class TorchExperts:
             x: input of the experts [R, H].
             alone: see ``Product``.
             hidden: the residual stream [R, H], of which the router has a norm of its own; None if it reads ``x``.
-            counts: int32 [R], 0 for padding, where rows are computed by kernels; see ``triton_kernels.rows.Rows``.
+            counts: int32 [R], 0 for padding, where rows are computed by kernels; see ``triton_kernels.rows.PassRows``.
         """
         routed = x.float() if hidden is None else normalize(a, hidden.float(), self.router_norm)
         chosen, weights = choose(self.experts, self.router(routed, alone), self.correction)
@@ -169,7 +169,7 @@ def _stacks(w: ExpertWeights, device: torch.device) -> tuple[Any, Any] | None:
         if len(matrices) < len(read):
             return None
         biases = torch.cat(part.biases, dim=-1).to(device) if part.biases else None
-        stacks.append(expert_kernels().Stack(torch.stack([matrix.to(device) for matrix in matrices]), biases))
+        stacks.append(expert_kernels().ExpertStack(torch.stack([matrix.to(device) for matrix in matrices]), biases))
     return stacks[0], stacks[1]
 
 

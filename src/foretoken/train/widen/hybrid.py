@@ -12,7 +12,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.train.hybrid.model import HybridModel
 from foretoken.train.hybrid.shape import HybridShape
 from foretoken.train.shards import CheckpointPlan, ShardReader
-from foretoken.train.widen.stream import Stream
+from foretoken.train.widen.stream import WideStream
 from foretoken.train.widen.tensors_hybrid import HybridWidener, positions
 
 # Hidden size, layers, experts, units of an expert and of the shared one. Heads follow from their size.
@@ -75,7 +75,7 @@ def plan(reader: ShardReader, config: dict[str, Any], shape: HybridShape, seed: 
         )
     generator = torch.Generator().manual_seed(seed)
     groups = shape.num_experts // config["num_experts"]
-    stream = Stream.drawn(config["hidden_size"], shape.hidden_size, groups, config["rms_norm_eps"], generator)
+    stream = WideStream.drawn(config["hidden_size"], shape.hidden_size, groups, config["rms_norm_eps"], generator)
     scale = 0.02 * stream.scale / math.sqrt(2 * shape.num_hidden_layers)
     dtype, mtp = reader.get("model.embed_tokens.weight").dtype, "mtp.fc.weight" in reader.names
     widener = HybridWidener(reader, config, shape, stream, generator, scale, dtype)

@@ -29,7 +29,7 @@ _GREATEST_RMS = 100.0  # of a row of the narrow stream, up to which other groups
 
 
 @dataclass(frozen=True)
-class Stream:
+class WideStream:
     """The wide residual stream.
 
     Attributes:
@@ -47,13 +47,13 @@ class Stream:
     eps: float
 
     @staticmethod
-    def drawn(narrow: int, wide: int, groups: int, eps: float, generator: torch.Generator) -> Stream:
+    def drawn(narrow: int, wide: int, groups: int, eps: float, generator: torch.Generator) -> WideStream:
         """Returns a random one."""
         carried = wide - (groups if groups > 1 else 0)
         owner = torch.randperm(carried, generator=generator) % narrow
         values = torch.randn(carried, dtype=torch.float64, generator=generator)
         squares = torch.zeros(narrow, dtype=torch.float64).index_add_(0, owner, values**2)
-        return Stream(owner, values / squares.sqrt()[owner], narrow, groups, eps)
+        return WideStream(owner, values / squares.sqrt()[owner], narrow, groups, eps)
 
     @property
     def added(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretoken.train.hybrid.shape import HybridShape
 from foretoken.train.shards import ShardReader
-from foretoken.train.widen.stream import Stream
+from foretoken.train.widen.stream import WideStream
 from foretoken.train.widen.tensors import Copies, copies, layer_positions, query_heads
 
 Tensors = Iterator[tuple[str, Tensor]]
@@ -35,7 +35,7 @@ class HybridWidener:
     reader: ShardReader
     config: dict[str, Any]
     shape: HybridShape
-    stream: Stream
+    stream: WideStream
     generator: torch.Generator
     write_scale: float
     dtype: torch.dtype

@@ -14,12 +14,12 @@ from foretoken.core.draft import Draft
 from foretoken.models.runners.attention import Heads
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import Part, PassPlan
-from foretoken.models.runners.triton_kernels.rows import Rows
+from foretoken.models.runners.triton_kernels.rows import PassRows
 from foretoken.models.state.kv import KVCache
 
 MIN_KEYS, MIN_DEPTH = 512, 8  # doubled until all rows, or all trees, fit
 
-# Rows of the table: what ``rows.Rows`` describes, and, in OUTPUTS and COMPUTED, indices of rows of the pass.
+# Rows of the table: what ``rows.PassRows`` describes, and, in OUTPUTS and COMPUTED, indices of rows of the pass.
 TOKENS, POSITIONS, COUNTS, SLOTS, PLACES, PREFIXES, OUTPUTS, PATHS = range(8)
 
 
@@ -69,7 +69,7 @@ class RowLayout:
 
     tokens: Tensor
     positions: Tensor
-    rows: Rows
+    rows: PassRows
 
     @property
     def counts(self) -> Tensor:
@@ -79,7 +79,7 @@ class RowLayout:
     @staticmethod
     def of(table: Tensor, bucket: Bucket) -> RowLayout:
         """Reads a table on the device."""
-        rows = Rows(
+        rows = PassRows(
             counts=table[COUNTS],
             slots=table[SLOTS],
             places=table[PLACES],

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.models.runners.triton_kernels.rows import STRETCH, Rows
+from foretoken.models.runners.triton_kernels.rows import STRETCH, PassRows
 
 PARTIAL = 2**28  # bytes of the sums over stretches at once
 TILE = 2**14  # bytes of the keys of one step; of what was tried on an H200, the fastest that fits smaller GPUs too
@@ -131,7 +131,7 @@ def _store(
         tl.store(value_cache + to + dim, value.to(value_cache.dtype.element_ty), mask=dim < DIM)
 
 
-def store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, rows: Rows) -> None:
+def store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, rows: PassRows) -> None:
     """Writes keys and values [R, kv_heads, D] to caches [slots, kv_heads, cache rows, D]; padding is not written."""
     count, heads, dim = keys.shape
     assert all(each.stride(2) == 1 and each.stride(1) == dim for each in (keys, values))
@@ -147,7 +147,7 @@ def attend_rows(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: Rows,
+    rows: PassRows,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -184,7 +184,7 @@ def _attend_part(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: Rows,
+    rows: PassRows,
     result: Tensor,
     splits: int,
     scale: float,

@@ -52,7 +52,7 @@ def _combine(outputs, weights, result, TOP: tl.constexpr, SIZE: tl.constexpr, BL
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stack:
+class ExpertStack:
     """The matrices of all experts on the device: [experts, out, in], and biases [experts, out] or None."""
 
     weights: Tensor

@@ -10,7 +10,7 @@ STRETCH = 256  # keys of one program; the sums over stretches depend on this num
 
 
 @dataclass(frozen=True)
-class Rows:
+class PassRows:
     """Where the rows of a pass lie and what they see, int32 tensors [R] on the device.
 
     Attributes:
@@ -29,8 +29,8 @@ class Rows:
     paths: Tensor
     longest: int
 
-    def part(self, start: int, end: int) -> Rows:
+    def part(self, start: int, end: int) -> PassRows:
         """Returns the layout of rows ``start`` to ``end``."""
         own = slice(start, end)
         fields = self.counts[own], self.slots[own], self.places[own], self.prefixes[own], self.paths[own]
-        return Rows(*fields, longest=self.longest)
+        return PassRows(*fields, longest=self.longest)
