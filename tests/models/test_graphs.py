@@ -156,7 +156,7 @@ class InTorch:
 @pytest.fixture(autouse=True)
 def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type != "cuda" or "needs_the_host" in request.node.name:
-        monkeypatch.setattr(layout, "_kernels", lambda: InTorch)
+        monkeypatch.setattr(layout, "attention_kernels", lambda: InTorch)
 
 
 class Two:

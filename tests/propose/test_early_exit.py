@@ -32,7 +32,7 @@ def target(request: Any, tiny_pair: Any, monkeypatch: pytest.MonkeyPatch) -> Dec
     model = load_model(tiny_pair.target, dtype="float32", device="cpu")
     assert isinstance(model, Decoder)
     if request.param == "graphs":  # as on CUDA, with a stand-in for its graphs
-        monkeypatch.setattr(layout, "_kernels", lambda: InTorch)
+        monkeypatch.setattr(layout, "attention_kernels", lambda: InTorch)
         source = Source(open_weights(tiny_pair.target), model.architecture, model.dtype)
         model.runner = CudaRunner(
             model.architecture, Layers(source), read_ends(source), model.dtype, model.device, capture=Recorder

@@ -94,7 +94,7 @@ class TorchExperts:
         return total.to(x.dtype)
 
     def _by_kernels(self, a: Architecture, x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Returns the weighted sums of the experts, float32 [R, H], without a word from the host."""
+        """Returns the weighted sums of the experts, float32 [R, H]. It copies nothing to the host."""
         assert self.stacks is not None
         up, down = self.stacks
         if self.experts.scaled_inputs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from foretoken.core.draft import Draft
 from foretoken.models.runners.attention import Heads
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.runners.triton_kernels.available import attention_kernels
 from foretoken.models.runners.triton_kernels.rows import PassRows
 from foretoken.models.state.kv import KVCache
 
@@ -102,17 +102,11 @@ class RowLayout:
         """Writes new keys and values and computes attention; see ``runners.attention.Layout``."""
         queries, fresh = queries_keys[:, : a.heads], queries_keys[:, a.heads :]
         keys, past = cache.keys[layer], cache.values[layer]
-        kernels = _kernels()
+        kernels = attention_kernels()
         if fresh.shape[1]:
             kernels.store(fresh, values, keys, past, self.rows)
         mixed = kernels.attend_rows(queries, keys, past, self.rows, a.scale, view[0], a.attention_softcap, sinks)
         return mixed.flatten(1)
-
-
-def _kernels() -> Any:
-    from foretoken.models.runners.triton_kernels import attention  # Triton is imported where its kernels run
-
-    return attention
 
 
 def fill(plan: PassPlan, bucket: Bucket, pinned: bool) -> Tensor:

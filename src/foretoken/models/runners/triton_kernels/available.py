@@ -26,6 +26,13 @@ def kernels() -> Any:
     return rowwise
 
 
+def attention_kernels() -> Any:
+    """Returns the module of the attention's kernels, likewise."""
+    from foretoken.models.runners.triton_kernels import attention
+
+    return attention
+
+
 def expert_kernels() -> Any:
     """Returns the module of the experts' kernels, likewise."""
     from foretoken.models.runners.triton_kernels import experts
