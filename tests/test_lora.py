@@ -12,6 +12,7 @@ from foretoken import LLM, ForetokenError, LoRARequest, SamplingParams, zoo
 from foretoken.cli.main import main
 
 from .models.adapters import ATTENTION, MLP, save_adapter
+from .models.tiny import ARCHITECTURES, Tiny, only_runner
 
 PROMPTS = ["def greet(name):\n", "x", "class Ü:  # 🙂\n" * 9, "for i in range(10):\n"]
 NAMES = ["attention", None, "all", "attention"]
@@ -38,7 +39,7 @@ def plain(tiny_pair: Any, adapters: dict[str, Path]) -> LLM:
 
 
 def texts(llm: LLM, names: Any = NAMES, prompts: Any = PROMPTS, **params: Any) -> list[str]:
-    settings = SamplingParams(max_tokens=24, ignore_eos=True, **params)
+    settings = SamplingParams(**{"max_tokens": 24, **params}, ignore_eos=True)
     return [o.outputs[0].text for o in llm.generate(prompts, settings, lora_request=names)]
 
 
@@ -71,6 +72,40 @@ def test_heads_on_hidden_states_draft_for_every_adapter(method: str, tmp_path: P
     assert expected[0] != expected[1]
     for _ in range(2):  # then with prefix-cache hits
         assert texts(heads, names, prompts, temperature=0.0) == expected
+
+
+# Targets of adapters by architecture.
+OTHER_LAYERS = {"qwen3.5": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "v_proj", "up_proj"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", OTHER_LAYERS)
+def test_other_layers_change_no_text_by_drafts_caches_and_preemption(
+    architecture: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    tiny, path = ARCHITECTURES[architecture], tmp_path / "model"
+    Tiny(tiny.family, {**tiny.config, "vocab_size": 400}).save(path)
+    tokenizer.save_pretrained(path)
+    adapters = {
+        str(seed): save_adapter(tmp_path / str(seed), path, OTHER_LAYERS[architecture], seed=seed, size=0.1)
+        for seed in (1, 2)
+    }
+    prompts = ["x = 1\n" * 20, "x = 1\n" * 20 + "y", "a b a b a b", "x = 1\n" * 20, "import os\n" * 9, "x"]
+    names = ["1", None, "2", "1", "1", "2"]
+    options: dict[str, Any] = {"dtype": "float32", "lora": adapters, "max_model_len": 240}
+    tree = {"method": "draft_model", "num_speculative_tokens": 6, "tree": "top_k", "control": "fixed"}
+    with only_runner("compiled"):
+        plain = LLM(path, max_num_seqs=1, **options)
+        room = 280 * plain.target.kv_bytes_per_token + 2 * plain.target.state_bytes
+        lookup = {"speculative_config": {"method": "ngram"}, "kv_cache_memory_bytes": room}
+        copying = LLM(path, enable_prefix_caching=True, **lookup, **options)
+        growing = LLM(path, path, speculative_config=tree, **options)
+        for sampling in ({"temperature": 0.0, "max_tokens": 80}, {"seed": 3}):
+            expected = texts(plain, names, prompts, **sampling)
+            assert expected != texts(plain, None, prompts, **sampling)
+            assert [texts(llm, names, prompts, **sampling) for llm in (copying, copying, growing)] == [expected] * 3
+    usage = copying.engine.scheduler.usage
+    assert usage.preemptions and usage.prefix_hits
 
 
 def test_preempted_requests_keep_their_adapter(tiny_pair: Any, adapters: dict[str, Path], plain: LLM) -> None:

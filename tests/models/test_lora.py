@@ -36,7 +36,12 @@ FAMILIES: dict[str, tuple[list[str] | str, dict[str, Any]]] = {
     "dense: gpt_neox": (["query_key_value", "dense", "dense_h_to_4h"], {}),
     "dense: falcon, two norms": (["query_key_value", "dense_4h_to_h"], {}),
     "dense: cohere": (["q_proj", "o_proj", "gate_proj"], {"exclude_modules": ["layers.0.mlp.gate_proj"]}),
-    "qwen3-next": (["q_proj", "v_proj", "o_proj"], {}),
+    "qwen3-next": (["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"], {}),
+    "qwen3.5": ("all-linear", {"rank_pattern": {"in_proj_z": 7}}),
+    "bamba": ("all-linear", {}),
+    "falcon-h1": (["in_proj", "q_proj", "o_proj", "gate_proj", "down_proj"], {"r": 20}),
+    "granite-hybrid-dense": (["in_proj", "out_proj", "input_linear"], {}),
+    "lfm2": ("all-linear", {}),
 }
 
 
@@ -153,6 +158,47 @@ def test_no_bit_depends_on_the_other_rows_and_their_adapters(
             (alone,) = model.score([handle], [DRAFTS[i]])
             model.close(handle)
             assert torch.equal(together[i], alone.logits), (i, name)
+
+
+# Modules of layers that a Llama has not, by architecture.
+LAYERS: dict[str, list[str]] = {
+    "qwen3.5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"],
+    "falcon-h1": ["in_proj", "out_proj", "k_proj", "up_proj"],
+    "nemotron-h": ["in_proj", "out_proj", "v_proj"],
+    "lfm2-moe": ["in_proj", "out_proj", "q_proj"],
+}
+
+
+@pytest.mark.parametrize("architecture", LAYERS)
+def test_other_layers_add_what_is_merged_and_rows_stay_apart(architecture: str, tmp_path: Path) -> None:
+    path = ARCHITECTURES[architecture].save(tmp_path / "model")
+    targets, prompts = LAYERS[architecture], [text(5, 0), text(80, 1), text(1, 2), text(7, 3)]
+    adapters = {
+        "all": save_adapter(tmp_path / "all", path, targets, rank=3, seed=1),
+        "half": save_adapter(tmp_path / "half", path, targets[::2], rank=18, seed=2),
+    }
+    model, names = load(path, adapters), ["all", "half", None, "all"]
+    together = logits(model, prompts, names)
+    for name, folder in adapters.items():
+        merged = logits(load(merge(path, folder, tmp_path / f"merged {name}"), {}), prompts, [None] * 4)
+        for wanted, scores, own in zip(merged, together, names, strict=True):
+            assert own != name or (scores - wanted).abs().max() < 2e-4
+    assert_rows_stay_apart(model, prompts, names, together)
+    narrow = load(path, adapters, "bfloat16", quantization="int8")
+    assert_rows_stay_apart(narrow, prompts, names, logits(narrow, prompts, names))
+
+
+def assert_rows_stay_apart(
+    model: Model, prompts: Sequence[Sequence[int]], names: Sequence[str | None], together: Sequence[Tensor]
+) -> None:
+    """Logits of a batch are those of each prompt alone, and an adapter changes those of its own rows."""
+    plain = logits(model, prompts, [None] * len(prompts))
+    for i, name in enumerate(names):
+        handle = model.open(prompts[i], adapter=name)
+        (alone,) = model.score([handle], [DRAFTS[i]])
+        model.close(handle)
+        assert torch.equal(together[i], alone.logits)
+        assert torch.equal(together[i], plain[i]) == (name is None)
 
 
 def test_a_slot_forgets_its_adapter(llama: Path, adapters: dict[str, Path]) -> None:
@@ -329,5 +375,5 @@ def test_layers_of_experts_are_refused_and_attention_beside_them_is_not(tmp_path
     assert not torch.equal(plain, adapted)
     tensors = {f"{LAYER}.mlp.experts.0.up_proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
     save_file(tensors, tmp_path / "attention" / "adapter_model.safetensors")
-    with pytest.raises(ModelLoadError, match="may only change linear layers of attention and dense MLPs"):
+    with pytest.raises(ModelLoadError, match="may only change linear layers of this model"):
         load_adapter(model, "y", tmp_path / "attention")

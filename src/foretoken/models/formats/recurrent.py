@@ -59,12 +59,12 @@ def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
     exact = replace(reader, quantize=None)  # gates are few numbers, and the state is sensitive to them
     if f"{at}in_proj_qkvz.weight" in reader.weights:
         whole = reader.matrix(f"{at}in_proj_qkvz", r.channels + r.out, hidden)
-        into = tuple(slices(whole, _by_kind(r)))
+        into = tuple(slices(whole, delta_ranges(r)))
     else:
         into = reader.parts((f"{at}in_proj_qkv", f"{at}in_proj_z"), r.channels + r.out, hidden)
     if f"{at}in_proj_ba.weight" in reader.weights:
         both = floats(exact.matrix(f"{at}in_proj_ba", r.gates, hidden), reader.dtype)
-        gates = both.unflatten(0, (r.key_heads, 2, -1)).transpose(0, 1).flatten(0, 2)
+        gates = torch.cat([both[first:last] for first, last in gate_ranges(r)])
     else:
         parts = [exact.matrix(f"{at}in_proj_{name}", r.value_heads, hidden) for name in "ba"]
         gates = torch.cat([floats(part, reader.dtype) for part in parts])
@@ -80,7 +80,7 @@ def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
     )
 
 
-def _by_kind(r: Recurrence) -> list[tuple[int, int]]:
+def delta_ranges(r: Recurrence) -> list[tuple[int, int]]:
     """Returns the ranges of Qwen3-Next's rows, those of queries first, then of keys, values and gates.
 
     It stores, for each head of keys: query, key, the values that the head serves, and their gates.
@@ -92,15 +92,33 @@ def _by_kind(r: Recurrence) -> list[tuple[int, int]]:
     return [(head + starts[kind], head + starts[kind] + sizes[kind]) for kind in range(4) for head in heads]
 
 
+def gate_ranges(r: Recurrence) -> list[tuple[int, int]]:
+    """Returns the ranges of Qwen3-Next's gates, betas first, then steps; it stores them by head of keys."""
+    group = r.value_heads // r.key_heads
+    return [
+        ((2 * head + kind) * group, (2 * head + kind + 1) * group) for kind in range(2) for head in range(r.key_heads)
+    ]
+
+
+def mamba_ranges(r: Recurrence) -> list[tuple[int, int]]:
+    """Returns the ranges of Mamba-2's rows of C, B, x and the gates of the output; those of steps are the last ones."""
+    keys = r.key_heads * r.key_dim
+    return [(2 * r.out + keys, 2 * r.out + 2 * keys), (2 * r.out, 2 * r.out + keys), (r.out, 2 * r.out), (0, r.out)]
+
+
+def convolution_ranges(r: Recurrence) -> list[tuple[int, int]]:
+    """Returns the ranges of LFM2's rows of the two factors of the input, and of the gates of the output."""
+    return [(0, r.channels), (2 * r.channels, 3 * r.channels), (r.channels, 2 * r.channels)]
+
+
 def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
     """Reads a layer of Mamba-2, whose rows are gates of the output, x, B, C, and steps of heads."""
     name, exact, f = f"{at}in_proj", replace(reader, quantize=None), r.factors
-    whole, keys = r.channels + r.out + r.value_heads, r.key_heads * r.key_dim
-    order = [(2 * r.out + keys, 2 * r.out + 2 * keys), (2 * r.out, 2 * r.out + keys), (r.out, 2 * r.out)]
+    whole, order = r.channels + r.out + r.value_heads, mamba_ranges(r)
     of_parts = [f.input * factor for factor in (f.queries, f.keys, f.values)]  # of the channels, taken by their taps
     steps = [(whole - r.value_heads, whole)]
     bias = reader.bias((name,), whole)
-    channels = [(first - r.out, last - r.out) for first, last in order]
+    channels = [(first - r.out, last - r.out) for first, last in order[:-1]]
     taps, conv_bias = _taps(r, reader, f"{at}conv1d"), f"{at}conv1d.bias"
     stored = reader.floats(conv_bias, (r.channels,)) if conv_bias in reader.weights else None
     (gates,) = slices(exact.matrix(name, whole, hidden), steps)
@@ -109,7 +127,7 @@ def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
         step_bias += bias[whole - r.value_heads :].float() * f.step
         bias = bias if f.input == 1.0 else bias / f.input
     return RecurrentWeights(
-        into=tuple(slices(reader.matrix(name, whole, hidden), [*order, (0, r.out)])),
+        into=tuple(slices(reader.matrix(name, whole, hidden), order)),
         gates=floats(gates, reader.dtype).contiguous(),
         conv=torch.cat([taps[:, a:b] * by for (a, b), by in zip(channels, of_parts, strict=True)], dim=1).contiguous(),
         conv_bias=None if stored is None else torch.cat([stored[first:last] for first, last in channels]),
@@ -117,7 +135,7 @@ def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
         step_bias=step_bias,
         norm=reader.floats(f"{at}norm.weight", (r.out,)) if r.normed else None,
         out=reader.matrix(f"{at}out_proj", hidden, r.out),
-        into_bias=None if bias is None else torch.cat([bias[first:last] for first, last in [*order, (0, r.out)]]),
+        into_bias=None if bias is None else torch.cat([bias[first:last] for first, last in order]),
         out_bias=reader.bias((f"{at}out_proj",), hidden),
         skip=reader.floats(f"{at}D", (r.value_heads,)),
     )
@@ -126,7 +144,7 @@ def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
 def read_convolution(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
     """Reads a short convolution of LFM2, whose rows are gates of the input, gates of the output, and the input."""
     whole = reader.matrix(f"{at}in_proj", 3 * r.channels, hidden)
-    order = [(0, r.channels), (2 * r.channels, 3 * r.channels), (r.channels, 2 * r.channels)]
+    order = convolution_ranges(r)
     bias = reader.bias((f"{at}in_proj",), 3 * r.channels)
     conv_bias = f"{at}conv.bias"
     return RecurrentWeights(

@@ -1,49 +1,127 @@
-"""The modules of a decoder that an adapter may change: the linear layers of its attention and dense MLPs."""
+"""The modules of a decoder that an adapter may change, as parts of the runtime's products."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from foretoken.models.families.architecture import Architecture
+import torch
+from torch import Tensor
 
-Product = Literal["qkv", "out", "up", "down"]
-PRODUCTS: tuple[Product, ...] = ("qkv", "out", "up", "down")
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.layers import Layer, RecurrentMixer
+from foretoken.models.families.recurrence import Recurrence
+from foretoken.models.formats.layers import in_runtime_order
+from foretoken.models.formats.quantize import Matrix
+from foretoken.models.formats.recurrent import convolution_ranges, delta_ranges, gate_ranges, mamba_ranges, slices
+
+Product = Literal["qkv", "out", "up", "down", "recurrent_in", "recurrent_gates", "recurrent_out"]
+Ranges = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearModule:
-    """A linear layer of a checkpoint, which is one part of a product of the runtime.
+    """A linear layer of a checkpoint.
 
     Attributes:
         name: its name, relative to the prefix of a decoder's names.
         rows: outputs.
         columns: inputs.
+        layout: checkpoints of a family have the modules of one of several layouts; empty if all have this one.
     """
 
     name: str
     rows: int
     columns: int
+    layout: str = ""
 
 
-def linear_modules(a: Architecture, layer: int) -> Iterator[tuple[Product, list[LinearModule]]]:
-    """Yields the products of a layer that an adapter may change, each with its modules in order."""
-    described, names = a.stack[layer], a.names
-    at, sizes = names.layer.format(layer), a.sizes(described)
+@dataclass(frozen=True, slots=True)
+class LoraProduct:
+    """A product of the runtime, and the modules that are its parts.
+
+    Attributes:
+        kind: which product of a layer.
+        modules: in the order in which ``arrange`` takes their matrices.
+        arrange: returns matrices [out, rank] of the modules as the runtime has their outputs.
+    """
+
+    kind: Product
+    modules: tuple[LinearModule, ...]
+    arrange: Callable[[tuple[Matrix, ...]], tuple[Matrix, ...]] = tuple
+
+
+def lora_products(a: Architecture, number: int) -> Iterator[LoraProduct]:
+    """Yields the products of a layer that an adapter may change, in each layout of its modules."""
+    layer, at = a.stack[number], a.names.layer.format(number)
+    if layer.attention and a.latent is None:
+        yield from _attention(a, layer, at)
+    if layer.recurrent is not None and a.recurrence is not None:
+        yield from _RECURRENT[layer.recurrent](a.recurrence, at + a.names.recurrent, a.hidden)
+    if layer.mlp in ("gated", "ungated"):
+        inner = layer.inner or a.intermediate
+        rows = [inner] * (2 if layer.mlp == "gated" else 1)
+        yield LoraProduct("up", _modules(at, a.names.up, rows, a.hidden))
+        yield LoraProduct("down", (LinearModule(at + a.names.down, a.hidden, inner),))
+
+
+def _attention(a: Architecture, layer: Layer, at: str) -> Iterator[LoraProduct]:
+    sizes = a.sizes(layer)
     wide, narrow = a.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    if described.attention and a.latent is None:
-        rows = [(1 + a.gated_attention) * wide, *([narrow, narrow] if described.source is None else [])]
-        yield "qkv", _modules(at, names.qkv_of(described), rows, a.hidden)
-        yield "out", [LinearModule(at + names.out, a.hidden, wide)]
-    if described.mlp in ("gated", "ungated"):
-        inner = described.inner or a.intermediate
-        rows = [inner] * (2 if described.mlp == "gated" else 1)
-        yield "up", _modules(at, names.up, rows, a.hidden)
-        yield "down", [LinearModule(at + names.down, a.hidden, inner)]
+    rows = [(1 + a.gated_attention) * wide, *([narrow, narrow] if layer.source is None else [])]
+    arrange = partial(in_runtime_order, a, dtype=torch.float32)
+    yield LoraProduct("qkv", _modules(at, a.names.qkv_of(layer), rows, a.hidden), arrange)
+    yield LoraProduct("out", (LinearModule(at + a.names.out, a.hidden, wide),))
 
 
-def _modules(at: str, names: tuple[str, ...], rows: list[int], columns: int) -> list[LinearModule]:
+def _delta(r: Recurrence, at: str, hidden: int) -> Iterator[LoraProduct]:
+    """Yields the products of gated DeltaNet, as Qwen3.5 and as Qwen3-Next stores its matrices."""
+
+    def module(name: str, rows: int, layout: str) -> LinearModule:
+        return LinearModule(f"{at}in_proj_{name}", rows, hidden, layout)
+
+    yield LoraProduct("recurrent_in", (module("qkv", r.channels, "apart"), module("z", r.out, "apart")))
+    gates = module("b", r.value_heads, "apart"), module("a", r.value_heads, "apart")
+    yield LoraProduct("recurrent_gates", gates, _joined)
+    whole, both = module("qkvz", r.channels + r.out, "joined"), module("ba", r.gates, "joined")
+    yield LoraProduct("recurrent_in", (whole,), _ranges(delta_ranges(r)))
+    yield LoraProduct("recurrent_gates", (both,), _ranges(gate_ranges(r)))
+    yield LoraProduct("recurrent_out", (LinearModule(f"{at}out_proj", hidden, r.out),))
+
+
+def _mamba(r: Recurrence, at: str, hidden: int) -> Iterator[LoraProduct]:
+    rows = r.channels + r.out + r.value_heads
+    whole = (LinearModule(f"{at}in_proj", rows, hidden),)
+    yield LoraProduct("recurrent_in", whole, _ranges(mamba_ranges(r)))
+    yield LoraProduct("recurrent_gates", whole, _ranges([(rows - r.value_heads, rows)]))
+    yield LoraProduct("recurrent_out", (LinearModule(f"{at}out_proj", hidden, r.out),))
+
+
+def _convolution(r: Recurrence, at: str, hidden: int) -> Iterator[LoraProduct]:
+    whole = (LinearModule(f"{at}in_proj", 3 * r.channels, hidden),)
+    yield LoraProduct("recurrent_in", whole, _ranges(convolution_ranges(r)))
+    yield LoraProduct("recurrent_out", (LinearModule(f"{at}out_proj", hidden, r.out),))
+
+
+_RECURRENT: dict[RecurrentMixer, Callable[[Recurrence, str, int], Iterator[LoraProduct]]] = {
+    "delta": _delta,
+    "mamba": _mamba,
+    "convolution": _convolution,
+}
+
+
+def _ranges(ranges: Ranges) -> Callable[[tuple[Matrix, ...]], tuple[Matrix, ...]]:
+    """Returns a function that takes these ranges of the only module's outputs."""
+    return lambda parts: _joined(tuple(slices(parts[0], ranges)))
+
+
+def _joined(parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+    return (torch.cat([part for part in parts if isinstance(part, Tensor)]),)
+
+
+def _modules(at: str, names: tuple[str, ...], rows: list[int], columns: int) -> tuple[LinearModule, ...]:
     """Returns the modules of a product that is stored in as many parts as there are names: all of them, or one."""
     rows = rows if len(names) == len(rows) else [sum(rows)]
-    return [LinearModule(at + name, count, columns) for name, count in zip(names, rows, strict=True)]
+    return tuple(LinearModule(at + name, count, columns) for name, count in zip(names, rows, strict=True))

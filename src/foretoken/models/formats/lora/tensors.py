@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.finite import check_finite, is_finite
-from foretoken.models.formats.layers import in_runtime_order
-from foretoken.models.formats.lora.modules import PRODUCTS, LinearModule, Product, linear_modules
+from foretoken.models.formats.lora.modules import LinearModule, LoraProduct, Product, lora_products
 from foretoken.models.formats.lora.settings import LoraSettings, read_settings
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.reader import BASES
@@ -38,7 +37,7 @@ class LowRank:
     up: tuple[Matrix, ...]
 
 
-AdapterLayer = dict[Product, LowRank]
+AdapterLayer = Mapping[Product, LowRank]
 """What an adapter adds to the products of one layer."""
 
 
@@ -66,17 +65,24 @@ class _Reader:
 
     def __init__(self, folder: Path, settings: LoraSettings, file: Any, a: Architecture) -> None:
         self._folder, self._settings, self._file, self._a = folder, settings, file, a
-        self._products = [dict(linear_modules(a, layer)) for layer in range(a.layers)]
-        self._known = {m.name for layer in self._products for modules in layer.values() for m in modules}
+        self._products = [tuple(lora_products(a, layer)) for layer in range(a.layers)]
+        self._known = {m.name: m for layer in self._products for product in layer for m in product.modules}
         self._prefix = ""
         self._check_names(file.keys())
 
     def layers(self) -> list[AdapterLayer]:
         """Returns what the adapter adds to each layer."""
-        return [
-            {kind: product for kind in PRODUCTS if (product := self._product(kind, layer.get(kind, []))) is not None}
-            for layer in self._products
-        ]
+        return [self._layer(products) for products in self._products]
+
+    def _layer(self, products: Iterable[LoraProduct]) -> AdapterLayer:
+        found: dict[Product, LowRank] = {}
+        for product in products:
+            added = self._product(product)
+            if added is not None and product.kind in found:
+                raise self._wrong(f"{product.modules[0].name!r} beside the same module under another name")
+            if added is not None:
+                found[product.kind] = added
+        return found
 
     def _check_names(self, names: Iterable[str]) -> None:
         """Finds the prefix of the modules' names.
@@ -99,7 +105,9 @@ class _Reader:
                 raise self._wrong(f"only one of the two matrices of {module!r}")
         wanted = set(stored)
         if self._settings.target_modules is not None:
-            wanted = self._settings.targets(self._prefix + name for name in self._known)
+            layouts = {"", *(self._known[name.removeprefix(self._prefix)].layout for name in stored)}
+            known = (name for name, module in self._known.items() if module.layout in layouts)
+            wanted = self._settings.targets(self._prefix + name for name in known)
         if missing := sorted(wanted - stored.keys()):
             raise self._wrong(f"no tensors of {missing[0]!r}, which target_modules names; is it complete?")
         if extra := sorted(stored.keys() - wanted):
@@ -111,25 +119,24 @@ class _Reader:
             if module.startswith(base) and module.removeprefix(base) in self._known:
                 return base
         raise self._wrong(
-            f"the module {module!r}, and adapters may only change linear layers of attention and dense MLPs of this "
-            f"model (type {self._a.family!r}), such as {min(self._known, default='none')!r}"
+            f"the module {module!r}, and adapters may only change linear layers of this model's layers "
+            f"(type {self._a.family!r}), such as {min(self._known, default='none')!r}"
         )
 
-    def _product(self, kind: Product, modules: Sequence[LinearModule]) -> LowRank | None:
-        pairs = [self._pair(module) for module in modules]
+    def _product(self, product: LoraProduct) -> LowRank | None:
+        pairs = [self._pair(module) for module in product.modules]
         ranks = [0 if pair is None else len(pair[0]) for pair in pairs]
         if not sum(ranks):
             return None
         down = torch.cat([pair[0] for pair in pairs if pair is not None])
         parts, first = [], 0
-        for module, pair, rank in zip(modules, pairs, ranks, strict=True):
+        for module, pair, rank in zip(product.modules, pairs, ranks, strict=True):
             up = torch.zeros(module.rows, sum(ranks))
             if pair is not None:
                 up[:, first : first + rank] = pair[1]
             parts.append(up)
             first += rank
-        up_parts: tuple[Matrix, ...] = tuple(parts)
-        return LowRank(down, in_runtime_order(self._a, up_parts, torch.float32) if kind == "qkv" else up_parts)
+        return LowRank(down, product.arrange(tuple(parts)))
 
     def _pair(self, module: LinearModule) -> tuple[Tensor, Tensor] | None:
         """Returns a module's matrices [rank, in] and [out, rank], the second one scaled; None if it has none."""

@@ -238,7 +238,21 @@ class LoraSpec(Structure):
 class LoraLayer(Structure):
     """What an adapter adds to the products of one layer, by the names of their matrices."""
 
-    _fields_ = [(name, LoraSpec) for name in ("qkv", "out", "up", "down")]
+    _fields_ = [
+        (name, LoraSpec) for name in ("qkv", "out", "up", "down", "recurrent_in", "recurrent_gates", "recurrent_out")
+    ]
+
+
+class LoraWidths(Structure):
+    """Floats of the longest rows of low-rank products: of inputs, of what is between the halves, and of results."""
+
+    _fields_ = [(name, c_int64) for name in ("input", "inner", "added")]
+
+
+class LoraAdapter(Structure):
+    """An adapter: its layers, and the widths of its products."""
+
+    _fields_ = [("layers", POINTER(LoraLayer)), ("rows", LoraWidths)]
 
 
 class ReplaySpec(Structure):

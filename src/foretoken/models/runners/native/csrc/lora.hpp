@@ -12,21 +12,22 @@ struct Lora {
     Member& member;
     Adapted* adapted;
     Adapted& answered;
-    const int64_t input_width, inner_width, added_width;  // floats of a row
     float *inputs, *inner, *added;
+    std::vector<int64_t> starts;  // of the tiles' units, in the order of a loop
 
-    Lora(const ModelSpec& m, Workspace& w, Member& member)
-        : Lora(Sizes(m, w.adapted), w, member) {}
+    Lora(Workspace& w, Member& member)
+        : member(member), adapted(&w.adapted), answered(w.answered_adapted), inputs((float*)w.lora_inputs.data),
+          inner((float*)w.lora_inner.data), added((float*)w.lora_added.data) {}
 
     // Plans the rows, and allocates the memory, before threads start. The answered batch is planned.
-    static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w) {
+    static void reserve(const BatchSpec& b, Workspace& w) {
         w.adapted.plan(b);
         w.answered_adapted.plan(w.answered.batch);
-        const Sizes sizes(m, w.adapted);
-        const int64_t rows = (int64_t)w.adapted.rows.size();
-        w.lora_inputs.room<float>(rows * sizes.input);
-        w.lora_inner.room<float>(rows * sizes.inner);
-        w.lora_added.room<float>(rows * sizes.added);
+        const LoraWidths& widths = w.adapted.row_widths;
+        const int64_t rows = (int64_t)w.adapted.rows.places.size();
+        w.lora_inputs.room<float>(rows * widths.input);
+        w.lora_inner.room<float>(rows * widths.inner);
+        w.lora_added.room<float>(rows * widths.added);
     }
 
     void rows_left() { adapted = &answered; }
@@ -34,61 +35,49 @@ struct Lora {
     // Computes what is added to a product of a layer. fill(row, to) stores the input of one of the pass's rows, `count` floats.
     template <class Fill>
     Added operator()(int layer, LoraSpec LoraLayer::*product, int64_t count, Fill fill) {
-        auto spec = [&](const AdapterRows& tile) -> const LoraSpec& { return tile.layers[layer].*product; };
-        int64_t steps = 0;
-        for (const AdapterRows& tile : adapted->tiles) steps = std::max(steps, spec(tile).down.matrix.steps);
-        if (!steps) return {};
-        member.each((int64_t)adapted->rows.size(), 1, [&](int64_t r) {
-            float* to = inputs + r * input_width;
-            fill(adapted->rows[r], to);
-            std::fill(to + count, to + std::max(steps, count), 0.0f);
-            adapted->added[adapted->rows[r]] = spec(tile_of(r)).down.matrix.data ? added + r * added_width : nullptr;
-        });
-        multiply([&](const AdapterRows& tile, auto f) { f(spec(tile).down); }, inputs, input_width, inner, inner_width);
-        auto up = [&](const AdapterRows& tile, auto f) {
-            for (const LoraPart& part : spec(tile).up) f(part);
-        };
-        multiply(up, inner, inner_width, added, added_width);
-        return {adapted->added.data()};
+        auto spec = [&](const LoraTile& tile) { return &(tile.adapter->layers[layer].*product); };
+        return compute(adapted->rows, adapted->row_widths, added, spec, count, fill);
     }
 
    private:
-    // The longest rows of all products.
-    struct Sizes {
-        int64_t input = 0, inner = 0, added = 0;
-        Sizes(const ModelSpec& m, const Adapted& adapted) {
-            for (const AdapterRows& tile : adapted.tiles)
-                for (int i = 0; i < m.layer_count; i++)
-                    for (const LoraSpec* s : {&tile.layers[i].qkv, &tile.layers[i].out, &tile.layers[i].up, &tile.layers[i].down}) {
-                        input = std::max(input, s->down.matrix.steps);
-                        inner = std::max(inner, width(s->down));
-                        for (const LoraPart& part : s->up) added = std::max(added, width(part));
-                    }
-        }
-        // Numbers of a result row up to the end of a part.
-        static int64_t width(const LoraPart& part) {
-            return part.matrix.units ? (part.to + (part.matrix.units * BLOCKS - 1) * part.step + 1) * LANES : 0;
-        }
-    };
-
-    Lora(const Sizes& sizes, Workspace& w, Member& member)
-        : member(member), adapted(&w.adapted), answered(w.answered_adapted), input_width(sizes.input), inner_width(sizes.inner),
-          added_width(sizes.added), inputs((float*)w.lora_inputs.data), inner((float*)w.lora_inner.data),
-          added((float*)w.lora_added.data) {}
-
-    const AdapterRows& tile_of(int64_t r) const {
-        return *std::find_if(adapted->tiles.begin(), adapted->tiles.end(), [&](const AdapterRows& tile) { return r < tile.last; });
+    // Computes a product for all items. spec(tile) returns a tile's matrices.
+    template <class Spec, class Fill>
+    Added compute(LoraItems& items, const LoraWidths& widths, float* results, Spec spec, int64_t count, Fill fill) {
+        int64_t steps = 0;
+        for (const LoraTile& tile : items.tiles) steps = std::max(steps, spec(tile)->down.matrix.steps);
+        if (!steps) return {};
+        member.each((int64_t)items.places.size(), 1, [&](int64_t i) {
+            const int32_t place = items.places[i];
+            float* to = inputs + i * widths.input;
+            fill(place, to);
+            std::fill(to + count, to + std::max(steps, count), 0.0f);
+            items.added[place] = spec(items.tile_of(i))->down.matrix.data ? results + i * widths.added : nullptr;
+        });
+        auto down = [&](const LoraTile& tile, auto f) { f(spec(tile)->down); };
+        auto up = [&](const LoraTile& tile, auto f) {
+            for (const LoraPart& part : spec(tile)->up) f(part);
+        };
+        multiply(items.tiles, down, inputs, widths.input, inner, widths.inner);
+        multiply(items.tiles, up, inner, widths.inner, results, widths.added);
+        return {items.added.data()};
     }
 
-    // Multiplies each tile's rows of x with parts of its adapter. parts(tile, f) calls f with each.
+    // Multiplies each tile's items of x with parts of its adapter. parts(tile, f) calls f with each.
     template <class Parts>
-    void multiply(Parts parts, const float* x, int64_t x_width, float* to, int64_t width) {
-        int64_t units = 0;
-        for (const AdapterRows& tile : adapted->tiles) parts(tile, [&](const LoraPart& part) { units += part.matrix.units; });
-        Loop loop = member.begin(units, std::max<int64_t>(1, std::min<int64_t>(8, units / (4 * member.threads))));
+    void multiply(const std::vector<LoraTile>& tiles, Parts parts, const float* x, int64_t x_width, float* to, int64_t width) {
+        starts.assign(1, 0);
+        for (const LoraTile& tile : tiles) {
+            int64_t units = 0;
+            parts(tile, [&](const LoraPart& part) { units += part.matrix.units; });
+            starts.push_back(starts.back() + units);
+        }
+        const int64_t all = starts.back();
+        Loop loop = member.begin(all, std::max<int64_t>(1, std::min<int64_t>(8, all / (4 * member.threads))));
         for (Share items(0, 0); loop.next(items);) {
-            int64_t begin = 0;  // of a part's units
-            for (const AdapterRows& tile : adapted->tiles)
+            size_t t = std::upper_bound(starts.begin(), starts.end(), items.first) - starts.begin() - 1;
+            for (; t < tiles.size() && starts[t] < items.last; t++) {
+                const LoraTile& tile = tiles[t];
+                int64_t begin = starts[t];  // of a part's units
                 parts(tile, [&](const LoraPart& part) {
                     const Matrix& w = part.matrix;
                     const Share mine(std::max(items.first, begin) - begin, std::min(items.last, begin + w.units) - begin);
@@ -99,6 +88,7 @@ struct Lora {
                     store.unit_stride = part.step * BLOCKS * LANES, store.block_stride = part.step * LANES;
                     functions(w).rows(w, rows, tile.last - tile.first, Units(mine), store);
                 });
+            }
         }
         member.end(loop);
     }

@@ -40,10 +40,10 @@ struct RecurrentMixer {
     }
 
     // Computes what the state adds to each row, and changes the states.
-    void enter(const LayerSpec& of) {
+    void enter(const LayerSpec& of, int number) {
         const RecurrentSpec& layer = of.recurrent;
-        p.multiply(layer.in, p.normed(layer.in, of.norm), p.b.rows, {rows + gates_width(), row_width});
-        if (of.recurs != CONVOLUTION) p.multiply(layer.gates, p.normed(layer.gates, of.norm), p.b.rows, {rows, row_width});
+        project(layer.in, of.norm, rows + gates_width(), number, &LoraLayer::recurrent_in);
+        if (of.recurs != CONVOLUTION) project(layer.gates, of.norm, rows, number, &LoraLayer::recurrent_gates);
         prepare(of.recurs, layer);
         if (of.recurs != CONVOLUTION) recur(of.recurs, layer);
     }
@@ -79,13 +79,21 @@ struct RecurrentMixer {
     }
 
     // Adds the output to the residual stream.
-    void leave(const LayerSpec& of) {
+    void leave(const LayerSpec& of, int number) {
         const Matrix& out = of.recurrent.out;
+        const Added added = p.added_to(number, &LoraLayer::recurrent_out, out, ATTENDED, mixed, out_width);
         p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, out_width), of.after_mixer,
-                   m.recurrent_factor);
+                   m.recurrent_factor, added);
     }
 
    private:
+    // Multiplies the residual stream after a norm, with what adapters add.
+    void project(const Matrix& w, const NormSpec& norm, float* to, int number, LoraSpec LoraLayer::*product) {
+        RowStore store{to, row_width};
+        store.added = p.added_to_normed(number, product, norm);
+        p.multiply(w, p.normed(w, norm), p.b.rows, store);
+    }
+
     // The inputs of an encoded row of a sequence; null before the first row.
     const float* inputs_of(const RecurrentSpec& layer, int sequence, int32_t code) const {
         if (code >= 0) return rows + code * row_width;

@@ -92,7 +92,7 @@ struct Pass {
 
     // All mixers of a layer read the residual stream before one of them adds to it.
     void enter_mixers(const LayerSpec& layer, int number) {
-        if (layer.recurs) recurrent.enter(layer);
+        if (layer.recurs) recurrent.enter(layer, number);
         if (!layer.attends) return;
         const Matrix& qkv = layer.attention.qkv;
         if (m.latent.rank) return latent.enter(layer.attention, p.normed(qkv, layer.norm));
@@ -104,7 +104,7 @@ struct Pass {
     void leave_mixers(const LayerSpec& layer, int number) {
         if (layer.attends && m.latent.rank) latent.mix(layer), latent.leave(layer);
         else if (layer.attends) attention.mix(layer), attention.leave(layer, number);
-        if (layer.recurs) recurrent.mix(layer), recurrent.leave(layer);
+        if (layer.recurs) recurrent.mix(layer), recurrent.leave(layer, number);
     }
 
     // Removes the rows without logits; the others move up, in order.

@@ -25,13 +25,13 @@ struct Rows {
         : m(m), b(b), member(member), widest(m), width(padded(m.hidden, 32)), hidden((float*)w.hidden.data),
           branch((float*)w.branch.data), own((Word*)w.own_words[member.thread].data),
           inputs{(Word*)w.normed.data, (Word*)w.attended.data, (Word*)w.activated.data}, input_scales((float*)w.scales.data),
-          lora(m, w, member) {}
+          lora(w, member) {}
 
     // Allocates the memory, before threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t width = padded(m.hidden, 32);
         const Widest widest(m);
-        Lora::reserve(m, b, w);
+        Lora::reserve(b, w);
         w.hidden.room<float>(b.rows * width);
         w.branch.room<float>(b.rows * width);
         w.scales.room<float>(b.rows * widest.scales);

@@ -206,6 +206,17 @@ struct LoraSpec {
 // What an adapter adds to one layer: to the product with the matrix of the same name.
 struct LoraLayer {
     LoraSpec qkv, out, up, down;
+    LoraSpec recurrent_in, recurrent_gates, recurrent_out;
+};
+
+// The longest rows of the low-rank products of a kind: floats of an input, of what is between the two halves, and of a result.
+struct LoraWidths {
+    int64_t input, inner, added;
+};
+
+struct LoraAdapter {
+    const LoraLayer* layers;
+    LoraWidths rows;  // of products of the pass's rows
 };
 
 // The steps of recurrent layers in a pass; models/state/replay.py describes the fields.
@@ -235,7 +246,7 @@ struct BatchSpec {
     float* const* taps;                            // [tap_count] -> [rows][hidden]
     const float* features;                         // [rows][hidden]; start of the residual stream, or null
     const ReplaySpec* replay;                      // the steps of recurrent layers, or null
-    const LoraLayer* const* adapters;              // [sequences]; the layers of each sequence's adapter, or null; null: none
+    const LoraAdapter* const* adapters;            // [sequences]; the adapter of each sequence, or null; null: none
     Word* const* const* source_pages;              // [sequences]; keys and values of an encoder's states, or null
     const int32_t* source_lengths;                 // [sequences]
     int32_t rows, sequences, output_count, tap_count, reach;

@@ -82,33 +82,56 @@ struct ExpertRoom {
     std::vector<int32_t>* active = nullptr;  // of the pass that runs
 };
 
-// Rows of one adapter beside each other, at most `Adapted::TILE_ROWS` of them.
-struct AdapterRows {
-    const LoraLayer* layers;
+// Items [first, last) of a list that take the same low-rank products.
+struct LoraTile {
+    const LoraAdapter* adapter;
     int32_t first, last;
 };
 
-// The rows of a pass that have an adapter, those of each adapter beside each other.
+// What low-rank products are computed for: places of the pass, those of each adapter beside each other.
+struct LoraItems {
+    static constexpr int TILE_ITEMS = 16;
+    std::vector<LoraTile> tiles;
+    std::vector<int32_t> places;
+    std::vector<const float*> added;  // [all places of the pass]; see `Added`
+
+    void clear(int64_t all) { tiles.clear(), places.clear(), added.assign(all, nullptr); }
+
+    // Cuts the places that were appended from `start` on into tiles.
+    void cut(const LoraAdapter* adapter, int start) {
+        for (int first = start, count = (int)places.size(); first < count; first += TILE_ITEMS)
+            tiles.push_back({adapter, first, std::min(first + TILE_ITEMS, count)});
+    }
+
+    const LoraTile& tile_of(int64_t item) const {
+        return *std::upper_bound(tiles.begin(), tiles.end(), item, [](int64_t at, const LoraTile& tile) { return at < tile.last; });
+    }
+};
+
+// The rows of a pass that have an adapter.
 struct Adapted {
-    static constexpr int TILE_ROWS = 16;
-    std::vector<AdapterRows> tiles;
-    std::vector<int32_t> rows;          // of the pass
-    std::vector<const float*> added;    // [rows of the pass]; see `Added`
+    LoraItems rows;
+    LoraWidths row_widths{};  // the largest of all adapters
 
     void plan(const BatchSpec& b) {
-        tiles.clear(), rows.clear(), added.assign(b.adapters ? b.rows : 0, nullptr);
+        rows.clear(b.adapters ? b.rows : 0), row_widths = {};
         for (int s = 0; b.adapters && s < b.sequences; s++)
             if (b.adapters[s] && std::find(b.adapters, b.adapters + s, b.adapters[s]) == b.adapters + s) gather(b, b.adapters[s], s);
     }
 
    private:
     // Adds the rows of all sequences with an adapter. sequence: the first of them.
-    void gather(const BatchSpec& b, const LoraLayer* adapter, int sequence) {
-        const int start = (int)rows.size();
+    void gather(const BatchSpec& b, const LoraAdapter* adapter, int sequence) {
+        const int start = (int)rows.places.size();
         for (int s = sequence; s < b.sequences; s++)
-            for (int row = b.sequence_from[s]; b.adapters[s] == adapter && row < b.sequence_from[s + 1]; row++) rows.push_back(row);
-        for (int first = start; first < (int)rows.size(); first += TILE_ROWS)
-            tiles.push_back({adapter, first, std::min(first + TILE_ROWS, (int)rows.size())});
+            for (int row = b.sequence_from[s]; b.adapters[s] == adapter && row < b.sequence_from[s + 1]; row++)
+                rows.places.push_back(row);
+        rows.cut(adapter, start);
+        widen(row_widths, adapter->rows);
+    }
+
+    static void widen(LoraWidths& widths, const LoraWidths& by) {
+        widths = {std::max(widths.input, by.input), std::max(widths.inner, by.inner), std::max(widths.added, by.added)};
     }
 };
 
