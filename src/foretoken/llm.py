@@ -49,8 +49,9 @@ class LLM:
     Args:
         model: Folder or hub name of the target. ``LLM()`` alone loads the bundled pair.
         draft_model: Folder or hub name of a draft model, or of heads.
-        speculative_config: As in vLLM. See ``SpeculativeConfig``. Without a method, heads draft by theirs and a draft
-            model by "draft_model"; without a model either, what the target ships: MTP layers, or heads in its folder.
+        speculative_config: As in vLLM. See ``SpeculativeConfig``. Without a method, heads draft by theirs; a draft model
+            by "auto", or by "draft_model" with other keys, with ``adapt``, or where a pass takes a few milliseconds;
+            without a model either, what the target ships: MTP layers, or heads in its folder.
         tokenizer: Folder or hub name of the tokenizer. None takes the target's.
         dtype: "auto" is bfloat16 where the hardware supports it, else float32.
         device: "auto" or a torch device.
@@ -124,7 +125,7 @@ class LLM:
             model = zoo.path("target")
             if draft_model is None and config.model is None and config.method in (None, AUTO, "draft_model"):
                 draft_model = zoo.path("draft")
-        config = with_method(with_draft(config, draft_model))
+        config = with_method(with_draft(config, draft_model), adapt is not False)
         path = resolve(model, gguf_file)
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}
@@ -166,9 +167,10 @@ class LLM:
     ) -> Proposer:
         """Builds the default proposer and those of ``methods``. Returns what drafts for every request."""
         config, self._proposer = builder.build_default(config)
-        self.speculative_config = config
         if isinstance(config.control_in_force, GoodputConfig):
             warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
+            config, self._proposer = builder.settle(config, self._proposer)
+        self.speculative_config = config
         write_kept()
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))

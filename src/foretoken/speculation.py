@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from foretoken.control.base import Controller
-from foretoken.control.config import Control, FixedConfig, build, max_tokens, parse
+from foretoken.control.config import Control, FixedConfig, GoodputConfig, build, max_tokens, parse
 from foretoken.core.checks import check_keys, integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.costs.model import CostModel
@@ -38,7 +38,7 @@ class SpeculativeConfig:
 
     Args:
         method: One of ``METHODS``, a method added by ``propose.methods.register``, or "none". None infers it: see
-            ``with_method`` and ``Builder.build_default``.
+            ``method_in_force``, ``with_method`` and ``Builder``.
         model: The draft model, heads or datastore of the method.
         num_speculative_tokens: Draft tokens per step, all nodes of a tree included. None takes the method's default.
         rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
@@ -80,8 +80,19 @@ class SpeculativeConfig:
 
     @property
     def method_in_force(self) -> str:
-        """``method``, or its inferred value: keys or a model without a method are a draft model's."""
-        return self.method or ("draft_model" if self.model is not None or self.options else NONE)
+        """``method``, or its inferred value: "auto" for a model alone; with a number or keys, a draft model has them."""
+        if self.method is not None:
+            return self.method
+        if self.options:
+            return "draft_model"
+        if self.model is None:
+            return NONE
+        return AUTO if self.num_speculative_tokens is None and self._adapts else "draft_model"
+
+    @property
+    def _adapts(self) -> bool:
+        """Whether ``control``, where it is given, chooses the draft length."""
+        return self.control is None or isinstance(parse(self.control), GoodputConfig)
 
     def own(self) -> Any:
         """Returns the method's own configuration, None for plain decoding. Raises InvalidRequest for unknown keys."""
@@ -146,6 +157,12 @@ class Builder:
                     _log.warning("%s ships heads of the method %r, which are left out: %s", self.path, method, reason)
         return config, self.build(config)
 
+    def settle(self, config: SpeculativeConfig, proposer: Proposer) -> tuple[SpeculativeConfig, Proposer]:
+        """Returns what drafts once passes are timed: where ``auto`` was inferred and passes are short, its model alone."""
+        if config.method is None and isinstance(proposer, Auto) and self.costs.light(1):
+            return replace(config, method="draft_model"), proposer.chain
+        return config, proposer
+
     def member(self, config: Mapping[str, Any]) -> Proposer:
         """Returns the proposer of a configuration in the form of a dict."""
         return self.build(SpeculativeConfig.of(config))
@@ -191,17 +208,18 @@ def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> Spe
     return replace(config, model=str(draft_model))
 
 
-def with_method(config: SpeculativeConfig) -> SpeculativeConfig:
-    """Returns ``config`` with the method by which its model drafts, if it has a model and no method.
+def with_method(config: SpeculativeConfig, adapt: bool = False) -> SpeculativeConfig:
+    """Returns ``config`` with the method of the heads that it names, if it names heads and no method.
 
-    Heads draft by their own method, a draft model by "draft_model".
+    With ``adapt`` a draft model drafts by the method that learns, "draft_model".
 
     Raises:
         ModelLoadError: There is no such model.
     """
     if config.method is not None or config.model is None:
         return config
-    return replace(config, method=heads_method(load_config(resolve(config.model))) or "draft_model")
+    method = heads_method(load_config(resolve(config.model)))
+    return replace(config, method="draft_model" if adapt and method is None else method)
 
 
 def _common() -> list[str]:

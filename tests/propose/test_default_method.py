@@ -11,17 +11,35 @@ from tests.models.heads import tiny
 from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
 from foretoken.bench.grid import DEFAULT
 from foretoken.core.errors import InvalidRequest
+from foretoken.costs.model import CostModel
 from foretoken.speculation import with_draft, with_method
 
 DRAFT = str(zoo.path("draft"))
 
 
-def test_a_draft_model_drafts_by_the_method_of_its_name() -> None:
-    assert with_method(with_draft(SpeculativeConfig.of({}), DRAFT)).method == "draft_model"
-    assert with_method(SpeculativeConfig.of({"model": DRAFT, "tree": "sampled"})).method == "draft_model"
+@pytest.mark.parametrize("key", [{"tree": "sampled"}, {"num_speculative_tokens": 3}, {"control": "fixed"}])
+def test_a_draft_model_with_keys_drafts_by_the_method_of_its_name(key: dict[str, Any]) -> None:
+    assert with_method(SpeculativeConfig.of({"model": DRAFT, **key})).method_in_force == "draft_model"
+
+
+def test_a_draft_model_alone_drafts_by_the_method_that_the_table_races() -> None:
+    for config in (with_draft(SpeculativeConfig.of({}), DRAFT), SpeculativeConfig(model=DRAFT, control="goodput")):
+        assert with_method(config).method_in_force == DEFAULT["method"]
     assert with_method(SpeculativeConfig.of({"model": DRAFT, "method": "vocabulary"})).method == "vocabulary"
     assert with_method(SpeculativeConfig.of({})).method_in_force == "none"
-    assert with_method(SpeculativeConfig(model=DRAFT)).method == DEFAULT["method"]  # which the table races
+
+
+@pytest.mark.parametrize(("seconds", "methods"), [(0.001, ("draft_model",)), (0.02, ("auto", "draft_model"))])
+def test_what_drafts_without_a_key_depends_on_the_time_of_a_pass(
+    seconds: float, methods: tuple[str, ...], tiny_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CostModel, "plain_seconds", lambda self, batch: seconds * batch)
+    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32")
+    assert llm.methods == methods and llm.speculative_config.method_in_force == methods[0]
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True, speculative_tokens=4)
+    plain = LLM(tiny_pair.target, dtype="float32").generate("def greet(name):", params)[0].outputs[0]
+    drafted = llm.generate("def greet(name):", params)[0].outputs[0]
+    assert drafted.token_ids == plain.token_ids and drafted.stats.drafted > 0
 
 
 @pytest.mark.parametrize("role", ["eagle3", "medusa", "blockwise"])

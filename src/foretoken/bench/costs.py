@@ -67,7 +67,7 @@ class Loaded:
         """Bytes of weights that the matrix products of a pass over one row read."""
         if held := getattr(getattr(self.model, "runner", None), "product_bytes", 0):
             return int(held)
-        scheme = Quantizer.of(self.quantization)
+        scheme = Quantizer.of(self.quantization or None)
         bits = 8 * self.model.dtype.itemsize if scheme is None else scheme.weight_bits
         return int(bits / 8 * sum(rows * columns for rows, columns in matrices(self.config)))
 

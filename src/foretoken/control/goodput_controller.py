@@ -145,7 +145,7 @@ class Goodput(Capped):
         Where a plain step is short, the arithmetic of a mixture would take more of it than its other members gain, so
         its model drafts alone.
         """
-        light = self.costs.plain_seconds(len(batch.contexts)) < self.tuning.light * len(batch.contexts)
+        light = self.costs.light(len(batch.contexts))
         offers = {i: self.parts(batch.contexts[i]) for i in batch.own}
         alone = {i for i, parts in offers.items() if light and DraftPart.MODEL in parts}
         sides = [

@@ -164,6 +164,10 @@ class CostModel:
         """Returns the seconds of a step of ``batch`` requests without drafts, 0 if none was timed."""
         return self.level * self._plain.at(batch)
 
+    def light(self, batch: int) -> bool:
+        """Returns whether a plain step is so short that the arithmetic of a mixture of methods would show in it."""
+        return self.plain_seconds(batch) < self.tuning.light * batch
+
     def step_table(self, batch: int, rows: Array, *, optimistic: bool = False) -> Array:
         """Returns the seconds of steps of ``batch`` requests whose passes have ``rows`` [N] rows, without drafting.
 
