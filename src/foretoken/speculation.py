@@ -80,7 +80,7 @@ class SpeculativeConfig:
 
     @property
     def method_in_force(self) -> str:
-        """``method``, or its inferred value: "auto" for a model alone; with a number or keys, a draft model has them."""
+        """``method``, or its inferred value: "auto" for a draft model alone, "draft_model" for one with other keys."""
         if self.method is not None:
             return self.method
         if self.options:
@@ -158,7 +158,7 @@ class Builder:
         return config, self.build(config)
 
     def settle(self, config: SpeculativeConfig, proposer: Proposer) -> tuple[SpeculativeConfig, Proposer]:
-        """Returns what drafts once passes are timed: where ``auto`` was inferred and passes are short, its model alone."""
+        """Returns what drafts, now that passes are timed: of an inferred ``auto`` its model alone if they are short."""
         if config.method is None and isinstance(proposer, Auto) and self.costs.light(1):
             return replace(config, method="draft_model"), proposer.chain
         return config, proposer

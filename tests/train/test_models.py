@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
 from foretoken.train import draft as drafting
+from foretoken.train import live_teacher
 from foretoken.train import target as targets
 from foretoken.train.card import write_cards
 from foretoken.train.data import Corpus
 from foretoken.train.draft import DistillConfig, agreement, distillation_loss, load_teacher, train_draft
+from foretoken.train.generated import Prompts
+from foretoken.train.live_teacher import full_distillation_loss
 from foretoken.train.target import train_target
 from foretoken.train.teacher import fixed_windows, teach
 
@@ -80,6 +84,22 @@ def test_a_draft_is_distilled_and_described(target: Path, corpus: Corpus) -> Non
     assert json.loads((out / "zoo.json").read_text()) == {"name": "tiny-draft", "role": "draft"}
 
 
+def test_a_draft_learns_from_text_that_the_target_writes_meanwhile(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose device this machine need not have."""
+    monkeypatch.setattr(drafting, "_on_disk", lambda store, *others: drafting._live(*others))
+    monkeypatch.setattr(live_teacher, "_BATCH", 2)
+    monkeypatch.setattr(live_teacher, "PROMPTS", Prompts(2, 5))
+    out = tmp_path / "draft"
+    config = replace(STEPS, compile=False)
+    figures = train_draft(out, target, corpus, TINY, config, False, DistillConfig(generated_share=0.5))
+    assert 0 < figures["overlap"] <= 1 and [f.name for f in tmp_path.iterdir()] == ["draft"]
+    facts = json.loads((out / "provenance.json").read_text())
+    stream = drafting.encode(corpus.train, load_teacher(target)[1])
+    assert facts["taught_tokens"] == 2 * (len(stream) // config.window) * config.window
+
+
 def test_distilling_lowers_the_loss_and_the_laws_are_reused(
     target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +131,9 @@ def test_the_loss_is_zero_for_the_target_itself_and_the_kl_when_all_is_kept() ->
     overlap = torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1)
     expected = -overlap.log().mean().item()
     assert distillation_loss(q, ids_and_logs, torch.tensor(1.0)) == pytest.approx(expected, abs=1e-4)
+    for acceptance in (0.0, 0.4, 1.0):
+        whole = full_distillation_loss(q, p, torch.tensor(acceptance))
+        assert whole == pytest.approx(distillation_loss(q, ids_and_logs, torch.tensor(acceptance)).item(), abs=1e-4)
     assert agreement(p, p) == (pytest.approx(1.0), 1.0)
     assert agreement(p, q)[0] == pytest.approx(overlap.mean().item())
 

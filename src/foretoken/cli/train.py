@@ -100,6 +100,7 @@ def draft(
     disk_gigabytes: Annotated[float, typer.Option(help="For the target's distributions, during the run.")] = 2.0,
     patience: Patience = None,
     compile_model: Compile = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
@@ -117,7 +118,7 @@ def draft(
     )
     out = check_run(out, resume, force)
     path = target if target is not None else model_of(model)
-    show(out, train_draft(out, path, corpus_of(corpus), shape, config, resume, distill), as_json)
+    show(out, train_draft(out, path, corpus_of(corpus), shape, config, resume, distill, device), as_json)
 
 
 @app.command()

@@ -9,19 +9,22 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.loading import resolve_device
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.live_teacher import full_distillation_loss, live_windows
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter, quiet_transformers
 from foretoken.train.target import DRAFT_SHAPE, Shape, command_line, new_model, next_token_loss, save
 from foretoken.train.teacher import TaughtWindows, fixed_windows, teach
-from foretoken.train.trainer import Trainer, provenance
+from foretoken.train.trainer import LossFn, Trainer, provenance
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -99,8 +102,11 @@ def train_draft(
     config: TrainConfig = DRAFT_CONFIG,
     resume: bool = False,
     distill: DistillConfig = DISTILL,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """Distils a draft from a target and writes it to ``out``.
+
+    On a GPU the target computes its distributions in every step (``live_teacher``); on a CPU once, before.
 
     Args:
         out: Folder of the draft.
@@ -110,6 +116,7 @@ def train_draft(
         config: Training configuration. Its ``minutes`` include the pass over the target.
         resume: Continues an interrupted run.
         distill: Settings of the target's distributions and of the loss.
+        device: "auto", "cpu" or "cuda".
 
     Returns:
         The last evaluation.
@@ -119,31 +126,28 @@ def train_draft(
         InvalidRequest: The settings are not valid.
         TrainingError: Files cannot be written, or the loss diverges.
     """
+    where = resolve_device(device)
     teacher, tokenizer = load_teacher(target)
+    teacher.to(where)  # type: ignore[arg-type]
     stream = encode(corpus.train, tokenizer)
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
-    model = new_model(shape, tokenizer, config.seed)
+    model = new_model(shape, tokenizer, config.seed).to(where)  # type: ignore[arg-type]
     trainer = Trainer(model, config, checkpoint_of(out), lambda row: row["overlap"])
     if resume:
         trainer.resume()
     store = out.with_name(out.name + ".distributions")
-    taught = _taught(teacher, stream, store, config, distill)
+    lessons = _live if where.type == "cuda" else partial(_on_disk, store)
+    taught = lessons(teacher, model, trainer, stream, distill)
     if config.minutes is not None:
         trainer.config = replace(config, minutes=max(config.minutes - taught.seconds / 60, config.minutes / 10))
 
-    def loss_fn(batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        ids, top_ids, top_logp, acceptance = batch
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(ids, use_cache=False).logits
-        return distillation_loss(logits, (top_ids, top_logp), acceptance)
-
     def evaluate() -> dict[str, float]:
-        return measure(teacher, model, held_out)
+        return measure(teacher, model, [batch.to(where) for batch in held_out])
 
-    trainer.run(_with_acceptance(taught, trainer, distill), loss_fn, evaluate)
+    trainer.run(taught.batches, taught.loss, evaluate)
     with atomic_directory(out) as folder:
         save(model, tokenizer, folder)
-        what = f"draft {out.name} {target.name} {distill.arguments()}"
+        what = f"draft {out.name} {target.name} {distill.arguments()} --device {where.type}"
         command = command_line(what, shape, DRAFT_SHAPE, config, corpus.name)
         card = provenance(
             command,
@@ -154,7 +158,7 @@ def train_draft(
             corpus_tokens=len(stream),
             target=target.name,
             parameters=model.num_parameters(),
-            taught_tokens=taught.ids.numel(),
+            taught_tokens=taught.tokens,
             teaching_minutes=round(taught.seconds / 60, 1),
             distill=asdict(distill),
             **trainer.history[-1],
@@ -192,6 +196,67 @@ def measure(teacher: LlamaForCausalLM, model: LlamaForCausalLM, held_out: list[t
         loss += n * next_token_loss(q, batch).item()
         overlap, equal, tokens = overlap + n * both[0], equal + n * both[1], tokens + n
     return {"held_out_loss": loss / tokens, "overlap": overlap / tokens, "argmax_agreement": equal / tokens}
+
+
+@dataclass(frozen=True)
+class _Lessons:
+    """What a run trains on.
+
+    Attributes:
+        batches: Endless batches for ``loss``.
+        loss: Returns the loss of a batch.
+        tokens: Number of different tokens.
+        seconds: Time that was spent before the first batch.
+    """
+
+    batches: Iterator[Any]
+    loss: LossFn
+    tokens: int
+    seconds: float
+
+
+def _live(
+    teacher: LlamaForCausalLM, model: LlamaForCausalLM, trainer: Trainer, stream: torch.Tensor, distill: DistillConfig
+) -> _Lessons:
+    """Returns lessons whose distributions the target computes in every step."""
+    config = trainer.config
+    limit = None if config.minutes is None else config.minutes * 60 * distill.teacher_share
+    windows = live_windows(teacher, stream, config.window, config.seed, distill.generated_share, limit)
+
+    def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        ids, acceptance = batch
+        with torch.no_grad():
+            target_logits = teacher(ids, use_cache=False).logits
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            logits = model(ids, use_cache=False).logits
+        return full_distillation_loss(logits, target_logits, acceptance)
+
+    batches = windows.batches(config.batch, config.seed, trainer.step)
+    weighted = ((ids, _acceptance(trainer, distill).to(ids.device)) for ids in batches)
+    return _Lessons(weighted, loss_fn, windows.ids.numel(), windows.seconds)
+
+
+def _on_disk(
+    store: Path,
+    teacher: LlamaForCausalLM,
+    model: LlamaForCausalLM,
+    trainer: Trainer,
+    stream: torch.Tensor,
+    distill: DistillConfig,
+) -> _Lessons:
+    """Returns lessons whose distributions the target computes once, into ``store``."""
+    config = trainer.config
+    taught = _taught(teacher, stream, store, config, distill)
+
+    def loss_fn(batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        ids, top_ids, top_logp, acceptance = batch
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids, use_cache=False).logits
+        return distillation_loss(logits, (top_ids, top_logp), acceptance)
+
+    batches = taught.batches(config.batch, config.seed, trainer.step)
+    weighted = ((*batch, _acceptance(trainer, distill)) for batch in batches)
+    return _Lessons(weighted, loss_fn, taught.ids.numel(), taught.seconds)
 
 
 def _taught(
@@ -237,11 +302,8 @@ def _continued(teacher: LlamaForCausalLM, windows: torch.Tensor, seed: int) -> t
     return torch.cat(rows)
 
 
-def _with_acceptance(
-    taught: TaughtWindows, trainer: Trainer, distill: DistillConfig
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields batches with the weight of the acceptance loss: 0, then rising over a third of the last share, then 1."""
+def _acceptance(trainer: Trainer, distill: DistillConfig) -> torch.Tensor:
+    """Returns the weight of the acceptance loss: 0, then rising over a third of the last share, then 1."""
     share = distill.acceptance_share
-    for batch in taught.batches(trainer.config.batch, trainer.config.seed, trainer.step):
-        into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)
-        yield (*batch, torch.tensor(min(1.0, max(0.0, into))))
+    into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)
+    return torch.tensor(min(1.0, max(0.0, into)))
