@@ -75,7 +75,10 @@ def test_heads_on_hidden_states_draft_for_every_adapter(method: str, tmp_path: P
 
 
 # Targets of adapters by architecture.
-OTHER_LAYERS = {"qwen3.5": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "v_proj", "up_proj"]}
+OTHER_LAYERS = {
+    "qwen3.5-experts": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "v_proj", "up_proj", "down_proj", "gate"],
+    "deepseek-v3": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "shared_experts.up_proj"],
+}
 
 
 @pytest.mark.slow

@@ -42,6 +42,20 @@ FAMILIES: dict[str, tuple[list[str] | str, dict[str, Any]]] = {
     "falcon-h1": (["in_proj", "q_proj", "o_proj", "gate_proj", "down_proj"], {"r": 20}),
     "granite-hybrid-dense": (["in_proj", "out_proj", "input_linear"], {}),
     "lfm2": ("all-linear", {}),
+    "deepseek-v3": ("all-linear", {"rank_pattern": {"kv_b_proj": 3}}),
+    "deepseek-v2": (["q_proj", "kv_b_proj", "gate_proj", "up_proj"], {}),
+    "glm4-moe-lite": ("all-linear", {"target_parameters": ["mlp.experts.down_proj"]}),
+    "qwen3.5-experts": ("all-linear", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "qwen3-moe": ("all-linear", {}),
+    "qwen2-moe": (["o_proj", "gate_proj", "shared_expert_gate"], {}),
+    "mixtral": (["q_proj", "w1", "w2", "w3", "gate"], {"use_rslora": True}),
+    "gpt-oss": (["q_proj"], {"target_parameters": ["gate_up_proj", "down_proj", "router.weight"]}),
+    "llama4": (["v_proj", "gate_proj"], {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "granitemoeshared": ("all-linear", {"target_parameters": ["experts.gate_up_proj", "router.weight"]}),
+    "hy-v3": ("all-linear", {"target_parameters": ["experts.down_proj", "gate.weight"]}),
+    "lfm2-moe": ("all-linear", {"target_parameters": ["experts.gate_up_proj"]}),
+    "nemotron-h": (["in_proj", "up_proj"], {"target_parameters": ["experts.up_proj", "experts.down_proj"]}),
+    "dense: gemma4, experts": (["o_proj", "gate_proj", "down_proj"], {"target_parameters": ["experts.gate_up_proj"]}),
 }
 
 
@@ -92,6 +106,7 @@ def load(path: Path, adapters: dict[str, Path], dtype: str = "float32", **option
     return model
 
 
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match:RuntimeWarning")  # of PEFT, about what it has added
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_greedy_tokens_equal_pefts(family: str, tmp_path: Path) -> None:
@@ -164,13 +179,16 @@ def test_no_bit_depends_on_the_other_rows_and_their_adapters(
 LAYERS: dict[str, list[str]] = {
     "qwen3.5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"],
     "falcon-h1": ["in_proj", "out_proj", "k_proj", "up_proj"],
-    "nemotron-h": ["in_proj", "out_proj", "v_proj"],
-    "lfm2-moe": ["in_proj", "out_proj", "q_proj"],
+    "nemotron-h": ["in_proj", "up_proj", "out_proj", "down_proj", "v_proj"],
+    "lfm2-moe": ["in_proj", "w1", "out_proj", "w2", "w3", "gate"],
+    "deepseek-v3": ["kv_b_proj", "q_a_proj", "o_proj", "q_b_proj", "kv_a_proj_with_mqa", "gate_proj", "down_proj"],
+    "qwen3.5-experts": ["gate", "gate_proj", "up_proj", "in_proj_a", "down_proj", "shared_expert_gate"],
 }
 
 
 @pytest.mark.parametrize("architecture", LAYERS)
 def test_other_layers_add_what_is_merged_and_rows_stay_apart(architecture: str, tmp_path: Path) -> None:
+    torch.set_num_threads(2)
     path = ARCHITECTURES[architecture].save(tmp_path / "model")
     targets, prompts = LAYERS[architecture], [text(5, 0), text(80, 1), text(1, 2), text(7, 3)]
     adapters = {
@@ -282,7 +300,6 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "DoRA": (setting(use_dora=True), "asks for DoRA, which is not supported; merge it"),
     "whole modules": (setting(modules_to_save=["lm_head"]), "modules that were trained whole"),
     "biases": (setting(bias="all"), r"trained biases \(bias='all'\)"),
-    "experts": (setting(target_parameters=["experts.down_proj"]), "such as those of experts"),
     "another method": (setting(peft_type="IA3"), "an adapter of the type 'IA3'"),
     "changed weights": (setting(init_lora_weights="pissa_niter_4"), "has changed"),
     "rank": (setting(r=0), "r = 0, which should be greater"),
@@ -368,12 +385,69 @@ def test_a_model_outlives_missing_kernels_of_its_adapters(
     assert not torch.equal(logits(model, [text(9, 0)], ["all"])[0], before[0])
 
 
-def test_layers_of_experts_are_refused_and_attention_beside_them_is_not(tmp_path: Path) -> None:
+def saved_experts(folder: Path, change: Change = lambda config, tensors: None) -> Path:
+    """An adapter of the matrices of all experts as PEFT 0.19 and later save it, which ``change`` may change."""
+    generator, rank, experts, hidden, inner = torch.Generator().manual_seed(0), 3, 8, 64, 40
+    tensors = {}
+    for layer in (0, 2):
+        for base, rows, columns in ((".base_layer", 2 * inner, hidden), ("", hidden, inner)):
+            name = f"base_model.model.model.layers.{layer}.mlp.experts{base}.lora_"
+            tensors[f"{name}A.weight"] = torch.randn(experts * rank, columns, generator=generator) * 0.2
+            tensors[f"{name}B.weight"] = torch.randn(rows, rank * experts, generator=generator) * 0.2
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = {"peft_type": "LORA", "r": rank, "target_parameters": parameters, "peft_version": "0.19.0"}
+    change(config, tensors)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def other_roles(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """As PEFT 0.17 and 0.18 save the same matrices: they took the outputs of stored experts for inputs."""
+    del config["peft_version"]
+    for name in [name for name in tensors if name.endswith("A.weight")]:
+        other, rank, experts = name.replace("lora_A", "lora_B"), 3, 8
+        down, up = tensors[name], tensors[other]
+        tensors[name] = up.unflatten(1, (rank, experts)).permute(2, 1, 0).flatten(0, 1).contiguous()
+        tensors[other] = down.unflatten(0, (experts, rank)).permute(2, 1, 0).flatten(1).contiguous()
+
+
+def test_experts_of_earlier_versions_of_peft_are_the_same(tmp_path: Path) -> None:
     path = ARCHITECTURES["qwen3-moe"].save(tmp_path / "model")
-    model = load(path, {"x": save_adapter(tmp_path / "attention", path, ["q_proj", "v_proj"])})
-    plain, adapted = (logits(model, [text(9, 0)], [name])[0] for name in (None, "x"))
-    assert not torch.equal(plain, adapted)
-    tensors = {f"{LAYER}.mlp.experts.0.up_proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
-    save_file(tensors, tmp_path / "attention" / "adapter_model.safetensors")
-    with pytest.raises(ModelLoadError, match="may only change linear layers of this model"):
-        load_adapter(model, "y", tmp_path / "attention")
+    now, then = saved_experts(tmp_path / "now"), saved_experts(tmp_path / "then", other_roles)
+    model, prompt = load(path, {"now": now, "then": then}), text(9, 0)
+    plain, *adapted = (logits(model, [prompt], [name])[0] for name in (None, "now", "then"))
+    assert torch.equal(*adapted) and not torch.equal(plain, adapted[0])
+
+
+def expert_by_itself(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    config["target_modules"] = ["layers.0.mlp.experts.7.down_proj"]
+    for part, shape in (("A", (3, 40)), ("B", (64, 3))):
+        tensors[f"{LAYER}.mlp.experts.7.down_proj.lora_{part}.weight"] = torch.ones(shape)
+
+
+EXPERTS = "base_model.model.model.layers.2.mlp.experts.lora_"
+BROKEN_EXPERTS: dict[str, tuple[Change, str]] = {
+    "missing": (
+        lambda config, tensors: [tensors.pop(f"{EXPERTS}{part}.weight") for part in "AB"],
+        "no tensors of 'model.layers.2.mlp.experts.down_proj'",
+    ),
+    "rank": (setting(r=2), r"of the shape \(24, 40\); model and adapter_config.json say \(16, 40\)"),
+    "shape": (
+        lambda config, tensors: tensors.update({f"{EXPERTS}B.weight": torch.ones(63, 24)}),
+        "for 40 inputs and 63 outputs, which no parameter has",
+    ),
+    "unnamed": (setting(target_parameters=["experts.gate_up_proj"]), "tensors of .*experts.down_proj.*not name"),
+    "twice": (expert_by_itself, "matrices of 'an expert of layer 0' twice"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_EXPERTS)
+def test_experts_that_do_not_fit_are_refused_whole(tmp_path: Path, case: str) -> None:
+    change, message = BROKEN_EXPERTS[case]
+    path = ARCHITECTURES["qwen3-moe"].save(tmp_path / "model")
+    model = load(path, {})
+    with pytest.raises(ModelLoadError, match=message):
+        load_adapter(model, "x", saved_experts(tmp_path / "adapter", change))
+    assert model.adapters == ()

@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.experts import Experts
+from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import Layer, RecurrentMixer
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.layers import in_runtime_order
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.recurrent import convolution_ranges, delta_ranges, gate_ranges, mamba_ranges, slices
 
-Product = Literal["qkv", "out", "up", "down", "recurrent_in", "recurrent_gates", "recurrent_out"]
+Attention = Literal["qkv", "query_up", "out"]
+Mlp = Literal["up", "down", "router", "shared_gate", "shared_up", "shared_down"]
+Recurrent = Literal["recurrent_in", "recurrent_gates", "recurrent_out"]
+Stack = Literal["absorb", "expand", "expert_up", "expert_down"]  # products of each head, or of each expert
+Product = Literal[Attention, Mlp, Recurrent, Stack]
 Ranges = list[tuple[int, int]]
 
 
@@ -46,23 +52,29 @@ class LoraProduct:
         kind: which product of a layer.
         modules: in the order in which ``arrange`` takes their matrices.
         arrange: returns matrices [out, rank] of the modules as the runtime has their outputs.
+        expert: number of the expert whose product it is; None for a product of all rows.
     """
 
     kind: Product
     modules: tuple[LinearModule, ...]
     arrange: Callable[[tuple[Matrix, ...]], tuple[Matrix, ...]] = tuple
+    expert: int | None = None
 
 
 def lora_products(a: Architecture, number: int) -> Iterator[LoraProduct]:
     """Yields the products of a layer that an adapter may change, in each layout of its modules."""
     layer, at = a.stack[number], a.names.layer.format(number)
-    if layer.attention and a.latent is None:
+    if layer.attention and a.latent is not None:
+        yield from _latent(a.latent, a.heads, f"{at}self_attn.", a.hidden)
+    elif layer.attention:
         yield from _attention(a, layer, at)
     if layer.recurrent is not None and a.recurrence is not None:
         yield from _RECURRENT[layer.recurrent](a.recurrence, at + a.names.recurrent, a.hidden)
-    if layer.mlp in ("gated", "ungated"):
+    if layer.experts is not None:
+        yield from _experts(layer.experts, at, a.hidden)
+    if layer.mlp in ("gated", "ungated") or (layer.experts is not None and layer.experts.beside is not None):
         inner = layer.inner or a.intermediate
-        rows = [inner] * (2 if layer.mlp == "gated" else 1)
+        rows = [inner] * (1 if layer.mlp == "ungated" else 2)
         yield LoraProduct("up", _modules(at, a.names.up, rows, a.hidden))
         yield LoraProduct("down", (LinearModule(at + a.names.down, a.hidden, inner),))
 
@@ -74,6 +86,53 @@ def _attention(a: Architecture, layer: Layer, at: str) -> Iterator[LoraProduct]:
     arrange = partial(in_runtime_order, a, dtype=torch.float32)
     yield LoraProduct("qkv", _modules(at, a.names.qkv_of(layer), rows, a.hidden), arrange)
     yield LoraProduct("out", (LinearModule(at + a.names.out, a.hidden, wide),))
+
+
+def keys_and_values(a: Architecture, number: int) -> LinearModule | None:
+    """Returns the module that makes keys and values of latents, whose outputs are those of heads; None without one."""
+    if a.latent is None or not a.stack[number].attention:
+        return None
+    rows = a.heads * (a.latent.plain + a.latent.value)
+    return LinearModule(f"{a.names.layer.format(number)}self_attn.kv_b_proj", rows, a.latent.rank)
+
+
+def _latent(s: LatentAttention, heads: int, at: str, hidden: int) -> Iterator[LoraProduct]:
+    wide, narrow = heads * (s.plain + s.rotated), s.rank + s.rotated
+    last = LinearModule(f"{at}kv_a_proj_with_mqa", narrow, hidden)
+    if s.query_rank:
+        yield LoraProduct("qkv", (LinearModule(f"{at}q_a_proj", s.query_rank, hidden), last))
+        yield LoraProduct("query_up", (LinearModule(f"{at}q_b_proj", wide, s.query_rank),))
+    else:
+        yield LoraProduct("qkv", (LinearModule(f"{at}q_proj", wide, hidden), last))
+    yield LoraProduct("out", (LinearModule(f"{at}o_proj", hidden, heads * s.value),))
+
+
+# Names in transformers' modules where those of checkpoints differ. Not every adapter has modules of routers and of
+# experts, which were linear layers once, and are parameters now.
+_EXPERTS, _ROUTERS = ("mlp.experts", "block_sparse_moe.experts"), ("mlp.gate", "block_sparse_moe.router")
+
+
+def _experts(e: Experts, at: str, hidden: int) -> Iterator[LoraProduct]:
+    for name in sorted({e.names.router, *_ROUTERS}):
+        yield LoraProduct("router", (LinearModule(at + name, e.count, hidden, name),))
+    for name in expert_names(e):
+        for number in range(e.count):
+            part = f"{at}{name}.{number}."
+            up = tuple(LinearModule(part + half, e.intermediate, hidden, name) for half in e.names.up)
+            yield LoraProduct("expert_up", up, expert=number)
+            down = LinearModule(part + e.names.down, hidden, e.intermediate, name)
+            yield LoraProduct("expert_down", (down,), expert=number)
+    for name in sorted({e.names.shared, "mlp.shared_experts"}) if e.shared else ():
+        rows = [e.shared] * (1 + e.gated)
+        yield LoraProduct("shared_up", _modules(f"{at}{name}.", e.names.shared_up, rows, hidden, name))
+        yield LoraProduct("shared_down", (LinearModule(f"{at}{name}.{e.names.shared_down}", hidden, e.shared, name),))
+    if e.shared_gate:
+        yield LoraProduct("shared_gate", (LinearModule(f"{at}{e.names.shared}_gate", 1, hidden),))
+
+
+def expert_names(e: Experts) -> list[str]:
+    """Returns the names of the module of all experts in checkpoints and in transformers, relative to a layer's."""
+    return sorted({e.names.experts, *_EXPERTS})
 
 
 def _delta(r: Recurrence, at: str, hidden: int) -> Iterator[LoraProduct]:
@@ -121,7 +180,9 @@ def _joined(parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
     return (torch.cat([part for part in parts if isinstance(part, Tensor)]),)
 
 
-def _modules(at: str, names: tuple[str, ...], rows: list[int], columns: int) -> tuple[LinearModule, ...]:
+def _modules(
+    at: str, names: tuple[str, ...], rows: list[int], columns: int, layout: str = ""
+) -> tuple[LinearModule, ...]:
     """Returns the modules of a product that is stored in as many parts as there are names: all of them, or one."""
     rows = rows if len(names) == len(rows) else [sum(rows)]
-    return tuple(LinearModule(at + name, count, columns) for name, count in zip(names, rows, strict=True))
+    return tuple(LinearModule(at + name, count, columns, layout) for name, count in zip(names, rows, strict=True))

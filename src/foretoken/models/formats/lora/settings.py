@@ -23,7 +23,6 @@ _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that were trained whole (modules_to_save)",
     "lora_bias": "biases of its matrices (lora_bias)",
-    "target_parameters": "LoRA on parameters, such as those of experts (target_parameters)",
     "trainable_token_indices": "trained token embeddings (trainable_token_indices)",
     "layer_replication": "replicated layers (layer_replication)",
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
@@ -49,6 +48,8 @@ class LoraSettings(Schema):
         layers_pattern: the part of a name that precedes the layer's number.
         rank_pattern: ranks by regular expression of the end of a name.
         alpha_pattern: alphas, in the same way.
+        target_parameters: names of parameters, or their last parts, such as the stacked matrices of experts.
+        peft_version: of the library that wrote the adapter; None before 0.18.
     """
 
     peft_type: str | None = None
@@ -61,6 +62,8 @@ class LoraSettings(Schema):
     rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, float] | None = None
     use_rslora: bool = False
+    target_parameters: list[str] | None = None
+    peft_version: str | None = None
     bias: str = "none"
     init_lora_weights: bool | str | None = True
 
@@ -76,6 +79,16 @@ class LoraSettings(Schema):
     def targets(self, modules: Iterable[str]) -> set[str]:
         """Returns the modules that have an adapter, by PEFT's rules."""
         return {module for module in modules if self._is_target(module)}
+
+    def names_parameter(self, parameter: str) -> bool:
+        """Returns whether ``target_parameters`` names a parameter."""
+        return _named(self.target_parameters or [], parameter)
+
+    @property
+    def outputs_first(self) -> bool:
+        """Whether PEFT knew that stacks of matrices are stored as [experts, out, in]: from 0.19 on."""
+        version = re.match(r"(\d+)\.(\d+)", self.peft_version or "")
+        return version is not None and (int(version[1]), int(version[2])) >= (0, 19)
 
     def _is_target(self, module: str) -> bool:
         wanted = self.target_modules

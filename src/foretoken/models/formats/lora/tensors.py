@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,27 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.finite import check_finite, is_finite
-from foretoken.models.formats.lora.modules import LinearModule, LoraProduct, Product, lora_products
+from foretoken.models.formats.finite import is_finite
+from foretoken.models.formats.lora.experts import (
+    ExpertParameter,
+    expert_parameters,
+    read_parameter,
+    stored_parameters,
+)
+from foretoken.models.formats.lora.file import AdapterFile, opened
+from foretoken.models.formats.lora.modules import (
+    LinearModule,
+    LoraProduct,
+    Product,
+    keys_and_values,
+    lora_products,
+)
 from foretoken.models.formats.lora.settings import LoraSettings, read_settings
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.reader import BASES
-from foretoken.models.formats.weight_files import PICKLES
-
-TENSORS = "adapter_model.safetensors"
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
     """A low-rank product that is added to one of a layer's: up (down x).
 
@@ -37,8 +45,8 @@ class LowRank:
     up: tuple[Matrix, ...]
 
 
-AdapterLayer = Mapping[Product, LowRank]
-"""What an adapter adds to the products of one layer."""
+AdapterLayer = Mapping[Product, LowRank | Sequence[LowRank | None]]
+"""What an adapter adds to the products of one layer; those of heads and experts are sequences."""
 
 
 def read_adapter(folder: Path, architecture: Architecture) -> list[AdapterLayer]:
@@ -49,76 +57,113 @@ def read_adapter(folder: Path, architecture: Architecture) -> list[AdapterLayer]
             that the adapter has is left out.
     """
     settings = read_settings(folder)
-    with _opened(folder) as file:
-        return _Reader(folder, settings, file, architecture).layers()
+    with opened(folder) as file:
+        return _Reader(settings, AdapterFile(folder, file), architecture).layers()
 
 
 class _Reader:
     """Reads the matrices of one adapter.
 
     Args:
-        folder: the adapter.
         settings: its settings.
-        file: its open tensors.
+        file: its tensors.
         a: the decoder.
     """
 
-    def __init__(self, folder: Path, settings: LoraSettings, file: Any, a: Architecture) -> None:
-        self._folder, self._settings, self._file, self._a = folder, settings, file, a
-        self._products = [tuple(lora_products(a, layer)) for layer in range(a.layers)]
-        self._known = {m.name: m for layer in self._products for product in layer for m in product.modules}
-        self._prefix = ""
-        self._check_names(file.keys())
+    def __init__(self, settings: LoraSettings, file: AdapterFile, a: Architecture) -> None:
+        self._settings, self._file, self._a = settings, file, a
+        layers = range(a.layers)
+        self._products = [tuple(lora_products(a, layer)) for layer in layers]
+        self._heads = [keys_and_values(a, layer) for layer in layers]
+        self._parameters = [expert_parameters(a, layer) for layer in layers]
+        modules = [m for layer in self._products for product in layer for m in product.modules]
+        self._known = {m.name: m for m in (*modules, *(m for m in self._heads if m is not None))}
+        self._stacked = {f"{p.module}{end}" for layer in self._parameters for p in layer for end in ("", ".base_layer")}
+        self._prefix = self._prefix_of(min(file.modules))
+        self._stored = [self._stored_parameters(layer) for layer in self._parameters]
+        self._check_names()
 
     def layers(self) -> list[AdapterLayer]:
         """Returns what the adapter adds to each layer."""
-        return [self._layer(products) for products in self._products]
+        return [self._layer(number) for number in range(self._a.layers)]
 
-    def _layer(self, products: Iterable[LoraProduct]) -> AdapterLayer:
-        found: dict[Product, LowRank] = {}
-        for product in products:
+    def _layer(self, number: int) -> AdapterLayer:
+        found: dict[Product, LowRank | list[LowRank | None]] = {}
+        for product in self._products[number]:
             added = self._product(product)
-            if added is not None and product.kind in found:
-                raise self._wrong(f"{product.modules[0].name!r} beside the same module under another name")
-            if added is not None:
+            if added is not None and product.expert is None:
+                if product.kind in found:
+                    raise self._twice(product.modules[0].name)
                 found[product.kind] = added
+            elif added is not None:
+                self._add_expert(found, number, product.kind, product.expert or 0, added)
+        for parameter, stored in self._stored[number].items():
+            for expert, added in enumerate(self._experts(parameter, stored)):
+                self._add_expert(found, number, parameter.kind, expert, added)
+        module = self._heads[number]
+        if module is not None and (pair := self._pair(module)) is not None:
+            found["absorb"], found["expand"] = self._by_head(*pair)
         return found
 
-    def _check_names(self, names: Iterable[str]) -> None:
-        """Finds the prefix of the modules' names.
+    def _add_expert(self, found: dict[Product, Any], number: int, kind: Product, expert: int, added: LowRank) -> None:
+        experts = self._a.stack[number].experts
+        stack = found.setdefault(kind, [None] * (0 if experts is None else experts.count))
+        if stack[expert] is not None:
+            raise self._twice(f"an expert of layer {number}")
+        stack[expert] = added
 
-        Raises:
-            ModelLoadError: the tensors are not those that the settings name.
-        """
-        stored: dict[str, set[str]] = {}
-        for name in sorted(names):
-            if (parsed := _NAME.fullmatch(name)) is None:
-                raise self._wrong(f"the tensor {name!r}, which is not supported: LoRA is computed on linear layers")
-            stored.setdefault(parsed["module"], set()).add(parsed["part"])
-        if not stored:
-            raise self._wrong("no tensors")
-        self._prefix = self._prefix_of(min(stored))
-        for module, parts in stored.items():
-            if self._prefix_of(module) != self._prefix:
-                raise self._wrong(f"modules under two prefixes, such as {min(stored)!r} and {module!r}")
-            if len(parts) < 2:
-                raise self._wrong(f"only one of the two matrices of {module!r}")
-        wanted = set(stored)
-        if self._settings.target_modules is not None:
-            layouts = {"", *(self._known[name.removeprefix(self._prefix)].layout for name in stored)}
-            known = (name for name, module in self._known.items() if module.layout in layouts)
-            wanted = self._settings.targets(self._prefix + name for name in known)
-        if missing := sorted(wanted - stored.keys()):
-            raise self._wrong(f"no tensors of {missing[0]!r}, which target_modules names; is it complete?")
-        if extra := sorted(stored.keys() - wanted):
-            raise self._wrong(f"tensors of {extra[0]!r}, which target_modules does not name")
+    def _twice(self, name: str) -> ModelLoadError:
+        return self._file.wrong(f"the matrices of {name!r} twice, under different names")
+
+    def _by_head(self, down: Tensor, up: Tensor) -> tuple[list[LowRank | None], list[LowRank | None]]:
+        """Returns what is added to ``LatentWeights.absorb`` and ``expand``, of an adapter of the matrix of both."""
+        s = self._a.latent
+        assert s is not None
+        back = down.t().contiguous()
+        parts = [head.split((s.plain, s.value)) for head in up.unflatten(0, (self._a.heads, -1))]
+        absorb: list[LowRank | None] = [LowRank(keys.t().contiguous(), (back,)) for keys, _ in parts]
+        return absorb, [LowRank(down, (values,)) for _, values in parts]
+
+    def _experts(self, parameter: ExpertParameter, stored: str) -> Iterator[LowRank]:
+        scale = self._settings.scale(self._prefix + parameter.full_name)
+        for down, up in read_parameter(self._file, self._prefix, self._settings, parameter, stored):
+            yield LowRank(down, tuple(self._scaled(stored, part, scale) for part in up))
+
+    def _stored_parameters(self, parameters: list[ExpertParameter]) -> dict[ExpertParameter, str]:
+        found: dict[ExpertParameter, str] = {}
+        for module in dict.fromkeys(p.module for p in parameters):
+            own = [p for p in parameters if p.module == module]
+            found |= stored_parameters(self._file, self._prefix, self._settings, own)
+        return found
+
+    def _check_names(self) -> None:
+        """Raises ModelLoadError if the tensors are not those that the settings name."""
+        stored, settings, prefix = self._file.modules, self._settings, self._prefix
+        for module in stored:
+            if self._prefix_of(module) != prefix:
+                raise self._file.wrong(f"modules under two prefixes, such as {min(stored)!r} and {module!r}")
+        if settings.target_modules is None and settings.target_parameters is None:
+            return
+        parameters = {prefix + p.full_name: p for layer in self._stored for p in layer}
+        modules = {module for module in stored if module.removeprefix(prefix) in self._known}
+        layouts = {"", *(self._known[name.removeprefix(prefix)].layout for name in modules)}
+        known = [prefix + name for name, module in self._known.items() if module.layout in layouts]
+        wanted = settings.targets(known) | {name for name in known if settings.names_parameter(f"{name}.weight")}
+        layouts = {p.layout for p in parameters.values()}
+        every = [p for layer in self._parameters for p in layer if p.layout in layouts]
+        wanted |= {name for p in every if settings.names_parameter(name := prefix + p.full_name)}
+        if missing := sorted(wanted - modules - parameters.keys()):
+            raise self._file.wrong(f"no tensors of {missing[0]!r}, which target_modules names; is it complete?")
+        if extra := sorted((modules | parameters.keys()) - wanted):
+            raise self._file.wrong(f"tensors of {extra[0]!r}, which target_modules does not name")
 
     def _prefix_of(self, module: str) -> str:
         """Returns the prefix of a module's name. Raises ModelLoadError for a module that no adapter may change."""
         for base in sorted({self._a.names.base, *BASES}, key=len, reverse=True):
-            if module.startswith(base) and module.removeprefix(base) in self._known:
+            name = module.removeprefix(base)
+            if module.startswith(base) and (name in self._known or name in self._stacked):
                 return base
-        raise self._wrong(
+        raise self._file.wrong(
             f"the module {module!r}, and adapters may only change linear layers of this model's layers "
             f"(type {self._a.family!r}), such as {min(self._known, default='none')!r}"
         )
@@ -141,46 +186,19 @@ class _Reader:
     def _pair(self, module: LinearModule) -> tuple[Tensor, Tensor] | None:
         """Returns a module's matrices [rank, in] and [out, rank], the second one scaled; None if it has none."""
         name = self._prefix + module.name
-        rank = self._settings.rank(name)
-        down = self._matrix(f"base_model.model.{name}.lora_A.weight", (rank, module.columns))
-        up = self._matrix(f"base_model.model.{name}.lora_B.weight", (module.rows, rank))
-        if down is None or up is None:
+        if name not in self._file.modules:
             return None
-        scaled = up * self._settings.scale(name)
+        rank = self._settings.rank(self._parameter(name))
+        down = self._file.matrix(name, "A", (rank, module.columns))
+        up = self._file.matrix(name, "B", (module.rows, rank))
+        return down, self._scaled(name, up, self._settings.scale(self._parameter(name)))
+
+    def _parameter(self, name: str) -> str:
+        """Returns by which name the patterns of ranks know a module: that of its parameter, where PEFT changed that."""
+        return f"{name}.weight" if self._settings.names_parameter(f"{name}.weight") else name
+
+    def _scaled(self, name: str, up: Tensor, scale: float) -> Tensor:
+        scaled = up * scale
         if not is_finite(scaled):
-            raise self._wrong(f"{name!r} scaled beyond float32, by lora_alpha or alpha_pattern")
-        return down, scaled
-
-    def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor | None:
-        if name not in self._file.keys():  # noqa: SIM118 (not a mapping)
-            return None
-        stored = tuple(self._file.get_slice(name).get_shape())
-        if stored != shape:
-            raise self._wrong(f"{name!r} of the shape {stored}; model and adapter_config.json say {shape}")
-        tensor: Tensor = self._file.get_tensor(name)
-        if not tensor.is_floating_point():
-            raise self._wrong(f"{name!r} of {tensor.dtype}; expected floats")
-        tensor = tensor.float()  # first, because numbers of float64 may be too large
-        check_finite(name, tensor, str(self._folder))
-        return tensor
-
-    def _wrong(self, what: str) -> ModelLoadError:
-        return ModelLoadError(f"the adapter in {self._folder} has {what}")
-
-
-def _opened(folder: Path) -> Any:
-    """Opens an adapter's tensors. Raises ModelLoadError."""
-    from safetensors import safe_open
-
-    file = folder / TENSORS
-    if not file.is_file():
-        if pickles := sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)):
-            raise ModelLoadError(
-                f"{folder} has its weights only as a pickle ({pickles[0]}), which can run code when it is read; where "
-                "you trust it, save the adapter again: PeftModel.from_pretrained(MODEL, SRC).save_pretrained(DST)"
-            )
-        raise ModelLoadError(f"{folder} has no {TENSORS}; expected the folder of a PEFT adapter")
-    try:
-        return safe_open(str(file), framework="pt")
-    except Exception as error:  # safetensors raises its own and OSError kinds
-        raise ModelLoadError(f"{file} is truncated or not a safetensors file ({error}); save it again") from error
+            raise self._file.wrong(f"{name!r} scaled beyond float32, by lora_alpha or alpha_pattern")
+        return scaled

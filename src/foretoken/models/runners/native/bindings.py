@@ -239,7 +239,10 @@ class LoraLayer(Structure):
     """What an adapter adds to the products of one layer, by the names of their matrices."""
 
     _fields_ = [
-        (name, LoraSpec) for name in ("qkv", "out", "up", "down", "recurrent_in", "recurrent_gates", "recurrent_out")
+        *((name, LoraSpec) for name in ("qkv", "out", "up", "down")),
+        *((name, LoraSpec) for name in ("recurrent_in", "recurrent_gates", "recurrent_out")),
+        *((name, LoraSpec) for name in ("query_up", "router", "shared_up", "shared_down", "shared_gate")),
+        *((name, POINTER(LoraSpec)) for name in ("absorb", "expand", "expert_up", "expert_down")),
     ]
 
 
@@ -252,7 +255,7 @@ class LoraWidths(Structure):
 class LoraAdapter(Structure):
     """An adapter: its layers, and the widths of its products."""
 
-    _fields_ = [("layers", POINTER(LoraLayer)), ("rows", LoraWidths)]
+    _fields_ = [("layers", POINTER(LoraLayer)), *((name, LoraWidths) for name in ("rows", "heads", "pairs"))]
 
 
 class ReplaySpec(Structure):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.layers import Layer
 from foretoken.models.formats.lora.modules import Product
 from foretoken.models.formats.lora.tensors import AdapterLayer, LowRank
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
@@ -22,10 +24,11 @@ from foretoken.models.runners.native.bindings import (
     LoraPart,
     LoraSpec,
     LoraWidths,
+    Matrix,
 )
 from foretoken.models.runners.native.build import packing_library
 from foretoken.models.runners.native.held import halves
-from foretoken.models.runners.native.memory import Arena, pack
+from foretoken.models.runners.native.memory import Arena, Pool, pack
 
 
 class PackedAdapter:
@@ -40,37 +43,75 @@ class PackedAdapter:
     """
 
     def __init__(self, architecture: Architecture, layers: Sequence[AdapterLayer]) -> None:
-        self._arena = Arena(packing_library())
+        self._memory = Pool(Arena(packing_library()))
         self._layers = (LoraLayer * len(layers))()
-        self._rows = LoraWidths()
+        self._stacks: list[object] = []  # what the layers point to
+        self._adapter = LoraAdapter(layers=self._layers)
         for number, (layer, described) in enumerate(zip(layers, architecture.stack, strict=True)):
-            specs = {kind: self._pack(kind, product, described.mlp == "gated") for kind, product in layer.items()}
-            self._layers[number] = LoraLayer(**specs)
-        self._adapter = LoraAdapter(self._layers, self._rows)
+            self._layers[number] = self._layer(layer, described)
         self.address = ctypes.addressof(self._adapter)
 
-    def _pack(self, kind: Product, product: LowRank, gated: bool) -> LoraSpec:
-        interleave = kind == "up" and gated
+    def _layer(self, layer: AdapterLayer, described: Layer) -> LoraLayer:
+        specs: dict[str, object] = {}
+        for kind, product in layer.items():
+            interleave = _interleaved(kind, described)
+            if isinstance(product, LowRank):
+                specs[kind] = self._pack(product, interleave, self._adapter.rows)
+                continue
+            of_heads = kind in ("absorb", "expand")
+            widths, shared = self._adapter.heads if of_heads else self._adapter.pairs, dict[int, Matrix]()
+            stack = (LoraSpec * len(product))()
+            for number, part in enumerate(product):
+                if part is not None:
+                    stack[number] = self._pack(part, interleave, widths, shared if of_heads else None)
+            self._stacks.append(stack)
+            specs[kind] = stack
+        return LoraLayer(**specs)
+
+    def _pack(
+        self, product: LowRank, interleave: bool, widths: LoraWidths, shared: dict[int, Matrix] | None = None
+    ) -> LoraSpec:
+        """Packs both halves of a product. shared: packed matrices by the identity of tensors that several have."""
+        shared = {} if shared is None else shared
         matrices = halves(product.up) if interleave else product.up
-        up = self._parts(matrices, interleave)
+        up = self._parts(matrices, interleave, shared)
         rank = max(part.from_ + part.matrix.steps for part in up)  # numbers that are read of down x
-        down = F.pad(product.down, (0, 0, 0, max(0, rank - len(product.down))))
-        spec = LoraSpec(LoraPart(pack(self._arena, [down]).matrix, 0, 0, 1), (LoraPart * LORA_PARTS)(*up))
-        _widen(self._rows, spec)
+        down = shared.get(id(product.down))
+        if down is None:
+            missing = max(0, rank - len(product.down))
+            whole = F.pad(product.down, (0, 0, 0, missing)) if missing else product.down
+            down = shared[id(product.down)] = pack(self._memory, [whole]).matrix
+        spec = LoraSpec(LoraPart(down, 0, 0, 1), (LoraPart * LORA_PARTS)(*up))
+        _widen(widths, spec)
         return spec
 
-    def _parts(self, matrices: Sequence[AnyMatrix], interleave: bool) -> list[LoraPart]:
+    def _parts(self, matrices: Sequence[AnyMatrix], interleave: bool, shared: dict[int, Matrix]) -> list[LoraPart]:
         """Packs each matrix [out, rank] by itself, without the zeros beside its own rank, if units do not overlap."""
         if len(matrices) > LORA_PARTS or any(matrix.shape[0] % UNIT for matrix in matrices):
-            return [LoraPart(pack(self._arena, matrices, interleave=interleave).matrix, 0, 0, 1)]
+            return [LoraPart(pack(self._memory, matrices, interleave=interleave).matrix, 0, 0, 1)]
         parts, block = [], 0
         for number, matrix in enumerate(matrices):
-            columns = floats(matrix, torch.float32)
-            used = columns.any(0).nonzero().flatten().tolist() or [0]
-            own = pack(self._arena, [columns[:, used[0] : used[-1] + 1].contiguous()]).matrix
-            parts.append(LoraPart(own, used[0], *((number, len(matrices)) if interleave else (block, 1))))
+            first, own = self._own(matrix, shared)
+            parts.append(LoraPart(own, first, *((number, len(matrices)) if interleave else (block, 1))))
             block += matrix.shape[0] // LANES
         return parts
+
+    def _own(self, matrix: AnyMatrix, shared: dict[int, Matrix]) -> tuple[int, Matrix]:
+        """Returns the first column of a matrix that is not zero, and packs it from there to the last one."""
+        columns = floats(matrix, torch.float32)
+        used = np.flatnonzero(columns.numpy().any(axis=0)).tolist() or [0]
+        packed = shared.get(id(matrix))
+        if packed is None:
+            part = columns[:, used[0] : used[-1] + 1].contiguous()
+            packed = shared[id(matrix)] = pack(self._memory, [part]).matrix
+        return used[0], packed
+
+
+def _interleaved(kind: Product, layer: Layer) -> bool:
+    """Returns whether blocks of gate and up alternate in a product."""
+    if kind == "up":
+        return layer.mlp != "ungated"
+    return kind in ("shared_up", "expert_up") and layer.experts is not None and layer.experts.gated
 
 
 def _widen(widths: LoraWidths, spec: LoraSpec) -> None:

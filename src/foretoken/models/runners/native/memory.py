@@ -22,6 +22,7 @@ from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Ma
 from foretoken.models.runners.native.build import Kind, ScaleKind, grouped_kind
 
 WORD = 4  # bytes
+CACHE_LINE, PIECE = 64, 2**22  # bytes
 PAIR_BYTES = 192  # of two steps of a unit in 12 bits
 MAX_RAW = 0.1  # share of pairs with a rare upper byte up to which a matrix is stored in 12 bits
 KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16, torch.int8: Kind.INT8}
@@ -65,6 +66,31 @@ class Arena:
         self.library.foretoken_free(*held)
 
 
+class Pool:
+    """Memory of many small matrices of an arena, in large pieces.
+
+    Args:
+        arena: allocates the pieces.
+
+    Attributes:
+        nbytes: bytes that were asked for.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.library, self.nbytes = arena.library, 0
+        self._arena, self._at, self._left = arena, 0, 0
+
+    def allocate(self, size: int) -> int:
+        """Returns the address of ``size`` zeroed bytes. Raises MemoryError."""
+        size = padded(size, CACHE_LINE)
+        if size > self._left:
+            self._left = max(size, PIECE)
+            self._at = self._arena.allocate(self._left)
+        address = self._at
+        self._at, self._left, self.nbytes = self._at + size, self._left - size, self.nbytes + size
+        return address
+
+
 def _free(library: ctypes.CDLL, held: list[tuple[int, int]]) -> None:
     for address, size in held:
         library.foretoken_free(address, size)
@@ -80,7 +106,7 @@ class Packed:
 
 
 def pack(
-    arena: Arena,
+    arena: Arena | Pool,
     parts: Sequence[AnyMatrix],
     bias: Tensor | None = None,
     interleave: bool = False,
@@ -163,7 +189,7 @@ def _experts(stack: MatrixStack, first: tuple[AnyMatrix, ...]) -> Iterator[Seque
 
 
 def _packed(
-    arena: Arena,
+    arena: Arena | Pool,
     placed: Iterable[tuple[AnyMatrix, tuple[int, int]]],
     outputs: int,
     vectors: Mapping[str, Tensor | list[Tensor]],
@@ -187,7 +213,7 @@ def _packed(
         matrix = _pack_groups(arena, first[0], every, outputs)
     else:
         matrix = _pack_words(arena, every, outputs)
-        if compress and matrix.kind == Kind.BFLOAT16:
+        if compress and isinstance(arena, Arena) and matrix.kind == Kind.BFLOAT16:
             upper = _compress(arena, matrix)
     held = {name: torch.cat(part) if isinstance(part, list) else part for name, part in vectors.items()}
     for name, tensor in held.items():
@@ -204,7 +230,7 @@ def _places(blocks: Sequence[int], interleave: bool) -> list[tuple[int, int]]:
     return [(sum(blocks[:number]), 1) for number in range(len(blocks))]
 
 
-def _pack_words(arena: Arena, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int) -> Matrix:
+def _pack_words(arena: Arena | Pool, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int) -> Matrix:
     """Packs matrices of one dtype into blocks of words."""
     matrix = None
     for whole, (start, step) in placed:
@@ -246,7 +272,7 @@ def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
 
 
 def _pack_groups(
-    arena: Arena, first: Grouped, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
+    arena: Arena | Pool, first: Grouped, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
 ) -> Matrix:
     """Packs matrices with the group layout of ``first`` into records, a strip of outputs at a time."""
     layout, inputs = first.layout, first.shape[1]

@@ -36,6 +36,9 @@ inline void put_floats(const Matrix& w, Word* words, int64_t at, Floats v) {
 struct Added {
     const float* const* rows = nullptr;  // null: no row has any
 
+    // What is added to the rows from this one on.
+    Added from(int64_t row) const { return {rows ? rows + row : nullptr}; }
+
     void operator()(int row, int64_t unit, Floats& low, Floats& high) const {
         if (!rows || !rows[row]) return;
         const float* at = rows[row] + unit * BLOCKS * LANES;
@@ -62,7 +65,7 @@ struct RowStore {
     int64_t block_stride = LANES;  // between the two blocks
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
-        added(row, unit, low, high);
+        added(row, unit - first_unit, low, high);
         float* at = to + row * row_stride + (unit - first_unit) * unit_stride;
         low = low * floats(factor), high = high * floats(factor);
         if (add) {
@@ -95,8 +98,8 @@ struct ActivatedStore {
     const float* row_factors = nullptr;  // of the product of each row, before the activation; null: 1
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
-        added(row, unit, low, high);
         unit -= first_unit;
+        added(row, unit, low, high);
         if (row_factors) low = low * ::floats(row_factors[row]), high = high * ::floats(row_factors[row]);
         if (gated) return keep(row, unit * LANES, limit != 0.0f ? clamped_gate(low, high, limit, slope) : activate(low * ::floats(gate_factor), activation) * high);
         keep(row, unit * BLOCKS * LANES, activate(low, activation));

@@ -12,25 +12,51 @@ struct Lora {
     Member& member;
     Adapted* adapted;
     Adapted& answered;
-    float *inputs, *inner, *added;
+    float *inputs, *inner, *added, *added_heads, *added_pairs;
     std::vector<int64_t> starts;  // of the tiles' units, in the order of a loop
 
     Lora(Workspace& w, Member& member)
         : member(member), adapted(&w.adapted), answered(w.answered_adapted), inputs((float*)w.lora_inputs.data),
-          inner((float*)w.lora_inner.data), added((float*)w.lora_added.data) {}
+          inner((float*)w.lora_inner.data), added((float*)w.lora_added.data), added_heads((float*)w.lora_added_heads.data),
+          added_pairs((float*)w.lora_added_pairs.data) {}
 
     // Plans the rows, and allocates the memory, before threads start. The answered batch is planned.
-    static void reserve(const BatchSpec& b, Workspace& w) {
-        w.adapted.plan(b);
-        w.answered_adapted.plan(w.answered.batch);
-        const LoraWidths& widths = w.adapted.row_widths;
+    static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w) {
+        int32_t chosen = 0;
+        for (int i = 0; i < m.layer_count; i++)
+            if (m.layers[i].mlp == EXPERTS) chosen = std::max(chosen, m.layers[i].experts.router.chosen);
+        w.adapted.plan(b, m.heads);
+        w.answered_adapted.plan(w.answered.batch, m.heads);
         const int64_t rows = (int64_t)w.adapted.rows.places.size();
-        w.lora_inputs.room<float>(rows * widths.input);
-        w.lora_inner.room<float>(rows * widths.inner);
-        w.lora_added.room<float>(rows * widths.added);
+        auto room = [&](int64_t items, const LoraWidths& widths, Buffer& results) {
+            w.lora_inputs.room<float>(items * widths.input);
+            w.lora_inner.room<float>(items * widths.inner);
+            results.room<float>(items * widths.added);
+        };
+        room(rows, w.adapted.row_widths, w.lora_added);
+        room(rows * m.heads, w.adapted.head_widths, w.lora_added_heads);
+        room(rows * chosen, w.adapted.pair_widths, w.lora_added_pairs);
     }
 
     void rows_left() { adapted = &answered; }
+
+    // Gathers the pairs of rows and experts whose adapter changes experts of a layer, by adapter, then by expert.
+    void gather(LoraItems& items, const Routing& routing, int64_t pairs, int layer) const {
+        items.clear(adapted->adapters.empty() ? 0 : pairs);
+        for (const LoraAdapter* adapter : adapted->adapters) {
+            if (!adapter->layers[layer].expert_up && !adapter->layers[layer].expert_down) continue;
+            for (int i = 0; i < routing.count; i++) {
+                const ExpertRows& e = routing.active[i];
+                const int start = (int)items.places.size();
+                for (int32_t pair = e.first; pair < e.last; pair++)
+                    if (adapted->of_row[routing.row_of[pair]] == adapter) items.places.push_back(pair);
+                items.cut(adapter, e.expert, start);
+            }
+        }
+    }
+
+    // Whether an adapter changes products of single heads.
+    bool changes_heads() const { return adapted->head_widths.input; }
 
     // Computes what is added to a product of a layer. fill(row, to) stores the input of one of the pass's rows, `count` floats.
     template <class Fill>
@@ -39,7 +65,28 @@ struct Lora {
         return compute(adapted->rows, adapted->row_widths, added, spec, count, fill);
     }
 
+    // The same for each head's product. fill(head * rows + row, to) stores its input; the result is by this number, too.
+    template <class Fill>
+    Added of_heads(int layer, const LoraSpec* LoraLayer::*product, int64_t count, Fill fill) {
+        return compute(adapted->heads, adapted->head_widths, added_heads, of_parts(layer, product), count, fill);
+    }
+
+    // The same for pairs of rows and experts. fill(pair, to) stores the input of one.
+    template <class Fill>
+    Added of_pairs(LoraItems& pairs, int layer, const LoraSpec* LoraLayer::*product, int64_t count, Fill fill) {
+        return compute(pairs, adapted->pair_widths, added_pairs, of_parts(layer, product), count, fill);
+    }
+
    private:
+    // Returns a function that returns a tile's matrices of a head or expert.
+    static auto of_parts(int layer, const LoraSpec* LoraLayer::*product) {
+        return [=](const LoraTile& tile) {
+            static const LoraSpec none{};
+            const LoraSpec* parts = tile.adapter->layers[layer].*product;
+            return parts ? parts + tile.part : &none;
+        };
+    }
+
     // Computes a product for all items. spec(tile) returns a tile's matrices.
     template <class Spec, class Fill>
     Added compute(LoraItems& items, const LoraWidths& widths, float* results, Spec spec, int64_t count, Fill fill) {

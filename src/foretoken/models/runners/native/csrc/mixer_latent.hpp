@@ -16,7 +16,7 @@ struct LatentMixer {
     const LatentSpec& shape;
     const Tiles*tiles, &answered_tiles;
     const int64_t first_width, query_width, head_dim;
-    float *first, *expanded, *absorbed, *values, *scores, *head_scales;
+    float *first, *expanded, *absorbed, *values, *scores, *head_scales, *mixes;
     Word *queries, *head_words;
 
     LatentMixer(Rows<kv>& rows, Workspace& w)
@@ -24,7 +24,7 @@ struct LatentMixer {
           first_width(first_numbers(m)), query_width(query_numbers(m)), head_dim(head_numbers(m)), first((float*)w.qkv.data),
           expanded((float*)w.latent_queries.data), absorbed((float*)w.absorbed.data), values((float*)w.mixed.data),
           scores((float*)w.own_attention[p.member.thread].data), head_scales((float*)w.head_scales.data),
-          queries((Word*)w.queries.data), head_words((Word*)w.head_words.data) {}
+          mixes((float*)w.latent_mixes.data), queries((Word*)w.queries.data), head_words((Word*)w.head_words.data) {}
 
     // A row of the first product: queries or their latent, then the latent and the rotary key.
     static int64_t first_numbers(const ModelSpec& m) {
@@ -53,20 +53,28 @@ struct LatentMixer {
                     words = std::max(words, input_stride(*of)), scales = std::max(scales, of->scale_words());
         w.head_words.room<Word>(heads * words);
         w.head_scales.room<float>(heads * scales);
+        if (w.adapted.head_widths.input) w.latent_mixes.room<float>(heads * m.latent.rank);
         for (int t = 0; t < threads; t++)
             w.own_attention[t].room<float>(TILE_QUERIES * (score_length(b) + 2 * head_numbers(m)));
     }
 
     // Computes queries, and writes latents and keys of all rows to the cache.
-    void enter(const AttentionSpec& layer, const Input& x) {
-        p.multiply(layer.qkv, x, p.b.rows, {first, first_width});
+    void enter(const LayerSpec& of, int number) {
+        const AttentionSpec& layer = of.attention;
+        RowStore store{first, first_width};
+        store.added = p.added_to_normed(number, &LoraLayer::qkv, of.norm);
+        p.multiply(layer.qkv, p.normed(layer.qkv, of.norm), p.b.rows, store);
         const float* of_heads = first;
         int64_t stride = first_width;
         if (shape.query_rank) {
+            RowStore to{expanded, query_width};
+            to.added = p.lora(number, &LoraLayer::query_up, shape.query_rank, [&](int64_t r, float* row) {
+                normalize_with<false>(first + r * first_width, layer.q_norm, shape.query_rank, shape.eps, row);
+            });
             const Input latents = p.prepare(layer.query_up, NORMED, p.b.rows, [&](int64_t r, Word* words, float* scales) {
                 norm_and_encode(layer.query_up, layer.q_norm, first + r * first_width, words, scales);
             });
-            p.multiply(layer.query_up, latents, p.b.rows, {expanded, query_width});
+            p.multiply(layer.query_up, latents, p.b.rows, to);
             of_heads = expanded, stride = query_width;
         }
         const int64_t per_head = shape.plain + shape.rotated;
@@ -77,7 +85,11 @@ struct LatentMixer {
             functions(layer.absorb).encode(layer.absorb, of_heads + row * stride + head * per_head, shape.plain,
                                            to.words + row * to.stride, to.scales + row * to.scale_stride);
         });
-        multiply_heads(layer.absorb, absorbed, m.heads * head_dim, head_dim);
+        const Added added = p.lora.of_heads(number, &LoraLayer::absorb, shape.plain, [&](int64_t place, float* to) {
+            const int64_t head = place / p.b.rows, row = place % p.b.rows;
+            std::memcpy(to, of_heads + row * stride + head * per_head, sizeof(float) * shape.plain);
+        });
+        multiply_heads(layer.absorb, absorbed, m.heads * head_dim, head_dim, added);
         p.member.each((int64_t)p.b.rows * m.heads, 4, [&](int64_t item) {
             const int64_t row = item / m.heads, head = item % m.heads;
             float *query = absorbed + item * head_dim, *turned = query + shape.rank;
@@ -98,8 +110,9 @@ struct LatentMixer {
     void rows_left() { tiles = &answered_tiles; }
 
     // Computes attention over the cache, and the values of heads.
-    void mix(const LayerSpec& of) {
+    void mix(const LayerSpec& of, int number) {
         const AttentionSpec& layer = of.attention;
+        const bool kept = p.lora.changes_heads();
         const int64_t length = score_length(p.b);
         float* mixed = scores + TILE_QUERIES * length;
         Word* own_queries = (Word*)(mixed + TILE_QUERIES * head_dim);
@@ -112,15 +125,23 @@ struct LatentMixer {
                 const Input to = input(layer.expand, head);
                 functions(layer.expand).encode(layer.expand, latent, shape.rank, to.words + row * to.stride,
                                                to.scales + row * to.scale_stride);
+                if (kept) std::memcpy(mixes + (head * (int64_t)p.b.rows + row) * shape.rank, latent, sizeof(float) * shape.rank);
             });
         });
-        multiply_heads(layer.expand, values, m.heads * shape.value, shape.value);
+        const Added added = p.lora.of_heads(number, &LoraLayer::expand, shape.rank, [&](int64_t place, float* to) {
+            std::memcpy(to, mixes + place * shape.rank, sizeof(float) * shape.rank);
+        });
+        multiply_heads(layer.expand, values, m.heads * shape.value, shape.value, added);
     }
 
     // Adds the output to the residual stream.
-    void leave(const LayerSpec& of) {
+    void leave(const LayerSpec& of, int number) {
         const Matrix& out = of.attention.out;
-        p.residual(out, p.encoded(out, ATTENDED, values, m.heads * shape.value), of.after_mixer, m.attention_factor);
+        const int64_t count = m.heads * shape.value;
+        const Added added = p.lora(number, &LoraLayer::out, count, [&](int64_t row, float* to) {
+            std::memcpy(to, values + row * count, sizeof(float) * count);
+        });
+        p.residual(out, p.encoded(out, ATTENDED, values, count), of.after_mixer, m.attention_factor, added);
     }
 
    private:
@@ -130,8 +151,8 @@ struct LatentMixer {
         return {head_words + head * rows * stride, head_scales + head * rows * w.scale_words(), stride, w.scale_words()};
     }
 
-    // Multiplies the rows of each head by its own units of the matrix.
-    void multiply_heads(const Matrix& w, float* to, int64_t row_stride, int64_t head_stride) const {
+    // Multiplies the rows of each head by its own units of the matrix, and adds what adapters add to them.
+    void multiply_heads(const Matrix& w, float* to, int64_t row_stride, int64_t head_stride, const Added& added) const {
         const int64_t units = w.units / m.heads;
         Loop loop = p.member.begin(w.units, units_at_once(w, p.b.rows, p.member.threads));
         for (Share items(0, 0); loop.next(items);)
@@ -140,6 +161,7 @@ struct LatentMixer {
                 end = std::min(items.last, (head + 1) * units);
                 RowStore store{to + head * head_stride, row_stride};
                 store.first_unit = head * units;
+                store.added = added.from(head * p.b.rows);
                 functions(w).rows(w, input(w, head), p.b.rows, Units(Share(at, end)), store);
             }
         p.member.end(loop);

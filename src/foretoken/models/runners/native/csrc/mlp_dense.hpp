@@ -37,7 +37,7 @@ struct DenseMlp {
     // Adds the output to the residual stream.
     void leave(const LayerSpec& layer, int number) {
         const MlpSpec& mlp = layer.dense;
-        const Added added = p.added_to(number, &LoraLayer::down, mlp.down, ACTIVATED, inner, mlp.inner);
+        const Added added = added_to_down(mlp, number);
         p.residual(mlp.down, activated(mlp), layer.after_mlp, p.m.mlp_factor, added);
     }
 
@@ -45,7 +45,9 @@ struct DenseMlp {
     // stream.
     void join(const LayerSpec& layer, int number) {
         enter(layer.dense, layer.beside_norm, number);
-        p.multiply(layer.dense.down, activated(layer.dense), p.b.rows, {aside, p.width});
+        RowStore store{aside, p.width};
+        store.added = added_to_down(layer.dense, number);
+        p.multiply(layer.dense.down, activated(layer.dense), p.b.rows, store);
         p.member.each(p.b.rows, 1, [&](int64_t r) {
             float *to = p.branch + r * p.width, *own = aside + r * p.width;
             normalize(p.m, to, layer.after_experts, p.m.hidden, to);
@@ -56,6 +58,10 @@ struct DenseMlp {
     }
 
    private:
+    Added added_to_down(const MlpSpec& mlp, int number) {
+        return p.added_to(number, &LoraLayer::down, mlp.down, ACTIVATED, inner, mlp.inner);
+    }
+
     // The input of `down`.
     Input activated(const MlpSpec& mlp) {
         return is_float(mlp.down) ? p.input(mlp.down, ACTIVATED) : p.encoded(mlp.down, ACTIVATED, inner, mlp.inner);

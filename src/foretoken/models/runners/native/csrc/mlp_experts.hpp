@@ -32,7 +32,7 @@ struct ExpertMlp {
 
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         ExpertRoom& room = w.experts;
-        room.layers.resize(m.layer_count);
+        room.layers.resize(m.layer_count), room.adapted.resize(m.layer_count);
         room.active = nullptr;
         if ((int)room.own.size() < threads) room.own.resize(threads);
         for (int i = 0; i < m.layer_count; i++)
@@ -46,8 +46,8 @@ struct ExpertMlp {
     void enter(const LayerSpec& layer, int number) {
         const Work work(*this, layer.experts, number);
         prepare(work, layer.mlp_norm);
-        route(work, number);
-        multiply_up(work);
+        route(work);
+        multiply_up(work, layer.mlp_norm);
         multiply_down(work);
     }
 
@@ -91,12 +91,15 @@ struct ExpertMlp {
     struct Work {
         const ExpertsSpec& s;
         const ExpertSizes sizes;
+        const int number;  // of the layer
         Routing& routing;
+        LoraItems& adapted;  // pairs of rows and experts
         const int rows;
         const int64_t pairs;  // of a row and one of its experts; those of rows and the shared expert follow them
 
         Work(ExpertMlp& mlp, const ExpertsSpec& s, int number)
-            : s(s), sizes(s), routing(mlp.room.layers[number]), rows(mlp.p.b.rows), pairs((int64_t)rows * s.router.chosen) {}
+            : s(s), sizes(s), number(number), routing(mlp.room.layers[number]), adapted(mlp.room.adapted[number]),
+              rows(mlp.p.b.rows), pairs((int64_t)rows * s.router.chosen) {}
 
         // The rows of expert `number` of those that any row chose; -1: the shared one.
         ExpertRows at(int number) const {
@@ -137,6 +140,7 @@ struct ExpertMlp {
     void prepare(const Work& work, const NormSpec& norm) {
         const ExpertsSpec& s = work.s;
         const int64_t inputs = work.sizes.inputs, hidden = p.m.hidden, count = padded(hidden, LANES);
+        const Added added = p.added_to_normed(work.number, &LoraLayer::shared_gate, norm);
         p.member.each(work.rows, 1, [&](int64_t r) {
             float* row = (float*)room.normed.data + r * inputs;
             normalize(p.m, p.hidden + r * p.width, norm, hidden, row);
@@ -147,8 +151,7 @@ struct ExpertMlp {
             if (work.sizes.shared) {
                 encode(s.shared_up, row, count, input(room.shared_words, room.shared_scales, s.shared_up), r);
                 clear_inner(s.shared_down, work.sizes.shared_inner, inner_words(work, work.pairs + r));
-                float& weight = ((float*)room.shared_weights.data)[r];
-                weight = s.shared_gate ? first_lane(logistic(floats(product_of(row, s.shared_gate)))) : 1.0f;
+                ((float*)room.shared_weights.data)[r] = s.shared_gate ? shared_weight(row, s.shared_gate, added, r) : 1.0f;
             }
             if (s.router_norm) normalize(p.m, p.hidden + r * p.width, s.router_norm, hidden, row);
         });
@@ -171,6 +174,13 @@ struct ExpertMlp {
         return floats + work.pairs * work.sizes.inner + (pair - work.pairs) * work.sizes.shared_inner;
     }
 
+    // The weight of the shared expert.
+    float shared_weight(const float* row, const float* gate, const Added& added, int64_t r) const {
+        float own = product_of(row, gate);
+        if (added.rows && added.rows[r]) own += *added.rows[r];
+        return first_lane(logistic(floats(own)));
+    }
+
     float product_of(const float* row, const float* weights) const {
         Floats sum = floats(0.0f);
         int64_t i = 0;
@@ -181,7 +191,7 @@ struct ExpertMlp {
     }
 
     // Which experts each row takes. Few rows are chosen for by the thread that orders them.
-    void route(const Work& work, int number) {
+    void route(const Work& work) {
         const RouterSpec& router = work.s.router;
         const int rows = work.rows, at_once = ROUTED_AT_ONCE * ROUTER_ROWS;
         float *normed = (float*)room.normed.data, *logits = (float*)room.logits.data;
@@ -191,8 +201,12 @@ struct ExpertMlp {
             router_logits(router, normed + first * work.sizes.inputs, work.sizes.inputs, count, item % blocks,
                           logits + first * router.width());
         });
+        const Added added = p.lora(work.number, &LoraLayer::router, p.m.hidden, [&](int64_t r, float* to) {
+            std::memcpy(to, normed + r * work.sizes.inputs, sizeof(float) * p.m.hidden);
+        });
         auto choose = [&](int64_t r) {
             const int64_t at = r * router.chosen;
+            for (int e = 0; added.rows && added.rows[r] && e < router.experts; e++) logits[r * router.width() + e] += added.rows[r][e];
             choose_experts(router, logits + r * router.width(), &work.routing.experts[at], &work.routing.weights[at]);
             for (int i = 0; work.s.expert_scales && i < router.chosen; i++)
                 work.routing.weights[at + i] *= work.s.expert_scales[work.routing.experts[at + i]];
@@ -202,7 +216,8 @@ struct ExpertMlp {
         p.member.each(1, 1, [&](int64_t) {
             for (int r = 0; few && r < rows; r++) choose(r);
             work.routing.sort(router, rows);
-            (*room.active)[number] = work.routing.count;
+            (*room.active)[work.number] = work.routing.count;
+            p.lora.gather(work.adapted, work.routing, work.pairs, work.number);
         });
     }
 
@@ -244,8 +259,12 @@ struct ExpertMlp {
     }
 
     // activation(gate) * up of every pair, or activation(up).
-    void multiply_up(const Work& work) {
+    void multiply_up(const Work& work, const NormSpec& norm) {
         const ExpertsSpec& s = work.s;
+        const Added of_shared = p.added_to_normed(work.number, &LoraLayer::shared_up, norm);
+        const Added of_pairs = p.lora.of_pairs(work.adapted, work.number, &LoraLayer::expert_up, p.m.hidden, [&](int64_t pair, float* to) {
+            normalize(p.m, p.hidden + work.routing.row_of[pair] * p.width, norm, p.m.hidden, to);
+        });
         int held = -1;
         Input x{};
         each_part(s, s.up, s.shared_up, p.member, work.rows, [&](int number, Share units) {
@@ -260,6 +279,7 @@ struct ExpertMlp {
             ActivatedStore store{down, inner_words(work, e.first), inner_floats(work, e.first),
                                  shared ? work.sizes.shared_inner : work.sizes.inner, p.m.activation, s.gated != 0, first,
                                  s.limit, s.slope};
+            store.added = shared ? of_shared : of_pairs.from(e.first);
             if (s.scaled_inputs && !shared) store.row_factors = &work.routing.weight_of[e.first];
             functions(up).activated(up, x, e.last - e.first, range(first, units), store);
         });
@@ -267,6 +287,12 @@ struct ExpertMlp {
 
     void multiply_down(const Work& work) {
         const ExpertsSpec& s = work.s;
+        const Added of_shared = p.lora(work.number, &LoraLayer::shared_down, work.sizes.shared_inner, [&](int64_t row, float* to) {
+            inner_numbers(work, s.shared_down, work.pairs + row, work.sizes.shared_inner, to);
+        });
+        const Added of_pairs = p.lora.of_pairs(work.adapted, work.number, &LoraLayer::expert_down, work.sizes.inner, [&](int64_t pair, float* to) {
+            inner_numbers(work, s.down, pair, work.sizes.inner, to);
+        });
         int held = -2;
         Input x{};
         each_part(s, s.down, s.shared_down, p.member, work.rows, [&](int number, Share units) {
@@ -279,8 +305,16 @@ struct ExpertMlp {
             const int64_t first = shared ? 0 : e.expert * work.sizes.down_units;
             RowStore store{(float*)room.outputs.data + e.first * p.width, p.width};
             store.first_unit = first;
+            store.added = shared ? of_shared : of_pairs.from(e.first);
             functions(down).rows(down, x, e.last - e.first, range(first, units), store);
         });
+    }
+
+    // The numbers of a pair before `down`.
+    void inner_numbers(const Work& work, const Matrix& down, int64_t pair, int64_t count, float* to) const {
+        if (!is_float(down)) return (void)std::memcpy(to, inner_floats(work, pair), sizeof(float) * count);
+        const Word* words = inner_words(work, pair);
+        for (int64_t i = 0; i < count; i += LANES) store(to + i, get_floats(down, words, i));
     }
 
     // The inputs of an expert's `down`. Kinds that are not floats are encoded here, in this thread's memory.

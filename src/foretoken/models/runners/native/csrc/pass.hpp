@@ -94,15 +94,15 @@ struct Pass {
     void enter_mixers(const LayerSpec& layer, int number) {
         if (layer.recurs) recurrent.enter(layer, number);
         if (!layer.attends) return;
+        if (m.latent.rank) return latent.enter(layer, number);
         const Matrix& qkv = layer.attention.qkv;
-        if (m.latent.rank) return latent.enter(layer.attention, p.normed(qkv, layer.norm));
         const Added added = p.added_to_normed(number, &LoraLayer::qkv, layer.norm);
         const Input x = m.joined && number == 0 ? start.joined(qkv, layer.norm) : p.normed(qkv, layer.norm);
         attention.enter(layer.attention, x, added);
     }
 
     void leave_mixers(const LayerSpec& layer, int number) {
-        if (layer.attends && m.latent.rank) latent.mix(layer), latent.leave(layer);
+        if (layer.attends && m.latent.rank) latent.mix(layer, number), latent.leave(layer, number);
         else if (layer.attends) attention.mix(layer), attention.leave(layer, number);
         if (layer.recurs) recurrent.mix(layer), recurrent.leave(layer, number);
     }

@@ -31,7 +31,7 @@ struct Rows {
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t width = padded(m.hidden, 32);
         const Widest widest(m);
-        Lora::reserve(b, w);
+        Lora::reserve(m, b, w);
         w.hidden.room<float>(b.rows * width);
         w.branch.room<float>(b.rows * width);
         w.scales.room<float>(b.rows * widest.scales);

@@ -207,6 +207,9 @@ struct LoraSpec {
 struct LoraLayer {
     LoraSpec qkv, out, up, down;
     LoraSpec recurrent_in, recurrent_gates, recurrent_out;
+    LoraSpec query_up, router, shared_up, shared_down, shared_gate;
+    const LoraSpec *absorb, *expand;           // of each head; or null
+    const LoraSpec *expert_up, *expert_down;   // of each expert; or null
 };
 
 // The longest rows of the low-rank products of a kind: floats of an input, of what is between the two halves, and of a result.
@@ -216,7 +219,7 @@ struct LoraWidths {
 
 struct LoraAdapter {
     const LoraLayer* layers;
-    LoraWidths rows;  // of products of the pass's rows
+    LoraWidths rows, heads, pairs;  // of products of rows; of rows and a head; of rows and an expert
 };
 
 // The steps of recurrent layers in a pass; models/state/replay.py describes the fields.

@@ -72,19 +72,10 @@ struct Tiles {
     std::map<int, std::vector<QueryTile>> by_heads;
 };
 
-// Buffers of the layers of experts (mlp_experts.hpp).
-struct ExpertRoom {
-    Buffer normed, words, scales, shared_words, shared_scales, shared_weights, logits, inner_words, inner, outputs;
-    std::vector<Buffer> own;      // of each thread
-    std::vector<Routing> layers;  // of the pass that runs
-    // Number of experts that the last pass chose, by layer, for each number of rows.
-    std::map<int, std::vector<int32_t>> active_by_rows;
-    std::vector<int32_t>* active = nullptr;  // of the pass that runs
-};
-
-// Items [first, last) of a list that take the same low-rank products.
+// Items [first, last) of a list that take the same low-rank products: those of an adapter, and of one head or expert.
 struct LoraTile {
     const LoraAdapter* adapter;
+    int32_t part;  // number of the head or expert
     int32_t first, last;
 };
 
@@ -98,9 +89,9 @@ struct LoraItems {
     void clear(int64_t all) { tiles.clear(), places.clear(), added.assign(all, nullptr); }
 
     // Cuts the places that were appended from `start` on into tiles.
-    void cut(const LoraAdapter* adapter, int start) {
+    void cut(const LoraAdapter* adapter, int part, int start) {
         for (int first = start, count = (int)places.size(); first < count; first += TILE_ITEMS)
-            tiles.push_back({adapter, first, std::min(first + TILE_ITEMS, count)});
+            tiles.push_back({adapter, part, first, std::min(first + TILE_ITEMS, count)});
     }
 
     const LoraTile& tile_of(int64_t item) const {
@@ -111,12 +102,24 @@ struct LoraItems {
 // The rows of a pass that have an adapter.
 struct Adapted {
     LoraItems rows;
-    LoraWidths row_widths{};  // the largest of all adapters
+    LoraItems heads;  // of rows; place: head * rows of the pass + row
+    std::vector<const LoraAdapter*> adapters;  // all different
+    std::vector<const LoraAdapter*> of_row;    // [rows of the pass], or empty; null: none
+    LoraWidths row_widths{}, head_widths{}, pair_widths{};  // the largest of all adapters
 
-    void plan(const BatchSpec& b) {
-        rows.clear(b.adapters ? b.rows : 0), row_widths = {};
+    void plan(const BatchSpec& b, int head_count) {
+        rows.clear(b.adapters ? b.rows : 0), adapters.clear(), of_row.assign(b.adapters ? b.rows : 0, nullptr);
+        row_widths = head_widths = pair_widths = {};
         for (int s = 0; b.adapters && s < b.sequences; s++)
-            if (b.adapters[s] && std::find(b.adapters, b.adapters + s, b.adapters[s]) == b.adapters + s) gather(b, b.adapters[s], s);
+            if (b.adapters[s] && std::find(adapters.begin(), adapters.end(), b.adapters[s]) == adapters.end())
+                gather(b, b.adapters[s], s);
+        heads.clear(head_widths.input ? (int64_t)head_count * b.rows : 0);
+        for (int head = 0; head_widths.input && head < head_count; head++)
+            for (const LoraTile& tile : rows.tiles) {
+                const int start = (int)heads.places.size();
+                for (int i = tile.first; i < tile.last; i++) heads.places.push_back(head * b.rows + rows.places[i]);
+                heads.cut(tile.adapter, head, start);
+            }
     }
 
    private:
@@ -125,9 +128,10 @@ struct Adapted {
         const int start = (int)rows.places.size();
         for (int s = sequence; s < b.sequences; s++)
             for (int row = b.sequence_from[s]; b.adapters[s] == adapter && row < b.sequence_from[s + 1]; row++)
-                rows.places.push_back(row);
-        rows.cut(adapter, start);
-        widen(row_widths, adapter->rows);
+                rows.places.push_back(row), of_row[row] = adapter;
+        rows.cut(adapter, 0, start);
+        adapters.push_back(adapter);
+        widen(row_widths, adapter->rows), widen(head_widths, adapter->heads), widen(pair_widths, adapter->pairs);
     }
 
     static void widen(LoraWidths& widths, const LoraWidths& by) {
@@ -135,17 +139,28 @@ struct Adapted {
     }
 };
 
+// Buffers of the layers of experts (mlp_experts.hpp).
+struct ExpertRoom {
+    Buffer normed, words, scales, shared_words, shared_scales, shared_weights, logits, inner_words, inner, outputs;
+    std::vector<Buffer> own;      // of each thread
+    std::vector<Routing> layers;  // of the pass that runs
+    std::vector<LoraItems> adapted;  // pairs of rows and experts of each of these layers
+    // Number of experts that the last pass chose, by layer, for each number of rows.
+    std::map<int, std::vector<int32_t>> active_by_rows;
+    std::vector<int32_t>* active = nullptr;  // of the pass that runs
+};
+
 // Buffers of one model. The names are those of the pass and its blocks.
 struct Workspace {
     Buffer hidden, embedded, branch, aside, qkv, queries, mixed, inner, scales, normed, attended, activated;
     Buffer recurrent, prepared, recurrent_mixed;
     Buffer layer_inputs, gated_inputs;
-    Buffer latent_queries, absorbed, head_words, head_scales;
+    Buffer latent_queries, absorbed, head_words, head_scales, latent_mixes;
     std::vector<Buffer> own_words, own_attention, own_states;
     Answered answered;
     SourcePlan sources, answered_sources;
     Tiles tiles, answered_tiles;
     ExpertRoom experts;
     Adapted adapted, answered_adapted;
-    Buffer lora_inputs, lora_inner, lora_added;
+    Buffer lora_inputs, lora_inner, lora_added, lora_added_heads, lora_added_pairs;
 };
