@@ -128,10 +128,10 @@ def train_draft(
     """
     where = resolve_device(device)
     teacher, tokenizer = load_teacher(target)
-    teacher.to(where)  # type: ignore[arg-type]
+    teacher.to(where)
     stream = encode(corpus.train, tokenizer)
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
-    model = new_model(shape, tokenizer, config.seed).to(where)  # type: ignore[arg-type]
+    model = new_model(shape, tokenizer, config.seed).to(where)
     trainer = Trainer(model, config, checkpoint_of(out), lambda row: row["overlap"])
     if resume:
         trainer.resume()
