@@ -18,6 +18,7 @@ from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.families.multimodal import text_part
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
+from foretoken.models.formats.fp8 import Fp8Weights
 from foretoken.models.formats.gguf.names import is_gguf
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
@@ -150,7 +151,7 @@ def report_language_model_alone(path: str) -> None:
 
 
 def _needed(
-    tensors: Weights | GGUFWeights | PackedWeights,
+    tensors: Weights | GGUFWeights | PackedWeights | Fp8Weights,
     scheme: Quantizer | None,
     dtype: torch.dtype,
     compiled: bool,
@@ -170,7 +171,7 @@ def _needed(
         return weight_bytes(tensors.shapes, dtype, scheme.weight_bits if compiled or scheme.group is None else None)
     if isinstance(tensors, PackedWeights):
         bits = tensors.bits if compiled else None
-    elif compiled and not isinstance(tensors, Weights):
+    elif compiled and not isinstance(tensors, Weights | Fp8Weights):
         return min(tensors.nbytes, weight_bytes(tensors.shapes, dtype, None))
     return weight_bytes(tensors.shapes, dtype, bits)
 

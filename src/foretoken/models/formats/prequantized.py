@@ -1,9 +1,10 @@
 """Checkpoints that are already quantized, as compressed-tensors, torchao, AWQ and GPTQ tools write them.
 
-``packed.py`` reads codes of four or eight bits in groups. This module reads W8A8 checkpoints: symmetric int8 weights
-with one scale per output channel, and activations quantized dynamically and symmetrically per row. compressed-tensors
-(``int-quantized``, as llm-compressor saves W8A8) and torchao (``Int8DynamicActivationInt8WeightConfig`` version 2, per
-row) write them. Matrices that are not quantized stay as they are.
+``packed.py`` reads codes of four or eight bits in groups, ``fp8.py`` eight-bit floats. This module reads W8A8
+checkpoints: symmetric int8 weights with one scale per output channel, and activations quantized dynamically and
+symmetrically per row. compressed-tensors (``int-quantized``, as llm-compressor saves W8A8) and torchao
+(``Int8DynamicActivationInt8WeightConfig`` version 2, per row) write them. Matrices that are not quantized stay as they
+are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.schema import MAX_INT, Schema, parse
+from foretoken.core.schema import MAX_INT, Schema, Size, parse, shortened
+from foretoken.models.formats.fp8 import Fp8Settings, Fp8Weights
 from foretoken.models.formats.packed import PackedSettings, PackedWeights
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.weight_files import Weights
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 SUPPORTED = (
     "supported are int8 weights with a symmetric scale per channel and dynamic symmetric int8 activations per token, "
     "saved by compressed-tensors (int-quantized) or torchao (Int8DynamicActivationInt8WeightConfig, PerRow), and "
-    "weights of 4 or 8 bits in groups, saved by compressed-tensors (pack-quantized), AWQ (gemm) or GPTQ"
+    "weights of 4 or 8 bits in groups, saved by compressed-tensors (pack-quantized), AWQ (gemm) or GPTQ, and "
+    "eight-bit floats with scales of blocks, outputs or matrices (fp8, or float-quantized of compressed-tensors)"
 )
 _OTHER = ("kv_cache_scheme", "sparsity_config", "transform_config")
 _WHERE = "config.json's quantization_config"
@@ -59,6 +62,13 @@ class PackedQuantization(Schema):
     checkpoint_format: str | None = None
 
 
+class Fp8Quantization(Schema):
+    """The ``quantization_config`` of FP8 checkpoints."""
+
+    weight_block_size: list[Size] | None = None
+    expert_dtype: str = "fp8"
+
+
 def check_prequantized(config: Mapping[str, Any]) -> bool:
     """Returns whether the checkpoint's weights are int8 with a scale per channel.
 
@@ -66,7 +76,7 @@ def check_prequantized(config: Mapping[str, Any]) -> bool:
         ModelLoadError: they are quantized in a way that is not supported.
     """
     settings = config.get("quantization_config")
-    if not settings or packed_settings(config) is not None:
+    if not settings or packed_settings(config) is not None or fp8_settings(config) is not None:
         return False
     method = parse(Quantization, settings, _WHERE).quant_method
     checks = {"compressed-tensors": _compressed_tensors, "torchao": _torchao}
@@ -110,12 +120,59 @@ def packed_settings(config: Mapping[str, Any]) -> PackedSettings | None:
     return PackedSettings("gptq", bits, group, zero_shift=int(layout == "gptq"))
 
 
-def unpacked(weights: Weights | GGUFWeights, config: Mapping[str, Any]) -> Weights | GGUFWeights | PackedWeights:
-    """Returns the tensors of a checkpoint with packed matrices under plain names.
+def fp8_settings(config: Mapping[str, Any]) -> Fp8Settings | None:
+    """Returns how the checkpoint scales its eight-bit floats; None if it has none.
+
+    Raises:
+        ModelLoadError: they are scaled in a way that is not supported.
+    """
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    quantization = parse(Quantization, settings, _WHERE)
+    if quantization.quant_method == "fp8":
+        s = parse(Fp8Quantization, settings, _WHERE)
+        if s.expert_dtype != "fp8":
+            raise _refused(f"experts of {s.expert_dtype}")
+        return Fp8Settings(_block(s.weight_block_size))
+    groups = list((quantization.config_groups or {}).values())
+    layouts = {group.format or quantization.format for group in groups}
+    if quantization.quant_method != "compressed-tensors" or layouts != {"float-quantized"}:
+        return None
+    if other := next((key for key in _OTHER if settings.get(key)), None):
+        raise _refused(other)
+    blocks = {_block((group.weights or {}).get("block_structure")) for group in groups}
+    if len(blocks) > 1:
+        raise _refused("several groups of different settings")
+    return Fp8Settings(blocks.pop())
+
+
+def _block(sizes: Any) -> tuple[int, int] | None:
+    """Returns the outputs and inputs of a block. Raises ModelLoadError for what is none."""
+    if sizes is None:
+        return None
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(isinstance(s, int) and 1 <= s <= MAX_INT for s in sizes)
+    ):
+        raise _refused(f"blocks of {shortened(sizes)}")
+    return sizes[0], sizes[1]
+
+
+def unpacked(
+    weights: Weights | GGUFWeights, config: Mapping[str, Any]
+) -> Weights | GGUFWeights | PackedWeights | Fp8Weights:
+    """Returns the tensors of a checkpoint with packed matrices, and those of eight-bit floats, under plain names.
 
     Raises:
         ModelLoadError: they are packed in a way that is not supported, or are damaged.
     """
+    if (scales := fp8_settings(config)) is not None:
+        floats = Fp8Weights(weights, weights.shapes, scales)
+        if not floats.scaled:
+            raise _refused("fp8 without scales")
+        return floats
     settings = packed_settings(config)
     if settings is None:
         return weights
