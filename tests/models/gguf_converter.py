@@ -116,6 +116,16 @@ def whole_heads(config: Config, name: str, tensor: Tensor) -> Tensors:
     yield name, tensor
 
 
+def expert_halves(config: Config, name: str, tensor: Tensor) -> Tensors:
+    """The experts of Llama 4 with outputs first, gate and up each by itself."""
+    if name.endswith("experts.gate_up_proj"):
+        for part, half in zip(("gate", "up"), tensor.transpose(-1, -2).chunk(2, -2), strict=True):
+            yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half.contiguous()
+    else:
+        last = name.endswith("experts.down_proj")
+        yield (f"{name}.weight", tensor.transpose(-1, -2).contiguous()) if last else (name, tensor)
+
+
 def outputs_first(config: Config, name: str, tensor: Tensor) -> Tensors:
     """The matrices of GPT-2, transposed."""
     yield name, tensor.t().contiguous() if re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name) else tensor
@@ -203,11 +213,20 @@ RULES: dict[str, Rules] = {
     "mpt": Rules((keys.mpt,)),
     "falcon": Rules((keys.falcon,), (whole_heads,)),
     "llama": Rules((), (pairs,)),
+    "llama4": Rules((keys.llama4,), (expert_halves,)),
     "mistral3": Rules((keys.ministral3,), (pairs,)),
 }
 
 
-def convert(folder: Path, config: Config, architecture: str, path: Path, kind: K = K.F32, next_layers: int = 0) -> Path:
+def convert(
+    folder: Path,
+    config: Config,
+    architecture: str,
+    path: Path,
+    kind: K = K.F32,
+    next_layers: int = 0,
+    fuse_qkv: bool = False,
+) -> Path:
     """Writes a saved checkpoint as a GGUF file.
 
     Args:
@@ -217,6 +236,7 @@ def convert(folder: Path, config: Config, architecture: str, path: Path, kind: K
         path: the file to write.
         kind: type of the matrices whose rows it divides; others are float32.
         next_layers: number of layers of multi-token prediction behind the others.
+        fuse_qkv: whether queries, keys and values are joined, as by ``--fuse-qkv``.
     """
     rules, number = RULES[architecture], next(a for a, name in MODEL_ARCH_NAMES.items() if name == architecture)
     layers = field(config, "num_hidden_layers", "n_layer", "n_layers") or len(config["layers_block_type"])
@@ -227,13 +247,28 @@ def convert(folder: Path, config: Config, architecture: str, path: Path, kind: K
         write(writer, config)
     put(writer, "nextn_predict_layers", next_layers or None)
     stored = {_appended(name, layers - next_layers): t for name, t in load_file(folder / "model.safetensors").items()}
-    for name, tensor in _changed(config, rules.changes, _stacked(stored)):
-        _add(writer, _stored_name(names, name), tensor, kind)
+    named = {_stored_name(names, name): t for name, t in _changed(config, rules.changes, _stacked(stored))}
+    if fuse_qkv:
+        named = _fused(named)
+    for name, tensor in named.items():
+        _add(writer, name, tensor, kind)
+    for name, tensor in keys.rope_factors(config):
+        _add(writer, name, tensor, K.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors with the queries, keys and values of layers in one, where all three are there."""
+    result = dict(tensors)
+    for name in tensors:
+        parts = [name.replace("attn_q.", f"attn_{part}.") for part in "qkv"]
+        if ".attn_q." in name and all(part in tensors for part in parts):
+            result[name.replace("attn_q.", "attn_qkv.")] = torch.cat([result.pop(part) for part in parts])
+    return result
 
 
 def _appended(name: str, layers: int) -> str:

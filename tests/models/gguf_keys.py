@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 Config = Mapping[str, Any]
 Keys = Callable[[Any, Config], None]
@@ -110,6 +112,32 @@ def delta(writer: Any, config: Config) -> None:
     put(writer, "ssm.inner_size", config["linear_value_head_dim"] * config["linear_num_value_heads"])
     put(writer, "attention.recurrent_layers", [kind == "linear_attention" for kind in config["layer_types"]])
     put(writer, "full_attention_interval", 4)
+
+
+def llama4(writer: Any, config: Config) -> None:
+    put(writer, "feed_forward_length", config["intermediate_size_mlp"])
+    put(writer, "expert_feed_forward_length", config["intermediate_size"])
+    put(writer, "interleave_moe_layer_step", config["interleave_moe_layer_step"])
+
+
+def rope_factors(config: Config) -> list[tuple[str, Tensor]]:
+    """What the rotary frequencies of a Llama 3 or 4 are divided by, as the file's tensor of them."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return []
+    old, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    divisors = []
+    for at in range(0, config["head_dim"], 2):
+        length = 2 * math.pi * rope["rope_theta"] ** (at / config["head_dim"])
+        if length < old / high:
+            divisors.append(1.0)
+        elif length > old / low:
+            divisors.append(factor)
+        else:
+            smooth = (old / length - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return [("rope_freqs.weight", torch.tensor(divisors))]
 
 
 def mamba(writer: Any, config: Config) -> None:

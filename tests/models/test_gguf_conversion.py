@@ -65,6 +65,16 @@ LATENT_YARN = {**tiny.LATENT_YARN, "truncate": True, "mscale": 1.0, "mscale_all_
 MAMBA = {name: value for name, value in tiny.MAMBA.items() if name != "mamba_proj_bias"} | {"mamba_d_head": 32}
 FALCON_H1 = {name: value for name, value in tiny.FALCON_H1.items() if "bias" not in name} | {"head_dim": 16}
 NEMOTRON_H = {name: value for name, value in tiny.NEMOTRON_H.items() if "bias" not in name}
+SCOUT_ROPE = {**tiny.LLAMA3_ROPE, "high_freq_factor": 1.0}
+LLAMA4 = {
+    **tiny.GROUPED,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 56,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+}
 CONVOLUTIONS = ["conv", "full_attention", "conv"]
 CASES = {
     "qwen35": tiny_case("qwen35", "qwen3_5_text", HYBRID),
@@ -150,6 +160,8 @@ CASES = {
     "falcon, two norms": dense_case("falcon", "falcon, two norms"),
     "llama, yarn": dense_case("llama", "llama, yarn and biases"),
     "ministral3": dense_case("mistral3", "ministral3"),
+    "llama4": tiny_case("llama4", "llama4_text", LLAMA4, rope_parameters=SCOUT_ROPE),
+    "llama4, experts in every second layer": tiny_case("llama4", "llama4_text", LLAMA4, interleave_moe_layer_step=2),
 }
 
 
@@ -187,7 +199,7 @@ class Saved:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[..., Saved]:
-    def save(case: Case, kind: K = K.F32) -> Saved:
+    def save(case: Case, kind: K = K.F32, fuse_qkv: bool = False) -> Saved:
         built = module(case, levels=kind != K.F32)
         folder = tmp_path / "checkpoint"
         built.save_pretrained(folder)
@@ -195,7 +207,12 @@ def saved(tmp_path: Path) -> Callable[..., Saved]:
             built,
             folder,
             convert(
-                folder, {**case.config, **built.config.to_dict()}, case.architecture, tmp_path / "model.gguf", kind
+                folder,
+                {**case.config, **built.config.to_dict()},
+                case.architecture,
+                tmp_path / "model.gguf",
+                kind,
+                fuse_qkv=fuse_qkv,
             ),
         )
 
@@ -271,6 +288,22 @@ def test_four_bit_matrices_are_read_as_they_are(name: str, saved: Callable[..., 
     exact = expected(s.module)
     ours = logits(load_model(s.file, dtype="float32"))  # products quantize their inputs
     assert float((ours - exact).abs().max()) < 0.2 * float(exact.std())
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [K.F32, K.Q4_0])
+@pytest.mark.parametrize("name", ["qwen35moe", "glm4moe", "llama, yarn", "llama4", "lfm2moe"])
+def test_joined_queries_keys_and_values_are_those_of_the_checkpoint(
+    name: str, kind: K, saved: Callable[..., Saved]
+) -> None:
+    s = saved(CASES[name], kind, fuse_qkv=True)
+    assert any("attn_qkv" in part for part in Header.read(s.file).tensors)
+    file, reference = open_weights(s.file), open_weights(s.folder)
+    parts = [part for part in reference if ".self_attn." in part and "norm" not in part]
+    assert len(parts) >= 4 and all(torch.equal(file[part], reference[part]) for part in parts)
+    ours = logits(load_model(s.file, dtype="float32"))
+    tolerance = 1e-4 if kind == K.F32 else 0.2 * float(expected(s.module).std())
+    assert float((ours - expected(s.module)).abs().max()) < tolerance
 
 
 @pytest.mark.parametrize("name", [*PACKED, "falcon-h1", "gemma4", "mpt", "cohere2", "ministral3"])

@@ -115,6 +115,7 @@ def tensor(name: str, kind: K = K.F32, shape: tuple[int, ...] = (4,)) -> Change:
         ("llama", key("expert_count", 8), "lacks the key llama.expert_used_count"),
         ("llama", key("attention.clamp_kqv", 3.0), "clamp_kqv"),
         ("mistral3", key("attention.temperature_scale", 0.1), "temperature_scale"),
+        ("llama4", key("attention.sliding_window", 0), "no chunks of attention or no experts"),
         ("llama", key("attention.value_length", 16), "different lengths"),
         ("qwen2", scaling("yarn"), "lacks the key qwen2.rope.scaling.original_context_length"),
         ("qwen2", scaling("su"), "'su', which is not computed"),
@@ -147,6 +148,7 @@ def test_a_configuration_that_is_not_computed_is_refused(
         (tensor("blk.0.ffn_up.weight", K.IQ2_XXS, (4, 256)), "as IQ2_XXS; supported"),
         (tensor("blk.0.attn_norm.weight", K.Q8_0, (32,)), r"\(32,\) as Q8_0"),
         (tensor("blk.0.attn_k.weight", K.F32, (6, 48)), "which 2 heads do not divide"),
+        (tensor("blk.0.attn_qkv.weight", K.F32, (95, 48)), r"attn_qkv.weight \(95, 48\), but its keys say 96 rows"),
         (tensor("blk.0.ffn_up.weight", K.F32, (2, 4, 48)), r"\(2, 4, 48\) as F32"),
     ],
 )

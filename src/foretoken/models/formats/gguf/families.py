@@ -85,6 +85,7 @@ _FALCON_TWO_NORMS = replace(_FALCON, own={"attn_norm": "ln_mlp", "attn_norm_2": 
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": GGUFFamily("mistral", (fields.windows,), interleaved=True),
+    "llama4": GGUFFamily("llama4_text", (fields.llama4,)),
     "mistral3": replace(_LLAMA, reads=(fields.ministral3,)),
     "smollm3": GGUFFamily("smollm3", interleaved=True),
     "internlm2": _LLAMA,

@@ -19,6 +19,7 @@ Fields = Callable[[Metadata], dict[str, Any]]
 
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scale is that of hidden / heads
 _MAX_ALIBI = 64
+_MAVERICK_EXPERTS = 128  # of the Llama 4 whose queries and keys are not normed
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 
 
@@ -171,6 +172,18 @@ def granitehybrid(m: Metadata) -> dict[str, Any]:
     )
 
 
+def llama4(m: Metadata) -> dict[str, Any]:
+    """Returns the fields of Llama 4. Of chunks and of growing queries llama.cpp knows one setting, and writes none."""
+    if m.header.metadata.get(f"{m.architecture}.attention.sliding_window") == 0 or not m.need("expert_count"):
+        raise ModelLoadError(
+            f"{m.header.path} has no chunks of attention or no experts (MobileLLM), which is not computed here"
+        )
+    return experts(False)(m) | {
+        "intermediate_size_mlp": max(m.each("feed_forward_length")),
+        "use_qk_norm": m.need("expert_count") != _MAVERICK_EXPERTS,
+    }
+
+
 def mamba(m: Metadata) -> dict[str, Any]:
     """Returns the sizes of Mamba-2."""
     inner, heads = m.need("ssm.inner_size"), m.need("ssm.time_step_rank")
@@ -191,7 +204,13 @@ def falcon_h1(m: Metadata) -> dict[str, Any]:
 
 def nemotron_h(m: Metadata) -> dict[str, Any]:
     """Returns the fields of Nemotron-H, whose layers are each a mixer or an MLP alone, as their tensors show."""
-    marks = {"ssm_in.weight": LINEAR, "attn_q.weight": FULL, "ffn_gate_inp.weight": "moe", "ffn_up.weight": "mlp"}
+    marks = {
+        "ssm_in.weight": LINEAR,
+        "attn_q.weight": FULL,
+        "attn_qkv.weight": FULL,
+        "ffn_gate_inp.weight": "moe",
+        "ffn_up.weight": "mlp",
+    }
     kinds = [next((kind for part, kind in marks.items() if m.has(part, layer)), LINEAR) for layer in range(m.layers)]
     fields = mamba(m) | experts(True)(m) | {"layer_types": kinds}
     if "mlp" not in kinds:

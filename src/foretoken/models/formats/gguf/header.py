@@ -50,6 +50,12 @@ class StoredTensor:
     nbytes: int
     path: Path
 
+    def rows(self, name: str, first: int, last: int) -> StoredTensor:
+        """Returns some of the rows, or of the numbers of a vector, as a tensor of this name."""
+        width = self.nbytes // self.shape[0]
+        shape = (last - first, *self.shape[1:])
+        return StoredTensor(name, self.kind, shape, self.start + first * width, (last - first) * width, self.path)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,8 @@ from foretoken.models.formats.gguf.families import config_of, family_of
 from foretoken.models.formats.gguf.header import Header, StoredTensor, split_parts
 from foretoken.models.formats.gguf.tensor_names import Names
 from foretoken.models.formats.grouped import Grouped, Groups, TwoLevels
+
+_FUSED = re.compile(r"blk\.([0-9]{1,5})\.attn_qkv\.(weight|bias)")
 
 
 class GGUFWeights(Mapping[str, Tensor]):
@@ -111,7 +115,7 @@ def _sources(header: Header) -> dict[str, ChangedTensor]:
         raise ModelLoadError(f"{header.path} is not computed here: {reason}")
     a = Architecture.of(config)
     names, sources = Names.of(a, family.own, header.tensors), {}
-    for name, stored in header.tensors.items():
+    for name, stored in _apart(header, a):
         try:
             known = names.checkpoint(name)
         except KeyError:
@@ -127,6 +131,28 @@ def _sources(header: Header) -> dict[str, ChangedTensor]:
         except ValueError as error:
             raise ModelLoadError(f"{header.path} has {name} {stored.shape}, {error}") from None
     return sources
+
+
+def _apart(header: Header, a: Architecture) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the file's tensors, with queries, keys and values apart that llama.cpp's converter has joined.
+
+    With ``--fuse-qkv`` it writes those three below each other where checkpoints have a matrix of each.
+    """
+    for name, stored in header.tensors.items():
+        fused = _FUSED.fullmatch(name)
+        layer = None if fused is None else a.stack[min(int(fused[1]), a.layers - 1)]
+        apart = len(a.names.qkv) == 3 and a.latent is None
+        if fused is None or layer is None or not apart or not layer.attention or layer.recurrent == "delta":
+            yield name, stored
+            continue
+        sizes = a.sizes(layer)
+        narrow = sizes.kv_heads * sizes.head_dim
+        rows = ((1 + a.gated_attention) * a.heads * sizes.head_dim, narrow, narrow)
+        if sum(rows) != stored.shape[0]:
+            raise ModelLoadError(f"{header.path} has {name} {stored.shape}, but its keys say {sum(rows)} rows")
+        for part, (first, last) in zip("qkv", pairwise(accumulate(rows, initial=0)), strict=True):
+            own = f"blk.{fused[1]}.attn_{part}.{fused[2]}"
+            yield own, stored.rows(own, first, last)
 
 
 def _check_type(path: Path, stored: StoredTensor) -> None:
