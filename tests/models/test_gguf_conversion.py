@@ -27,6 +27,7 @@ from foretoken.models.formats.grouped import Grouped
 from foretoken.models.loading import load_model
 
 from . import dense, gguf_files, tiny
+from .adapters import load_adapter, save_adapter
 from .gguf_converter import convert
 from .test_native import needs_kernels
 
@@ -219,8 +220,8 @@ def saved(tmp_path: Path) -> Callable[..., Saved]:
     return save
 
 
-def logits(model: Model) -> Tensor:
-    handle = model.open(IDS)
+def logits(model: Model, adapter: str | None = None) -> Tensor:
+    handle = model.open(IDS, adapter=adapter)
     (scores,) = model.score([handle], [DRAFT])
     model.close(handle)
     return scores.logits.float()
@@ -304,6 +305,36 @@ def test_joined_queries_keys_and_values_are_those_of_the_checkpoint(
     ours = logits(load_model(s.file, dtype="float32"))
     tolerance = 1e-4 if kind == K.F32 else 0.2 * float(expected(s.module).std())
     assert float((ours - expected(s.module)).abs().max()) < tolerance
+
+
+ADAPTED = {
+    "qwen35moe": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "gate_proj", "down_proj", "gate"],
+    "qwen3next": ["in_proj_qkvz", "in_proj_ba", "out_proj"],
+    "deepseek2, sigmoid": ["kv_b_proj", "q_a_proj", "q_b_proj", "o_proj"],
+    "llama, yarn": ["q_proj", "k_proj"],
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ADAPTED)
+def test_a_file_takes_the_adapters_of_its_checkpoint(name: str, saved: Callable[..., Saved], tmp_path: Path) -> None:
+    s = saved(CASES[name])
+    adapter = save_adapter(tmp_path / "adapter", s.folder, ADAPTED[name], size=0.05)
+    models = [load_model(path, dtype="float32") for path in (s.file, s.folder)]
+    for model in models:
+        load_adapter(model, "x", adapter)
+    ours, reference = (logits(model, "x") for model in models)
+    torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(ours, logits(models[0]))
+
+
+@needs_kernels
+def test_a_file_with_factors_in_its_weights_takes_no_adapter(saved: Callable[..., Saved], tmp_path: Path) -> None:
+    s = saved(CASES["falcon-h1"])
+    adapter = save_adapter(tmp_path / "adapter", s.folder, ["q_proj"])
+    load_adapter(load_model(s.folder, dtype="float32"), "x", adapter)
+    with pytest.raises(ModelLoadError, match="run the checkpoint instead of the GGUF file"):
+        load_adapter(load_model(s.file, dtype="float32"), "x", adapter)
 
 
 @pytest.mark.parametrize("name", [*PACKED, "falcon-h1", "gemma4", "mpt", "cohere2", "ministral3"])

@@ -55,6 +55,8 @@ FAMILIES: dict[str, tuple[list[str] | str, dict[str, Any]]] = {
     "hy-v3": ("all-linear", {"target_parameters": ["experts.down_proj", "gate.weight"]}),
     "lfm2-moe": ("all-linear", {"target_parameters": ["experts.gate_up_proj"]}),
     "nemotron-h": (["in_proj", "up_proj"], {"target_parameters": ["experts.up_proj", "experts.down_proj"]}),
+    "dense: gemma4": ("all-linear", {}),
+    "dense: gemma4, one matrix for keys and values": ("all-linear", {}),
     "dense: gemma4, experts": (["o_proj", "gate_proj", "down_proj"], {"target_parameters": ["experts.gate_up_proj"]}),
 }
 

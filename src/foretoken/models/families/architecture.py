@@ -105,6 +105,7 @@ class Architecture:
         farthest: distance from which on all of T5's relative positions are one; 0 without such positions.
         unit_values: whether each head of values is normed, without weights (Gemma 4).
         layer_inputs: inputs of single layers beside the residual stream; None for none.
+        multiplied: whether factors of the family are in the stored weights (Falcon-H1 in GGUF files).
     """
 
     family: str
@@ -148,6 +149,7 @@ class Architecture:
     latent: LatentAttention | None = None
     unit_values: bool = False
     layer_inputs: LayerInputs | None = None
+    multiplied: bool = False
 
     def sizes(self, layer: Layer) -> HeadSizes:
         """Returns the sizes of a layer's attention."""

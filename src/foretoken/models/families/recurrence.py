@@ -166,6 +166,7 @@ def falcon_h1(c: Mapping[str, Any]) -> dict[str, Any]:
         "gate_factor": gate_factor,
         "embedding_scale": c.get("embedding_multiplier") or 1.0,
         "logit_scale": c.get("lm_head_multiplier") or 1.0,
+        "multiplied": bool(c.get("factors_in_weights")),
     }
 
 

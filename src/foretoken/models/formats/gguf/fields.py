@@ -199,7 +199,8 @@ def mamba(m: Metadata) -> dict[str, Any]:
 
 def falcon_h1(m: Metadata) -> dict[str, Any]:
     """Returns the fields of Falcon-H1, whose factors llama.cpp's converter multiplies into the weights."""
-    return mamba(m) | {"mamba_rms_norm": m.has("ssm_norm.weight"), "mamba_norm_before_gate": False}
+    norms = {"mamba_rms_norm": m.has("ssm_norm.weight"), "mamba_norm_before_gate": False}
+    return mamba(m) | norms | {"factors_in_weights": True}
 
 
 def nemotron_h(m: Metadata) -> dict[str, Any]:

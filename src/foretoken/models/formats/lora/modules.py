@@ -13,6 +13,7 @@ from torch import Tensor
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.experts import Experts
 from foretoken.models.families.latent import LatentAttention
+from foretoken.models.families.layer_inputs import LayerInputs
 from foretoken.models.families.layers import Layer, RecurrentMixer
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.layers import in_runtime_order
@@ -23,7 +24,8 @@ Attention = Literal["qkv", "query_up", "out"]
 Mlp = Literal["up", "down", "router", "shared_gate", "shared_up", "shared_down"]
 Recurrent = Literal["recurrent_in", "recurrent_gates", "recurrent_out"]
 Stack = Literal["absorb", "expand", "expert_up", "expert_down"]  # products of each head, or of each expert
-Product = Literal[Attention, Mlp, Recurrent, Stack]
+LayerInput = Literal["input_gate", "input_up", "input_projection"]  # the last one, of all layers, is the first one's
+Product = Literal[Attention, Mlp, Recurrent, LayerInput, Stack]
 Ranges = list[tuple[int, int]]
 
 
@@ -70,6 +72,8 @@ def lora_products(a: Architecture, number: int) -> Iterator[LoraProduct]:
         yield from _attention(a, layer, at)
     if layer.recurrent is not None and a.recurrence is not None:
         yield from _RECURRENT[layer.recurrent](a.recurrence, at + a.names.recurrent, a.hidden)
+    if a.layer_inputs is not None:
+        yield from _layer_inputs(a.layer_inputs, number, a.layers, at, a.hidden)
     if layer.experts is not None:
         yield from _experts(layer.experts, at, a.hidden)
     if layer.mlp in ("gated", "ungated") or (layer.experts is not None and layer.experts.beside is not None):
@@ -77,6 +81,13 @@ def lora_products(a: Architecture, number: int) -> Iterator[LoraProduct]:
         rows = [inner] * (1 if layer.mlp == "ungated" else 2)
         yield LoraProduct("up", _modules(at, a.names.up, rows, a.hidden))
         yield LoraProduct("down", (LinearModule(at + a.names.down, a.hidden, inner),))
+
+
+def _layer_inputs(s: LayerInputs, number: int, layers: int, at: str, hidden: int) -> Iterator[LoraProduct]:
+    if number == 0:
+        yield LoraProduct("input_projection", (LinearModule(s.projection, layers * s.width, hidden),))
+    yield LoraProduct("input_gate", (LinearModule(at + s.gate, s.width, hidden),))
+    yield LoraProduct("input_up", (LinearModule(at + s.up, hidden, s.width),))
 
 
 def _attention(a: Architecture, layer: Layer, at: str) -> Iterator[LoraProduct]:

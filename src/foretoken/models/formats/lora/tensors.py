@@ -57,6 +57,11 @@ def read_adapter(folder: Path, architecture: Architecture) -> list[AdapterLayer]
             that the adapter has is left out.
     """
     settings = read_settings(folder)
+    if architecture.multiplied:
+        raise ModelLoadError(
+            f"the adapter in {folder} is for the weights of the original checkpoint, and this file of type "
+            f"{architecture.family!r} has them multiplied by factors; run the checkpoint instead of the GGUF file"
+        )
     with opened(folder) as file:
         return _Reader(settings, AdapterFile(folder, file), architecture).layers()
 

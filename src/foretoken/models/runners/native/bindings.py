@@ -242,6 +242,7 @@ class LoraLayer(Structure):
         *((name, LoraSpec) for name in ("qkv", "out", "up", "down")),
         *((name, LoraSpec) for name in ("recurrent_in", "recurrent_gates", "recurrent_out")),
         *((name, LoraSpec) for name in ("query_up", "router", "shared_up", "shared_down", "shared_gate")),
+        *((name, LoraSpec) for name in ("input_gate", "input_up", "input_projection")),
         *((name, POINTER(LoraSpec)) for name in ("absorb", "expand", "expert_up", "expert_down")),
     ]
 

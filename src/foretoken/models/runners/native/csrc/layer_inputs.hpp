@@ -27,7 +27,9 @@ struct OwnInputs {
     // Computes the inputs of all layers from the scaled embeddings, which are the residual stream at the start.
     void start() {
         if (!s.width) return;
-        p.multiply(s.projection, p.normed(s.projection, NormSpec{}), p.b.rows, {inputs, stride, false, s.projection_scale});
+        RowStore store_all{inputs, stride, false, s.projection_scale};
+        store_all.added = p.added_to_normed(0, &LoraLayer::input_projection, NormSpec{});
+        p.multiply(s.projection, p.normed(s.projection, NormSpec{}), p.b.rows, store_all);
         const int layers = p.m.layer_count;
         const Floats scale = floats(s.table_scale), half = floats(std::sqrt(0.5f));
         p.member.each((int64_t)p.b.rows * layers, 8, [&](int64_t item) {
@@ -45,15 +47,20 @@ struct OwnInputs {
     void run(const LayerInputSpec& layer, int number) {
         if (!layer.gate.data) return;
         const int64_t width = gated_width(s);
-        p.multiply(layer.gate, p.normed(layer.gate, NormSpec{}), p.b.rows, {gated, width});
+        RowStore store_gate{gated, width};
+        store_gate.added = p.added_to_normed(number, &LoraLayer::input_gate, NormSpec{});
+        p.multiply(layer.gate, p.normed(layer.gate, NormSpec{}), p.b.rows, store_gate);
+        auto gate = [&](int64_t r, float* to) {
+            const float *own = gated + r * width, *input = inputs + r * stride + (int64_t)number * s.width;
+            for (int i = 0; i < s.width; i += LANES) store(to + i, activate(load(own + i), p.m.activation) * load(input + i));
+        };
+        const Added added = p.lora(number, &LoraLayer::input_up, s.width, gate);
         const Input x = p.prepare(layer.up, ACTIVATED, p.b.rows, [&](int64_t r, Word* words, float* scales) {
-            const float *gate = gated + r * width, *input = inputs + r * stride + (int64_t)number * s.width;
             float* row = p.own_row();
-            for (int i = 0; i < s.width; i += LANES)
-                store(row + i, activate(load(gate + i), p.m.activation) * load(input + i));
+            gate(r, row);
             functions(layer.up).encode(layer.up, row, s.width, words, scales);
         });
-        p.residual(layer.up, x, layer.norm, 1.0f);
+        p.residual(layer.up, x, layer.norm, 1.0f, added);
     }
 
     // Moves the inputs of a row, where rows leave the pass.

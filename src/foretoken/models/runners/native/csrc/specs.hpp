@@ -208,6 +208,7 @@ struct LoraLayer {
     LoraSpec qkv, out, up, down;
     LoraSpec recurrent_in, recurrent_gates, recurrent_out;
     LoraSpec query_up, router, shared_up, shared_down, shared_gate;
+    LoraSpec input_gate, input_up, input_projection;  // the last one, of all layers' inputs, is that of the first layer
     const LoraSpec *absorb, *expand;           // of each head; or null
     const LoraSpec *expert_up, *expert_down;   // of each expert; or null
 };
