@@ -17,8 +17,9 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.formats.checkpoint import load_config, open_weights
-from foretoken.models.formats.prequantized import unpacked
+from foretoken.models.formats.prequantized import read_int8, unpacked
 from foretoken.models.loading import load_model
+from foretoken.quantize import quantize_checkpoint
 
 from .tiny import ARCHITECTURES
 
@@ -116,6 +117,19 @@ def test_scales_may_be_those_of_matrices_outputs_or_blocks(case: str, tmp_path: 
     assert set(weights) == {"x.weight", "y.weight"}
     factors = scales.repeat_interleave(8, 0).repeat_interleave(16, 1) if shape == (3, 2) else scales
     assert torch.equal(weights["x.weight"], numbers.float() * factors)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "bfloat16"])
+def test_fp8_is_rounded_again_or_written_as_floats(scheme: str, tmp_path: Path) -> None:
+    path = as_fp8(ARCHITECTURES["qwen3"].save(tmp_path / "float"), tmp_path / "fp8")
+    quantize_checkpoint(path, tmp_path / scheme, scheme)
+    read, written = (unpacked(open_weights(p), load_config(p)) for p in (path, tmp_path / scheme))
+    name = "model.layers.0.mlp.down_proj"
+    if scheme == "bfloat16":
+        assert torch.equal(written[f"{name}.weight"], read[f"{name}.weight"].bfloat16())
+    else:
+        error = read_int8(written, name).dequantize() - read[f"{name}.weight"]
+        assert error.abs().max() <= read[f"{name}.weight"].abs().max() / 200
 
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]

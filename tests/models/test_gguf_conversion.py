@@ -67,14 +67,11 @@ MAMBA = {name: value for name, value in tiny.MAMBA.items() if name != "mamba_pro
 FALCON_H1 = {name: value for name, value in tiny.FALCON_H1.items() if "bias" not in name} | {"head_dim": 16}
 NEMOTRON_H = {name: value for name, value in tiny.NEMOTRON_H.items() if "bias" not in name}
 SCOUT_ROPE = {**tiny.LLAMA3_ROPE, "high_freq_factor": 1.0}
-LLAMA4 = {
-    **tiny.GROUPED,
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "intermediate_size": 40,
-    "intermediate_size_mlp": 56,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
+LLAMA4 = {  # what a file does not say is as in Llama 4 Scout
+    name: value
+    for name, value in tiny.LLAMA4.items()
+    if name
+    not in ("moe_layers", "no_rope_layers", "attention_chunk_size", "floor_scale", "attn_scale", "rope_parameters")
 }
 CONVOLUTIONS = ["conv", "full_attention", "conv"]
 CASES = {
