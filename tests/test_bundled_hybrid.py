@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
 
+from .models.adapters import save_adapter
 from .models.test_native import needs_kernels
 
 PROMPTS = FUNCTIONS[:4]
@@ -76,6 +78,27 @@ def test_prefix_cache_hits_and_a_short_memory_change_no_text() -> None:
     small = opened(kv_cache_memory_bytes=size)
     assert write(small, 1.0, 4, 100, long) == plain
     assert large.engine.usage.prefix_hits
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_adapters_of_all_its_layers_change_no_text_by_drafts_or_neighbours(tmp_path: Path) -> None:
+    attention = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "v_proj", "o_proj"]
+    experts = ["experts.gate_up_proj", "experts.down_proj", "mlp.gate", "shared_expert.up_proj", "shared_expert_gate"]
+    path, names = zoo.path("hybrid-target"), ["mixers", "experts", None, "mixers"]
+    adapters = {
+        "mixers": save_adapter(tmp_path / "mixers", path, attention, seed=1, size=0.05),
+        "experts": save_adapter(tmp_path / "experts", path, experts, seed=2, size=0.05),
+    }
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
+    plain = opened(speculative_config={"method": "none"}, lora=adapters)
+    texts = {name: [str(output) for output in plain.generate(PROMPTS, params, lora_request=name)] for name in {*names}}
+    assert len({tuple(text) for text in texts.values()}) == 3
+    expected = [texts[name][i] for i, name in enumerate(names)]
+    for config in ({"method": "mtp"}, CONFIGS["draft tree"]):
+        llm = opened(speculative_config=config, lora=adapters, enable_prefix_caching=True)
+        for _ in range(2):  # then with prefix-cache hits
+            assert [str(output) for output in llm.generate(PROMPTS, params, lora_request=names)] == expected
 
 
 @pytest.mark.slow

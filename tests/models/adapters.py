@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def save_adapter(
     Args:
         folder: is made.
         model: the checkpoint, in one file.
-        targets: last parts of names.
+        targets: last parts of names; of experts that are stored in one tensor also ``gate_up_proj``.
         rank: rank of all modules.
         seed: of the numbers.
         size: their standard deviation.
@@ -40,17 +41,28 @@ def save_adapter(
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
+    stacks: list[str] = []
     for name, weight in sorted(load_file(model / "model.safetensors").items()):
         module = name.removesuffix(".weight")
-        if weight.ndim == 2 and module.endswith(tuple(f".{target}" for target in targets)):
-            rows, columns = weight.shape
-            for part, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+        if (
+            weight.ndim > 1
+            and not name.startswith("mtp.")
+            and module.endswith(tuple(f".{target}" for target in targets))
+        ):
+            *experts, rows, columns = weight.shape
+            whole = math.prod(experts) * rank
+            if experts:  # PEFT nests the modules of a module's parameters in the order of their names
+                stacks.append(name)
+                module = module.rpartition(".")[0] + ".base_layer" * module.endswith("gate_up_proj")
+            for part, shape in (("A", (whole, columns)), ("B", (rows, whole))):
                 tensors[f"base_model.model.{module}.lora_{part}.weight"] = (
                     torch.randn(*shape, generator=generator) * size
                 )
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)}
+    config: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)}
+    if stacks:
+        config |= {"target_parameters": stacks, "peft_version": "0.19.0"}
     (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}), encoding="utf-8")
     return folder
 
