@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import Layer
 from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.runners.triton_kernels.steps import Steps, steps_of
 from foretoken.models.state.kv import KVCache, finite, padded
 
 KEY_MULTIPLE, KEY_BLOCK = 64, 256
@@ -38,6 +39,10 @@ class Layout(Protocol):
     @property
     def counts(self) -> Tensor | None:
         """Number of keys of each row, int32 [R], 0 for padding; None where no row is padding."""
+
+    @property
+    def steps(self) -> Steps | None:
+        """The steps of recurrent layers; None without them."""
 
     def attend(
         self,
@@ -83,6 +88,7 @@ class Geometry:
         keys: number of cache rows that are read.
         single: slot, first row and row count of the only sequence; None for several.
         masks: by view (``Layer.view``), 0 or -inf, float32 [S, 1, width, 1, keys].
+        steps: the steps of recurrent layers; None without them.
     """
 
     tokens: Tensor
@@ -96,6 +102,7 @@ class Geometry:
     keys: int
     single: tuple[int, int, int] | None
     masks: dict[tuple[int, bool], Tensor]
+    steps: Steps | None = None
 
     @property
     def counts(self) -> None:
@@ -128,6 +135,7 @@ class Geometry:
             keys=keys,
             single=(parts[0].slot, parts[0].first, parts[0].count) if len(parts) == 1 else None,
             masks={view: _mask(parts, positions, low, high, width, keys, *view).to(device) for view in set(views)},
+            steps=None if plan.replay is None else steps_of(plan.replay, device),
         )
 
     def attend(

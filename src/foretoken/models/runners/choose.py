@@ -13,6 +13,7 @@ from foretoken.core.native.build import KernelsDisabled, KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Runner
+from foretoken.models.runners.cuda.hybrid import HybridCudaRunner
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.runner import NativeRunner
@@ -50,7 +51,7 @@ def build_runner(
 
     Raises:
         InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor, or the model has
-            recurrent layers or a KV cache of another dtype and there are no compiled kernels for it.
+            recurrent layers or a KV cache of another dtype and there are no kernels for it.
     """
     check_packed(weight_format, dtype, device)
     not_compiled = f"the device is {device.type}"
@@ -62,10 +63,12 @@ def build_runner(
             fall_back(weight_format, reason)
             not_compiled = str(reason)
     check_cached_as(kv_cache_dtype, dtype, not_compiled)
-    if architecture.recurrence is not None:
+    recurrent = architecture.recurrence is not None
+    if recurrent and not has_kernels(device):
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
     if architecture.alibi is None and architecture.latent is None and has_kernels(device):
-        return CudaRunner(architecture, layers, ends, dtype, device, entry)
+        runner_of = HybridCudaRunner if recurrent else CudaRunner
+        return runner_of(architecture, layers, ends, dtype, device, entry)
     runner = TorchRunner(architecture, layers, ends, dtype, device, entry)
     runner.not_compiled = not_compiled
     return runner
@@ -73,8 +76,9 @@ def build_runner(
 
 def _no_kernels(architecture: Architecture, reason: str) -> str:
     return (
-        f"the recurrent layers of a {architecture.family} are computed by the compiled kernels alone: {reason}; pass "
-        "device='cpu', where the kernels run on most processors (foretoken info says whether on this one)"
+        f"the recurrent layers of a {architecture.family} are computed by kernels alone, compiled ones on CPUs and "
+        f"Triton's on NVIDIA GPUs from Ampere on, and neither run here: {reason}; pass device='cpu', where the kernels "
+        "run on most processors (foretoken info says whether on this one)"
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
+from foretoken.models.state.replay import ReplayPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class PassPlan:
         output_counts: number of outputs of each sequence.
         reach: the highest cache row in use, plus one.
         features: [rows, H], for a model whose input are features; see ``weights.Entry``.
+        replay: the steps of recurrent layers, which the CUDA runner adds; None without them.
     """
 
     tokens: list[int]
@@ -53,6 +55,7 @@ class PassPlan:
     output_counts: list[int]
     reach: int
     features: Tensor | None = None
+    replay: ReplayPlan | None = None
 
     @property
     def output_rows(self) -> slice | Tensor:

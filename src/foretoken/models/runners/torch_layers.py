@@ -23,6 +23,7 @@ from foretoken.models.runners.linear import Product, moved, product
 from foretoken.models.runners.torch_experts import TorchExperts
 from foretoken.models.runners.torch_latent import TorchLatent
 from foretoken.models.runners.torch_layer_inputs import TorchLayerInput
+from foretoken.models.runners.torch_recurrent import TorchRecurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class TorchLayer:
 
     norm: NormWeight | None
     attention: TorchAttention | TorchLatent | None
+    recurrent: TorchRecurrent | None
     after_mixer: NormWeight | None
     mlp_norm: NormWeight | None
     mlp: TorchMlp | TorchExperts | None
@@ -100,11 +102,13 @@ class TorchLayer:
     scalar: float
 
     @staticmethod
-    def of(device: torch.device, a: Architecture, weights: LayerWeights) -> TorchLayer:
-        """Packs a layer's weights for ``device``."""
+    def of(device: torch.device, a: Architecture, number: int, weights: LayerWeights) -> TorchLayer:
+        """Packs the weights of layer ``number`` for ``device``."""
+        recurrent = weights.recurrent
         return TorchLayer(
             norm=moved_norm(weights.norm, device),
             attention=_attention(device, a, weights.attention),
+            recurrent=None if recurrent is None else TorchRecurrent.of(device, a, number, recurrent),
             after_mixer=moved_norm(weights.after_mixer, device),
             mlp_norm=moved_norm(weights.mlp_norm, device),
             mlp=_mlp(device, weights.mlp),

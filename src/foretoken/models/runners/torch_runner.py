@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Self
 
 import torch
@@ -32,7 +33,7 @@ from foretoken.models.state.kv import KVCache
 
 
 class TorchRunner(DecoderOnly):
-    """A runner for every device and dtype that torch supports, of models without recurrent layers.
+    """A runner for every device and dtype that torch supports. Recurrent layers need ``HybridCudaRunner``.
 
     Args:
         architecture: sizes and operations of the decoder.
@@ -62,7 +63,7 @@ class TorchRunner(DecoderOnly):
         self.batch_invariant = can_pack(dtype, device)
         self._embedding = floats(ends.embedding, dtype).to(device)
         self._layers = list(
-            map(partial(TorchLayer.of, device, a), layers)
+            map(partial(TorchLayer.of, device, a), count(), layers)
         )  # no variable holds a layer while the next is read
         self._norm = moved_norm(ends.norm, device)
         self._head = product(ends.head.to(device), moved(ends.head_bias, device))
@@ -92,7 +93,7 @@ class TorchRunner(DecoderOnly):
         return torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype
 
     def _new_cache(self, a: Architecture) -> KVCache:
-        sizes = [None if layer.source is not None else a.sizes(layer) for layer in a.stack]
+        sizes = [a.sizes(layer) if layer.attention and layer.source is None else None for layer in a.stack]
         shapes = [None if size is None else (size.kv_heads, size.head_dim) for size in sizes]
         return KVCache(shapes, self._cache_dtype, self._device)
 
@@ -176,8 +177,8 @@ class TorchRunner(DecoderOnly):
         hidden = features.to(self._device, self._dtype).expand(rows, -1)
         return normalize(self._architecture, hidden, self._feature_norm) if self._entry.norm_first else hidden
 
-    def _attention_input(self, number: int, hidden: Tensor, g: Layout) -> Tensor:
-        """Returns the input of a layer's attention; see ``weights.Entry``."""
+    def _mixer_input(self, number: int, hidden: Tensor, g: Layout) -> Tensor:
+        """Returns the input of a layer's token mixers; see ``weights.Entry``."""
         norm = self._layers[number].norm
         if number or not self._entry.joined:
             return normalize(self._architecture, hidden, norm)
@@ -196,9 +197,14 @@ class TorchRunner(DecoderOnly):
         self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, alone: bool
     ) -> Tensor:
         a, layer, start = self._architecture, self._layers[number], hidden
+        if layer.attention is not None or layer.recurrent is not None:
+            x = self._mixer_input(number, hidden, g)
         if layer.attention is not None:
-            mixed = self._attention(layer.attention, number, self._attention_input(number, hidden, g), turns, g, alone)
+            mixed = self._attention(layer.attention, number, x, turns, g, alone)
             hidden = hidden + _scaled(normalize(a, mixed, layer.after_mixer), a.factors.attention)
+        if layer.recurrent is not None:
+            mixed = layer.recurrent(x, g.steps, alone)
+            hidden = hidden + _scaled(normalize(a, mixed, layer.after_mixer), a.factors.recurrent)
         if layer.mlp is None:
             return hidden
         inner = normalize(a, start if a.stack[number].parallel else hidden, layer.mlp_norm)

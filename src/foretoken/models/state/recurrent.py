@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.state.replay import NOTHING, ReplayPlan, ReplaySpan, Rows, branch, fold
 
 FLOAT = 4  # bytes
@@ -21,6 +21,9 @@ class StateMemory(Protocol):
 
     def free(self, address: int) -> None:
         """Frees memory that ``allocate`` returned."""
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        """Copies ``size`` bytes to the address ``to``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,11 @@ class StateShape:
     state: int
     inputs: int
     window: int
+
+    @staticmethod
+    def of(recurrence: Recurrence, layers: int) -> StateShape:
+        """Returns the sizes for ``layers`` recurrent layers."""
+        return StateShape(layers, recurrence.state, recurrence.inputs, recurrence.window)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -109,10 +117,10 @@ class RecurrentStates:
         shape = self.shape
         self._allocate(slot, shape.window)
         states, row = shape.layers * shape.state * FLOAT, shape.inputs * FLOAT
-        ctypes.memmove(slot.state, snapshot, states)
+        self._memory.copy(slot.state, snapshot, states)
         for layer in range(shape.layers):
             source = snapshot + states + layer * shape.window * row
-            ctypes.memmove(slot.log + layer * slot.capacity * row, source, shape.window * row)
+            self._memory.copy(slot.log + layer * slot.capacity * row, source, shape.window * row)
         slot.position, slot.held, slot.window = rows, [], list(range(shape.window))
 
     def reaches(self, slot: RecurrentSlot, rows: int) -> int:
@@ -214,7 +222,7 @@ class RecurrentStates:
         capacity, row = -(-rows // LOG_ROWS) * LOG_ROWS, shape.inputs * FLOAT
         log = self._memory.allocate(shape.layers * capacity * row)
         for layer in range(shape.layers if slot.log else 0):
-            ctypes.memmove(log + layer * capacity * row, slot.log + layer * slot.capacity * row, slot.capacity * row)
+            self._memory.copy(log + layer * capacity * row, slot.log + layer * slot.capacity * row, slot.capacity * row)
         if slot.log:
             self._memory.free(slot.log)
         slot.log, slot.capacity = log, capacity

@@ -58,11 +58,44 @@ class CudaCapture:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
-    """A captured graph and what it reads: the table [rows of the table, R], and features [R, H] or nothing."""
+class Inputs:
+    """What a pass reads.
+
+    Attributes:
+        table: of ``layout.fill``.
+        features: [R, H] with zeros for the rows of padding; None for a model that takes tokens alone.
+        steps: table of ``steps.fill_steps``; None for a model without recurrent layers.
+    """
 
     table: Tensor
-    features: Tensor | None
+    features: Tensor | None = None
+    steps: Tensor | None = None
+
+    def to(self, device: torch.device) -> Inputs:
+        """Returns the inputs on ``device``."""
+        return Inputs(self.table.to(device), self.features, None if self.steps is None else self.steps.to(device))
+
+    def idle(self, device: torch.device) -> Inputs:
+        """Returns copies without any step: what is computed of them, however often, changes no recurrent state."""
+        return Inputs(
+            self.table.to(device, copy=True),
+            None if self.features is None else self.features.clone(),
+            None if self.steps is None else torch.zeros_like(self.steps, device=device),
+        )
+
+    def overwrite(self, other: Inputs) -> None:
+        """Takes the content of ``other``, which has the same parts."""
+        pairs = (self.table, other.table), (self.features, other.features), (self.steps, other.steps)
+        for own, new in pairs:
+            if own is not None and new is not None:
+                own.copy_(new, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured graph and what it reads."""
+
+    inputs: Inputs
     replay: Callable[[], States]
 
 

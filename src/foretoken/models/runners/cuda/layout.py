@@ -15,6 +15,7 @@ from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.runners.triton_kernels.available import attention_kernels
 from foretoken.models.runners.triton_kernels.rows import PassRows
+from foretoken.models.runners.triton_kernels.steps import Steps, StepSizes, doubled
 from foretoken.models.state.kv import KVCache
 
 MIN_KEYS, MIN_DEPTH = 512, 8  # doubled until all rows, or all trees, fit
@@ -34,6 +35,7 @@ class Bucket:
         taps: layers whose hidden states are returned.
         features: whether the input is features instead of tokens alone.
         logits: whether logits are computed.
+        steps: sizes of the steps of recurrent layers; None without them.
     """
 
     rows: int
@@ -42,6 +44,7 @@ class Bucket:
     taps: tuple[int, ...]
     features: bool
     logits: bool
+    steps: StepSizes | None = None
 
     @staticmethod
     def of(plan: PassPlan, taps: Sequence[int], logits: bool) -> Bucket:
@@ -54,6 +57,7 @@ class Bucket:
             taps=tuple(sorted(set(taps))),
             features=plan.features is not None,
             logits=logits,
+            steps=None if plan.replay is None else StepSizes.of(plan.replay),
         )
 
 
@@ -65,11 +69,13 @@ class RowLayout:
         tokens: the token of each row, int64 [R].
         positions: the position of each row, int64 [R].
         rows: where the rows lie and what they see.
+        steps: the steps of recurrent layers; None without them.
     """
 
     tokens: Tensor
     positions: Tensor
     rows: PassRows
+    steps: Steps | None = None
 
     @property
     def counts(self) -> Tensor:
@@ -77,8 +83,8 @@ class RowLayout:
         return self.rows.counts
 
     @staticmethod
-    def of(table: Tensor, bucket: Bucket) -> RowLayout:
-        """Reads a table on the device."""
+    def of(table: Tensor, bucket: Bucket, steps: Tensor | None = None) -> RowLayout:
+        """Reads a table on the device, and the one of ``fill_steps``."""
         rows = PassRows(
             counts=table[COUNTS],
             slots=table[SLOTS],
@@ -87,7 +93,8 @@ class RowLayout:
             paths=table[PATHS:].t().contiguous(),
             longest=bucket.longest,
         )
-        return RowLayout(table[TOKENS].long(), table[POSITIONS].long(), rows)
+        order = None if steps is None or bucket.steps is None else Steps.of(steps, bucket.steps)
+        return RowLayout(table[TOKENS].long(), table[POSITIONS].long(), rows, order)
 
     def attend(
         self,
@@ -144,10 +151,3 @@ def paths(part: Part, depth: int) -> np.ndarray[tuple[int, int], np.dtype[np.int
             table[node] = table[parent]
         table[node, draft.depths[node] - 1] = part.nodes_at + node
     return table[scored:]
-
-
-def doubled(count: int, start: int) -> int:
-    """Returns ``start``, doubled until it is at least ``count``."""
-    while start < count:
-        start *= 2
-    return start

@@ -17,12 +17,13 @@ from foretoken.core.devices import on_host
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Pass
-from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Graphs, States
+from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Graphs, Inputs, States
 from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
 from foretoken.models.runners.functional import normalize
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_experts import TorchExperts
 from foretoken.models.runners.torch_runner import TorchRunner
+from foretoken.models.runners.triton_kernels.steps import fill_steps
 
 MAX_ROWS = 256  # with more rows, a GPU's time goes into products, which hide the launches
 LOGITS = -1  # beside the layers of taps
@@ -80,25 +81,32 @@ class CudaRunner(TorchRunner):
             return super().run(plan, taps, logits)
         self._reserve(plan.reach)
         bucket = Bucket.of(plan, taps, logits)
-        filled = fill(plan, bucket, pinned=self._device.type == "cuda")
-        features = None if plan.features is None else self._padded(plan.features, bucket.rows)
+        inputs = self._inputs_of(plan, bucket)
         if self._captured and bucket.rows <= MAX_ROWS:
-            graph = self._graph(bucket, filled, features)
-            graph.table.copy_(filled, non_blocking=True)
-            if graph.features is not None and features is not None:
-                graph.features.copy_(features)
+            graph = self._graph(bucket, inputs)
+            graph.inputs.overwrite(inputs)
             computed = graph.replay()
         else:
-            computed = self._compute(filled.to(self._device), bucket, features)
+            computed = self._compute(inputs.to(self._device), bucket)
         tapped = {number: computed[number][: len(plan.tokens)].clone() for number in taps}
         return Pass(fetched(computed[LOGITS][: len(plan.outputs)]) if logits else None, tapped)
 
-    def _compute(self, table: Tensor, bucket: Bucket, features: Tensor | None) -> States:
+    def _inputs_of(self, plan: PassPlan, bucket: Bucket) -> Inputs:
+        """Returns what the pass reads, its tables in the host's memory."""
+        pinned = self._device.type == "cuda"
+        features = None if plan.features is None else self._padded(plan.features, bucket.rows)
+        steps = None
+        if plan.replay is not None and bucket.steps is not None:
+            steps = fill_steps(plan.replay, bucket.steps, pinned)
+        return Inputs(fill(plan, bucket, pinned), features, steps)
+
+    def _compute(self, inputs: Inputs, bucket: Bucket) -> States:
         """Computes the hidden states of the taps, of all rows of the bucket, and logits, the plan's outputs first."""
-        states = self._states(RowLayout.of(table, bucket), bucket.taps, features=features)
+        layout = RowLayout.of(inputs.table, bucket, inputs.steps)
+        states = self._states(layout, bucket.taps, features=inputs.features)
         computed = self._tapped(states, bucket.taps, slice(None))
         if bucket.logits:
-            last = states[self._architecture.layers].index_select(0, table[OUTPUTS])
+            last = states[self._architecture.layers].index_select(0, inputs.table[OUTPUTS])
             computed[LOGITS] = self._unembed(normalize(self._architecture, last, self._norm))
         return computed
 
@@ -108,8 +116,8 @@ class CudaRunner(TorchRunner):
         padded[: len(features)] = features
         return padded
 
-    def _graph(self, bucket: Bucket, filled: Tensor, features: Tensor | None) -> Graph:
-        """Returns the bucket's graph. It is captured on first use, with this table and these features."""
+    def _graph(self, bucket: Bucket, inputs: Inputs) -> Graph:
+        """Returns the bucket's graph. It is captured on first use, with these inputs."""
         shape = (self.cache.slots, self.cache.rows)
         graphs = self._graphs
         if graphs is None or graphs.shape != shape or (bucket not in graphs.known and len(graphs.known) >= MAX_GRAPHS):
@@ -117,11 +125,8 @@ class CudaRunner(TorchRunner):
             self._graphs = graphs = Graphs(shape, self._new_capture(self._device))
         known = graphs.known
         if bucket not in known:
-            table = filled.to(self._device, copy=True)
-            own = None if features is None else features.clone()
-
-            replay = graphs.capture.capture(lambda: self._compute(table, bucket, own))
-            known[bucket] = Graph(table, own, replay)
+            own = inputs.idle(self._device)
+            known[bucket] = Graph(own, graphs.capture.capture(lambda: self._compute(own, bucket)))
         return known[bucket]
 
 

@@ -65,6 +65,11 @@ class Arena:
         self._held.remove(held)
         self.library.foretoken_free(*held)
 
+    @staticmethod
+    def copy(to: int, source: int, size: int) -> None:
+        """Copies ``size`` bytes to the address ``to``."""
+        ctypes.memmove(to, source, size)
+
 
 class Pool:
     """Memory of many small matrices of an arena, in large pieces.

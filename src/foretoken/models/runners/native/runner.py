@@ -194,7 +194,7 @@ class NativeRunner(DecoderOnly):
 
     def _state_shape(self) -> StateShape | None:
         a, r = self._architecture, self._architecture.recurrence
-        return None if r is None else StateShape(a.recurrent_layers, r.state, r.inputs, r.window)
+        return None if r is None else StateShape.of(r, a.recurrent_layers)
 
     def _new_pages(self) -> Pages:
         page, shape = PAGE * self.kv_bytes_per_token, self._state_shape()

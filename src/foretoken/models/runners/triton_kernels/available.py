@@ -38,3 +38,10 @@ def expert_kernels() -> Any:
     from foretoken.models.runners.triton_kernels import experts
 
     return experts
+
+
+def recurrent_kernels() -> Any:
+    """Returns the module of the recurrent layers' kernels, likewise."""
+    from foretoken.models.runners.triton_kernels import recurrent
+
+    return recurrent

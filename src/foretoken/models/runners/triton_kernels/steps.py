@@ -1,0 +1,178 @@
+"""The steps of recurrent layers in a pass (``models/state/replay.py``) as tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.models.families.layers import RecurrentMixer
+from foretoken.models.families.recurrence import Recurrence
+from foretoken.models.state.replay import NOWHERE, OWN, ZEROS, ReplayPlan
+
+ON = -3  # beside the places of ``replay``: a step goes on with the state that the one before it has made
+MIN_SEQUENCES, MIN_STEPS = 8, 64  # doubled until all fit
+COUNTS = 2  # numbers before the arrays of a table
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Lengths of the arrays, rounded up so that few graphs suffice.
+
+    Attributes:
+        sequences: sequences of the pass.
+        steps: steps of all sequences.
+        taps: rows that a convolution reads.
+        copies: states of each sequence that branches of trees leave behind.
+    """
+
+    sequences: int
+    steps: int
+    taps: int
+    copies: int
+
+    @staticmethod
+    def of(plan: ReplayPlan) -> StepSizes:
+        """Returns the smallest sizes that hold a plan."""
+        steps, sequences = len(plan.sources), len(plan.states)
+        copies = 1 + max(transfers(plan)[1], default=0)
+        return StepSizes(
+            sequences=doubled(sequences, MIN_SEQUENCES),
+            steps=doubled(steps, MIN_STEPS),
+            taps=len(plan.inputs) // steps,
+            copies=doubled(copies, 1) if copies > 0 else 0,
+        )
+
+    @property
+    def arrays(self) -> list[int]:
+        """Lengths of the arrays in a table: those of ``Steps``, in their order."""
+        return [COUNTS, *[self.sequences] * 5, *[self.steps] * 3, self.steps * self.taps, *[self.steps] * 4]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of a pass, int64; see ``replay.ReplayPlan``.
+
+    Attributes:
+        counts: [2]. Number of steps, and of rows whose inputs are copied.
+        firsts: [sequences]. The first step of each sequence.
+        ends: [sequences]. The step after its last one.
+        states: [sequences]. Address of its states of all layers.
+        logs: [sequences]. Address of its log.
+        log_rows: [sequences]. Rows of its log of one layer.
+        sequences: [steps]. The sequence of each step.
+        sources: [steps]. The state that it reads, or ``ON``.
+        targets: [steps]. Where its state is written; most are not.
+        inputs: [steps, taps]. Encoded rows: of the step, then the rows before it.
+        moved: encoded rows whose inputs are copied.
+        moved_of: the sequence of each.
+        moved_to: the address in the first layer to which each is copied.
+        moved_stride: rows between this place in one layer and in the next.
+        copies: states of each sequence that are left behind.
+    """
+
+    counts: Tensor
+    firsts: Tensor
+    ends: Tensor
+    states: Tensor
+    logs: Tensor
+    log_rows: Tensor
+    sequences: Tensor
+    sources: Tensor
+    targets: Tensor
+    inputs: Tensor
+    moved: Tensor
+    moved_of: Tensor
+    moved_to: Tensor
+    moved_stride: Tensor
+    copies: int
+
+    @staticmethod
+    def of(table: Tensor, sizes: StepSizes) -> Steps:
+        """Reads a table on the device."""
+        return Steps(*table.split(sizes.arrays), copies=sizes.copies)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentLayer:
+    """What a recurrent layer computes between its products; see ``formats.recurrent.RecurrentWeights``.
+
+    Attributes:
+        kind: kind of the mixer.
+        sizes: sizes of the mixer.
+        number: index among the recurrent layers.
+        eps: of the norm.
+    """
+
+    kind: RecurrentMixer
+    sizes: Recurrence
+    number: int
+    eps: float
+    conv: Tensor
+    conv_bias: Tensor | None
+    decay: Tensor | None
+    step_bias: Tensor | None
+    norm: Tensor | None
+    skip: Tensor | None
+
+
+def fill_steps(plan: ReplayPlan, sizes: StepSizes, pinned: bool) -> Tensor:
+    """Returns a plan as a table for ``Steps.of``, in memory that torch keeps until it has been copied.
+
+    A table of zeros is a pass without steps.
+    """
+    filled = torch.zeros(sum(sizes.arrays), dtype=torch.int64, pin_memory=pinned)
+    sources, targets = transfers(plan)
+    lengths = np.diff(plan.first_step)
+    arrays: list[Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]] = [
+        [len(sources), len(plan.moved)],
+        plan.first_step[:-1],
+        plan.first_step[1:],
+        plan.states,
+        plan.logs,
+        plan.log_rows,
+        np.repeat(np.arange(len(lengths)), lengths),
+        sources,
+        targets,
+        plan.inputs,
+        plan.moved,
+        plan.moved_of,
+        plan.moved_to,
+        plan.moved_stride,
+    ]
+    for to, numbers in zip(filled.split(sizes.arrays), arrays, strict=True):
+        to.numpy()[: len(numbers)] = numbers
+    return filled
+
+
+def steps_of(plan: ReplayPlan, device: torch.device) -> Steps:
+    """Returns the steps of a pass on ``device``."""
+    sizes = StepSizes.of(plan)
+    return Steps.of(fill_steps(plan, sizes, pinned=device.type == "cuda").to(device, non_blocking=True), sizes)
+
+
+def transfers(plan: ReplayPlan) -> tuple[list[int], list[int]]:
+    """Returns the state that each step reads, and the one that it writes, without what a program keeps itself."""
+    sources, targets = list(plan.sources), list(plan.targets)
+    for first, end in pairwise(plan.first_step):
+        read = {OWN}
+        for step in range(end - 1, first - 1, -1):
+            if targets[step] not in read:
+                targets[step] = NOWHERE
+            read.discard(targets[step])
+            if step > first and sources[step] == plan.targets[step - 1] != NOWHERE:
+                sources[step] = ON
+            elif sources[step] != ZEROS:
+                read.add(sources[step])
+    return sources, targets
+
+
+def doubled(count: int, start: int) -> int:
+    """Returns ``start``, doubled until it is at least ``count``."""
+    while start < count:
+        start *= 2
+    return start
