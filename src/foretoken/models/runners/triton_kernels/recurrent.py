@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps
 
-TILE = 2048  # numbers of the state of one program
+TILE = 1024  # numbers of the state of one program, which is one warp: then nothing waits for other threads
 COLUMNS = 1024  # channels of one program that copies or convolves
 NOTHING = tl.constexpr(-(2**31))  # as in ``replay``
 OWN, ZEROS = tl.constexpr(-1), tl.constexpr(-2)  # as in ``replay``
@@ -57,7 +57,7 @@ def _prepare(
         if BIAS:
             total += tl.load(conv_bias + channel, mask=inside, other=0.0)
         for tap in tl.static_range(TAPS):
-            code = tl.load(inputs + step * TAPS + tap)
+            code = tl.broadcast_to(tl.load(inputs + step * TAPS + tap), [BLOCK])
             kept = log + (-1 - code) * INPUTS + GATE_ROOM + channel
             numbers = _input(rows + code * WIDTH + channel, kept, code, inside)
             total += tl.load(conv + tap * CHANNELS + channel, mask=inside, other=0.0) * numbers
@@ -68,12 +68,12 @@ def _prepare(
             active = active * scale
         tl.store(own + 2 * VALUE_HEADS + channel, active, mask=inside)
         if value_head >= 0:
-            code = tl.load(inputs + step * TAPS)
-            gate, kept = gates + code * GATES + value_head, log + (-1 - code) * INPUTS + value_head
-            first = _input(gate, kept, code, code > NOTHING)
+            row = tl.load(inputs + step * TAPS)
+            gate, old = gates + row * GATES + value_head, log + (-1 - row) * INPUTS + value_head
+            first = _input(gate, old, row, row > NOTHING)
             speed = first
             if DELTA:
-                speed = _input(gate + VALUE_HEADS, kept + VALUE_HEADS, code, code > NOTHING)
+                speed = _input(gate + VALUE_HEADS, old + VALUE_HEADS, row, row > NOTHING)
             speed = speed * step_factor + tl.load(step_bias + value_head)
             grown = tl.exp(tl.minimum(speed, 20.0))
             above = 1.0 + grown
@@ -87,6 +87,19 @@ def _prepare(
                 tl.store(own + VALUE_HEADS + value_head, softplus)
 
 
+@triton.jit
+def _step(
+    step, prepared, sources, targets, inputs, queries, keys, values, head, of_keys, of_values,
+    TAPS: tl.constexpr, WIDTH: tl.constexpr, VALUE_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Returns what a step reads: places of states, the row of the pass, query, key, value, decay and strength."""
+    x = prepared + step * WIDTH
+    source, target, row = tl.load(sources + step), tl.load(targets + step), tl.load(inputs + step * TAPS)
+    query, key = tl.load(x + queries, mask=of_keys, other=0.0), tl.load(x + keys, mask=of_keys, other=0.0)
+    value = tl.load(x + values, mask=of_values, other=0.0)
+    return source, target, row, query, key, value, tl.load(x + head), tl.load(x + VALUE_HEADS + head)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def _recur(
     prepared, firsts, ends, states, sources, targets, inputs, copies, skip, mixed, layer,
@@ -97,23 +110,31 @@ def _recur(
     """Takes some columns of a head's state, [values, keys], through all steps of a sequence."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     STATE: tl.constexpr = VALUE_HEADS * VALUE_DIM * KEY_DIM
+    WIDTH: tl.constexpr = 2 * VALUE_HEADS + CHANNELS
     column = tl.program_id(2) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
-    key = tl.arange(0, BLOCK_KEYS)
-    of_values, of_keys = column < VALUE_DIM, key < KEY_DIM
+    at = tl.arange(0, BLOCK_KEYS)
+    of_values, of_keys = column < VALUE_DIM, at < KEY_DIM
     used = of_values[:, None] & of_keys[None, :]
-    tile = (head * VALUE_DIM + column)[:, None] * KEY_DIM + key[None, :]
-    own = tl.load(states + sequence).to(tl.pointer_type(tl.float32)) + layer.to(tl.int64) * STATE + tile
+    tile = (head * VALUE_DIM + column)[:, None] * KEY_DIM + at[None, :]
+    # Known to be aligned as ``copies`` is: loads of another alignment would have another layout, and sums another order.
+    start = tl.multiple_of(tl.load(states + sequence).to(tl.pointer_type(tl.float32)), 16)
+    own = start + layer.to(tl.int64) * STATE + tile
     spare = copies + sequence * STATE + tile
-    queries = 2 * VALUE_HEADS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
-    values = 2 * VALUE_HEADS + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    queries = 2 * VALUE_HEADS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + at
+    keys = queries + KEY_HEADS * KEY_DIM
+    values = 2 * VALUE_HEADS + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
     state = tl.zeros([BLOCK_VALUES, BLOCK_KEYS], tl.float32)
-    for step in range(tl.load(firsts + sequence), tl.load(ends + sequence)):
-        source, target = tl.load(sources + step), tl.load(targets + step)
-        x = prepared + step * (2 * VALUE_HEADS + CHANNELS)
-        k = tl.load(x + queries + KEY_HEADS * KEY_DIM + key, mask=of_keys, other=0.0)
-        q = tl.load(x + queries + key, mask=of_keys, other=0.0)
-        v = tl.load(x + values + column, mask=of_values, other=0.0)
-        decay, strength = tl.load(x + head), tl.load(x + VALUE_HEADS + head)
+    first, end = tl.load(firsts + sequence), tl.load(ends + sequence)
+    source, target, row, query, key, value, decay, strength = _step(
+        first, prepared, sources, targets, inputs, queries, keys, values, head, of_keys, of_values,
+        TAPS, WIDTH, VALUE_HEADS,
+    )  # fmt: skip
+    for step in range(first, end):
+        following = tl.minimum(step + 1, end - 1)  # is read meanwhile
+        source_, target_, row_, query_, key_, value_, decay_, strength_ = _step(
+            following, prepared, sources, targets, inputs, queries, keys, values, head, of_keys, of_values,
+            TAPS, WIDTH, VALUE_HEADS,
+        )  # fmt: skip
         if source == OWN:
             state = tl.load(own, mask=used, other=0.0)
         if source == ZEROS:
@@ -121,21 +142,22 @@ def _recur(
         if source >= 0:
             state = tl.load(spare + source * tl.num_programs(0) * STATE, mask=used, other=0.0)
         state = state * decay
-        change = v
+        change = value
         if DELTA:
-            change = v - tl.sum(state * k[None, :], 1)
-        state = state + (change * strength)[:, None] * k[None, :]
-        row = tl.load(inputs + step * TAPS)
+            change = value - tl.sum(state * key[None, :], 1)
+        state = state + (change * strength)[:, None] * key[None, :]
         if row >= 0:
-            out = tl.sum(state * q[None, :], 1)
+            out = tl.sum(state * query[None, :], 1)
             if SKIP:
-                out = out + tl.load(skip + head) * v
+                out = out + tl.load(skip + head) * value
             tl.store(mixed + (row * VALUE_HEADS + head) * VALUE_DIM + column, out, mask=of_values)
         if target == OWN:
             tl.store(own, state, mask=used)
         if target >= 0:
             tl.store(spare + target * tl.num_programs(0) * STATE, state, mask=used)
             tl.debug_barrier()  # other threads of the program may read it
+        source, target, row = source_, target_, row_
+        query, key, value, decay, strength = query_, key_, value_, decay_, strength_
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -154,7 +176,7 @@ def _convolve(
         if BIAS:
             total += tl.load(conv_bias + channel, mask=inside, other=0.0)
         for tap in tl.static_range(TAPS):
-            code = tl.load(inputs + step * TAPS + tap)
+            code = tl.broadcast_to(tl.load(inputs + step * TAPS + tap), [BLOCK])
             fresh, kept = rows + code * WIDTH + channel, log + (-1 - code) * 2 * CHANNELS + channel
             numbers = _input(fresh, kept, code, inside) * _input(fresh + CHANNELS, kept + CHANNELS, code, inside)
             total += tl.load(conv + tap * CHANNELS + channel, mask=inside, other=0.0) * numbers
@@ -170,7 +192,7 @@ def _keep(
     """Copies inputs of a row to a log."""
     move = tl.program_id(0).to(tl.int64)
     if move < tl.load(counts + 1):
-        code = tl.load(moved + move)
+        code = tl.broadcast_to(tl.load(moved + move), [BLOCK])
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside, gating = at < INPUTS, at < GATES
         log = _log(logs, log_rows, tl.load(moved_of + move), layer, INPUTS)
@@ -261,7 +283,7 @@ def _changed(layer: RecurrentLayer, rows: Tensor, gates: Tensor, steps: Steps) -
     _recur[(sequences, s.value_heads, triton.cdiv(s.value_dim, values))](
         prepared, steps.firsts, steps.ends, steps.states, steps.sources, steps.targets, steps.inputs,
         copies if steps.copies else prepared, mixed if layer.skip is None else layer.skip, mixed, layer.number,
-        SKIP=layer.skip is not None, BLOCK_KEYS=keys, BLOCK_VALUES=values, num_warps=4, **sizes,
+        SKIP=layer.skip is not None, BLOCK_KEYS=keys, BLOCK_VALUES=values, num_warps=1, **sizes,
     )  # fmt: skip
     return mixed
 
