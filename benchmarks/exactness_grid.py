@@ -48,6 +48,15 @@ ALL: list[Config] = [
     {"method": "recycling"},
     {"method": "mixture", "members": [{"method": "eagle3"}, {"method": "suffix"}, {"method": "recycling"}]},
 ]
+# Those of the bundled hybrid, whose checkpoint has an MTP layer.
+HYBRID: list[Config] = [
+    {"method": "mtp"},
+    {"method": "mtp", "top_k": 1},
+    *PAIR,
+    {"method": "draft_model", "model": "draft", "tree": "sampled"},
+    {"method": "early_exit"},
+    {"method": "suffix"},
+]
 HEADS = ("eagle3", "mtp", "medusa", "blockwise")
 PROBES = (0, 1, 4, 8)  # draft nodes of the passes that a row is compared over
 
@@ -172,15 +181,15 @@ def explain(
     return Divergence(index, position, best - second, delta)
 
 
-def load(kind: str, **options: Any) -> LLM:
-    """Loads the bundled target in a dtype or quantized by that name, or another checkpoint or GGUF file of it."""
+def load(kind: str, model: str = "target", **options: Any) -> LLM:
+    """Loads a bundled model in a dtype or quantized by that name, or another checkpoint or GGUF file of it."""
     if Path(kind).exists():
         return LLM(kind, **options)
     if kind == PACKED:
-        return LLM(zoo.path("target"), dtype="bfloat16", weight_format="packed", **options)
+        return LLM(zoo.path(model), dtype="bfloat16", weight_format="packed", **options)
     if kind in QUANTIZATIONS:
-        return LLM(zoo.path("target"), dtype="bfloat16", quantization=kind, **options)
-    return LLM(zoo.path("target"), dtype=kind, **options)
+        return LLM(zoo.path(model), dtype="bfloat16", quantization=kind, **options)
+    return LLM(zoo.path(model), dtype=kind, **options)
 
 
 @dataclass(frozen=True)
@@ -190,28 +199,29 @@ class Course:
     prompts: Sequence[str]
     max_tokens: int
     kind: str  # a dtype, a quantization, or the path of a target
+    model: str  # the bundled target
     temperature: float
     plain: Sequence[CompletionOutput]
 
 
 def courses(
-    kind: str, prompts: Sequence[str], max_tokens: int, temperatures: Sequence[float]
+    kind: str, model: str, prompts: Sequence[str], max_tokens: int, temperatures: Sequence[float]
 ) -> tuple[list[Course], list[Cell]]:
     """Decodes plainly, one prompt at a time. Returns the texts and the cells of plain decoding in a batch.
 
     Packed weights are compared with plain decoding on raw ones.
     """
-    llm = load(kind)
-    reference = load("bfloat16", weight_format="raw") if kind == PACKED else llm
+    llm = load(kind, model)
+    reference = load("bfloat16", model, weight_format="raw") if kind == PACKED else llm
     plain = [complete(reference, prompts, 0, value, max_tokens, batch=1) for value in temperatures]
-    result = [Course(prompts, max_tokens, kind, *each) for each in zip(temperatures, plain, strict=True)]
+    result = [Course(prompts, max_tokens, kind, model, *each) for each in zip(temperatures, plain, strict=True)]
     return result, [compare(course, llm, "off", 0, BATCHES[-1]) for course in result]
 
 
 def grid(course_by_temperature: Sequence[Course], config: Config, depths: Sequence[int]) -> Iterator[Cell]:
     """Yields the cells of one configuration, at its own draft length or at all of them."""
     kind = course_by_temperature[0].kind
-    llm = load(kind, speculative_config=named(config, heads=Path(kind).exists()))
+    llm = load(kind, course_by_temperature[0].model, speculative_config=named(config, heads=Path(kind).exists()))
     own = config.get("num_speculative_tokens")
     for course in course_by_temperature:
         for depth in depths if own is None else [own]:
@@ -286,6 +296,7 @@ def main(
         list[Path] | None,
         typer.Option(exists=True, help="GGUF file or folder of the bundled target, in place of dtypes."),
     ] = None,
+    hybrid: Annotated[bool, typer.Option("--hybrid", help="The bundled hybrid in place of the dense target.")] = False,
     config: Annotated[list[str] | None, typer.Option(help="JSON; may be repeated. [draft model and lookup]")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every proposer of the bundled family.")] = False,
     short: Annotated[
@@ -299,12 +310,14 @@ def main(
     usual = SHORT if short else LONG
     count, max_tokens, depth = count or usual.count, max_tokens or usual.max_tokens, depth or list(usual.depths)
     texts = load_prompts(prompts, count) if prompts else own_prompts(count)
-    configs = [json.loads(text) for text in config] if config else ALL if every or short else PAIR
+    model = "hybrid-target" if hybrid else "target"
+    usual_configs = (HYBRID if hybrid else ALL) if every or short else PAIR
+    configs = [json.loads(text) for text in config] if config else usual_configs
     cells: list[Cell] = []
     digests: dict[str, str] = {}
     for kind in map(str, target) if target else dtype:
         with console.status(f"{kind}, plain decoding") as status:
-            plain, own = courses(kind, texts, max_tokens, temperature)
+            plain, own = courses(kind, model, texts, max_tokens, temperature)
             cells += own
             digests |= {f"{Path(kind).name}, temperature {each.temperature:g}": digest(each) for each in plain}
             for each in configs:

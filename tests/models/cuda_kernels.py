@@ -7,11 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.models import recurrent_in_torch
+from tests.models.recurrent_kernels import SIZES, Sequences
 from torch import Tensor
 
+from foretoken.core.draft import Draft
+from foretoken.models.families.layers import RecurrentMixer
 from foretoken.models.formats.quantize import Int8, quantize_rows
 from foretoken.models.runners.linear import FIXED_ROWS, by_fixed_rows
-from foretoken.models.runners.triton_kernels import attention
+from foretoken.models.runners.triton_kernels import attention, recurrent, steps
 from foretoken.models.runners.triton_kernels.attention import attend_rows, store
 from foretoken.models.runners.triton_kernels.available import has_kernels
 from foretoken.models.runners.triton_kernels.experts import ExpertStack, combine
@@ -173,3 +177,51 @@ def test_products_are_computed_by_fixed_rows() -> None:
         x = numbers(count, 8)
         assert torch.equal(by_fixed_rows(multiply, x), x * 2.0)
     assert set(seen) == {FIXED_ROWS}
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small arrays for the interpreter, and several programs for each head."""
+    monkeypatch.setattr(steps, "MIN_SEQUENCES", 2)
+    monkeypatch.setattr(steps, "MIN_STEPS", 4)
+    monkeypatch.setattr(recurrent, "TILE", 256)
+
+
+TREE = Draft(torch.tensor([7, 8, 11, 12, 9]), (-1, -1, 1, 1, 2))  # 8, 11, 9 is a path
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("kind", SIZES)
+def test_recurrent_layers_equal_torch(kind: RecurrentMixer) -> None:
+    both = [
+        Sequences(kind, DEVICE, recurrent.mix, torch.float32, 2),
+        Sequences(kind, torch.device("cpu"), recurrent_in_torch.mix, torch.float32, 2),
+    ]
+    results: list[list[Tensor]] = [[], []]
+    for own, outputs in zip(both, results, strict=True):
+        handles = [own.open([3, 4, 5]), own.open([30])]
+        outputs += own.score(handles, [TREE, Draft.chain([31])])
+        own.commit(handles[0], [8, 11, 9])
+        own.commit(handles[1], [33])
+        outputs += own.score(handles, [Draft.empty(), Draft.empty()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("kind", SIZES)
+def test_drafts_neighbours_and_chunks_change_no_bit_of_recurrent_layers(kind: RecurrentMixer) -> None:
+    own = Sequences(kind, DEVICE, recurrent.mix, torch.bfloat16)
+    prompt, follows = [3, 4], [8, 11, 9, 20]
+    wanted = own.one_by_one(prompt, follows)
+    (whole,) = own.score([own.open([*prompt, *follows[:3]])], [Draft.empty()])
+    assert torch.equal(whole[0], wanted[3])
+    handle, beside = own.open(prompt), own.open([40])
+    scored, _ = own.score([handle, beside], [TREE, Draft.chain([42])])
+    assert all(torch.equal(scored[row], wanted[depth]) for depth, row in enumerate((0, 2, 3, 5)))
+    own.commit(handle, follows[:2])
+    own.score([handle], [Draft.chain([30])])  # it is rejected
+    own.commit(handle, [])
+    (scored,) = own.score([handle], [Draft.chain(follows[2:3])])
+    assert all(torch.equal(scored[row], wanted[2 + row]) for row in range(2))
+    own.states.check()
