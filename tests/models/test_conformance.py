@@ -34,7 +34,9 @@ VARIANTS = ("llama-tied", "qwen2", "qwen2-sliding")
 WRAPPED = [name for name, tiny in ARCHITECTURES.items() if tiny.torch and name not in (*VARIANTS, "llama4")]  # refused
 DEVICES = ["cuda"] if torch.cuda.is_available() else []
 ALL = NATIVE + [(name, "hf") for name in WRAPPED]
-ALL += [(name, device) for device in DEVICES for name, runner in NATIVE if runner == "torch"]
+RECURRENT = [name for name, tiny in ARCHITECTURES.items() if tiny.native and not tiny.torch]
+ON_DEVICES = [name for name, runner in NATIVE if runner == "torch"] + RECURRENT
+ALL += [(name, device) for device in DEVICES for name in ON_DEVICES]
 # All families on the compiled runtime, and on each other runner one of each kind, are tested in seconds.
 QUICK = ("llama", "gemma2", "qwen3.5", "mixtral", "gpt2")
 

@@ -16,7 +16,9 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model
 from foretoken.models.loading import load_model
 from foretoken.models.resumable import Resumable
+from foretoken.models.runners.cuda.hybrid import HybridCudaRunner
 from foretoken.models.state.pages import PAGE
+from foretoken.models.state.recurrent import RecurrentStates
 from foretoken.quantize.run import quantize_checkpoint
 
 from .plain import one_by_one
@@ -27,8 +29,10 @@ pytestmark = pytest.mark.slow
 
 HYBRID = ("qwen3.5", "qwen3-next", "lfm2", "bamba", "qwen3.5-experts")
 NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
-CASES = [(name, numbers) for name in HYBRID for numbers in NUMBERS]
-CASES += [("falcon-h1", "float32"), ("granite-hybrid", "bfloat16"), ("nemotron-h", "int8")]
+CASES = [(name, numbers, "compiled") for name in HYBRID for numbers in NUMBERS]
+CASES += [("falcon-h1", "float32", "compiled"), ("granite-hybrid", "bfloat16", "compiled")]
+CASES += [("nemotron-h", "int8", "compiled")]
+CASES += [(*case[:2], "cuda") for case in CASES if torch.cuda.is_available()]
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +43,24 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
 def open_model(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Callable[[], Model]:
-    name, numbers = request.param
+    name, numbers, runner = request.param
     dtype, quantization = NUMBERS[numbers]
     path = saved(name)
     torch.set_num_threads(2)  # rows and heads are shared out among threads; ``conftest`` sets it back
 
     def build() -> Model:
-        with only_runner("compiled"):
-            return load_model(path, dtype, "cpu", "native", quantization=quantization)
+        with only_runner(runner):
+            device = "cuda" if runner == "cuda" else "cpu"
+            return load_model(path, dtype, device, "native", quantization=quantization)
 
     return build
+
+
+def chunk_invariant(model: Model) -> Model:
+    """Returns a model whose rows do not depend on where prompts were cut; skips the test for others."""
+    if not model.chunk_invariant:
+        pytest.skip("chunks of a prompt are computed by other kernels than rows that share a pass")
+    return model
 
 
 def test_drafts_and_batches_change_no_bit(open_model: Callable[[], Model]) -> None:
@@ -72,6 +84,12 @@ def test_drafts_and_batches_change_no_bit(open_model: Callable[[], Model]) -> No
         model.commit(handles, [t[d : d + n + 1] for t, d, n in zip(texts, done, accepted, strict=True)])
         done = [d + n + 1 for d, n in zip(done, accepted, strict=True)]
         model.check()
+
+
+def states_of(model: Model) -> RecurrentStates:
+    runner = model.runner  # type: ignore[attr-defined]
+    states: RecurrentStates = runner._recurrent if isinstance(runner, HybridCudaRunner) else runner._pages.states
+    return states
 
 
 def along(chance: random.Random, follows: list[int]) -> tuple[Draft, list[int]]:
@@ -104,7 +122,7 @@ def test_growing_drafts_change_no_bit(open_model: Callable[[], Model]) -> None:
 
 @pytest.mark.parametrize("cut", [1, 3, 64, 100, 256])
 def test_a_prompt_may_be_cut_anywhere(open_model: Callable[[], Model], cut: int) -> None:
-    model, prompt = open_model(), text(150, 3)
+    model, prompt = chunk_invariant(open_model()), text(150, 3)
     handle = model.open(prompt)
     (whole,) = model.score([handle], [Draft.empty()])
     parts = model.open(prompt[:cut])
@@ -118,7 +136,7 @@ def test_a_prompt_may_be_cut_anywhere(open_model: Callable[[], Model], cut: int)
 def test_prefix_cache_hits_change_no_bit(open_model: Callable[[], Model]) -> None:
     """Hits in the middle of a prompt, and at the end of a preempted sequence."""
     prompt, follows = text(3 * PAGE + 20, 4), text(PAGE + 30, 5)
-    fresh, model = open_model(), open_model()
+    fresh, model = open_model(), chunk_invariant(open_model())
     wanted = one_by_one(fresh, prompt, follows)
     assert model.enable_prefix_cache(1 << 26)
     handle = model.open(prompt)
@@ -144,7 +162,7 @@ def test_prefix_cache_hits_change_no_bit(open_model: Callable[[], Model]) -> Non
 
 def test_truncated_and_resumed_sequences_change_no_bit(open_model: Callable[[], Model]) -> None:
     """A state cannot be rewound, so what was truncated too far is computed again."""
-    model = open_model()
+    model = chunk_invariant(open_model())
     resumable, prompt, follows = Resumable(model), text(90, 7), text(4, 8)
     wanted = one_by_one(model, prompt[:80], follows)
     handle = resumable.open(prompt)
@@ -164,9 +182,8 @@ def test_a_pass_that_fails_spoils_no_state(open_model: Callable[[], Model], monk
     handle = model.open(prompt)
     model.score([handle], [Draft.empty()])
     model.commit([handle], [follows[:1]])
-    runner = model.runner  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr(runner._pages, "finish", lambda: 1 / 0)
+        patch.setattr(states_of(model), "finish", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model.score([handle], [Draft.empty()])
     model.commit([handle], [()])
@@ -176,7 +193,7 @@ def test_a_pass_that_fails_spoils_no_state(open_model: Callable[[], Model], monk
 
 def test_without_kernels_recurrent_layers_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = ARCHITECTURES["lfm2"].save(tmp_path_factory.mktemp("lfm2"))
-    with only_runner("torch"), pytest.raises(InvalidRequest, match="compiled kernels"):
+    with only_runner("torch"), pytest.raises(InvalidRequest, match="kernels alone"):
         load_model(path, "float32", "cpu")
 
 
@@ -189,5 +206,4 @@ def test_the_state_of_a_sequence_is_known(open_model: Callable[[], Model]) -> No
     model = open_model()
     handles: list[Handle] = [model.open(text(9, seed)) for seed in range(3)]
     model.score(handles, [Draft.empty()] * 3)
-    states = model.runner._pages.states  # type: ignore[attr-defined]
-    assert states.nbytes() == 3 * model.state_bytes > 0
+    assert states_of(model).nbytes() == 3 * model.state_bytes > 0

@@ -63,7 +63,7 @@ def build_runner(
             fall_back(weight_format, reason)
             not_compiled = str(reason)
     check_cached_as(kv_cache_dtype, dtype, not_compiled)
-    recurrent = architecture.recurrence is not None
+    recurrent = architecture.recurrent_layers > 0
     if recurrent and not has_kernels(device):
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
     if architecture.alibi is None and architecture.latent is None and has_kernels(device):
