@@ -52,9 +52,7 @@ def _row(layer: RecurrentLayer, fresh: Tensor, steps: Steps, sequence: int, code
     return _floats(int(steps.logs[sequence]), place * layer.sizes.inputs, layer.sizes.inputs)
 
 
-def _walk(
-    layer: RecurrentLayer, fresh: Tensor, steps: Steps, sequence: int, walked: range, mixed: Tensor
-) -> None:
+def _walk(layer: RecurrentLayer, fresh: Tensor, steps: Steps, sequence: int, walked: range, mixed: Tensor) -> None:
     s, codes = layer.sizes, steps.inputs.view(len(steps.sources), -1)
     own, state, copies = None, torch.zeros(()), {}
     if s.state and len(walked):

@@ -33,9 +33,16 @@ def test_a_state_has_one_layout(mixer: str, sums: int, key_dim: int, value_dim: 
     kernels = recurrent_kernels()
     keys = triton.next_power_of_2(key_dim)
     constants = {
-        **{"TAPS": 4, "CHANNELS": 2 * 2 * key_dim + 4 * value_dim, "KEY_HEADS": 2, "VALUE_HEADS": 4},
-        **{"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "DELTA": mixer == "delta", "SKIP": mixer == "mamba"},
-        **{"BLOCK_KEYS": keys, "BLOCK_VALUES": min(triton.next_power_of_2(value_dim), kernels.TILE // keys)},
+        "TAPS": 4,
+        "CHANNELS": 2 * 2 * key_dim + 4 * value_dim,
+        "KEY_HEADS": 2,
+        "VALUE_HEADS": 4,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "DELTA": mixer == "delta",
+        "SKIP": mixer == "mamba",
+        "BLOCK_KEYS": keys,
+        "BLOCK_VALUES": min(triton.next_power_of_2(value_dim), kernels.TILE // keys),
     }
     integers = ("firsts", "ends", "states", "sources", "targets", "inputs")
     names, attributes, signature = kernels._recur.arg_names, {}, {}

@@ -1,6 +1,6 @@
 """The runner for CUDA of models with recurrent layers: states and logs beside the KV cache.
 
-A state is changed in place, so a pass that is computed twice would be wrong: graphs are captured with a pass of no step.
+A pass changes states in place and must not be computed twice, so graphs are captured on a pass without steps.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _recur(
     of_values, of_keys = column < VALUE_DIM, at < KEY_DIM
     used = of_values[:, None] & of_keys[None, :]
     tile = (head * VALUE_DIM + column)[:, None] * KEY_DIM + at[None, :]
-    # Known to be aligned as ``copies`` is: loads of another alignment would have another layout, and sums another order.
+    # As well aligned as ``copies``: with another alignment loads would have another layout, and sums another order.
     start = tl.multiple_of(tl.load(states + sequence).to(tl.pointer_type(tl.float32)), 16)
     own = start + layer.to(tl.int64) * STATE + tile
     spare = copies + sequence * STATE + tile

@@ -58,6 +58,7 @@ class Steps:
     """The steps of a pass, int64; see ``replay.ReplayPlan``.
 
     Attributes:
+        copies: states of each sequence that are left behind.
         counts: [2]. Number of steps, and of rows whose inputs are copied.
         firsts: [sequences]. The first step of each sequence.
         ends: [sequences]. The step after its last one.
@@ -72,9 +73,9 @@ class Steps:
         moved_of: the sequence of each.
         moved_to: the address in the first layer to which each is copied.
         moved_stride: rows between this place in one layer and in the next.
-        copies: states of each sequence that are left behind.
     """
 
+    copies: int
     counts: Tensor
     firsts: Tensor
     ends: Tensor
@@ -89,12 +90,11 @@ class Steps:
     moved_of: Tensor
     moved_to: Tensor
     moved_stride: Tensor
-    copies: int
 
     @staticmethod
     def of(table: Tensor, sizes: StepSizes) -> Steps:
         """Reads a table on the device."""
-        return Steps(*table.split(sizes.arrays), copies=sizes.copies)
+        return Steps(sizes.copies, *table.split(sizes.arrays))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
