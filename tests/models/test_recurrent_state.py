@@ -41,6 +41,9 @@ class Heap:
     def free(self, address: int) -> None:
         del self.held[address]
 
+    def copy(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+
 
 def change(state: float, tokens: Sequence[float], layer: int) -> float:
     """A state after one more token; ``tokens`` begins with it and goes back."""

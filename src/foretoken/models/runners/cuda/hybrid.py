@@ -5,20 +5,17 @@ A pass changes states in place and must not be computed twice, so graphs are cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Self
 
 import torch
-from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Pass
-from foretoken.models.runners.cuda.graphs import Capture
 from foretoken.models.runners.cuda.memory import DeviceMemory
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.state.kv import KVCache
 from foretoken.models.state.recurrent import RecurrentStates, StateShape
 
 
@@ -28,27 +25,12 @@ class HybridCudaRunner(CudaRunner):
     Drafts are replayed as on CPUs (``models/state/replay.py``); states, logs and their order are kept by the same code.
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        layers: Iterable[LayerWeights],
-        ends: Ends,
-        dtype: torch.dtype,
-        device: torch.device,
-        entry: Entry | None = None,
-        capture: Callable[[torch.device], Capture] | None = None,
-    ) -> None:
-        super().__init__(architecture, layers, ends, dtype, device, entry, capture)
-        self._recurrent = self._new_states(architecture)
-
-    def _new_states(self, a: Architecture) -> RecurrentStates:
+    def _new_cache(self, a: Architecture) -> KVCache:
+        """Returns a KV cache; the states beside it are new as well."""
         assert a.recurrence is not None
-        return RecurrentStates(DeviceMemory(self._device), StateShape.of(a.recurrence, a.recurrent_layers))
-
-    def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
-        view = super().first(architecture, norm)
-        view._recurrent = self._new_states(architecture)
-        return view
+        shape = StateShape.of(a.recurrence, a.recurrent_layers)
+        self._recurrent = RecurrentStates(DeviceMemory(self._device), shape)
+        return super()._new_cache(a)
 
     @property
     def state_bytes(self) -> int:
