@@ -125,7 +125,8 @@ def fill_steps(plan: ReplayPlan, sizes: StepSizes, pinned: bool) -> Tensor:
 
     A table of zeros is a pass without steps.
     """
-    filled = torch.zeros(sum(sizes.arrays), dtype=torch.int64, pin_memory=pinned)
+    rooms = sizes.arrays
+    filled = torch.zeros(sum(rooms), dtype=torch.int64, pin_memory=pinned)
     sources, targets = transfers(plan)
     lengths = np.diff(plan.first_step)
     arrays: list[Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]] = [
@@ -144,8 +145,10 @@ def fill_steps(plan: ReplayPlan, sizes: StepSizes, pinned: bool) -> Tensor:
         plan.moved_to,
         plan.moved_stride,
     ]
-    for to, numbers in zip(filled.split(sizes.arrays), arrays, strict=True):
-        to.numpy()[: len(numbers)] = numbers
+    table, at = filled.numpy(), 0
+    for room, numbers in zip(rooms, arrays, strict=True):
+        table[at : at + len(numbers)] = numbers
+        at += room
     return filled
 
 
