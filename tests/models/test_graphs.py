@@ -370,6 +370,14 @@ def test_prompt_chunks_and_long_passes_are_not_captured(two: Two) -> None:
     assert two.captured == 1
 
 
+def test_few_rows_without_logits_are_captured(two: Two) -> None:
+    """A head whose logits are the target's drafts by such passes."""
+    slot, _ = two.runner.acquire()
+    result = two.runner.run(plan((slot, 0, 3, CHAIN)), (1,), False)
+    assert result.logits is None and result.taps[1].shape[0] == 6
+    assert two.captured == two.replayed == 1
+
+
 def test_other_sequences_keep_their_rows(two: Two) -> None:
     pairs = [two.open(text(n, n)) for n in (5, 9, 6)]
     two.score(pairs, [Draft.empty()] * 3)

@@ -76,7 +76,8 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
+        # A chunk of one prompt. Fewer rows without logits are those of a head that borrows the target's.
+        alone = not logits and len(plan.parts) == 1 and len(plan.tokens) >= self.joint_rows
         if alone or any(part.mutual for part in plan.parts):
             return super().run(plan, taps, logits)
         self._reserve(plan.reach)
