@@ -5,7 +5,7 @@ A pass changes states in place and must not be computed twice, so graphs are cap
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -38,13 +38,6 @@ class HybridCudaRunner(CudaRunner):
 
     def nbytes(self) -> int:
         return super().nbytes() + self._recurrent.nbytes()
-
-    def acquire(
-        self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
-    ) -> tuple[int, int]:
-        slot, rows = super().acquire(tokens, scope, adapter)
-        self._recurrent.reset(self._recurrent.slot(slot))
-        return slot, rows
 
     def resume(self, slot: int, rows: int) -> int:
         state = self._recurrent.slot(slot)
