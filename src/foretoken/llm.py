@@ -50,7 +50,7 @@ class LLM:
         model: Folder or hub name of the target. ``LLM()`` alone loads the bundled pair.
         draft_model: Folder or hub name of a draft model, or of heads.
         speculative_config: As in vLLM. See ``SpeculativeConfig``. Without a method, heads draft by theirs; a draft
-            model by "auto", or by "draft_model" with other keys, with ``adapt``, or where a pass takes only a few
+            model by "auto", or by "draft_model" with other keys, with ``adapt``, or where a pass takes less than 50
             milliseconds; without a model either, what the target ships: MTP layers, or heads in its folder.
         tokenizer: Folder or hub name of the tokenizer. None takes the target's.
         dtype: "auto" is bfloat16 where the hardware supports it, else float32.

@@ -159,7 +159,8 @@ class Builder:
 
     def settle(self, config: SpeculativeConfig, proposer: Proposer) -> tuple[SpeculativeConfig, Proposer]:
         """Returns what drafts, now that passes are timed: of an inferred ``auto`` its model alone if they are short."""
-        if config.method is None and isinstance(proposer, Auto) and self.costs.light(1):
+        short = self.costs.plain_seconds(1) < self.costs.tuning.mixed
+        if config.method is None and isinstance(proposer, Auto) and short:
             return replace(config, method="draft_model"), proposer.chain
         return config, proposer
 

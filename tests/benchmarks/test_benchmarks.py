@@ -38,11 +38,14 @@ COMMANDS = {
     "all_apis": "--minutes 0.05 --rate 12",
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
     "deciding": "--batch 1 --tokens 8 --repeats 1",
+    "defaults": "--target TARGET --draft DRAFT --count 2 --batch 2 --tokens 8 --temperature 1 "
+    """--config '{"method": "draft_model", "num_speculative_tokens": 2}'""",
     "editing": f"--target DRAFT --dtype float32 {NGRAM} --turns 1 --tasks 1",
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer --turns 1",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
     "long_context": "--target TARGET --part prefill --part attention --part loss --cache int8 --context 80 --rows 1 "
     "--turns 1 --prompt 100 --windows 1",
+    "long_prompts": "--target TARGET --tokens 80 --repeats 1 --peers none",
     "loading": "--model TARGET --repeats 1 --touch",
     "schemes": "--small --scheme int8 --scheme int4 --rows 1 --rows 3 --context 20 --turns 2",
     "verification": "--rows 3 --vocabulary 512 --repeats 4",

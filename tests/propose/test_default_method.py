@@ -9,7 +9,6 @@ import pytest
 from tests.models.heads import tiny
 
 from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
-from foretoken.bench.grid import DEFAULT
 from foretoken.core.errors import InvalidRequest
 from foretoken.costs.model import CostModel
 from foretoken.speculation import with_draft, with_method
@@ -22,14 +21,14 @@ def test_a_draft_model_with_keys_drafts_by_the_method_of_its_name(key: dict[str,
     assert with_method(SpeculativeConfig.of({"model": DRAFT, **key})).method_in_force == "draft_model"
 
 
-def test_a_draft_model_alone_drafts_by_the_method_that_the_table_races() -> None:
+def test_a_draft_model_without_keys_drafts_by_auto() -> None:
     for config in (with_draft(SpeculativeConfig.of({}), DRAFT), SpeculativeConfig(model=DRAFT, control="goodput")):
-        assert with_method(config).method_in_force == DEFAULT["method"]
+        assert with_method(config).method_in_force == "auto"
     assert with_method(SpeculativeConfig.of({"model": DRAFT, "method": "vocabulary"})).method == "vocabulary"
     assert with_method(SpeculativeConfig.of({})).method_in_force == "none"
 
 
-@pytest.mark.parametrize(("seconds", "methods"), [(0.001, ("draft_model",)), (0.02, ("auto", "draft_model"))])
+@pytest.mark.parametrize(("seconds", "methods"), [(0.04, ("draft_model",)), (0.06, ("auto", "draft_model"))])
 def test_what_drafts_without_a_key_depends_on_the_time_of_a_pass(
     seconds: float, methods: tuple[str, ...], tiny_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,8 @@ class Pairing:
         )
 
 
-Config = dict[str, object]  # a speculative_config, as users write it
+Config = dict[str, object]  # a speculative_config, as users write it; an empty one leaves the method to ``LLM``
+UNNAMED = "default"  # the method of a row whose configuration names none
 
 
 def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
@@ -63,14 +64,15 @@ def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
     entrants: list[Entrant] = []
     methods = list(map(_method, configs))
     for method, config in zip(methods, configs, strict=True):
-        named = {k: v for k, v in config.items() if k not in ("model", "num_speculative_tokens")} | {"method": method}
+        named = {k: v for k, v in config.items() if k not in ("model", "num_speculative_tokens")}
+        named |= {"method": method} if config else {}
         options = tuple(sorted((key, json.dumps(value)) for key, value in named.items()))
         setup = replace(pairing.setup(OURS, method), options=options)
         if "model" in config:
             setup = replace(setup, draft=str(config["model"]))
         if not entrants:
             entrants.append(Entrant(OURS.name, "plain", 0, setup))
-        name = method if methods.count(method) == 1 else _label(config)
+        name = UNNAMED if not config else method if methods.count(method) == 1 else _label(config)
         entrants += [Entrant(OURS.name, name, depth, setup) for depth in _depths(config, pairing.depths)]
     return entrants
 
@@ -138,7 +140,7 @@ def _label(config: Config) -> str:
 
 def _depths(config: Config, depths: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the depths to race: the configuration's own if it names one or chooses it."""
-    if config.get("method") == AUTO or config.get("control") == "goodput":
+    if not config or config.get("method") == AUTO or config.get("control") == "goodput":
         return (OWN_CHOICE,)
     depth = config.get("num_speculative_tokens")
     return (int(str(depth)),) if depth is not None else depths

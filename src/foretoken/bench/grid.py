@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.edits import EDITS
-from foretoken.bench.entrants import Config, Pairing, own, peers
-from foretoken.bench.peers.protocol import OWN_CHOICE, Setup
+from foretoken.bench.entrants import UNNAMED, Config, Pairing, own, peers
+from foretoken.bench.peers.protocol import Setup
 from foretoken.bench.peers.registry import OURS, Peer
 from foretoken.bench.pool import RaceWorker
 from foretoken.bench.race import RaceRow, RaceTask, race
@@ -18,8 +18,8 @@ from foretoken.bench.workloads import FUNCTIONS, ragged
 from foretoken.core.errors import WriteError
 from foretoken.speculation import AUTO
 
-DEFAULT: Config = {"method": AUTO}
-"""What a user of ours gets with a draft model and without a key, where a pass takes milliseconds."""
+DEFAULT: Config = {}
+"""What a user of ours gets with a draft model and without a key."""
 
 PROMPTS = ("completion", "editing", "repetition", "long")
 HAND_PICKED: tuple[Config, ...] = (
@@ -29,6 +29,7 @@ HAND_PICKED: tuple[Config, ...] = (
     {"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 12},
     {"method": "suffix", "num_speculative_tokens": 8},
     {"method": "draft_model", "control": "goodput"},
+    {"method": AUTO},
 )
 """What a user of ours might choose, beside the default."""
 LONG = 1000  # tokens of a long context
@@ -224,7 +225,7 @@ class Summary:
 
 
 def _is_default(row: RaceRow) -> bool:
-    return row.num_speculative_tokens == OWN_CHOICE and row.method.partition(" ")[0] == DEFAULT["method"]
+    return row.method == UNNAMED
 
 
 def _fastest(rows: Sequence[RaceRow]) -> RaceRow | None:

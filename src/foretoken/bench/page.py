@@ -10,7 +10,7 @@ from foretoken.report.charts import Bar, bars
 from foretoken.report.document import bullets, document, paragraph, section, table
 from foretoken.report.markup import Html, join
 
-NAMES = {"plain": "plain", "auto": "default", "draft_model": "draft model", "ngram": "prompt lookup"}
+NAMES = {"plain": "plain", "draft_model": "draft model", "ngram": "prompt lookup"}
 HEADS = (
     *("system", "tokens/s", "spread", "decode tokens/s", "prefill ms", "tokens/pass", "= plain", "memory MB"),
     "sampling bias (z)",

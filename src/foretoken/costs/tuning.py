@@ -48,6 +48,7 @@ class Tuning:
     margin: float = 1.02  # speedup that a draft must promise: the best of many estimates flatters
     caution: float = 1.25  # tokens per plain token of the added time: errors cost more, the more time a draft adds
     light: float = 0.006  # seconds of a plain step per request; a mixture's own arithmetic takes half a millisecond
+    mixed: float = 0.05  # of a plain step from which a mixture is the default; its trees and arithmetic take about 3 ms
     horizon: float = 32.0  # steps over which catching up on missed tokens has to pay off
     first_token: float = 0.25  # plain steps by which drafting may delay the first token of a request
     trial: int = 4  # draft tokens of a trial

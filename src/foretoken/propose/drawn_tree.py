@@ -22,9 +22,9 @@ from foretoken.propose.tree import Growth
 
 # Measured with a 1 M draft of a 15 M target. Acceptance of a drawn token x: about MIN_FIRST + (MAX_FIRST - MIN_FIRST)
 # q(x)^2; of a later sibling after those before it were rejected: LATER; of a first child not drawn yet: TYPICAL.
-MIN_FIRST, MAX_FIRST = 0.38, 0.93
+MIN_FIRST, MAX_FIRST = 0.5, 0.95
 LATER = (0.28, 0.19, 0.14, 0.1)
-TYPICAL = 0.65
+TYPICAL = 0.7
 
 DrawnTreeKind = Literal["sampled", "greedy_multi"]
 

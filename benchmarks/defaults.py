@@ -1,0 +1,160 @@
+"""The default beside configurations chosen by hand, in turns of a few steps, so that a slow minute hits all alike.
+
+    python benchmarks/defaults.py --prompts humaneval.jsonl --temperature 0 --temperature 1
+    python benchmarks/defaults.py --batch 8 --count 8
+
+All systems complete the same prompts, each in an ``LLM`` of its own in this process, and take turns of ``--steps``
+steps. Figures are tokens over seconds while decoding: what came with the first tokens, and the time until then, does
+not count. The default may draft from what it learned on earlier prompts of the same run, as users' requests do; texts
+of other requests it never copies.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.outputs import StreamPiece
+from foretoken.train.widen.checkpoint import scaled
+
+DEFAULT, PLAIN = "default", "plain"
+BY_HAND = (
+    '{"method": "draft_model", "num_speculative_tokens": 4}',
+    '{"method": "draft_model", "num_speculative_tokens": 6}',
+    '{"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 6}',
+    '{"method": "draft_model", "control": "goodput"}',
+)
+
+
+@dataclass
+class Total:
+    """What a system wrote after its first tokens, and in how many seconds and steps of one sequence."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Run:
+    """A system's completions of one group of prompts, as far as they are.
+
+    Attributes:
+        pieces: What it writes from here on.
+        open: Number of completions that are not finished.
+    """
+
+    pieces: Iterator[StreamPiece]
+    open: int
+
+    def advance(self, total: Total, steps: int) -> None:
+        """Runs about ``steps`` steps, one piece for each open completion, and adds them to ``total``."""
+        started = perf_counter()
+        for piece in islice(self.pieces, steps * self.open):
+            total.tokens += len(piece.token_ids)
+            total.steps += 1
+            self.open -= piece.output is not None
+        total.seconds += perf_counter() - started
+
+
+def begun(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Run:
+    """Starts completions and returns them once every one has its first tokens."""
+    pieces, first, finished = llm.stream(list(prompts), params), set[int](), 0
+    for piece in pieces:
+        first.add(piece.request_id)
+        finished += piece.output is not None
+        if len(first) == len(prompts):
+            break
+    return Run(pieces, len(prompts) - finished)
+
+
+def race(
+    systems: Mapping[str, LLM], groups: Sequence[Sequence[str]], params: SamplingParams, steps: int
+) -> dict[str, Total]:
+    """Returns each system's total over all groups of prompts, in turns of ``steps`` steps in random order."""
+    totals, order = {name: Total() for name in systems}, random.Random(0)
+    for group in track(groups, f"temperature {params.temperature:g}"):
+        runs = {name: begun(llm, group, params) for name, llm in systems.items()}
+        while left := [name for name, run in runs.items() if run.open]:
+            for name in order.sample(left, len(left)):
+                runs[name].advance(totals[name], steps)
+    return totals
+
+
+def table(cells: Mapping[float, Mapping[str, Total]]) -> Table:
+    """Returns a line for each temperature and system, the ratio to plain decoding and to the fastest by hand."""
+    shown = Table("T", "system", "tokens/s", "tokens a step", "/ plain", "/ best by hand", box=box.MARKDOWN)
+    for temperature, totals in cells.items():
+        best = max(total.speed for name, total in totals.items() if name not in (DEFAULT, PLAIN))
+        for name, total in totals.items():
+            ratios = f"{total.speed / totals[PLAIN].speed:.2f}", f"{total.speed / best:.2f}"
+            shown.add_row(f"{temperature:g}", name, f"{total.speed:.1f}", f"{total.tokens / total.steps:.2f}", *ratios)
+    return shown
+
+
+def main(
+    target: Annotated[Path | None, typer.Option(help="Default: the bundled one, widened to 0.7 B.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
+    config: Annotated[list[str], typer.Option(help="A configuration by hand as JSON; repeatable.")] = [*BY_HAND],
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each; default: our own few.")] = None,
+    count: Annotated[int, typer.Option(min=1)] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="Of each completion.")] = 96,
+    temperature: Annotated[list[float], typer.Option(min=0.0, help="Repeatable.")] = [0.0, 1.0],
+    batch: Annotated[int, typer.Option(min=1, help="Prompts completed at once.")] = 1,
+    quantization: Annotated[str | None, typer.Option(help="Of the target.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of a turn.")] = 8,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
+) -> None:
+    """Prints tokens per second of the default, of plain decoding and of configurations by hand."""
+    torch.set_num_threads(cores())
+    where, model = target or scaled("0.7b"), str(draft or zoo.path("draft"))
+    texts = load_prompts(prompts, count) if prompts else [FUNCTIONS[i % len(FUNCTIONS)] for i in range(count)]
+    groups = [texts[at : at + batch] for at in range(0, len(texts), batch)]
+    named: dict[str, dict[str, Any]] = {PLAIN: {"method": "none"}, DEFAULT: {"model": model}}
+    for each in config:
+        keys = json.loads(each)
+        heads = keys["method"] not in ("draft_model", "auto")
+        named[" ".join(str(value) for value in keys.values())] = keys if heads else {"model": model, **keys}
+    with ExitStack() as stack:
+        options: dict[str, Any] = {"max_num_seqs": max(16, batch), "quantization": quantization}
+        systems = {
+            name: stack.enter_context(closing(LLM(where, speculative_config=keys, **options)))
+            for name, keys in track(named.items(), "loading")
+        }
+        print("the default drafts by", systems[DEFAULT].methods[0])
+        cells = {}
+        for heat in temperature:
+            params = SamplingParams(max_tokens=tokens, temperature=heat, ignore_eos=True)
+            cells[heat] = race(systems, groups, params, steps)
+    console = wide_console()
+    console.print(table(cells))
+    facts = setting() | {"target": where.name, "count": count, "tokens": tokens, "batch": batch, "steps": steps}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        record = {str(heat): {name: asdict(total) for name, total in cell.items()} for heat, cell in cells.items()}
+        json_file.write_text(json.dumps({"setting": facts, "cells": record}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

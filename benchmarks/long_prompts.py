@@ -1,0 +1,119 @@
+"""Long prompts in every engine: seconds to the first token, and resident memory once it is there.
+
+    python benchmarks/long_prompts.py --tokens 2000 --repeats 5
+    python benchmarks/long_prompts.py --tokens 32768 --repeats 1 --peers vllm,llamacpp     # minutes a prompt
+
+The target's weights are linked into a folder whose config.json allows that many positions, since neither the time nor
+the memory of a prompt depends on what the positions were trained for. Engines take turns, each in a process of its own;
+where memory does not hold all of them, they are loaded again. No prefix cache is used.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from foretoken import zoo
+from foretoken.bench.entrants import Pairing, own, peers
+from foretoken.bench.peers.protocol import PeerRequest, Setup
+from foretoken.bench.peers.registry import chosen
+from foretoken.bench.peers.worker import start
+from foretoken.bench.pool import Pool
+from foretoken.bench.setting import setting, wide_console
+from foretoken.models.formats.checkpoint import load_config
+from foretoken.train.widen.checkpoint import scaled
+
+
+@dataclass(frozen=True)
+class PromptTime:
+    """One engine's time of one prompt length.
+
+    Attributes:
+        seconds: to the first token, the median of all turns.
+        memory_bytes: resident, the largest of all turns.
+    """
+
+    system: str
+    version: str
+    tokens: int
+    seconds: float
+    memory_bytes: int
+
+
+def stretched(target: Path, positions: int, folder: Path) -> Path:
+    """Returns a checkpoint in ``folder`` with the target's weights and at least ``positions`` positions."""
+    where = folder / f"{target.name}-{positions}"
+    where.mkdir()
+    for file in target.iterdir():
+        if file.is_file() and file.name != "config.json":
+            (where / file.name).symlink_to(file)
+    config = load_config(target)
+    config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
+    (where / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return where
+
+
+def times(setups: list[Setup], tokens: int, repeats: int) -> list[PromptTime]:
+    """Times one token after a prompt of ``tokens`` tokens in every engine, by turns."""
+    turns = setups * repeats
+    seconds: dict[str, list[float]] = {}
+    memory: dict[str, int] = {}
+    versions: dict[str, str] = {}
+    with Pool(start, turns) as pool:
+        for number, setup in enumerate(track(turns, f"{tokens} tokens")):
+            worker = pool.get(number)
+            prompt = [(7 * i + number) % 4000 + 5 for i in range(tokens)]
+            worker.answer(PeerRequest([prompt[: tokens // 8 + 1]], 1))  # a process that was loaded again compiles first
+            answer = worker.answer(PeerRequest([prompt], 1))
+            seconds.setdefault(setup.system, []).append(answer.first_seconds)
+            memory[setup.system] = max(memory.get(setup.system, 0), worker.resident_bytes)
+            versions[setup.system] = worker.version
+    return [PromptTime(name, versions[name], tokens, median(each), memory[name]) for name, each in seconds.items()]
+
+
+def table(rows: list[PromptTime]) -> Table:
+    """Returns a line for each engine and length."""
+    shown = Table("system", "prompt", "first token, s", "tokens/s", "memory, MB", box=box.MARKDOWN)
+    for row in rows:
+        name, speed = f"{row.system} {row.version}", row.tokens / row.seconds
+        shown.add_row(name, str(row.tokens), f"{row.seconds:.2f}", f"{speed:.0f}", f"{row.memory_bytes / 1e6:.0f}")
+    return shown
+
+
+def main(
+    target: Annotated[Path | None, typer.Option(help="A Llama. [the bundled target, widened to 0.7b]")] = None,
+    tokens: Annotated[list[int], typer.Option(min=1, help="Of a prompt; may be repeated.")] = [2000],
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of every engine.")] = 3,
+    systems: Annotated[str, typer.Option("--peers", help="Comma-separated, or none.")] = "openvino,vllm,llamacpp",
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and figures here.")] = None,
+) -> None:
+    """Times long prompts in every engine."""
+    console, where, rows = wide_console(), target or scaled("0.7b"), list[PromptTime]()
+    with TemporaryDirectory() as folder:
+        for count in tokens:
+            longest = count + 64
+            pairing = Pairing(stretched(where, longest, Path(folder)), zoo.path("draft"), (1,), max_length=longest)
+            entrants = own(pairing, [{"method": "ngram"}]) + peers(
+                pairing, [{"method": "ngram"}], chosen(systems), console.print
+            )
+            plain = [entrant.setup for entrant in entrants if entrant.method == "plain"]
+            rows += times(plain, count, repeats)
+    console.print(table(rows))
+    facts = setting() | {"target": where.name, "repeats": repeats}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        record = {"setting": facts, "prompts": [asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
