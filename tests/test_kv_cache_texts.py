@@ -1,4 +1,4 @@
-"""An int8 KV cache is a target of its own: every text is that of plain decoding with it, however it is written."""
+"""Every text is that of plain decoding with the same KV cache, however it is written; int8 is a target of its own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
 
 from .models.test_native import needs_kernels
 
-pytestmark = [needs_kernels, pytest.mark.slow]
+pytestmark = pytest.mark.slow
+# Other caches on CPUs are tested in tests/exactness and tests/engine.
+CACHES = [pytest.param(("cpu", "int8"), marks=needs_kernels, id="cpu-int8")]
+if torch.cuda.is_available():
+    CACHES += [pytest.param(("cuda", kind), id=f"cuda-{kind}") for kind in ("int8", "auto")]
 PROMPTS = [*FUNCTIONS[:4], *(text + "    # checked\n" for text in FUNCTIONS[:4])]
 CONFIGS: dict[str, dict[str, Any]] = {
     "chain": {"method": "draft_model", "model": str(zoo.path("draft"))},
@@ -24,8 +29,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def opened(**options: Any) -> LLM:
-    return LLM(zoo.path("target"), dtype="bfloat16", kv_cache_dtype="int8", max_model_len=256, **options)
+@pytest.fixture(scope="module", params=CACHES)
+def cache(request: pytest.FixtureRequest) -> dict[str, str]:
+    device, kind = request.param
+    return {"device": device, "kv_cache_dtype": kind}
+
+
+def opened(cache: dict[str, str], **options: Any) -> LLM:
+    return LLM(zoo.path("target"), dtype="bfloat16", max_model_len=256, **cache, **options)
 
 
 def write(llm: LLM, temperature: float, batch: int, max_tokens: int = 16, **options: Any) -> list[Sequence[int]]:
@@ -42,14 +53,16 @@ def write(llm: LLM, temperature: float, batch: int, max_tokens: int = 16, **opti
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[float, list[Sequence[int]]]:
-    llm = opened()
+def plain(cache: dict[str, str]) -> dict[float, list[Sequence[int]]]:
+    llm = opened(cache)
     return {temperature: write(llm, temperature, 1, speculative_tokens=0) for temperature in (0.0, 1.0)}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_proposer_writes_the_text_of_plain_decoding(name: str, plain: dict[float, Any]) -> None:
-    llm = opened(speculative_config=CONFIGS[name])
+def test_every_proposer_writes_the_text_of_plain_decoding(
+    name: str, cache: dict[str, str], plain: dict[float, Any]
+) -> None:
+    llm = opened(cache, speculative_config=CONFIGS[name])
     batches = [1, 8]
     if list(CONFIGS).index(name) % 2:  # any two of method, temperature and batch meet
         batches.reverse()
@@ -58,11 +71,11 @@ def test_every_proposer_writes_the_text_of_plain_decoding(name: str, plain: dict
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])
-def test_preemption_and_prefix_cache_hits_change_no_text(name: str) -> None:
+def test_preemption_and_prefix_cache_hits_change_no_text(name: str, cache: dict[str, str]) -> None:
     """The cache holds little more than the longest sequence, so that others are preempted as they grow."""
 
     def loaded(size: int) -> LLM:
-        return opened(speculative_config=CONFIGS[name], kv_cache_memory_bytes=size, enable_prefix_caching=True)
+        return opened(cache, speculative_config=CONFIGS[name], kv_cache_memory_bytes=size, enable_prefix_caching=True)
 
     large = loaded(2**30)
     plain = write(large, 1.0, 1, speculative_tokens=0, max_tokens=70)
@@ -73,6 +86,7 @@ def test_preemption_and_prefix_cache_hits_change_no_text(name: str) -> None:
     assert usage.preemptions and usage.prefix_hits
 
 
+@needs_kernels
 def test_twice_as_many_tokens_fit() -> None:
     capacities = [
         LLM(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from foretoken.models.runners.triton_kernels import attention, recurrent, steps
 from foretoken.models.runners.triton_kernels.attention import attend_rows, store
 from foretoken.models.runners.triton_kernels.available import has_kernels
 from foretoken.models.runners.triton_kernels.experts import ExpertStack, combine
-from foretoken.models.runners.triton_kernels.rows import STRETCH, PassRows
+from foretoken.models.runners.triton_kernels.rows import STRETCH, UNIT, LayerPages, PassRows
 from foretoken.models.runners.triton_kernels.rowwise import int8_linear, rms_norm, rotate_heads, silu_mul
+from foretoken.models.state.pages import PAGE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, KV_HEADS, DIM, SLOTS, LENGTH = 6, 2, 24, 3, 600
@@ -31,19 +33,74 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def ints(values: list[int] | list[list[int]]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    return torch.tensor(values, device=DEVICE)
 
 
-def rows_of(counts: list[int], slots: list[int]) -> PassRows:
-    """Returns the layout of rows of chains."""
-    return PassRows(
-        counts=ints(counts),
-        slots=ints(slots),
-        places=ints([max(0, count - 1) for count in counts]),
-        prefixes=ints(counts),
-        paths=torch.zeros((len(counts), 0), dtype=torch.int32, device=DEVICE),
-        longest=LENGTH,
-    )
+class Paged:
+    """A cache of one layer whose pages lie in any order.
+
+    Args:
+        keys: what it holds, [slots, kv_heads, length, D].
+        values: likewise.
+        scaled: whether it is one of int8, which holds any numbers then.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, scaled: bool = False) -> None:
+        slots, heads, length, dim = keys.shape
+        per_slot = -(-length // PAGE)
+        dtype = torch.int8 if scaled else keys.dtype
+        half = heads * PAGE * dim * dtype.itemsize
+        self._size = 2 * half + scaled * 2 * 4 * heads * PAGE
+        memory = torch.zeros(slots * per_slot * self._size, dtype=torch.uint8, device=DEVICE)
+        order = torch.randperm(slots * per_slot, generator=torch.Generator().manual_seed(5))
+        self.places = (order * self._size // UNIT).view(slots, per_slot).to(DEVICE)
+        self._memory, self._order, self._half, self._dim = memory, order, half, dim
+        at = (2 * half // 4, 2 * half // 4 + heads * PAGE) if scaled else None
+        typed, scales = memory.view(dtype), memory.view(torch.float32)
+        self.layer = LayerPages(typed, scales, heads, dim, 0, half // dtype.itemsize, at)
+        self._shape = slots, per_slot, heads, PAGE
+        if scaled:
+            memory.copy_(torch.randint(0, 256, memory.shape, generator=torch.Generator().manual_seed(6)))
+            scales.view(-1, self._size // 4)[:, 2 * half // 4 :] = 0.01
+        else:
+            self.write(keys, values)
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        slots, per_slot, heads, _ = self._shape
+        pages = self._memory.view(-1, self._size)
+        for half, numbers in enumerate((keys, values)):
+            whole = F.pad(numbers, (0, 0, 0, per_slot * PAGE - numbers.shape[2]))
+            by_page = whole.view(slots, heads, per_slot, PAGE, -1).transpose(1, 2).reshape(slots * per_slot, -1)
+            pages[self._order.to(DEVICE), half * self._half : (half + 1) * self._half] = by_page.view(torch.uint8)
+
+    def read(self, length: int) -> list[Tensor]:
+        """Returns keys and values as numbers, [slots, kv_heads, length, D]."""
+        slots, per_slot, heads, _ = self._shape
+        pages = self._memory.view(-1, self._size)[self._order.to(DEVICE)]
+        parts = []
+        for half in range(2):
+            own = pages[:, half * self._half : (half + 1) * self._half].contiguous().view(self.layer.base.dtype)
+            numbers = own.view(slots, per_slot, heads, PAGE, self._dim)
+            if self.layer.scales_at is not None:
+                start = self.layer.scales_at[half] * 4
+                scales = pages[:, start : start + 4 * heads * PAGE].contiguous().view(torch.float32)
+                numbers = numbers.float() * scales.view(slots, per_slot, heads, PAGE, 1)
+            parts.append(numbers.transpose(1, 2).reshape(slots, heads, per_slot * PAGE, -1)[:, :, :length])
+        return parts
+
+    def rows(self, counts: list[int], slots: list[int]) -> PassRows:
+        """Returns the layout of rows of chains."""
+        return PassRows(
+            counts=ints(counts),
+            ends=ints(counts),
+            pages=self.places[slots].t().contiguous(),
+            places=ints([max(0, count - 1) for count in counts]),
+            prefixes=ints(counts),
+            paths=torch.zeros((0, len(counts)), dtype=torch.int64, device=DEVICE),
+            tiles=torch.arange(len(counts), device=DEVICE),
+            sizes=torch.ones(len(counts), dtype=torch.int64, device=DEVICE),
+            longest=LENGTH,
+        )
 
 
 def expected(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
@@ -67,13 +124,19 @@ def test_a_gpu_has_kernels_and_a_cpu_none() -> None:
     assert has_kernels(DEVICE) == (DEVICE.type == "cuda")
 
 
+def cached(slots: int = SLOTS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Returns keys and values of a layer."""
+    return [numbers(slots, KV_HEADS, LENGTH, DIM, seed=seed).to(dtype) for seed in (0, 1)]
+
+
 @pytest.mark.parametrize("window", [0, 7, 300, -64, -500])
 @pytest.mark.parametrize("softcap, sink", [(0.0, False), (5.0, False), (0.0, True)])
 def test_attention_of_rows(window: int, softcap: float, sink: bool) -> None:
     counts, slots = [1, 70, STRETCH, STRETCH + 1, 0, LENGTH], [0, 1, 2, 0, 0, 1]
-    keys, values, queries = numbers(SLOTS, KV_HEADS, LENGTH, DIM), numbers(SLOTS, KV_HEADS, LENGTH, DIM, seed=1), None
+    keys, values = cached()
     queries, sinks = numbers(len(counts), HEADS, DIM, seed=2), numbers(HEADS, seed=3) if sink else None
-    mixed = attend_rows(queries, keys, values, rows_of(counts, slots), 0.3, window, softcap, sinks)
+    cache = Paged(keys, values)
+    mixed = attend_rows(queries, cache.layer, cache.rows(counts, slots), 0.3, window, softcap, sinks)
     for row, (count, slot) in enumerate(zip(counts, slots, strict=True)):
         if not count:
             assert not mixed[row].any()
@@ -83,47 +146,120 @@ def test_attention_of_rows(window: int, softcap: float, sink: bool) -> None:
         torch.testing.assert_close(mixed[row], right, rtol=1e-5, atol=1e-5)
 
 
+def test_biases_by_position() -> None:
+    counts, slots = [1, 70, LENGTH], [0, 1, 2]
+    keys, values = cached()
+    queries, biases = numbers(3, HEADS, DIM, seed=2), numbers(HEADS, LENGTH, seed=3)
+    cache = Paged(keys, values)
+    mixed = attend_rows(queries, cache.layer, cache.rows(counts, slots), 0.3, biases=biases)
+    for row, (count, slot) in enumerate(zip(counts, slots, strict=True)):
+        k, v = (each[slot, :, :count].double().repeat_interleave(HEADS // KV_HEADS, 0) for each in (keys, values))
+        scores = (k @ queries[row].double()[..., None])[..., 0] * 0.3 + biases[:, :count] - biases[:, count - 1 : count]
+        right = (scores.softmax(-1)[:, None] @ v)[:, 0].float()
+        torch.testing.assert_close(mixed[row], right, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_see_each_other() -> None:
+    """Three rows of a block see all of it; the window of the second call counts from their own positions."""
+    keys, values = cached(1)
+    cache, queries = Paged(keys, values), numbers(3, HEADS, DIM, seed=2)
+    rows = replace(cache.rows([298, 299, 300], [0, 0, 0]), ends=ints([300] * 3))
+    for window in (0, 5):
+        mixed = attend_rows(queries, cache.layer, rows, 0.3, window)
+        for row, count in enumerate((298, 299, 300)):
+            seen = slice(first_key(count, window), 300)
+            right = expected(queries[row], keys[0, :, seen], values[0, :, seen], 0.3, 0.0, None)
+            torch.testing.assert_close(mixed[row], right, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_path_in_any_cache_rows_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
     """A row at the depth of three sees a prefix and three nodes, which lie in the order of a tree."""
     prefix, path = 250, [252, 250, 257]
-    keys, values = (numbers(1, KV_HEADS, LENGTH, DIM, seed=seed).to(dtype) for seed in (0, 1))
-    queries = numbers(1, HEADS, DIM, seed=2).to(dtype)
-    plain = rows_of([prefix + 3], [0])
-    tree = replace(plain, prefixes=ints([prefix]), paths=ints([[*path, 0, 0, 0, 0, 0]]))
-    got = attend_rows(queries, keys, values, tree, 0.3)
+    keys, values = cached(1, dtype)
+    queries, cache = numbers(1, HEADS, DIM, seed=2).to(dtype), Paged(keys, values)
+    plain = cache.rows([prefix + 3], [0])
+    tree = replace(plain, prefixes=ints([prefix]), paths=ints([[place] for place in [*path, 0, 0, 0, 0, 0]]))
+    got = attend_rows(queries, cache.layer, tree, 0.3)
     for buffer in (keys, values):
         buffer[:, :, prefix : prefix + 3] = buffer[:, :, path].clone()
-    assert torch.equal(got, attend_rows(queries, keys, values, plain, 0.3))
+    cache.write(keys, values)
+    assert torch.equal(got, attend_rows(queries, cache.layer, plain, 0.3))
 
 
-def test_rows_have_the_same_bits_whatever_shares_the_pass_and_however_long_the_cache_is() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rows_have_the_same_bits_whatever_shares_the_pass_and_however_long_the_cache_is(scaled: bool) -> None:
     counts, slots = [300, 0, 9, 300], [0, 0, 1, 2]
-    keys, values = numbers(SLOTS, KV_HEADS, LENGTH, DIM), numbers(SLOTS, KV_HEADS, LENGTH, DIM, seed=1)
-    queries = numbers(4, HEADS, DIM, seed=2)
-    together = attend_rows(queries, keys, values, rows_of(counts, slots), 0.3)
+    keys, values = cached()
+    cache, queries = Paged(keys, values, scaled), numbers(4, HEADS, DIM, seed=2)
+    together = attend_rows(queries, cache.layer, cache.rows(counts, slots), 0.3)
     for row in (0, 2, 3):
-        alone = replace(rows_of([counts[row]], [slots[row]]), longest=counts[row])
-        assert torch.equal(attend_rows(queries[row : row + 1], keys, values, alone, 0.3)[0], together[row])
+        alone = replace(cache.rows([counts[row]], [slots[row]]), longest=counts[row])
+        assert torch.equal(attend_rows(queries[row : row + 1], cache.layer, alone, 0.3)[0], together[row])
+    assert together[0].any()
+
+
+TILED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "window": {"window": 40},
+    "chunks": {"window": -64},
+    "softcap": {"softcap": 5.0},
+    "biases": {"biases": numbers(HEADS, LENGTH, seed=3)},
+}
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_rows_of_a_tile_have_the_bits_of_single_rows(name: str) -> None:
+    """Two sequences; tiles of up to five rows of three heads, one of which begins a stretch, and padding at the end."""
+    options = dict(TILED[name])
+    dtype = options.pop("dtype", torch.float32)
+    counts, slots = [1, 2, *range(254, 260), 0], [0] * 2 + [1] * 6 + [0]
+    cache, queries = Paged(*cached(2, dtype)), numbers(len(counts), HEADS, DIM, seed=2).to(dtype)
+    single = cache.rows(counts, slots)
+    tiled = replace(single, tiles=ints([0, 2, 7, 0]), sizes=ints([2, 5, 2, 0]))
+    each = attend_rows(queries, cache.layer, single, 0.3, **options)
+    assert torch.equal(attend_rows(queries, cache.layer, tiled, 0.3, **options), each)
 
 
 def test_sums_over_stretches_are_computed_for_some_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, values = numbers(1, KV_HEADS, LENGTH, DIM), numbers(1, KV_HEADS, LENGTH, DIM, seed=1)
-    queries, rows = numbers(5, HEADS, DIM, seed=2), rows_of([300, 1, 600, 0, 257], [0] * 5)
-    whole = attend_rows(queries, keys, values, rows, 0.3)
+    cache = Paged(*cached(1))
+    queries, rows = numbers(5, HEADS, DIM, seed=2), cache.rows([300, 1, 600, 0, 257], [0] * 5)
+    whole = attend_rows(queries, cache.layer, rows, 0.3)
     monkeypatch.setattr(attention, "PARTIAL", 2 * 4 * HEADS * 3 * DIM)  # two rows
-    assert torch.equal(attend_rows(queries, keys, values, rows, 0.3), whole)
+    assert torch.equal(attend_rows(queries, cache.layer, rows, 0.3), whole)
+    chain = cache.rows([300, 301, 302, 303, 304], [0] * 5)
+    whole = attend_rows(queries, cache.layer, chain, 0.3)
+    tiled = replace(chain, tiles=ints([0, 0, 0, 0, 0]), sizes=ints([5, 0, 0, 0, 0]))  # one tile in three parts
+    assert torch.equal(attend_rows(queries, cache.layer, tiled, 0.3), whole)
 
 
 def test_store_writes_finite_numbers_and_no_padding() -> None:
-    cache = [torch.zeros(SLOTS, KV_HEADS, 8, DIM, device=DEVICE) for _ in "kv"]
+    cache = Paged(*[torch.zeros(SLOTS, KV_HEADS, 8, DIM, device=DEVICE) for _ in "kv"])
     keys, values = numbers(3, KV_HEADS, DIM), numbers(3, KV_HEADS, DIM, seed=1)
     keys[0, 0, 0], values[1, 1, 1] = torch.inf, torch.nan
-    store(keys, values, *cache, rows_of([3, 5, 0], [1, 2, 0]))
-    for buffer, fresh in zip(cache, (keys, values), strict=True):
+    store(keys, values, cache.layer, cache.rows([3, 5, 0], [1, 2, 0]))
+    for buffer, fresh in zip(cache.read(8), (keys, values), strict=True):
         right = torch.zeros_like(buffer)
         right[1, :, 2], right[2, :, 4] = fresh[0].nan_to_num(0, 0, 0), fresh[1].nan_to_num(0, 0, 0)
         assert torch.equal(buffer, right)
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.float16, 0.02)])
+def test_int8_keys_and_values_have_a_scale_for_each_head_and_row(dtype: torch.dtype, near: float) -> None:
+    count = 70
+    cache = Paged(*[torch.zeros(1, KV_HEADS, count, DIM, device=DEVICE) for _ in "kv"], scaled=True)
+    fresh = [numbers(count, KV_HEADS, DIM, seed=seed).to(dtype) for seed in (0, 1)]
+    fresh[0][3], fresh[1][4, 0] = 0.0, 1e4
+    store(*fresh, cache.layer, cache.rows(list(range(1, count + 1)), [0] * count))
+    held = [each[0].transpose(0, 1) for each in cache.read(count)]
+    for numbers_held, written in zip(held, fresh, strict=True):
+        scale = written.float().abs().amax(-1, keepdim=True) / 127
+        assert ((numbers_held - written.float()).abs() <= 0.501 * scale).all()
+    queries = numbers(1, HEADS, DIM, seed=2).to(dtype)
+    mixed = attend_rows(queries, cache.layer, cache.rows([count], [0]), 0.3)
+    right = expected(queries[0], *(each.transpose(0, 1) for each in held), 0.3, 0.0, None)
+    torch.testing.assert_close(mixed[0].float(), right, rtol=near, atol=near)
 
 
 def test_row_wise_kernels_equal_torch() -> None:

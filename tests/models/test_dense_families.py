@@ -70,11 +70,11 @@ def after(module: Any, texts: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     return logits[torch.arange(len(texts)), [len(each) - 1 for each in texts]]
 
 
-@pytest.mark.parametrize("runner", ["compiled", "torch"])
+@pytest.mark.parametrize("runner", ["compiled", "torch", *(["cuda"] if torch.cuda.is_available() else [])])
 def test_logits_of_ragged_batches_are_those_of_transformers(case: tuple[Path, Any], runner: str) -> None:
     folder, module = case
     with only_runner(runner):
-        model = load_model(folder, "float32", "cpu", "native")
+        model = load_model(folder, "float32", "cuda" if runner == "cuda" else "cpu", "native")
     handles, drafts = [model.open(text(count)) for count in LENGTHS], list(DRAFTS)
     for step in range(2):
         for handle, draft, scores in zip(handles, drafts, model.score(handles, drafts), strict=True):

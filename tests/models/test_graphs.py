@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,10 @@ from foretoken.models.runners.cuda.layout import Bucket, paths
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_runner import TorchRunner
-from foretoken.models.runners.triton_kernels.rows import PassRows
+from foretoken.models.runners.triton_kernels.rows import UNIT, LayerPages, PassRows
+from foretoken.models.state.pages import PAGE
 
+from .dense import saved
 from .test_conformance import text, tree
 from .tiny import ARCHITECTURES, only_runner
 from .trees import repeating
@@ -110,47 +114,82 @@ class InTorch:
     """Stands in for the kernels of ``triton_kernels/attention.py`` where there is no device."""
 
     @staticmethod
-    def store(
-        keys: torch.Tensor, values: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, rows: PassRows
-    ) -> None:
+    def store(keys: torch.Tensor, values: torch.Tensor, cache: LayerPages, rows: PassRows) -> None:
         if keys.is_meta:
             return
-        own = rows.counts > 0
-        for fresh, cache in ((keys, key_cache), (values, value_cache)):
-            cache[rows.slots[own].long(), :, rows.places[own].long()] = fresh[own].to(cache.dtype)
+        for row in range(len(rows.counts)):
+            if rows.counts[row]:
+                page, place = divmod(int(rows.places[row]), PAGE)
+                for half, fresh in enumerate((keys, values)):
+                    written, scales = block(cache, int(rows.pages[page, row]), half)
+                    number = fresh[row].float()
+                    if scales is not None:
+                        scales[:, place] = number.abs().amax(-1) / 127
+                        number = (number / scales[:, place, None].clamp(min=1e-30)).round()
+                    written[:, place] = number.to(written.dtype)
 
     @staticmethod
     def attend_rows(
         queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        cache: LayerPages,
         rows: PassRows,
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        biases: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        count, depth = rows.counts[:, None].long(), rows.paths.shape[1]
-        position = torch.arange(min(rows.longest, keys.shape[2]), device=queries.device)[None]
+        if queries.is_meta:
+            return torch.empty_like(queries)
+        count, end, depth = rows.counts[:, None], rows.ends[:, None], len(rows.paths)
+        position = torch.arange(rows.longest)[None]
         place, behind = position.expand(len(queries), -1), position - rows.prefixes[:, None]
         if depth:
-            path = rows.paths.long().gather(1, behind.clamp(0, depth - 1).long())
-            place = torch.where(behind >= 0, path, place)
+            place = torch.where(behind >= 0, rows.paths.t().gather(1, behind.clamp(0, depth - 1)), place)
         first = count - window if window > 0 else (count - 1) // (-window or 1) * -window
-        seen = (position < count) & (position >= first)
-        k, v = (
-            each[rows.slots.long()].gather(2, place[:, None, :, None].expand(-1, each.shape[1], -1, each.shape[3]))
-            for each in (keys, values)
-        )
-        group = queries.shape[1] // keys.shape[1]
-        k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
+        seen = (position < end) & (position >= first)
+        k, v = (of_rows(cache, rows, half, place) for half in range(2))
+        group = queries.shape[1] // cache.heads
+        k, v = (each.repeat_interleave(group, 1) for each in (k, v))
         scores = (queries.float()[:, :, None] @ k.transpose(2, 3))[:, :, 0] * scale
         scores = (scores / softcap).tanh() * softcap if softcap else scores
+        if biases is not None:
+            own = biases[:, (rows.counts - 1).clamp(min=0)].t()
+            scores = scores + biases[:, : rows.longest] - own[..., None]
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.float().expand(len(queries), -1)[..., None]), -1)
         shares = scores.softmax(-1)[..., : position.shape[1]].nan_to_num()
         return (shares[:, :, None] @ v)[:, :, 0].to(queries.dtype)
+
+
+def block(cache: LayerPages, place: int, half: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns a layer's keys (``half`` 0) or values in a page, [heads, PAGE, D], and their scales [heads, PAGE]."""
+    page = cache.base.data_ptr() + place * UNIT
+    item, shape = cache.base.element_size(), (cache.heads, PAGE, cache.dim)
+    numbers = memory(page + (cache.keys, cache.values)[half] * item, shape, cache.base.dtype)
+    if cache.scales_at is None:
+        return numbers, None
+    return numbers, memory(page + 4 * cache.scales_at[half], shape[:2], torch.float32)
+
+
+def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
+
+
+def of_rows(cache: LayerPages, rows: PassRows, half: int, place: torch.Tensor) -> torch.Tensor:
+    """Returns the keys or values at cache rows ``place`` [R, n], [R, heads, n, D]."""
+    used, index = rows.pages.unique(return_inverse=True)
+    held = []
+    for page in used.tolist():
+        if not page:  # of padding, and behind the end
+            held.append(torch.zeros(cache.heads, PAGE, cache.dim))
+            continue
+        numbers, scales = block(cache, page, half)
+        held.append(numbers.float() if scales is None else numbers.float() * scales[..., None])
+    pages = index.t().gather(1, place // PAGE)
+    return torch.stack(held)[pages, :, place % PAGE].transpose(1, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +290,7 @@ def run_steps(two: Two) -> None:
 def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
     path = ARCHITECTURES[name].save(tmp_path)
     architecture = Architecture.of(load_config(path))
-    if architecture.alibi is not None or architecture.latent is not None:
+    if architecture.latent is not None:
         pytest.skip("torch operators compute these: runners/choose.py")
     two = Two(path)
     run_steps(two)
@@ -261,6 +300,12 @@ def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
     before = two.captured
     run_steps(two)
     assert two.captured == before and two.replayed >= 2 * 6  # the second time everything is known
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon, alibi"])
+def test_biases_by_distance_equal_the_torch_runner(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    run_steps(Two(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -345,24 +390,23 @@ def test_each_bucket_is_captured_once(two: Two) -> None:
     assert two.captured == 4  # and more rows
 
 
-def test_growing_buffers_drop_the_graphs(two: Two) -> None:
+def test_graphs_are_kept_while_the_cache_and_its_tables_grow(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "MIN_KEYS", 64)
     pair = two.open(text(20, 1))
-    two.score([pair], [Draft.empty()])
-    two.commit([pair], [[4]])
     two.score([pair], [Draft.chain(text(1, 2))])
-    assert len(two.recorders) == 1
-    other = two.open(text(3, 3))  # a second slot
+    before = two.captured
+    others = [two.open(text(70, 10 + i)) for i in range(3)]
+    two.score(others, [Draft.empty()] * 3)
+    long = two.open(text(300, 3))
+    two.score([long], [tree(5)])
+    captured = two.captured
+    assert captured > before
     two.commit([pair], [[5]])
-    two.score([pair, other], [Draft.empty(), Draft.empty()])
-    assert len(two.recorders) == 2
-    two.commit([pair, other], [text(300, 4), [6]])  # more rows than the buffers had
-    two.score([pair, other], [tree(5), Draft.chain(text(2, 6))])
-    two.commit([pair, other], [[7], [8]])
-    two.score([pair, other], [tree(7), Draft.chain(text(2, 8))])
-    assert len(two.recorders) == 3 and two.recorders[-1].captured == 1
+    two.score([pair], [Draft.chain(text(2, 2))])
+    assert two.captured == captured and len(two.recorders) == 1
 
 
-def test_prompt_chunks_and_long_passes_are_not_captured(two: Two) -> None:
+def test_long_passes_are_not_captured(two: Two) -> None:
     pairs = [two.open(text(n, n)) for n in (100, 40, 60)]
     two.score(pairs, [tree(1, 260), Draft.empty(), Draft.empty()])
     assert two.captured == 0
@@ -381,12 +425,40 @@ def test_few_rows_without_logits_are_captured(two: Two) -> None:
 def test_other_sequences_keep_their_rows(two: Two) -> None:
     pairs = [two.open(text(n, n)) for n in (5, 9, 6)]
     two.score(pairs, [Draft.empty()] * 3)
-    cache = two.runner.cache
-    before = [buffer[1, :, : cache.rows - 1].clone() for buffer in (*cache.keys, *cache.values)]
     two.commit([pairs[0], pairs[2]], [[3], [4]])
     two.score([pairs[2], pairs[0]], [tree(1), Draft.chain(text(2, 2))])
-    after = [buffer[1, :, : cache.rows - 1] for buffer in (*cache.keys, *cache.values)]
-    assert all(map(torch.equal, before, after))
+    two.commit([pairs[1]], [[7]])
+    kept = two.score([pairs[1]], [Draft.empty()])[0].logits
+    assert torch.equal(two.score([two.open([*text(9, 9), 7])], [Draft.empty()])[0].logits, kept)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_prompt_reuses_the_rows_of_an_earlier_one(path: Path, kv_cache_dtype: str) -> None:
+    two = Two(path, kv_cache_dtype=kv_cache_dtype)
+    two.tolerance = 1e-5 if kv_cache_dtype == "auto" else 0.3
+    assert two.graphed.enable_prefix_cache(2**24) and not two.plain.enable_prefix_cache(2**24)
+    prompt, end = text(150, 1), Draft.chain(text(3, 2))
+    first = two.open(prompt)
+    kept = two.score([first], [end])[0].logits
+    two.commit([first], [[end.ids[0], 9]])
+    second = two.open([*prompt[:70], *text(30, 3)])  # while the first still runs
+    assert second[1].cached == 64
+    two.score([second, first], [tree(4), Draft.empty()])
+    two.close(first, second)
+    again = two.open(prompt)
+    assert again[1].cached == 128
+    torch.testing.assert_close(two.score([again], [end])[0].logits, kept, rtol=1e-5, atol=1e-5)
+    two.graphed.check()
+    two.close(again)
+    two.graphed.check()
+
+
+@pytest.mark.parametrize("length", [57, 62, 64])
+def test_accepted_paths_move_across_pages(two: Two, length: int) -> None:
+    pair, draft = two.open(text(length, 1)), deep_tree(16, 2)
+    two.score([pair], [draft])
+    two.commit([pair], [[*(draft.ids[i] for i in draft.path(len(draft) - 1)), 9]])
+    two.score([pair], [Draft.chain(text(2, 3))])
 
 
 def test_too_many_graphs_are_dropped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,8 +515,9 @@ def test_rows_are_batch_invariant(two: Two) -> None:
 
 def test_cuda_takes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(choose, "CudaRunner", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(choose, "CudaRunner", lambda *arguments, **options: made.append((arguments, options)))
     monkeypatch.setattr(choose, "has_kernels", lambda device: device.type == "cuda")
     a = Architecture.of(ARCHITECTURES["llama"].build().config.to_dict())
-    choose.build_runner(a, None, None, torch.float16, torch.device("cuda"))  # type: ignore[arg-type]
-    assert made == [(a, None, None, torch.float16, torch.device("cuda"), None)]
+    choose.build_runner(a, None, None, torch.float16, torch.device("cuda"), kv_cache_dtype="int8")  # type: ignore[arg-type]
+    arguments = a, None, None, torch.float16, torch.device("cuda"), None
+    assert made == [(arguments, {"kv_cache_dtype": "int8"})]

@@ -181,7 +181,7 @@ def test_a_device_with_kernels_takes_the_hybrid_runner(monkeypatch: pytest.Monke
     monkeypatch.setattr(choose, "has_kernels", lambda device: False)
     with pytest.raises(InvalidRequest, match="Ampere"):
         choose.build_runner(*arguments)  # type: ignore[arg-type]
-    monkeypatch.setattr(choose, "HybridCudaRunner", lambda *given: made.append(given))
+    monkeypatch.setattr(choose, "HybridCudaRunner", lambda *given, **options: made.append(given))
     monkeypatch.setattr(choose, "has_kernels", lambda device: True)
     choose.build_runner(*arguments)  # type: ignore[arg-type]
     assert made == [(*arguments, None)]

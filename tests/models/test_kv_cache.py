@@ -23,7 +23,9 @@ from .test_native import instructions, needs_kernels  # noqa: F401
 from .tiny import ARCHITECTURES
 from .trees import repeating
 
-CPU = torch.device("cpu")
+on_devices = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=needs_kernels), *(["cuda"] if torch.cuda.is_available() else [])]
+)
 FAMILIES = ("llama", "gemma2", "gpt-oss", "bloom", "qwen3.5")  # windows and caps, sinks, ALiBi, recurrent layers
 
 
@@ -39,8 +41,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).round() * scale
 
 
-def opened(path: Path, kv_cache_dtype: str, dtype: torch.dtype = torch.float32) -> Decoder:
-    return Decoder(load_config(path), open_weights(path), dtype, CPU, kv_cache_dtype=kv_cache_dtype)
+def opened(path: Path, kv_cache_dtype: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+    return Decoder(load_config(path), open_weights(path), dtype, torch.device(device), kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ARCHITECTURES["llama"].save(tmp_path_factory.mktemp("llama"))
 
 
-@needs_kernels
+@on_devices
 @pytest.mark.parametrize("family", FAMILIES)
-def test_int8_keys_and_values_are_those_of_transformers_rounded(family: str, tmp_path: Path) -> None:
+def test_int8_keys_and_values_are_those_of_transformers_rounded(device: str, family: str, tmp_path: Path) -> None:
     """Rounding of a number near the middle may go either way, so that few logits differ by more than float32 does."""
     tokens = text(150, 1)
     if family in ARCHITECTURES:
@@ -58,7 +60,7 @@ def test_int8_keys_and_values_are_those_of_transformers_rounded(family: str, tmp
         module.save_pretrained(tmp_path)
     else:
         module = saved(family, tmp_path)
-    model = opened(tmp_path, "int8")
+    model = opened(tmp_path, "int8", device=device)
     with torch.no_grad():
         cache = Int8Cache(config=module.config)
         expected = module(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0, 99:]
@@ -86,11 +88,11 @@ def test_every_instruction_set_rounds_alike(
     assert (here - scores()).abs().max() < near
 
 
-@needs_kernels
+@on_devices
 @pytest.mark.parametrize("length", [9, 61, 64, 79])
-def test_nodes_of_trees_have_the_bits_of_chains(length: int, folder: Path) -> None:
+def test_nodes_of_trees_have_the_bits_of_chains(device: str, length: int, folder: Path) -> None:
     """Branches begin and cross at every place of a page and of a word of four keys, and accepted ones move."""
-    model, prompt = opened(folder, "int8"), text(length, 3)
+    model, prompt = opened(folder, "int8", device=device), text(length, 3)
     draft = repeating((-1, 0, -1, 2, 1, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18))
     handle = model.open(prompt)
     scores = model.score([handle], [draft])[0].logits
@@ -104,12 +106,17 @@ def test_nodes_of_trees_have_the_bits_of_chains(length: int, folder: Path) -> No
     assert torch.equal(again, one_by_one(model, [*prompt, *path, 7], [3])[0])
 
 
-@needs_kernels
+@on_devices
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "auto"])
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "qwen3.5"])
-def test_chunks_and_prefix_cache_hits_give_the_same_bits(family: str, tmp_path: Path) -> None:
-    model, prompt = opened(ARCHITECTURES[family].save(tmp_path), "int8", torch.bfloat16), text(300, 4)
+def test_chunks_and_prefix_cache_hits_give_the_same_bits(
+    device: str, family: str, kv_cache_dtype: str, tmp_path: Path
+) -> None:
+    model = opened(ARCHITECTURES[family].save(tmp_path), kv_cache_dtype, torch.bfloat16, device)
+    if not model.enable_prefix_cache(2**24):
+        pytest.skip("CUDA has no prefix cache of this family: runners/cuda/runner.py")
+    prompt = text(300, 4)
     expected = one_by_one(model, prompt[:1], prompt[1:])[-1]
-    assert model.enable_prefix_cache(2**24)
     for ends in ([150, 299], [64, 200, 299], [299], [299]):
         handle = model.open(prompt[: ends[0]])
         for start, end in pairwise(ends):
@@ -122,13 +129,13 @@ def test_chunks_and_prefix_cache_hits_give_the_same_bits(family: str, tmp_path: 
     model.check()
 
 
-@needs_kernels
-def test_an_int8_cache_takes_a_byte_for_each_number_and_four_for_each_head(folder: Path) -> None:
-    a = opened(folder, "auto").architecture
+@on_devices
+def test_an_int8_cache_takes_a_byte_for_each_number_and_four_for_each_head(device: str, folder: Path) -> None:
+    a = opened(folder, "auto", device=device).architecture
     numbers, heads = 2 * a.layers * a.kv_heads * a.head_dim, 2 * a.layers * a.kv_heads
-    sizes = {name: opened(folder, name).kv_bytes_per_token for name in ("auto", "bfloat16", "int8")}
+    sizes = {name: opened(folder, name, device=device).kv_bytes_per_token for name in ("auto", "bfloat16", "int8")}
     assert sizes == {"auto": 4 * numbers, "bfloat16": 2 * numbers, "int8": numbers + 4 * heads}
-    assert opened(folder, "bfloat16", torch.bfloat16).kv_bytes_per_token == 2 * numbers
+    assert opened(folder, "bfloat16", torch.bfloat16, device).kv_bytes_per_token == 2 * numbers
 
 
 def test_what_cannot_be_kept_as_int8_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

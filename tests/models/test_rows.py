@@ -37,7 +37,7 @@ def two_threads() -> None:
 
 KINDS = [f"{numbers}-{runner}" for numbers in NUMBERS for runner in ("compiled", "torch")]
 KINDS += [f"{numbers}-compiled" for numbers in CACHES]
-KINDS += [f"{numbers}-cuda" for numbers in NUMBERS if torch.cuda.is_available()]
+KINDS += [f"{numbers}-cuda" for numbers in NUMBERS | CACHES if torch.cuda.is_available()]
 
 
 @pytest.fixture(params=KINDS)

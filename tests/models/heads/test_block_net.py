@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import pytest
 import torch
 from tests.models.heads import blocks, tiny
 from tests.models.heads.blocks import Reference
+from tests.models.test_graphs import InTorch, Recorder
 from tests.models.tiny import only_runner
 from torch import Tensor
 
 from foretoken.core.draft import Draft
+from foretoken.models.heads import block_net
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockHandle, BlockNet
+from foretoken.models.runners.cuda import layout
+from foretoken.models.runners.cuda.runner import CudaRunner
 
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -53,9 +58,14 @@ def drawn(net: BlockNet, handle: BlockHandle, path: list[int]) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("runner", ["compiled", "torch"])
+@pytest.mark.parametrize("runner", ["compiled", "torch", "graphs"])
 @pytest.mark.parametrize("name", HEADS)
-def test_the_net_equals_the_published_equations(name: str, runner: str, tmp_path: Path) -> None:
+def test_the_net_equals_the_published_equations(
+    name: str, runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runner == "graphs":  # as on CUDA, with a stand-in for its graphs
+        monkeypatch.setattr(layout, "attention_kernels", lambda: InTorch)
+        monkeypatch.setattr(block_net, "build_runner", partial(CudaRunner, capture=Recorder))
     with only_runner(runner):
         net, reference = made(HEADS[name], tmp_path)
     tokens = torch.randint(0, 99, (10,), generator=torch.Generator().manual_seed(3)).tolist()

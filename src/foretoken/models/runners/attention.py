@@ -38,7 +38,7 @@ class Layout(Protocol):
 
     @property
     def counts(self) -> Tensor | None:
-        """Number of keys of each row, int32 [R], 0 for padding; None where no row is padding."""
+        """Number of keys of each row, integers [R], 0 for padding; None where no row is padding."""
 
     @property
     def steps(self) -> Steps | None:
@@ -46,7 +46,6 @@ class Layout(Protocol):
 
     def attend(
         self,
-        cache: KVCache,
         layer: int,
         queries_keys: Tensor,
         values: Tensor,
@@ -57,7 +56,6 @@ class Layout(Protocol):
         """Writes the new keys and values to the cache, if there are any, then computes attention.
 
         Args:
-            cache: the KV cache.
             layer: index of the layer in the cache.
             queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads those of another.
             values: [R, kv_heads, head_dim], or [R, 0, head_dim].
@@ -88,6 +86,7 @@ class Geometry:
         keys: number of cache rows that are read.
         single: slot, first row and row count of the only sequence; None for several.
         masks: by view (``Layer.view``), 0 or -inf, float32 [S, 1, width, 1, keys].
+        cache: the KV cache.
         steps: the steps of recurrent layers; None without them.
     """
 
@@ -102,6 +101,7 @@ class Geometry:
     keys: int
     single: tuple[int, int, int] | None
     masks: dict[tuple[int, bool], Tensor]
+    cache: KVCache
     steps: Steps | None = None
 
     @property
@@ -109,7 +109,7 @@ class Geometry:
         """See ``Layout``: no row is padding."""
 
     @staticmethod
-    def of(plan: PassPlan, views: Iterable[tuple[int, bool]], device: torch.device) -> Geometry:
+    def of(plan: PassPlan, cache: KVCache, views: Iterable[tuple[int, bool]], device: torch.device) -> Geometry:
         """Returns the layout of a plan. A single row is doubled (see ``linear.py``)."""
         tokens, positions, parts = plan.tokens, plan.positions, plan.parts
         if len(tokens) == 1:
@@ -135,12 +135,12 @@ class Geometry:
             keys=keys,
             single=(parts[0].slot, parts[0].first, parts[0].count) if len(parts) == 1 else None,
             masks={view: _mask(parts, positions, low, high, width, keys, *view).to(device) for view in set(views)},
+            cache=cache,
             steps=None if plan.replay is None else steps_of(plan.replay, device),
         )
 
     def attend(
         self,
-        cache: KVCache,
         layer: int,
         queries_keys: Tensor,
         values: Tensor,
@@ -149,7 +149,7 @@ class Geometry:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``Layout``."""
-        return attend(cache, layer, queries_keys, values, self, a, self.masks[view], sinks)
+        return attend(layer, queries_keys, values, self, a, self.masks[view], sinks)
 
     def biased(self, table: Tensor, plan: PassPlan) -> Geometry:
         """Returns the layout with biases in the masks, [S, kv_heads = 1, width, heads, keys]: ALiBi.
@@ -248,7 +248,6 @@ class AttentionSizes:
 
 
 def attend(
-    cache: KVCache,
     layer: int,
     queries_keys: Tensor,
     values: Tensor,
@@ -260,7 +259,6 @@ def attend(
     """Writes the new keys and values to the cache, if there are any, then computes attention under ``mask``.
 
     Args:
-        cache: the KV cache.
         layer: index of the layer in the cache.
         queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads those of another one.
         values: [R, kv_heads, head_dim], or [R, 0, head_dim].
@@ -275,7 +273,7 @@ def attend(
     heads = a.heads
     queries, keys = queries_keys[:, :heads], queries_keys[:, heads:]
     keys, values = finite(keys), finite(values)
-    key_cache, value_cache = cache.keys[layer], cache.values[layer]
+    key_cache, value_cache = g.cache.keys[layer], g.cache.values[layer]
     if not keys.shape[1]:
         pass
     elif g.single is not None:

@@ -62,13 +62,13 @@ def build_runner(
         except KernelsUnavailable as reason:
             fall_back(weight_format, reason)
             not_compiled = str(reason)
-    check_cached_as(kv_cache_dtype, dtype, not_compiled)
     recurrent = architecture.recurrent_layers > 0
     if recurrent and not has_kernels(device):
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
-    if architecture.alibi is None and architecture.latent is None and has_kernels(device):
+    if architecture.latent is None and has_kernels(device):
         runner_of = HybridCudaRunner if recurrent else CudaRunner
-        return runner_of(architecture, layers, ends, dtype, device, entry)
+        return runner_of(architecture, layers, ends, dtype, device, entry, kv_cache_dtype=kv_cache_dtype)
+    check_cached_as(kv_cache_dtype, dtype, not_compiled)
     runner = TorchRunner(architecture, layers, ends, dtype, device, entry)
     runner.not_compiled = not_compiled
     return runner
@@ -91,7 +91,7 @@ def check_packed(weight_format: str, dtype: torch.dtype, device: torch.device) -
 
 
 def check_cached_as(kv_cache_dtype: str, dtype: torch.dtype, not_compiled: str) -> None:
-    """Raises InvalidRequest for a KV cache of another dtype than the model's, which only compiled kernels have."""
+    """Raises InvalidRequest for a KV cache of another dtype than the model's, which torch operators do not have."""
     if kv_cache_dtype != "auto" and str(dtype) != f"torch.{kv_cache_dtype}":
         raise InvalidRequest(
             f"kv_cache_dtype={kv_cache_dtype!r} needs the compiled kernels, which do not compute this {dtype} model: "

@@ -76,13 +76,13 @@ class TorchExperts:
             x: input of the experts [R, H].
             alone: see ``Product``.
             hidden: the residual stream [R, H], of which the router has a norm of its own; None if it reads ``x``.
-            counts: int32 [R], 0 for padding, where rows are computed by kernels; see ``triton_kernels.rows.PassRows``.
+            counts: 0 for padding [R], where rows are computed by kernels; see ``triton_kernels.rows.PassRows``.
         """
         routed = x.float() if hidden is None else normalize(a, hidden.float(), self.router_norm)
         chosen, weights = choose(self.experts, self.router(routed, alone), self.correction)
         if self.expert_scales is not None:
             weights = weights * self.expert_scales[chosen]
-        if counts is not None and self.stacks is not None:
+        if counts is not None and self.stacks is not None and not alone:
             total = self._by_kernels(a, x, chosen, weights, counts)
         else:
             total = self._by_products(a, x, chosen, weights, alone)

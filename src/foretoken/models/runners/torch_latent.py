@@ -17,7 +17,6 @@ from foretoken.models.formats.quantize import stacked
 from foretoken.models.runners.attention import Geometry, attend
 from foretoken.models.runners.functional import rotate
 from foretoken.models.runners.linear import Product, moved, product
-from foretoken.models.state.kv import KVCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +56,6 @@ class TorchLatent:
     def __call__(
         self,
         a: Architecture,
-        cache: KVCache,
         number: int,
         x: Tensor,
         turns: Sequence[tuple[Tensor, Tensor]],
@@ -78,7 +76,7 @@ class TorchLatent:
             rotated = rotate(rotated, *turns[layer.rope], a.paired)
         queries_keys = torch.cat((torch.cat((absorbed, latents[:, None]), dim=1), rotated), dim=2)
         values = queries_keys[:, a.heads :]
-        mixed = attend(cache, number, queries_keys, values, g, a, g.masks[layer.view])
+        mixed = attend(number, queries_keys, values, g, a, g.masks[layer.view])
         mixed = mixed.unflatten(1, (a.heads, -1))[..., : s.rank]
         heads = [of(mixed[:, head].contiguous(), alone) for head, of in enumerate(self.expand)]
         return self.out(torch.cat(heads, dim=1), alone)

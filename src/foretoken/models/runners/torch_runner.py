@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foretoken.core.devices import on_host
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.layers import HeadSizes
 from foretoken.models.formats.quantize import floats
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights, NormWeight
 from foretoken.models.runners.attention import AttentionSizes, Geometry, Layout
@@ -29,7 +30,7 @@ from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_latent import TorchLatent
 from foretoken.models.runners.torch_layer_inputs import TorchLayerInputs
 from foretoken.models.runners.torch_layers import TorchAttention, TorchLayer, TorchMlp, moved_norm
-from foretoken.models.state.kv import KVCache
+from foretoken.models.state.kv import KVCache, SlotCache
 
 
 class TorchRunner(DecoderOnly):
@@ -71,7 +72,7 @@ class TorchRunner(DecoderOnly):
         self._embedding_norm = moved_norm(ends.embedding_norm, device)
         self._inputs = None if ends.layer_inputs is None else TorchLayerInputs(device, dtype, a, ends.layer_inputs)
         self._tables: list[tuple[Tensor, Tensor]] = []
-        self.cache = self._new_cache(a)
+        self.cache: SlotCache = self._new_cache(a)
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = copy(self)
@@ -92,9 +93,8 @@ class TorchRunner(DecoderOnly):
         """The dtype of keys and values; see ``attention.py``."""
         return torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype
 
-    def _new_cache(self, a: Architecture) -> KVCache:
-        sizes = [a.sizes(layer) if layer.attention and layer.source is None else None for layer in a.stack]
-        shapes = [None if size is None else (size.kv_heads, size.head_dim) for size in sizes]
+    def _new_cache(self, a: Architecture) -> SlotCache:
+        shapes = [None if size is None else (size.kv_heads, size.head_dim) for size in cached_sizes(a)]
         return KVCache(shapes, self._cache_dtype, self._device)
 
     @property
@@ -104,19 +104,19 @@ class TorchRunner(DecoderOnly):
     def acquire(
         self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
     ) -> tuple[int, int]:
-        return self.cache.acquire(), 0
+        return self.cache.acquire(tokens, scope)
 
     def release(self, slot: int) -> None:
         self.cache.release(slot)
 
     def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
-        """Does nothing: slots share no rows."""
+        self.cache.publish(slot, tokens, rows)
 
     def enable_prefix_cache(self, max_bytes: int) -> bool:
-        return False
+        return self.cache.enable_prefix_cache(max_bytes)
 
     def check(self) -> None:
-        """Does nothing: slots share no rows."""
+        self.cache.check()
 
     @torch.inference_mode()
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
@@ -127,10 +127,13 @@ class TorchRunner(DecoderOnly):
 
     @torch.inference_mode()
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        self._reserve(plan.reach + 1)
-        geometry = Geometry.of(plan, self._architecture.views, self._device)
+        cache = self.cache
+        assert isinstance(cache, KVCache)
+        cache.reserve(plan.reach + 1)
+        self._reserve_positions(cache.rows)
+        geometry = Geometry.of(plan, cache, self._architecture.views, self._device)
         if self._architecture.alibi is not None:
-            geometry = geometry.biased(self._architecture.alibi.table(self.cache.rows), plan)
+            geometry = geometry.biased(self._architecture.alibi.table(cache.rows), plan)
         outputs = torch.tensor(plan.outputs, device=self._device)
         alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
         states = self._states(geometry, taps, alone, plan.features)
@@ -138,11 +141,10 @@ class TorchRunner(DecoderOnly):
             self._logits(states, outputs) if logits else None, self._tapped(states, taps, slice(len(plan.tokens)))
         )
 
-    def _reserve(self, rows: int) -> None:
-        """Grows every slot to at least ``rows`` rows, and the rotary tables to as many positions."""
-        self.cache.reserve(rows)
-        if self._architecture.frequencies and (not self._tables or self._tables[0][0].shape[0] < self.cache.rows):
-            self._tables = [self._table(number) for number in range(len(self._architecture.frequencies))]
+    def _reserve_positions(self, count: int) -> None:
+        """Makes the rotary tables anew where they have fewer than ``count`` positions."""
+        if self._architecture.frequencies and (not self._tables or self._tables[0][0].shape[0] < count):
+            self._tables = [self._table(number, count) for number in range(len(self._architecture.frequencies))]
 
     def _states(
         self, geometry: Layout, taps: Sequence[int], alone: bool = False, features: Tensor | None = None
@@ -235,7 +237,7 @@ class TorchRunner(DecoderOnly):
         a, layer = self._architecture, self._architecture.stack[number]
         if isinstance(mixer, TorchLatent):
             assert isinstance(g, Geometry)
-            return mixer(a, self.cache, number, x, turns, g, alone)
+            return mixer(a, number, x, turns, g, alone)
         sizes = AttentionSizes.of(a, layer)
         new = 0 if layer.source is not None else sizes.kv_heads
         heads = mixer.qkv(x, alone).view(x.shape[0], -1, sizes.head_dim)
@@ -253,7 +255,7 @@ class TorchRunner(DecoderOnly):
         if a.query_growth is not None and not (a.query_growth.unrotated and layer.rope >= 0):
             queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
         place = number if layer.source is None else layer.source
-        mixed = g.attend(self.cache, place, queries_keys, values, sizes, layer.view, mixer.sinks)
+        mixed = g.attend(place, queries_keys, values, sizes, layer.view, mixer.sinks)
         return mixer.out(mixed * gates.flatten(1).sigmoid() if a.gated_attention else mixed, alone)
 
     def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:
@@ -286,10 +288,15 @@ class TorchRunner(DecoderOnly):
         logits = _scaled(logits, self._architecture.logit_scale)
         return logits.div(cap).tanh_().mul_(cap) if cap else logits
 
-    def _table(self, number: int) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin for every row of the cache, [rows, 1, rotated numbers]; see ``rotate``."""
-        cos, sin = rotary_table(self._architecture, number, torch.arange(self.cache.rows))
+    def _table(self, number: int, count: int) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin for ``count`` positions, [count, 1, rotated numbers]; see ``rotate``."""
+        cos, sin = rotary_table(self._architecture, number, torch.arange(count))
         return cos.to(self._device, self._dtype)[:, None], sin.to(self._device, self._dtype)[:, None]
+
+
+def cached_sizes(a: Architecture) -> list[HeadSizes | None]:
+    """Returns the sizes of the heads that each layer caches; None for a layer without keys and values of its own."""
+    return [a.sizes(layer) if layer.attention and layer.source is None else None for layer in a.stack]
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:

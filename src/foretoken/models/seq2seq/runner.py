@@ -114,7 +114,7 @@ class Seq2SeqRunner(WithoutAdapters):
     def acquire(
         self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
     ) -> tuple[int, int]:
-        slot, beside = self._cache.acquire(), self._sources.acquire()
+        slot, beside = self._cache.acquire()[0], self._sources.acquire()[0]
         assert slot == beside
         return slot, 0
 
@@ -156,7 +156,7 @@ class Seq2SeqRunner(WithoutAdapters):
         for part in plan.parts:
             self._encode(part.slot)
         self._cache.reserve(plan.reach + 1)
-        g = Geometry.of(plan, (UNBOUNDED,), self._device)
+        g = Geometry.of(plan, self._cache, (UNBOUNDED,), self._device)
         masks = self._masks(plan, g)
         alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
         hidden = self._input_stage(g.tokens, g.positions)
@@ -196,7 +196,7 @@ class Seq2SeqRunner(WithoutAdapters):
         stack = self._stack
         heads = attention.into(x, alone).view(len(x), -1, stack.head_dim)
         queries_keys, values = heads.split((2 * stack.heads, stack.heads), dim=1)
-        return attention.out(attend(self._cache, number, queries_keys, values, g, stack, mask), alone)
+        return attention.out(attend(number, queries_keys, values, g, stack, mask), alone)
 
     def _cross_attend(
         self, number: int, attention: Attention, g: Geometry, masks: AttentionMasks, alone: bool, x: Tensor

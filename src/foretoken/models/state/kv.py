@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,35 @@ def finite(states: Tensor) -> Tensor:
     rows that do not attend to it.
     """
     return states.nan_to_num(0.0, 0.0, 0.0)
+
+
+class SlotCache(Protocol):
+    """A KV cache with a slot for each sequence. See ``runners.base.Runner`` for what the methods do."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+
+    def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
+        """Takes the lowest free slot. Returns it, and the number of leading tokens whose rows it holds."""
+
+    def release(self, slot: int) -> None:
+        """Frees a slot."""
+
+    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
+        """Makes the slot's first ``rows`` rows shareable."""
+
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        """Enables prefix caching. Returns whether the cache supports it."""
+
+    def check(self) -> None:
+        """Raises AssertionError if the bookkeeping is inconsistent."""
+
+    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        """Moves rows ``sources`` to ``destination`` onward, in order: the accepted path of a draft tree."""
+
+    def nbytes(self) -> int:
+        """Returns the bytes of what slots hold."""
 
 
 class KVCache:
@@ -51,18 +81,28 @@ class KVCache:
         """Bytes of one token's keys and values in all layers."""
         return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in self._shapes) * self._dtype.itemsize
 
-    def acquire(self) -> int:
-        """Takes the lowest free slot, which keeps the batch dense."""
+    def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
+        """Takes the lowest free slot, which keeps the batch dense. It holds no rows."""
         if not self._free:
             slots = max(1, self.slots * 2)
             self._resize(slots, self.rows)
             self._free = list(range(self.slots, slots))
             self.slots = slots
-        return heapq.heappop(self._free)
+        return heapq.heappop(self._free), 0
 
     def release(self, slot: int) -> None:
         """Frees a slot."""
         heapq.heappush(self._free, slot)
+
+    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
+        """Does nothing: slots share no rows."""
+
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        """Returns False: slots share no rows."""
+        return False
+
+    def check(self) -> None:
+        """Does nothing: slots share no rows."""
 
     def reserve(self, rows: int) -> None:
         """Grows every slot to at least ``rows`` rows, by doubling, so that copies are rare."""

@@ -63,10 +63,16 @@ class Pages:
     Args:
         allocate: returns the address of as many zeroed bytes as it is called with.
         page_bytes: size of a page.
+        copy: copies as many bytes to an address as it is called with, from another address.
     """
 
-    def __init__(self, allocate: Callable[[int], int], page_bytes: int) -> None:
-        self._allocate, self.page_bytes = allocate, page_bytes
+    def __init__(
+        self,
+        allocate: Callable[[int], int],
+        page_bytes: int,
+        copy: Callable[[int, int, int], object] = ctypes.memmove,
+    ) -> None:
+        self._allocate, self._copy, self.page_bytes = allocate, copy, page_bytes
         self.limit: int | None = None
         self._slots: list[Slot] = []
         self._free_slots: list[int] = []
@@ -166,6 +172,10 @@ class Pages:
         """Returns the address of the slot's array of pages."""
         return self._slots[number].addresses.buffer_info()[0]
 
+    def held(self, number: int) -> array[int]:
+        """Returns the addresses of a slot's pages."""
+        return self._slots[number].addresses
+
     def nbytes(self) -> int:
         """Returns the bytes of all pages that slots hold."""
         return self.page_bytes * len({page.serial for slot in self._slots for page in slot.pages})
@@ -221,7 +231,7 @@ class Pages:
             page.serial = next(self._serials)  # keys of idle pages that follow the old content hold the old serial
             return
         own = Page(self._address(), next(self._serials))
-        ctypes.memmove(own.address, page.address, self.page_bytes)
+        self._copy(own.address, page.address, self.page_bytes)
         slot.pages[at], slot.addresses[at] = own, own.address
         page.users -= 1
 

@@ -93,16 +93,22 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured graph and what it reads."""
+    """A captured graph and what it reads.
+
+    Attributes:
+        inputs: what changes from pass to pass.
+        positions: tables by position, which are kept here, because longer ones take their place.
+        replay: computes the pass.
+    """
 
     inputs: Inputs
+    positions: object
     replay: Callable[[], States]
 
 
 @dataclass(slots=True)
 class Graphs:
-    """All graphs over cache buffers of one shape [slots, rows]; with other buffers they would read freed memory."""
+    """All graphs in one pool of memory."""
 
-    shape: tuple[int, int]
     capture: Capture
     known: dict[Bucket, Graph] = field(default_factory=dict)

@@ -13,9 +13,9 @@ import torch
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.cuda.memory import DeviceMemory
+from foretoken.models.runners.cuda.page_cache import PageCache
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.pass_plan import PassPlan
-from foretoken.models.state.kv import KVCache
 from foretoken.models.state.recurrent import RecurrentStates, StateShape
 
 
@@ -25,7 +25,7 @@ class HybridCudaRunner(CudaRunner):
     Drafts are replayed as on CPUs (``models/state/replay.py``); states, logs and their order are kept by the same code.
     """
 
-    def _new_cache(self, a: Architecture) -> KVCache:
+    def _new_cache(self, a: Architecture) -> PageCache:
         """Returns a KV cache; the states beside it are new as well."""
         assert a.recurrence is not None
         shape = StateShape.of(a.recurrence, a.recurrent_layers)

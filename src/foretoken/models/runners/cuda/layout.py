@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,17 +11,19 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.runners.attention import Heads
+from foretoken.models.runners.cuda.page_cache import PageCache, Places
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.runners.triton_kernels.available import attention_kernels
 from foretoken.models.runners.triton_kernels.rows import PassRows
 from foretoken.models.runners.triton_kernels.steps import Steps, StepSizes, doubled
-from foretoken.models.state.kv import KVCache
+from foretoken.models.state.pages import PAGE
 
 MIN_KEYS, MIN_DEPTH = 512, 8  # doubled until all rows, or all trees, fit
 
-# Rows of the table: what ``rows.PassRows`` describes, and, in OUTPUTS and COMPUTED, indices of rows of the pass.
-TOKENS, POSITIONS, COUNTS, SLOTS, PLACES, PREFIXES, OUTPUTS, PATHS = range(8)
+# Rows of the table: what ``rows.PassRows`` describes, and, in OUTPUTS, indices of rows of the pass. Pages are behind
+# the paths.
+TOKENS, POSITIONS, COUNTS, ENDS, PLACES, PREFIXES, TILES, SIZES, OUTPUTS, PATHS = range(10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Bucket:
 
     Attributes:
         rows: rows of the pass, padding included.
-        longest: number of keys that any row may see.
+        longest: number of cache rows that any sequence may have.
         depth: depth of the deepest draft tree; 0 if all drafts are chains.
         taps: layers whose hidden states are returned.
         features: whether the input is features instead of tokens alone.
@@ -52,7 +54,7 @@ class Bucket:
         depth = max(0 if part.draft.is_chain else max(part.draft.depths) for part in plan.parts)
         return Bucket(
             rows=-(-len(plan.tokens) // FIXED_ROWS) * FIXED_ROWS,
-            longest=doubled(max(plan.positions) + 1, MIN_KEYS),
+            longest=doubled(plan.reach, MIN_KEYS),
             depth=doubled(depth, MIN_DEPTH) if depth else 0,
             taps=tuple(sorted(set(taps))),
             features=plan.features is not None,
@@ -69,36 +71,44 @@ class RowLayout:
         tokens: the token of each row, int64 [R].
         positions: the position of each row, int64 [R].
         rows: where the rows lie and what they see.
+        cache: the KV cache.
+        biases: of ALiBi; see ``attention.attend_rows``.
         steps: the steps of recurrent layers; None without them.
     """
 
     tokens: Tensor
     positions: Tensor
     rows: PassRows
+    cache: PageCache
+    biases: Tensor | None = None
     steps: Steps | None = None
 
     @property
     def counts(self) -> Tensor:
-        """Number of keys of each row, 0 for padding, int32 [R]."""
+        """Number of keys of each row, 0 for padding, int64 [R]."""
         return self.rows.counts
 
     @staticmethod
-    def of(table: Tensor, bucket: Bucket, steps: Tensor | None = None) -> RowLayout:
+    def of(
+        table: Tensor, bucket: Bucket, cache: PageCache, biases: Tensor | None = None, steps: Tensor | None = None
+    ) -> RowLayout:
         """Reads a table on the device, and the one of ``fill_steps``."""
         rows = PassRows(
             counts=table[COUNTS],
-            slots=table[SLOTS],
+            ends=table[ENDS],
+            pages=table[PATHS + bucket.depth :],
             places=table[PLACES],
             prefixes=table[PREFIXES],
-            paths=table[PATHS:].t().contiguous(),
+            paths=table[PATHS : PATHS + bucket.depth],
+            tiles=table[TILES],
+            sizes=table[SIZES],
             longest=bucket.longest,
         )
         order = None if steps is None or bucket.steps is None else Steps.of(steps, bucket.steps)
-        return RowLayout(table[TOKENS].long(), table[POSITIONS].long(), rows, order)
+        return RowLayout(table[TOKENS], table[POSITIONS], rows, cache, biases, order)
 
     def attend(
         self,
-        cache: KVCache,
         layer: int,
         queries_keys: Tensor,
         values: Tensor,
@@ -108,44 +118,59 @@ class RowLayout:
     ) -> Tensor:
         """Writes new keys and values and computes attention; see ``runners.attention.Layout``."""
         queries, fresh = queries_keys[:, : a.heads], queries_keys[:, a.heads :]
-        keys, past = cache.keys[layer], cache.values[layer]
-        kernels = attention_kernels()
+        pages, kernels = self.cache.layer(layer), attention_kernels()
         if fresh.shape[1]:
-            kernels.store(fresh, values, keys, past, self.rows)
-        mixed = kernels.attend_rows(queries, keys, past, self.rows, a.scale, view[0], a.attention_softcap, sinks)
+            kernels.store(fresh, values, pages, self.rows)
+        window, ordered = view
+        rows = replace(self.rows, ends=self.rows.counts) if ordered else self.rows
+        factors = a.scale, window, a.attention_softcap, sinks, self.biases
+        mixed: Tensor = kernels.attend_rows(queries, pages, rows, *factors)
         return mixed.flatten(1)
 
 
-def fill(plan: PassPlan, bucket: Bucket, pinned: bool) -> Tensor:
-    """Returns the plan as a table, int32 [PATHS + depth, rows], in memory that torch keeps until it has been copied.
+def fill(plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pinned: bool) -> Tensor:
+    """Returns the plan as a table, int64 [PATHS + depth + pages, rows], in memory that torch keeps until it is copied.
 
     Padding is token 0 at position 0. It sees no key and is not written to the cache.
+
+    Args:
+        plan: the plan.
+        bucket: the bucket that holds it.
+        pages: where each sequence's pages are (``PageCache.reserve``).
+        tile: rows of a tile, at most.
+        pinned: whether the memory is pinned.
     """
-    filled = torch.zeros((PATHS + bucket.depth, bucket.rows), dtype=torch.int32, pin_memory=pinned)
+    height = PATHS + bucket.depth + bucket.longest // PAGE
+    filled = torch.zeros((height, bucket.rows), dtype=torch.int64, pin_memory=pinned)
     table = filled.numpy()
     count = len(plan.tokens)
     table[TOKENS, :count], table[POSITIONS, :count] = plan.tokens, plan.positions
     table[COUNTS, :count] = table[POSITIONS, :count] + 1
     table[OUTPUTS, : len(plan.outputs)] = plan.outputs
     at = 0
-    for part in plan.parts:
+    tiles: list[tuple[int, int]] = []
+    for part, held in zip(plan.parts, pages, strict=True):
         own = table[:, at : at + part.count]
-        own[SLOTS] = part.slot
+        own[ENDS] = part.end if part.mutual else own[COUNTS]
+        own[PREFIXES] = part.end
         own[PLACES] = range(part.first, part.end)
-        own[PREFIXES] = own[COUNTS]
+        own[PATHS + bucket.depth :][: len(held)] = held[:, None]
         if not part.draft.is_chain:
             nodes = own[:, part.count - len(part.draft) + max(0, part.first - part.nodes_at) :]
             nodes[PREFIXES] = part.nodes_at
-            nodes[PATHS:] = paths(part, bucket.depth).T
+            nodes[PATHS : PATHS + bucket.depth] = paths(part, bucket.depth).T
+        step = tile if part.draft.is_chain else 1
+        tiles += [(row, min(step, at + part.count - row)) for row in range(at, at + part.count, step)]
         at += part.count
+    table[[TILES, SIZES], : len(tiles)] = np.array(tiles).T
     return filled
 
 
-def paths(part: Part, depth: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+def paths(part: Part, depth: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Returns the cache rows of the path to each draft node that the part computes, [nodes, depth], padded by zeros."""
     draft: Draft = part.draft
     scored = max(0, part.first - part.nodes_at)  # nodes whose rows an earlier pass computed
-    table = np.zeros((len(draft), depth), np.int32)
+    table = np.zeros((len(draft), depth), np.int64)
     for node, parent in enumerate(draft.parents):
         if parent >= 0:
             table[node] = table[parent]

@@ -1,4 +1,4 @@
-"""Memory of a device by its addresses, as states and logs of recurrent layers need it."""
+"""Memory of a device by its addresses, as pages of the KV cache and recurrent states need it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ class DeviceMemory:
         """Copies ``size`` bytes to the address ``to``, after the passes that were started before."""
         self._part(to, size).copy_(self._part(source, size))
 
+    def block(self, address: int) -> Tensor:
+        """Returns the bytes that ``allocate`` returned the address of."""
+        return self._blocks[address]
+
     def _part(self, address: int, size: int) -> Tensor:
-        start = max(block for block in self._blocks if block <= address)
+        start = address if address in self._blocks else max(block for block in self._blocks if block <= address)
         return self._blocks[start][address - start : address - start + size]

@@ -2,7 +2,8 @@
 
 A graph reads and writes fixed addresses, so the layout of a pass is one table (``layout.py``). No row's logits depend
 on what shares the pass: attention and norms are computed by programs of single rows, and products by calls of a fixed
-number of rows (``linear.py``). Chunks of one prompt, which share a pass with nothing else, run as in ``TorchRunner``.
+number of rows (``linear.py``). So they depend neither on where a prompt is cut nor on what the prefix cache has of it.
+With experts as kernels only draft rows are computed so: in a chunk of one prompt products take their place.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Graphs, Inputs, States
 from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
+from foretoken.models.runners.cuda.page_cache import PageCache
 from foretoken.models.runners.functional import normalize
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_experts import TorchExperts
-from foretoken.models.runners.torch_runner import TorchRunner
+from foretoken.models.runners.torch_runner import TorchRunner, cached_sizes
+from foretoken.models.runners.triton_kernels.rows import rows_per_tile
 from foretoken.models.runners.triton_kernels.steps import fill_steps
 
 MAX_ROWS = 256  # with more rows, a GPU's time goes into products, which hide the launches
@@ -41,6 +44,7 @@ class CudaRunner(TorchRunner):
         device: device of weights and KV cache.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         capture: creates the object that captures graphs, again whenever the old graphs are dropped; None for CUDA's.
+        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.
     """
 
     def __init__(
@@ -52,17 +56,33 @@ class CudaRunner(TorchRunner):
         device: torch.device,
         entry: Entry | None = None,
         capture: Callable[[torch.device], Capture] | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
+        self._kept_as = {"auto": dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[kv_cache_dtype]
+        self._biases: Tensor | None = None
         super().__init__(architecture, layers, ends, dtype, device, entry)
         self.batch_invariant = True
+        experts = [layer.mlp for layer in self._layers if isinstance(layer.mlp, TorchExperts)]
+        self.chunk_invariant = all(each.stacks is None for each in experts)
+        # Any cut gives the same bits, so the last chunk of a prompt shares the pass of the first step.
+        self.joint_rows = MAX_ROWS if self.chunk_invariant else TorchRunner.joint_rows
         self._new_capture = capture or CudaCapture
         # Where experts are computed by products, their numbers of rows are read on the host.
-        self._captured = not any(isinstance(e.mlp, TorchExperts) and e.mlp.stacks is None for e in self._layers)
+        self._captured = all(each.stacks is not None for each in experts)
+        groups = [architecture.heads // size.kv_heads for size in cached_sizes(architecture) if size is not None]
+        self._tile = min(map(rows_per_tile, groups), default=1)
         self._graphs: Graphs | None = None
 
+    def _new_cache(self, a: Architecture) -> PageCache:
+        return PageCache(cached_sizes(a), self._kept_as, self._device)
+
     @property
-    def _cache_dtype(self) -> torch.dtype:
-        return self._dtype
+    def _pages(self) -> PageCache:
+        assert isinstance(self.cache, PageCache)
+        return self.cache
+
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        return self.chunk_invariant and super().enable_prefix_cache(max_bytes)
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = super().first(architecture, norm)
@@ -74,37 +94,41 @@ class CudaRunner(TorchRunner):
         view._graphs = None
         return view
 
+    def _reserve_positions(self, count: int) -> None:
+        super()._reserve_positions(count)
+        alibi = self._architecture.alibi
+        if alibi is not None and (self._biases is None or self._biases.shape[1] < count):
+            self._biases = alibi.table(count).to(self._device)
+
     @torch.inference_mode()
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        # A chunk of one prompt. Fewer rows without logits are those of a head that borrows the target's.
-        alone = not logits and len(plan.parts) == 1 and len(plan.tokens) >= self.joint_rows
-        if alone or any(part.mutual for part in plan.parts):
-            return super().run(plan, taps, logits)
-        self._reserve(plan.reach)
         bucket = Bucket.of(plan, taps, logits)
+        alone = not self.chunk_invariant and not logits and len(plan.parts) == 1 and len(plan.tokens) >= self.joint_rows
+        self._reserve_positions(bucket.longest)
         inputs = self._inputs_of(plan, bucket)
-        if self._captured and bucket.rows <= MAX_ROWS:
+        if self._captured and bucket.rows <= MAX_ROWS and not alone:
             graph = self._graph(bucket, inputs)
             graph.inputs.overwrite(inputs)
             computed = graph.replay()
         else:
-            computed = self._compute(inputs.to(self._device), bucket)
+            computed = self._compute(inputs.to(self._device), bucket, alone)
         tapped = {number: computed[number][: len(plan.tokens)].clone() for number in taps}
         return Pass(fetched(computed[LOGITS][: len(plan.outputs)]) if logits else None, tapped)
 
     def _inputs_of(self, plan: PassPlan, bucket: Bucket) -> Inputs:
         """Returns what the pass reads, its tables in the host's memory."""
         pinned = self._device.type == "cuda"
+        pages = [self._pages.reserve(part.slot, part.first, part.end) for part in plan.parts]
         features = None if plan.features is None else self._padded(plan.features, bucket.rows)
         steps = None
         if plan.replay is not None and bucket.steps is not None:
             steps = fill_steps(plan.replay, bucket.steps, pinned)
-        return Inputs(fill(plan, bucket, pinned), features, steps)
+        return Inputs(fill(plan, bucket, pages, self._tile, pinned), features, steps)
 
-    def _compute(self, inputs: Inputs, bucket: Bucket) -> States:
+    def _compute(self, inputs: Inputs, bucket: Bucket, alone: bool = False) -> States:
         """Computes the hidden states of the taps, of all rows of the bucket, and logits, the plan's outputs first."""
-        layout = RowLayout.of(inputs.table, bucket, inputs.steps)
-        states = self._states(layout, bucket.taps, features=inputs.features)
+        layout = RowLayout.of(inputs.table, bucket, self._pages, self._biases, inputs.steps)
+        states = self._states(layout, bucket.taps, alone, inputs.features)
         computed = self._tapped(states, bucket.taps, slice(None))
         if bucket.logits:
             last = states[self._architecture.layers].index_select(0, inputs.table[OUTPUTS])
@@ -119,15 +143,15 @@ class CudaRunner(TorchRunner):
 
     def _graph(self, bucket: Bucket, inputs: Inputs) -> Graph:
         """Returns the bucket's graph. It is captured on first use, with these inputs."""
-        shape = (self.cache.slots, self.cache.rows)
         graphs = self._graphs
-        if graphs is None or graphs.shape != shape or (bucket not in graphs.known and len(graphs.known) >= MAX_GRAPHS):
+        if graphs is None or (bucket not in graphs.known and len(graphs.known) >= MAX_GRAPHS):
             self._graphs = graphs = None  # frees the memory of the old ones first
-            self._graphs = graphs = Graphs(shape, self._new_capture(self._device))
+            self._graphs = graphs = Graphs(self._new_capture(self._device))
         known = graphs.known
         if bucket not in known:
             own = inputs.idle(self._device)
-            known[bucket] = Graph(own, graphs.capture.capture(lambda: self._compute(own, bucket)))
+            replay = graphs.capture.capture(lambda: self._compute(own, bucket))
+            known[bucket] = Graph(own, (self._tables, self._biases), replay)
         return known[bucket]
 
 

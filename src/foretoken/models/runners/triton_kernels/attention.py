@@ -1,10 +1,11 @@
-"""Attention of single rows over the KV cache: a row's result does not depend on what shares the pass.
+"""Attention of single rows over a paged KV cache: a row's result does not depend on what shares the pass.
 
-A program computes one row, all query heads of one key head, and one stretch of the row's keys ("split-KV", as in Flash
-Decoding, https://pytorch.org/blog/flash-decoding/). Keys are taken in the order of their positions wherever they lie
-in the cache: committed ones at the row of their position, and those of a draft tree's path where ``paths`` says. So the
-path of a tree, a chain and plain decoding add up the same numbers in the same order. A second kernel merges the
-stretches, again in order.
+A program computes all query heads of one key head, for one row or for a few rows that follow each other in a sequence,
+over one stretch of their keys ("split-KV", as in Flash Decoding, https://pytorch.org/blog/flash-decoding/). It is the
+same program however many rows there are, and a key that a row does not see adds 0 to the row's sums. Keys are taken in
+the order of their positions wherever they lie in the cache: committed ones at the row of their position, and those of a
+draft tree's path where ``paths`` says. So the path of a tree, a chain and plain decoding add up the same numbers in the
+same order. A second kernel merges the stretches, again in order.
 """
 
 from __future__ import annotations
@@ -14,84 +15,117 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.models.runners.triton_kernels.rows import STRETCH, PassRows
+from foretoken.models.runners.triton_kernels.rows import EDGE, STRETCH, UNIT, LayerPages, PassRows
+from foretoken.models.state.pages import PAGE
 
 PARTIAL = 2**28  # bytes of the sums over stretches at once
 TILE = 2**14  # bytes of the keys of one step; of what was tried on an H200, the fastest that fits smaller GPUs too
-EDGE = 16  # rows and columns of a tile that the tensor cores multiply, at least
 WARPS, STAGES = 4, 2
+FLOAT = 4  # bytes
 
 
 @triton.jit
 def _first_key(count, WINDOW: tl.constexpr):
     """Returns the first position that the row sees: of a window, or of a chunk where ``WINDOW`` is negative."""
     if WINDOW > 0:
-        return tl.maximum(count - WINDOW, 0)
-    if WINDOW < 0:
-        return (count - 1) // -WINDOW * -WINDOW
-    return 0
+        first = tl.maximum(count - WINDOW, 0)
+    elif WINDOW < 0:
+        first = (count - 1) // -WINDOW * -WINDOW
+    else:
+        first = count * 0
+    return first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "until"])
 def _attend(
-    queries, keys, values, counts, slots, prefixes, paths, mixed, best, total, scale, softcap,
-    query_stride, slot_stride, head_stride, depth, splits,
+    queries, base, scales, counts, ends, tiles, sizes, pages, prefixes, paths, biases, mixed, best, total,
+    begin, until, scale, softcap, query_stride, page_stride, path_stride, bias_stride,
+    keys_at, values_at, key_scales_at, value_scales_at, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TREES: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, LENGTH: tl.constexpr,
+    BIASED: tl.constexpr, SCALED: tl.constexpr, PER_UNIT: tl.constexpr, SCALES_PER_UNIT: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    LENGTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(counts + row)
-    first = _first_key(count, WINDOW)
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.arange(0, BLOCK_HEADS)  # of a row and a query head
+    lead = tl.load(tiles + tile).to(tl.int32)
+    row = lead + slot // GROUP
+    valid = (slot // GROUP < tl.load(sizes + tile)) & (row >= begin) & (row < until)
+    count = tl.load(counts + row, mask=valid, other=0).to(tl.int32)
+    end = tl.load(ends + row, mask=valid, other=0).to(tl.int32)
+    last = tl.max(end, 0)
+    first = tl.where(valid, _first_key(count, WINDOW), last)
+    low = tl.min(first, 0)
     start = split * LENGTH
-    if (start < count) & (start + LENGTH > first):
-        head, dim = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM)
+    if (start < last) & (start + LENGTH > low):
+        heads, dim = kv_head * GROUP + slot % GROUP, tl.arange(0, BLOCK_DIM)
         inside = dim < DIM
-        heads = kv_head * GROUP + head
-        used = (head < GROUP)[:, None] & inside[None, :]
-        query = tl.load(queries + row * query_stride + heads[:, None] * DIM + dim[None, :], mask=used, other=0.0)
-        prefix = tl.load(prefixes + row)
-        base = tl.load(slots + row).to(tl.int64) * slot_stride + kv_head * head_stride
+        used = valid[:, None] & inside[None, :]
+        query = tl.load(
+            queries + row[:, None] * query_stride + heads[:, None] * DIM + dim[None, :], mask=used, other=0.0
+        )
+        prefix = tl.load(prefixes + lead).to(tl.int32)
+        if BIASED:
+            own_bias = tl.load(biases + heads * bias_stride + count - 1, mask=valid & (count > 0), other=0.0)
         top = tl.full([BLOCK_HEADS], -float("inf"), tl.float32)
         weight = tl.zeros([BLOCK_HEADS], tl.float32)
         sums = tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32)
-        for at in range(start, tl.minimum(start + LENGTH, count), BLOCK_KEYS):
+        for at in range(start, tl.minimum(start + LENGTH, last), BLOCK_KEYS):
             position = at + tl.arange(0, BLOCK_KEYS)
-            seen = (position < count) & (position >= first)
+            read = (position < last) & (position >= low)
             place = position
             if TREES:
-                drafted = seen & (position >= prefix)
-                place = tl.where(
-                    drafted, tl.load(paths + row * depth + (position - prefix), mask=drafted, other=0), position
-                )
-            offset = base + place.to(tl.int64) * DIM
-            key = tl.load(keys + offset[None, :] + dim[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
-            score = tl.dot(query, key, input_precision="ieee") * scale
+                drafted = read & (position >= prefix)
+                node = tl.load(paths + (position - prefix) * path_stride + lead, mask=drafted, other=0)
+                place = tl.where(drafted, node.to(tl.int32), position)
+            page = tl.load(pages + place // PAGE_ROWS * page_stride + lead, mask=read, other=0)
+            inner = kv_head * PAGE_ROWS + place % PAGE_ROWS
+            offset = page * PER_UNIT + inner * DIM
+            key = tl.load(
+                base + (keys_at + offset)[None, :] + dim[:, None], mask=read[None, :] & inside[:, None], other=0
+            )
+            score = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+            if SCALED:
+                score *= tl.load(scales + page * SCALES_PER_UNIT + key_scales_at + inner, mask=read, other=0.0)[None, :]
             if SOFTCAP:
                 shrunk = tl.exp(-2.0 * tl.abs(score / softcap))
                 score = tl.where(score < 0, -1.0, 1.0) * softcap * (1.0 - shrunk) / (1.0 + shrunk)
-            score = tl.where(seen[None, :], score, -float("inf"))
+            if BIASED:
+                bias = biases + heads[:, None] * bias_stride + position[None, :]
+                score += tl.load(bias, mask=valid[:, None] & read[None, :], other=0.0) - own_bias[:, None]
+            seen = (position[None, :] < end[:, None]) & (position[None, :] >= first[:, None])
+            score = tl.where(seen, score, -float("inf"))
             higher = tl.maximum(top, tl.max(score, 1))
             safe = tl.where(higher == -float("inf"), 0.0, higher)
             share = tl.exp(score - safe[:, None])
             fade = tl.exp(top - safe)
             weight = weight * fade + tl.sum(share, 1)
-            value = tl.load(values + offset[:, None] + dim[None, :], mask=seen[:, None] & inside[None, :], other=0.0)
-            sums = sums * fade[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
+            value = tl.load(
+                base + (values_at + offset)[:, None] + dim[None, :], mask=read[:, None] & inside[None, :], other=0
+            )
+            if SCALED:
+                share *= tl.load(scales + page * SCALES_PER_UNIT + value_scales_at + inner, mask=read, other=0.0)[
+                    None, :
+                ]
+            part = tl.dot(share.to(query.dtype), value.to(query.dtype), input_precision="ieee")
+            sums = sums * fade[:, None] + part
             top = higher
-        place = (row * tl.num_programs(1) * GROUP + heads) * splits + split
-        tl.store(best + place, top, mask=head < GROUP)
-        tl.store(total + place, weight, mask=head < GROUP)
-        tl.store(mixed + place[:, None] * DIM + dim[None, :], sums, mask=used)
+        to = ((row - begin) * tl.num_programs(1) * GROUP + heads).to(tl.int64) * splits + split
+        stored = valid & (start < end) & (start + LENGTH > first)
+        tl.store(best + to, top, mask=stored)
+        tl.store(total + to, weight, mask=stored)
+        tl.store(mixed + to[:, None] * DIM + dim[None, :], sums, mask=stored[:, None] & inside[None, :])
 
 
 @triton.jit
 def _merge(
-    mixed, best, total, counts, sinks, result, splits,
+    mixed, best, total, counts, ends, sinks, result, begin, splits,
     DIM: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, BLOCK_DIM: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
-    place = row * tl.num_programs(1) + head
-    count = tl.load(counts + row)
+    head = tl.program_id(1)
+    place = tl.program_id(0) * tl.num_programs(1) + head
+    row = begin + tl.program_id(0)
+    count, end = tl.load(counts + row).to(tl.int32), tl.load(ends + row).to(tl.int32)
     dim = tl.arange(0, BLOCK_DIM)
     inside = dim < DIM
     top = -float("inf")
@@ -100,7 +134,7 @@ def _merge(
         top = tl.load(sinks + head).to(tl.float32)
         weight = 1.0
     sums = tl.zeros([BLOCK_DIM], tl.float32)
-    for split in range(_first_key(count, WINDOW) // LENGTH, (count + LENGTH - 1) // LENGTH):
+    for split in range(_first_key(count, WINDOW) // LENGTH, (end + LENGTH - 1) // LENGTH):
         own = tl.load(best + place * splits + split)
         higher = tl.maximum(top, own)
         fade, share = tl.exp(top - higher), tl.exp(own - higher)
@@ -110,60 +144,84 @@ def _merge(
         top = higher
     if weight > 0:
         sums = sums / weight
-    tl.store(result + place * DIM + dim, sums.to(result.dtype.element_ty), mask=inside)
+    to = result + (row * tl.num_programs(1) + head) * DIM
+    tl.store(to + dim, sums.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finite(numbers):
+    """Returns float32 numbers with 0 in place of NaN and infinity, as ``state.kv.finite``."""
+    return tl.where(tl.abs(numbers) < float("inf"), numbers, 0.0)
+
+
+@triton.jit
+def _write(numbers, to, scale_to, inside, SCALED: tl.constexpr):
+    """Writes a key or value, rounded to int8 with a scale of its own if ``SCALED``."""
+    if SCALED:
+        largest = tl.max(tl.abs(numbers))
+        rounded = numbers * tl.where(largest < 1e-30, 0.0, 127.0 / largest)
+        # The sum with 1.5 * 2^23 has no digits behind the point: it is rounded to an integer, ties to even.
+        numbers = (rounded + 12582912.0) - 12582912.0
+        tl.store(scale_to, largest / 127.0)
+    tl.store(to, numbers.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _store(
-    keys, values, key_cache, value_cache, slots, places, counts, key_stride, value_stride, slot_stride, head_stride,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    keys, values, base, scales, pages, places, counts, key_stride, value_stride, page_stride,
+    keys_at, values_at, key_scales_at, value_scales_at,
+    DIM: tl.constexpr, SCALED: tl.constexpr, PER_UNIT: tl.constexpr, SCALES_PER_UNIT: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     if tl.load(counts + row) > 0:
         dim = tl.arange(0, BLOCK_DIM)
-        to = tl.load(slots + row).to(tl.int64) * slot_stride + head * head_stride
-        to += tl.load(places + row).to(tl.int64) * DIM
-        key = tl.load(keys + row * key_stride + head * DIM + dim, mask=dim < DIM, other=0.0)
-        key = tl.where(tl.abs(key.to(tl.float32)) < float("inf"), key, 0.0)  # as ``state.kv.finite``
-        tl.store(key_cache + to + dim, key.to(key_cache.dtype.element_ty), mask=dim < DIM)
-        value = tl.load(values + row * value_stride + head * DIM + dim, mask=dim < DIM, other=0.0)
-        value = tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)
-        tl.store(value_cache + to + dim, value.to(value_cache.dtype.element_ty), mask=dim < DIM)
+        inside = dim < DIM
+        place = tl.load(places + row)
+        page = tl.load(pages + place // PAGE_ROWS * page_stride + row)
+        inner = head * PAGE_ROWS + place % PAGE_ROWS
+        to = base + page * PER_UNIT + inner * DIM + dim
+        scale_to = scales + page * SCALES_PER_UNIT + inner
+        key = tl.load(keys + row * key_stride + head * DIM + dim, mask=inside, other=0.0).to(tl.float32)
+        _write(_finite(key), to + keys_at, scale_to + key_scales_at, inside, SCALED)
+        value = tl.load(values + row * value_stride + head * DIM + dim, mask=inside, other=0.0).to(tl.float32)
+        _write(_finite(value), to + values_at, scale_to + value_scales_at, inside, SCALED)
 
 
-def store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, rows: PassRows) -> None:
-    """Writes keys and values [R, kv_heads, D] to caches [slots, kv_heads, cache rows, D]; padding is not written."""
+def store(keys: Tensor, values: Tensor, cache: LayerPages, rows: PassRows) -> None:
+    """Writes keys and values [R, heads, D] to the cache; padding is not written."""
     count, heads, dim = keys.shape
     assert all(each.stride(2) == 1 and each.stride(1) == dim for each in (keys, values))
-    assert key_cache.is_contiguous() and key_cache.stride() == value_cache.stride()
     _store[(count, heads)](
-        keys, values, key_cache, value_cache, rows.slots, rows.places, rows.counts,
-        keys.stride(0), values.stride(0), key_cache.stride(0), key_cache.stride(1),
-        DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), num_warps=1,
+        keys, values, cache.base, cache.scales, rows.pages, rows.places, rows.counts,
+        keys.stride(0), values.stride(0), rows.pages.stride(0), cache.keys, cache.values, *cache.scales_at or (0, 0),
+        DIM=dim, SCALED=cache.scales_at is not None, PER_UNIT=UNIT // cache.base.element_size(),
+        SCALES_PER_UNIT=UNIT // FLOAT, BLOCK_DIM=triton.next_power_of_2(dim), PAGE_ROWS=PAGE, num_warps=1,
     )  # fmt: skip
 
 
 def attend_rows(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: LayerPages,
     rows: PassRows,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Computes attention.
 
     Args:
         queries: [R, heads, D]; a row's heads lie one after another.
-        keys: the cache [slots, kv_heads, cache rows, D], which holds the rows' own keys already.
-        values: likewise.
+        cache: where the keys and values of the layer are; it holds the rows' own already.
         rows: what each row sees.
         scale: factor of the scores.
         window: number of keys up to the row's own that it sees; 0 for all; negative for chunks of so many.
         softcap: cap of the scores; 0 for none.
         sinks: scores [heads] of a key without a value; None for none.
+        biases: float32 [heads, positions]; the score of a key is raised by how much that of its position is above that
+            of the row's own (``families.architecture.Alibi``). None for none.
 
     Returns:
         [R, heads, D]; zeros for padding.
@@ -171,43 +229,48 @@ def attend_rows(
     count, heads, dim = queries.shape
     splits = -(-rows.longest // STRETCH)
     assert queries.stride(2) == 1 and queries.stride(1) == dim
+    assert biases is None or biases.stride(1) == 1
     result = torch.empty((count, heads, dim), dtype=queries.dtype, device=queries.device)
-    step = max(1, PARTIAL // (4 * heads * splits * dim))
-    for start in range(0, count, step):
-        end = min(start + step, count)
-        part = queries[start:end], keys, values, rows.part(start, end), result[start:end]
-        _attend_part(*part, splits, scale, window, softcap, sinks)
+    step = max(1, PARTIAL // (FLOAT * heads * splits * dim))
+    for begin in range(0, count, step):
+        until = min(begin + step, count)
+        _attend_part(queries, cache, rows, result, begin, until, splits, scale, window, softcap, sinks, biases)
     return result
 
 
 def _attend_part(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: LayerPages,
     rows: PassRows,
     result: Tensor,
+    begin: int,
+    until: int,
     splits: int,
     scale: float,
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    biases: Tensor | None,
 ) -> None:
-    """Writes attention of some rows to ``result``; see ``attend_rows``."""
-    count, heads, dim = queries.shape
-    kv_heads = keys.shape[1]
-    group, block = heads // kv_heads, max(EDGE, triton.next_power_of_2(dim))
-    mixed = queries.new_empty((count, heads, splits, dim), dtype=torch.float32)
-    best, total = (queries.new_empty((count, heads, splits), dtype=torch.float32) for _ in "ab")
-    depth = rows.paths.shape[1]
-    _attend[(count, kv_heads, splits)](
-        queries, keys, values, rows.counts, rows.slots, rows.prefixes, rows.paths, mixed, best, total, scale, softcap,
-        queries.stride(0), keys.stride(0), keys.stride(1), depth, splits,
-        GROUP=group, DIM=dim, WINDOW=window, SOFTCAP=softcap > 0, TREES=depth > 0,
+    """Writes attention of rows ``begin`` to ``until`` to ``result``; see ``attend_rows``."""
+    _, heads, dim = queries.shape
+    group, block, size = heads // cache.heads, max(EDGE, triton.next_power_of_2(dim)), cache.base.element_size()
+    mixed = queries.new_empty((until - begin, heads, splits, dim), dtype=torch.float32)
+    best, total = (queries.new_empty((until - begin, heads, splits), dtype=torch.float32) for _ in "ab")
+    _attend[(len(rows.tiles), cache.heads, splits)](
+        queries, cache.base, cache.scales, rows.counts, rows.ends, rows.tiles, rows.sizes,
+        rows.pages, rows.prefixes, rows.paths, best if biases is None else biases, mixed, best, total,
+        begin, until, scale, softcap,
+        queries.stride(0), rows.pages.stride(0), rows.paths.stride(0), 0 if biases is None else biases.stride(0),
+        cache.keys, cache.values, *cache.scales_at or (0, 0), splits,
+        GROUP=group, DIM=dim, WINDOW=window, SOFTCAP=softcap > 0, TREES=len(rows.paths) > 0,
+        BIASED=biases is not None, SCALED=cache.scales_at is not None,
+        PER_UNIT=UNIT // size, SCALES_PER_UNIT=UNIT // FLOAT,
         BLOCK_HEADS=max(EDGE, triton.next_power_of_2(group)), BLOCK_DIM=block,
-        BLOCK_KEYS=max(EDGE, min(STRETCH // 2, TILE // (block * keys.element_size()))),
-        LENGTH=STRETCH, num_warps=WARPS, num_stages=STAGES,
+        BLOCK_KEYS=max(EDGE, min(STRETCH // 2, TILE // (block * queries.element_size()))),
+        LENGTH=STRETCH, PAGE_ROWS=PAGE, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    _merge[(count, heads)](
-        mixed, best, total, rows.counts, best if sinks is None else sinks, result, splits,
+    _merge[(until - begin, heads)](
+        mixed, best, total, rows.counts, rows.ends, best if sinks is None else sinks, result, begin, splits,
         DIM=dim, WINDOW=window, SINKS=sinks is not None, BLOCK_DIM=block, LENGTH=STRETCH, num_warps=1,
     )  # fmt: skip

@@ -7,30 +7,62 @@ from dataclasses import dataclass
 from torch import Tensor
 
 STRETCH = 256  # keys of one program; the sums over stretches depend on this number alone, not on the cache's length
+EDGE = 16  # rows and columns of a tile that the tensor cores multiply, at least
+UNIT = 16  # bytes; places of pages are multiples of it, so that the compiler knows that loads are aligned
 
 
-@dataclass(frozen=True)
-class PassRows:
-    """Where the rows of a pass lie and what they see, int32 tensors [R] on the device.
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """Where pages hold the keys and values of a layer, each [heads, PAGE, dim], counted in numbers from a page's start.
 
     Attributes:
-        counts: number of keys that the row sees without a window: its position plus one; 0 for padding.
-        slots: the slot of the KV cache.
-        places: the cache row of the row's own keys and values.
-        prefixes: number of committed keys, which lie at the rows of their positions.
-        paths: cache rows of the keys behind them in the order of their positions, [R, depth]; depth 0 without trees.
-        longest: at least the greatest of ``counts``.
+        base: what ``PassRows.pages`` counts from, in the dtype of the cache.
+        scales: the same memory as float32.
+        heads: number of heads.
+        dim: width of a head.
+        keys: where keys begin.
+        values: where values begin.
+        scales_at: where the scales of keys and those of values begin, float32 [heads, PAGE], if numbers are int8.
+    """
+
+    base: Tensor
+    scales: Tensor
+    heads: int
+    dim: int
+    keys: int
+    values: int
+    scales_at: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """Where the rows of a pass lie and what they see, int64 tensors on the device.
+
+    Attributes:
+        counts: number of positions up to the row's own, which windows are counted from; 0 for padding, [R].
+        ends: number of keys that the row sees without a window, [R]: ``counts``, or more where rows see each other.
+        pages: where the pages of the row's sequence are, in ``UNIT`` bytes from ``LayerPages.base``, [pages, R].
+        places: the cache row of the row's own keys and values, [R].
+        prefixes: number of keys that lie at the rows of their positions, [R].
+        paths: cache rows of the keys behind them in the order of their positions, [depth, R]; depth 0 without trees.
+        tiles: first row of each tile, [R]. The rows of a tile follow each other in one sequence and not in a tree, so
+            that one program reads the keys for all of them.
+        sizes: number of rows of each tile, [R]; 0 behind the last tile. With the query heads of one key head there are
+            at most ``EDGE`` of them.
+        longest: at least the greatest of ``ends``.
     """
 
     counts: Tensor
-    slots: Tensor
+    ends: Tensor
+    pages: Tensor
     places: Tensor
     prefixes: Tensor
     paths: Tensor
+    tiles: Tensor
+    sizes: Tensor
     longest: int
 
-    def part(self, start: int, end: int) -> PassRows:
-        """Returns the layout of rows ``start`` to ``end``."""
-        own = slice(start, end)
-        fields = self.counts[own], self.slots[own], self.places[own], self.prefixes[own], self.paths[own]
-        return PassRows(*fields, longest=self.longest)
+
+def rows_per_tile(group: int) -> int:
+    """Returns how many rows a tile may have where ``group`` query heads share one of keys."""
+    return max(1, EDGE // group)

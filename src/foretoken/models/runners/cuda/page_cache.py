@@ -1,0 +1,116 @@
+"""The KV cache on a device in pages, which sequences with a common prefix share (``models/state/pages.py``).
+
+Pages are never moved, and a pass is told where each of its sequences has them. So a CUDA graph stays valid while the
+cache grows, and a sequence takes the memory of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from foretoken.models.families.layers import HeadSizes
+from foretoken.models.runners.cuda.memory import DeviceMemory
+from foretoken.models.runners.triton_kernels.rows import UNIT, LayerPages
+from foretoken.models.state.pages import PAGE, Pages
+
+SCALE = 4  # bytes of the scale of a head's key or value in an int8 cache
+Places = npt.NDArray[np.int64]
+
+
+class PageCache:
+    """Keys and values of all sequences.
+
+    A page holds 64 tokens of all layers, in blocks [64, width of a head]: keys, then values, of all heads of a layer.
+    Layers whose heads have the same width are side by side, so that few copies move a token. Scales of int8 are behind
+    all numbers, [64] for each block.
+
+    Args:
+        sizes: sizes of each layer's heads; None for a layer without keys and values of its own.
+        dtype: type of keys and values; int8 ones have a scale for each head and token.
+        device: device of the cache.
+    """
+
+    def __init__(self, sizes: Sequence[HeadSizes | None], dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = DeviceMemory(device)
+        base = self._memory.allocate(UNIT)
+        self._base = base
+        self._item = dtype.itemsize
+        scaled = dtype == torch.int8
+        order = sorted((size.head_dim, number, size.kv_heads) for number, size in enumerate(sizes) if size is not None)
+        numbers = sum(2 * heads * dim for dim, _, heads in order)
+        self.token_bytes = numbers * self._item + scaled * SCALE * sum(2 * heads for *_, heads in order)
+        self._parts: list[tuple[int, int, int]] = []  # where blocks of one width begin, their number, bytes of a row
+        self._layers: dict[int, LayerPages] = {}
+        block = self._memory.block(base)
+        typed, scales = block.view(dtype), block.view(torch.float32)
+        at, scale_at = 0, PAGE * numbers * self._item // SCALE
+        for dim, number, heads in order:
+            half = heads * PAGE * dim
+            kept = (scale_at, scale_at + heads * PAGE) if scaled else None
+            self._layers[number] = LayerPages(typed, scales, heads, dim, at, at + half, kept)
+            self._extend(at * self._item, 2 * heads, dim * self._item)
+            at, scale_at = at + 2 * half, scale_at + 2 * heads * PAGE
+        if scaled:
+            self._extend(PAGE * numbers * self._item, sum(2 * heads for *_, heads in order), SCALE)
+        self._pages = Pages(self._memory.allocate, max(PAGE * self.token_bytes, UNIT), self._memory.copy)
+
+    def _extend(self, start: int, blocks: int, row: int) -> None:
+        if self._parts and self._parts[-1][2] == row:
+            before, count, _ = self._parts.pop()
+            start, blocks = before, count + blocks
+        self._parts.append((start, blocks, row))
+
+    def layer(self, number: int) -> LayerPages:
+        """Returns where pages hold what a layer wrote."""
+        return self._layers[number]
+
+    def reserve(self, slot: int, first: int, rows: int) -> Places:
+        """Allocates pages for ``rows`` rows, of which those from ``first`` on will be written.
+
+        Returns:
+            Where their pages are, in ``UNIT`` bytes from ``LayerPages.base``.
+        """
+        self._pages.reserve(slot, first, rows)
+        held = np.array(self._pages.held(slot)[: -(-rows // PAGE)], dtype=np.int64)
+        places: Places = (held - self._base) // UNIT
+        return places
+
+    # the interface of ``state.kv.SlotCache``
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.token_bytes
+
+    def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
+        return self._pages.acquire(tokens, scope)
+
+    def release(self, slot: int) -> None:
+        self._pages.release(slot)
+
+    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
+        self._pages.publish(slot, tokens, rows)
+
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        self._pages.enable_prefix_cache(max_bytes)
+        return True
+
+    def check(self) -> None:
+        self._pages.check()
+
+    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        held = self._pages.held(slot)
+        for row, source in enumerate(sources, destination):
+            if row == source:
+                continue
+            to, whence = (self._memory.block(held[each // PAGE]) for each in (row, source))
+            for start, blocks, size in self._parts:
+                part = slice(start, start + blocks * PAGE * size)
+                new, old = (each[part].view(blocks, PAGE, size) for each in (to, whence))
+                new[:, row % PAGE] = old[:, source % PAGE]
+
+    def nbytes(self) -> int:
+        return self._pages.nbytes()
