@@ -90,6 +90,11 @@ class SpeculativeConfig:
         return AUTO if self.num_speculative_tokens is None and self._adapts else "draft_model"
 
     @property
+    def unmixed(self) -> Self:
+        """The same where no mixture can be: a draft model without a method drafts by "draft_model"."""
+        return replace(self, method="draft_model") if self.method is None and self.model is not None else self
+
+    @property
     def _adapts(self) -> bool:
         """Whether ``control``, where it is given, chooses the draft length."""
         return self.control is None or isinstance(parse(self.control), GoodputConfig)

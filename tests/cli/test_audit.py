@@ -7,6 +7,7 @@ import json
 import pytest
 
 from foretoken.audit import Audit, Check, CheckOutcome
+from foretoken.cli.options import ModelOptions
 
 
 @pytest.mark.slow
@@ -29,6 +30,13 @@ def test_transformers_is_audited_with_the_checks_that_it_can_have(run, pair, sho
     result = run("audit", "--engine", "transformers", *lookup, "--budget", "1s", "--temperature", "0.8")
     assert result.code in (0, 3), result.out + result.err
     assert "engine transformers" in result.out and "skipped" in result.out
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"model": "m", "draft_model": "d"}, {"model": "m", "speculative_config": '{"model": "d"}'}]
+)
+def test_a_draft_model_drafts_alone_in_other_engines(given):
+    assert ModelOptions(**given).pair()[1].method == "draft_model"
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def test_candidates_are_what_was_given_and_what_is_free(tiny_pair):
     ]
     assert len({c.name for c in result[:5]}) == 5
     assert result[0].at(5) == {"method": "draft_model", "model": str(tiny_pair.draft), "num_speculative_tokens": 5}
+    (*_, unnamed) = candidates([], [], [{"model": "draft"}])
+    assert (unnamed.method, unnamed.depths) == ("draft_model", CHAIN)
     for wrong in ({"method": "none"}, {"method": "ngram", "num_speculative_tokens": 0}, {"method": "what"}):
         with pytest.raises(InvalidRequest):
             candidates([], [], [wrong])

@@ -63,7 +63,7 @@ class ModelOptions:
         return None if self.speculative_config is None else speculative(self.speculative_config)
 
     def pair(self) -> tuple[str | Path, SpeculativeConfig]:
-        """Returns the target and the way to speculate, the bundled pair where no model is named.
+        """Returns the target and the way in which another engine speculates, the bundled pair where no model is named.
 
         Raises:
             InvalidRequest: They contradict each other.
@@ -74,7 +74,7 @@ class ModelOptions:
         config, draft = SpeculativeConfig.of(self.config), self.draft_model
         if self.model is None and draft is None and config.model is None and config.method in (None, "draft_model"):
             draft = str(zoo.path("draft"))
-        return self.model or zoo.path("target"), with_draft(config, draft)
+        return self.model or zoo.path("target"), with_draft(config, draft).unmixed
 
 
 @dataclass(frozen=True, kw_only=True)

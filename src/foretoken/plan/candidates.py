@@ -76,7 +76,7 @@ def head_method(folder: Path) -> str:
 
 
 def _candidate(config: Mapping[str, Any]) -> Candidate:
-    checked, own = SpeculativeConfig.of(config), dict(config)
+    checked, own = SpeculativeConfig.of(config).unmixed, dict(config)  # at every length of a chain or tree
     method = checked.method_in_force
     kind = find(method)
     if kind is None:
