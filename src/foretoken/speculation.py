@@ -183,7 +183,8 @@ def selection(
         builder: Builds the other proposers.
         config: Configuration of ``default``.
         default: The proposer of requests that choose none. Requests may also choose the model of an ``Auto`` alone.
-        others: Names or configurations of other methods.
+        others: Names or configurations of other methods. A name alone of what is loaded adds nothing: which one the
+            default is may depend on how long a pass takes.
 
     Raises:
         InvalidRequest: Two methods have the same name.
@@ -192,11 +193,11 @@ def selection(
     parts = default.alone if isinstance(default, Auto) else {}
     for other in others:
         own = SpeculativeConfig.of({"method": other} if isinstance(other, str) else other)
-        if own.method_in_force in parts and own == SpeculativeConfig(method=own.method_in_force):
-            continue  # it is loaded
-        if own.method_in_force in {**members, **parts}:
-            raise InvalidRequest(f"two ways to speculate are named {own.method_in_force!r}; leave one of them out")
-        members[own.method_in_force] = builder.build(own)
+        name = own.method_in_force
+        if name not in {**members, **parts}:
+            members[name] = builder.build(own)
+        elif own != SpeculativeConfig(method=name):
+            raise InvalidRequest(f"two ways to speculate are named {name!r}; leave one of them out")
     return PerRequestProposer(members, parts) if others or parts else default
 
 

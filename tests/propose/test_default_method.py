@@ -33,7 +33,7 @@ def test_what_drafts_without_a_key_depends_on_the_time_of_a_pass(
     seconds: float, methods: tuple[str, ...], tiny_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CostModel, "plain_seconds", lambda self, batch: seconds * batch)
-    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32")
+    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", methods=["draft_model"])
     assert llm.methods == methods and llm.speculative_config.method_in_force == methods[0]
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True, speculative_tokens=4)
     plain = LLM(tiny_pair.target, dtype="float32").generate("def greet(name):", params)[0].outputs[0]

@@ -78,10 +78,9 @@ class ServeOptions:
 
     def engine(self) -> dict[str, Any]:
         """Returns the arguments of ``LLM`` beside the models. Raises InvalidRequest."""
-        config = self.models.config
         return {
-            "speculative_config": config,
-            "methods": self.offer.others(config),
+            "speculative_config": self.models.config,
+            "methods": self.offer.names,
             "enable_prefix_caching": True,
             "isolate_failures": True,
             "lora": self.chat_format.adapters(self.models.model),

@@ -31,10 +31,10 @@ class OfferOptions:
         str, typer.Option(help="More methods that requests may choose, separated by commas; empty for none.")
     ] = METHODS
 
-    def others(self, config: dict[str, Any] | None) -> tuple[str, ...]:
-        """Returns the methods that requests may choose beside that of ``config``."""
-        usual = (config or {}).get("method")
-        return tuple(name for name in filter(None, map(str.strip, self.methods.split(","))) if name != usual)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The methods that requests may choose beside the default."""
+        return tuple(filter(None, map(str.strip, self.methods.split(","))))
 
 
 @dataclass(frozen=True, kw_only=True)
