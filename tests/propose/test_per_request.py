@@ -62,6 +62,14 @@ def test_requests_use_the_method_they_name():
     assert members["prediction"].forgotten == [2] and not members["usual"].forgotten
 
 
+def test_predictions_join_what_auto_drafts():
+    usual = Always(1)
+    usual.name = "auto"
+    chosen = PerRequestProposer({"auto": usual, "prediction": Always(3)})
+    drafts = chosen.propose([context(0, None, (4, 5)), context(1, "prediction", (4, 5))], [1, 1])
+    assert [draft.ids for draft in drafts] == [(1,), (3,)]
+
+
 def test_only_the_drafting_member_observes():
     members = {"usual": Always(1), "other": Always(2)}
     engine = Engine(TARGET, PerRequestProposer(members), Fixed(1))

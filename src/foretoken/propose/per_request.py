@@ -11,6 +11,7 @@ from foretoken.models.base import Scores
 from foretoken.propose.base import Needs, Observation, Proposer
 
 PREDICTION = "prediction"
+_JOINS = ("auto", "mixture")  # methods whose drafts predictions join
 
 
 class PerRequestProposer(Proposer):
@@ -40,7 +41,7 @@ class PerRequestProposer(Proposer):
 
     def of(self, context: Context) -> str:
         """Returns the name of the member that drafts for ``context``."""
-        if context.method is None and context.prediction and self.name != "mixture" and PREDICTION in self.members:
+        if context.method is None and context.prediction and self.name not in _JOINS and PREDICTION in self.members:
             return PREDICTION
         if context.method is None and context.depth is not None and self.alone and self.usual == self._first:
             return self.alone[0]
