@@ -75,7 +75,7 @@ def test_logits_equal_those_of_transformers_dequantized_module(architecture: str
     assert (scores.logits - other.logits).abs().max() > 1e-3  # it was rounded
 
 
-@pytest.mark.parametrize("block", [(128, 128), (16, 40)])
+@pytest.mark.parametrize("block", [(128, 128), (16, 40), (2**30, 2**30)])
 @pytest.mark.parametrize("stack", [(), (3,)])
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_blocks_need_not_divide_a_matrix(
@@ -138,6 +138,10 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "no scale": (lambda tensors, settings: tensors.pop(f"{NAME}_scale_inv"), "its scales are not there"),
     "other blocks": (
         lambda tensors, settings: settings.update(weight_block_size=[4, 4]),
+        "scales of .* have the shape",
+    ),
+    "one scale of many": (
+        lambda tensors, settings: tensors.update({f"{NAME}_scale_inv": torch.ones(1, 1)}),
         "scales of .* have the shape",
     ),
     "integers": (lambda tensors, settings: tensors.update({NAME: torch.ones(64, 48, dtype=torch.int8)}), "torch.int8"),

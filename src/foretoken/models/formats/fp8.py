@@ -81,10 +81,11 @@ class Fp8Weights(Mapping[str, Tensor]):
         if stored.dtype not in FLOAT8 or stored.ndim < 2 or not scales.is_floating_point():
             raise ModelLoadError(f"{name!r} is {stored.dtype} with scales of {scales.dtype}; expected eight-bit floats")
         weights, scales = stored.float(), scales.float()
-        if scales.numel() == 1:
+        if scales.numel() == 1 and self._block is None:
             return weights.mul_(scales.reshape(()))
         *stack, out, inputs = weights.shape
-        block = self._block or (1, inputs)
+        rows, columns = self._block or (1, inputs)
+        block = max(1, min(rows, out)), max(1, min(columns, inputs))  # settings may name any size
         grid = tuple(-(-size // of) for size, of in zip((out, inputs), block, strict=True))
         if self._block is None and scales.shape == (*stack, 1, 1):
             block, grid = (out, inputs), (1, 1)
