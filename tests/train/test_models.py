@@ -19,7 +19,6 @@ from foretoken.train import target as targets
 from foretoken.train.card import write_cards
 from foretoken.train.data import Corpus
 from foretoken.train.draft import DistillConfig, agreement, distillation_loss, load_teacher, train_draft
-from foretoken.train.generated import Prompts
 from foretoken.train.live_teacher import full_distillation_loss
 from foretoken.train.target import train_target
 from foretoken.train.teacher import fixed_windows, teach
@@ -90,7 +89,6 @@ def test_a_draft_learns_from_text_that_the_target_writes_meanwhile(
     """As on a GPU, whose device this machine need not have."""
     monkeypatch.setattr(drafting, "_on_disk", lambda store, *others: drafting._live(*others))
     monkeypatch.setattr(live_teacher, "_BATCH", 2)
-    monkeypatch.setattr(live_teacher, "PROMPTS", Prompts(2, 5))
     out = tmp_path / "draft"
     config = replace(STEPS, compile=False)
     figures = train_draft(out, target, corpus, TINY, config, False, DistillConfig(generated_share=0.5))
@@ -98,6 +96,18 @@ def test_a_draft_learns_from_text_that_the_target_writes_meanwhile(
     facts = json.loads((out / "provenance.json").read_text())
     stream = drafting.encode(corpus.train, load_teacher(target)[1])
     assert facts["taught_tokens"] == 2 * (len(stream) // config.window) * config.window
+
+
+def test_settings_and_texts_that_do_not_suffice_are_refused(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidRequest, match="generated_share must be a number from 0 to 1"):
+        DistillConfig(generated_share=1.5)
+    with pytest.raises(InvalidRequest, match="less than one window of 100000"):
+        train_draft(tmp_path / "draft", target, corpus, TINY, replace(STEPS, window=100_000))
+    monkeypatch.setattr(drafting, "_on_disk", lambda store, *others: drafting._live(*others))
+    with pytest.raises(InvalidRequest, match="generated_share is 1; on a GPU"):
+        train_draft(tmp_path / "draft", target, corpus, TINY, STEPS, False, DistillConfig(generated_share=1.0))
 
 
 def test_distilling_lowers_the_loss_and_the_laws_are_reused(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foretoken.core.checks import number
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.loading import resolve_device
 from foretoken.train.data import Corpus, encode, held_out_batches
@@ -52,6 +53,10 @@ class DistillConfig:
     teacher_share: float = 0.3
     disk_gigabytes: float = 2.0
     generated_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        number("generated_share", self.generated_share, 0, 1)
+        number("acceptance_share", self.acceptance_share, 0, 1)
 
     def arguments(self) -> str:
         """Returns the command line options that give these settings."""
@@ -130,6 +135,10 @@ def train_draft(
     teacher, tokenizer = load_teacher(target)
     teacher.to(where)
     stream = encode(corpus.train, tokenizer)
+    if len(stream) < config.window:
+        raise InvalidRequest(
+            f"the corpus has {len(stream)} tokens, less than one window of {config.window}: add text or lower --window"
+        )
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
     model = new_model(shape, tokenizer, config.seed).to(where)
     trainer = Trainer(model, config, checkpoint_of(out), lambda row: row["overlap"])
@@ -263,10 +272,6 @@ def _taught(
     teacher: LlamaForCausalLM, stream: torch.Tensor, store: Path, config: TrainConfig, distill: DistillConfig
 ) -> TaughtWindows:
     windows = fixed_windows(stream, config.window, config.seed)
-    if len(windows) < 1:
-        raise InvalidRequest(
-            f"the corpus has {len(stream)} tokens, less than one window of {config.window}: add text or lower --window"
-        )
     bytes_per_window = config.window * distill.top * 4
     windows = windows[: max(1, int(distill.disk_gigabytes * 1e9 / bytes_per_window))]
     count = int(distill.generated_share * len(windows))

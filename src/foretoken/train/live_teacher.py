@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.core.errors import InvalidRequest
 from foretoken.train.generated import PROMPTS, Prompts
 from foretoken.train.progress import Reporter, quiet_transformers
 from foretoken.train.teacher import fixed_windows
@@ -62,7 +63,14 @@ def live_windows(
         seed: Seed of the windows and of what is sampled.
         share: Share of the windows that the target writes.
         limit_seconds: Time after which it begins no further batch of windows; None for no limit.
+
+    Raises:
+        InvalidRequest: The target would write them all.
     """
+    if share >= 1:
+        raise InvalidRequest(
+            f"generated_share is {share:g}; on a GPU, which reads all of the corpus, it must be below 1"
+        )
     cut, started = fixed_windows(stream, length, seed), time.monotonic()
     parts = [cut.to(teacher.device)]
     if count := round(len(cut) * share / (1 - share)):
@@ -82,7 +90,7 @@ def _written(
         while done < count and (limit is None or time.monotonic() - started < limit):
             rng = np.random.default_rng([seed, 4, len(parts)])
             rows = min(_BATCH, count - done)
-            prompt_length = int(rng.integers(PROMPTS.shortest, PROMPTS.longest, endpoint=True))
+            prompt_length = min(int(rng.integers(PROMPTS.shortest, PROMPTS.longest, endpoint=True)), length - 1)
             heat = PROMPTS.temperatures(rng, 1)[0]
             cuts = Prompts(prompt_length, prompt_length).cuts(stream, rng, rows)
             prompt = torch.tensor(cuts, device=teacher.device)
