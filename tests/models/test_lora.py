@@ -221,6 +221,24 @@ def assert_rows_stay_apart(
         assert torch.equal(together[i], plain[i]) == (name is None)
 
 
+def test_an_adapter_that_overflows_hurts_no_other_row(tmp_path: Path) -> None:
+    """Of the first adapter the kernels leave out what is zero, a column of all heads but one."""
+    path = ARCHITECTURES["deepseek-v3"].save(tmp_path / "model")
+    own = save_adapter(tmp_path / "own", path, ["kv_b_proj"], rank=32, seed=1)
+    wild = save_adapter(tmp_path / "wild", path, ["kv_b_proj"], rank=1, seed=2)
+    for folder in (own, wild):
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for name, tensor in tensors.items():
+            if folder == wild and "lora_A" in name:
+                tensor.fill_(3e38)
+            elif folder == own and "lora_B" in name:
+                tensor[len(tensor) // 2 :, 0] = 0.0
+        save_file(tensors, folder / "adapter_model.safetensors")
+    model, prompts = load(path, {"own": own, "wild": wild}), [text(5, 0), text(1, 1)]
+    beside = logits(model, prompts, ["own", "wild"])[0]
+    assert torch.equal(beside, logits(model, prompts, ["own", None])[0]) and beside.isfinite().all()
+
+
 def test_a_slot_forgets_its_adapter(llama: Path, adapters: dict[str, Path]) -> None:
     model = load(llama, adapters)
     plain = logits(model, [text(9, 0)], [None])

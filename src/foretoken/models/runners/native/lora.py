@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import Layer
@@ -18,6 +17,7 @@ from foretoken.models.formats.quantize import floats
 from foretoken.models.runners.native.bindings import (
     LANES,
     LORA_PARTS,
+    TILE_STEPS,
     UNIT,
     LoraAdapter,
     LoraLayer,
@@ -75,12 +75,9 @@ class PackedAdapter:
         shared = {} if shared is None else shared
         matrices = halves(product.up) if interleave else product.up
         up = self._parts(matrices, interleave, shared)
-        rank = max(part.from_ + part.matrix.steps for part in up)  # numbers that are read of down x
         down = shared.get(id(product.down))
         if down is None:
-            missing = max(0, rank - len(product.down))
-            whole = F.pad(product.down, (0, 0, 0, missing)) if missing else product.down
-            down = shared[id(product.down)] = pack(self._memory, [whole]).matrix
+            down = shared[id(product.down)] = pack(self._memory, [product.down]).matrix
         spec = LoraSpec(LoraPart(down, 0, 0, 1), (LoraPart * LORA_PARTS)(*up))
         _widen(widths, spec)
         return spec
@@ -97,14 +94,18 @@ class PackedAdapter:
         return parts
 
     def _own(self, matrix: AnyMatrix, shared: dict[int, Matrix]) -> tuple[int, Matrix]:
-        """Returns the first column of a matrix that is not zero, and packs it from there to the last one."""
+        """Packs a matrix from the tile with its first column that is not zero to its last one.
+
+        Returns:
+            Number of the first column, and the matrix. With whole tiles no more is read of down x than is computed.
+        """
         columns = floats(matrix, torch.float32)
         used = np.flatnonzero(columns.numpy().any(axis=0)).tolist() or [0]
+        first = used[0] // TILE_STEPS * TILE_STEPS
         packed = shared.get(id(matrix))
         if packed is None:
-            part = columns[:, used[0] : used[-1] + 1].contiguous()
-            packed = shared[id(matrix)] = pack(self._memory, [part]).matrix
-        return used[0], packed
+            packed = shared[id(matrix)] = pack(self._memory, [columns[:, first : used[-1] + 1].contiguous()]).matrix
+        return first, packed
 
 
 def _interleaved(kind: Product, layer: Layer) -> bool:
