@@ -325,6 +325,8 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "rank": (setting(r=0), "r = 0, which should be greater"),
     "other rank": (setting(r=5), r"lora_A.weight' of the shape \(4, 72\); model and adapter_config.json say \(5, 72\)"),
     "pattern": (setting(target_modules="(q_proj"), "no regular expression"),
+    "flags": (setting(rank_pattern={"(?i)q_proj": 4}), r"'\(\?i\)q_proj', which is no regular expression"),
+    "groups": (setting(layers_to_transform=[1], layers_pattern="(layers|h)"), "tensors of .*does not name"),
     "missing": (setting(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]), "no tensors of .*up_proj"),
     "unnamed": (setting(target_modules=["q_proj", "k_proj", "v_proj"]), "tensors of .*o_proj.*does not name"),
     "half": (lambda config, tensors: tensors.pop(f"{LAYER}.self_attn.q_proj.lora_B.weight"), "only one of the two"),
@@ -457,6 +459,10 @@ BROKEN_EXPERTS: dict[str, tuple[Change, str]] = {
     "shape": (
         lambda config, tensors: tensors.update({f"{EXPERTS}B.weight": torch.ones(63, 24)}),
         "for 40 inputs and 63 outputs, which no parameter has",
+    ),
+    "no matrix": (
+        lambda config, tensors: tensors.update({f"{EXPERTS}B.weight": torch.ones(())}),
+        r"lora_B.weight' of the shape \(\), and it should be a matrix",
     ),
     "unnamed": (setting(target_parameters=["experts.gate_up_proj"]), "tensors of .*experts.down_proj.*not name"),
     "twice": (expert_by_itself, "matrices of 'an expert of layer 0' twice"),

@@ -48,9 +48,13 @@ class AdapterFile:
                 raise self.wrong(f"only one of the two matrices of {module!r}")
         return frozenset(stored)
 
-    def shape(self, module: str, part: str) -> tuple[int, ...]:
-        """Returns the shape of matrix "A" or "B" of a module."""
-        return tuple(self._file.get_slice(_tensor(module, part)).get_shape())
+    def shape(self, module: str, part: str) -> tuple[int, int]:
+        """Returns the shape of matrix "A" or "B" of a module. Raises ModelLoadError unless it is a matrix."""
+        name = _tensor(module, part)
+        shape = tuple(self._file.get_slice(name).get_shape())
+        if len(shape) != 2:
+            raise self.wrong(f"{name!r} of the shape {shape}, and it should be a matrix")
+        return shape[0], shape[1]
 
     def matrix(self, module: str, part: str, shape: tuple[int, int]) -> Tensor:
         """Returns matrix "A" or "B" of a module in float32. Raises ModelLoadError unless it has the shape."""

@@ -107,7 +107,7 @@ class LoraSettings(Schema):
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         for pattern in patterns or ["[^.]*"]:
             if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
-                return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
+                return int(match[match.re.groups]) in ([layers] if isinstance(layers, int) else layers)
         return False
 
 
@@ -143,13 +143,13 @@ def _refused(settings: LoraSettings, content: Mapping[str, Any]) -> str | None:
 
 def _check_patterns(settings: LoraSettings, file: Path) -> None:
     """Raises ModelLoadError for a pattern that is no regular expression."""
-    texts = [*(settings.rank_pattern or {}), *(settings.alpha_pattern or {})]
-    texts += [text for text in (settings.target_modules, settings.exclude_modules) if isinstance(text, str)]
     layers = settings.layers_pattern
-    texts += [layers] if isinstance(layers, str) else layers or []
-    for text in texts:
+    parts = [layers] if isinstance(layers, str) else [*(layers or [])]
+    parts += [*(settings.rank_pattern or {}), *(settings.alpha_pattern or {})]
+    wholes = [text for text in (settings.target_modules, settings.exclude_modules) if isinstance(text, str)]
+    for text, expression in [(text, f"({text})") for text in parts] + [(text, text) for text in wholes]:
         try:
-            re.compile(text)
+            re.compile(expression)
         except re.error as error:
             raise ModelLoadError(f"{file} has {text!r}, which is no regular expression ({error})") from None
 
