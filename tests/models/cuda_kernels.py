@@ -340,6 +340,8 @@ def test_recurrent_layers_equal_torch(kind: RecurrentMixer) -> None:
         own.commit(handles[0], [8, 11, 9])
         own.commit(handles[1], [33])
         outputs += own.score(handles, [Draft.empty(), Draft.empty()])
+        outputs.append(own.snapshot())
+        assert own.snapshot().any()
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

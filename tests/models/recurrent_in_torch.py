@@ -74,6 +74,8 @@ def _walk(layer: RecurrentLayer, fresh: Tensor, steps: Steps, sequence: int, wal
         state, out = _changed(layer, state, taps)
         if row >= 0:
             mixed[row] = out
+        if int(steps.saves[step]):
+            _floats(int(steps.saves[step]), layer.number * s.state, s.state).copy_(state.flatten())
         if target == OWN:
             own.copy_(state)
         elif target != NOWHERE:

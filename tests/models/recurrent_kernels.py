@@ -13,11 +13,11 @@ from foretoken.models.families.layers import RecurrentMixer
 from foretoken.models.families.recurrence import MambaFactors, Recurrence
 from foretoken.models.runners.cuda.memory import DeviceMemory
 from foretoken.models.runners.pass_plan import PassPlan
-from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps, steps_of
+from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps, StepSizes, fill_steps
 from foretoken.models.state.recurrent import RecurrentStates, StateShape
 
 Mix = Callable[[RecurrentLayer, Tensor, Tensor, Steps], Tensor]
-TOKENS = 50
+TOKENS, SAVED = 50, 2
 HEADS = {"key_heads": 1, "value_heads": 2, "key_dim": 24, "value_dim": 12}  # no powers of two
 SIZES: dict[RecurrentMixer, Recurrence] = {
     "delta": Recurrence(window=3, channels=72, out=24, gates=4, norm_first=True, **HEADS),
@@ -74,7 +74,9 @@ class Sequences:
     ) -> None:
         s = SIZES[kind]
         self._layers, self._mix, self._device = layers(kind, count, device), mix, device
-        self.states = RecurrentStates(DeviceMemory(device), StateShape.of(s, count))
+        shape, self._memory = StateShape.of(s, count), DeviceMemory(device)
+        self.states = RecurrentStates(self._memory, shape)
+        self._snapshot = self._memory.allocate(shape.snapshot_bytes)
         gates = {"delta": 2 * s.value_heads, "mamba": s.value_heads, "convolution": 1}[kind]
         widths = (1 + s.paired) * s.channels + s.out, gates
         self._tables = [numbers(TOKENS, width, seed=9).to(device, dtype) for width in widths]
@@ -88,7 +90,9 @@ class Sequences:
         """Returns what the layers add at the outputs of each sequence, [outputs, layers * out]."""
         done = [growing(handle, draft) for handle, draft in zip(handles, drafts, strict=True)]
         plan = PassPlan.of(handles, drafts, done)
-        steps = steps_of(self.states.plan(plan.parts, lambda *_: {}), self._device)
+        replay = self.states.plan(plan.parts, self._take)
+        sizes = StepSizes.of(replay)
+        steps = Steps.of(fill_steps(replay, sizes, pinned=False).to(self._device), sizes)
         rows, gates = (table[torch.tensor(plan.tokens)] for table in self._tables)
         mixed = torch.cat([self._mix(layer, rows, gates, steps) for layer in self._layers], dim=1)
         self.states.finish()
@@ -96,6 +100,13 @@ class Sequences:
             handle.cached = len(handle.tokens)
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
         return list(mixed[torch.tensor(plan.outputs)].cpu().split(plan.output_counts))
+
+    def _take(self, slot: int, start: int, end: int) -> dict[int, int]:
+        return {} if slot or not start < SAVED <= end else {SAVED: self._snapshot}
+
+    def snapshot(self) -> Tensor:
+        """Returns the state of the first sequence after its first ``SAVED`` tokens, with the inputs before it."""
+        return self._memory.block(self._snapshot).view(torch.float32).cpu()
 
     def commit(self, handle: Handle, tokens: Sequence[int]) -> None:
         destination, sources = handle.advance(tokens)

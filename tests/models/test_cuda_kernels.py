@@ -44,7 +44,7 @@ def test_a_state_has_one_layout(mixer: str, sums: int, key_dim: int, value_dim: 
         "BLOCK_KEYS": keys,
         "BLOCK_VALUES": min(triton.next_power_of_2(value_dim), kernels.TILE // keys),
     }
-    integers = ("firsts", "ends", "states", "sources", "targets", "inputs")
+    integers = ("firsts", "ends", "states", "sources", "targets", "saves", "inputs")
     names, attributes, signature = kernels._recur.arg_names, {}, {}
     for at, name in enumerate(names):
         signature[name] = "constexpr" if name in constants else "*i64" if name in integers else "*fp32"

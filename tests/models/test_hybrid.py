@@ -16,7 +16,8 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model
 from foretoken.models.loading import load_model
 from foretoken.models.resumable import Resumable
-from foretoken.models.runners.cuda.hybrid import HybridCudaRunner
+from foretoken.models.runners.cuda.runner import CudaRunner
+from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE
 from foretoken.models.state.recurrent import RecurrentStates
 from foretoken.quantize.run import quantize_checkpoint
@@ -87,9 +88,13 @@ def test_drafts_and_batches_change_no_bit(open_model: Callable[[], Model]) -> No
 
 
 def states_of(model: Model) -> RecurrentStates:
+    return pages_of(model).states
+
+
+def pages_of(model: Model) -> HybridState:
     runner = model.runner  # type: ignore[attr-defined]
-    states: RecurrentStates = runner._recurrent if isinstance(runner, HybridCudaRunner) else runner._pages.states
-    return states
+    pages: HybridState = runner._pages._pages if isinstance(runner, CudaRunner) else runner._pages
+    return pages
 
 
 def along(chance: random.Random, follows: list[int]) -> tuple[Draft, list[int]]:
@@ -153,7 +158,7 @@ def test_prefix_cache_hits_change_no_bit(open_model: Callable[[], Model]) -> Non
         model.commit([handle], [[follows[at]]])
     half = [*prompt[: 2 * PAGE + 9], *text(80, 6)]
     again = model.open(half)
-    every = model.runner._pages._every  # type: ignore[attr-defined]
+    every = pages_of(model)._every
     assert again.cached == 2 * PAGE // (every * PAGE) * every * PAGE  # snapshots may be as large as several pages
     (scores,) = model.score([again], [Draft.empty()])
     assert torch.equal(scores.logits[0], one_by_one(fresh, half, [1])[0])

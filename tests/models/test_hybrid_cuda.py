@@ -18,9 +18,10 @@ from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.runners import choose, torch_recurrent
 from foretoken.models.runners.cuda import layout
-from foretoken.models.runners.cuda.hybrid import HybridCudaRunner
 from foretoken.models.runners.cuda.memory import DeviceMemory
+from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.triton_kernels.steps import ON, Steps, StepSizes, fill_steps, transfers
+from foretoken.models.state.pages import PAGE
 from foretoken.models.state.recurrent import RecurrentStates, StateShape
 from foretoken.models.state.replay import NOWHERE, OWN, ZEROS, ReplayPlan
 
@@ -59,7 +60,7 @@ class Two:
                 Decoder(load_config(path), open_weights(path), torch.float32, torch.device("cpu")) for _ in "ab"
             )
         self.recorder = Recorder(DEVICE)
-        self.runner = self.cuda.runner = HybridCudaRunner(*parts(path), capture=lambda _: self.recorder)
+        self.runner = self.cuda.runner = CudaRunner(*parts(path), capture=lambda _: self.recorder)
         self.pairs: list[tuple[Handle, Handle]] = []
 
     def open(self, *lengths: int) -> None:
@@ -135,7 +136,7 @@ def test_a_graph_is_captured_without_changing_a_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_captured_work_never_needs_the_host(name: str, tmp_path: Path) -> None:
     path = ARCHITECTURES[name].save(tmp_path)
-    runner = HybridCudaRunner(*parts(path, device=META), capture=Guarded)
+    runner = CudaRunner(*parts(path, device=META), capture=Guarded)
     assert [runner.acquire(), runner.acquire()] == [(0, 0), (1, 0)]
     result = runner.run(plan((0, 0, 20, deep_tree(9, 1)), (1, 0, 1, Draft.chain([3, 4, 5]))), (0, 1), True)
     assert result.logits is not None and result.logits.shape == (14, runner._architecture.vocab)
@@ -159,8 +160,22 @@ def test_memory_of_states_is_counted_and_cleared(tmp_path: Path) -> None:
     before = two.runner.nbytes()
     two.open(9, 9, 9)
     two.score([Draft.empty()] * 3)
-    assert two.runner.nbytes() - two.runner.cache.nbytes() - before == 3 * two.runner.state_bytes > 0
-    assert not two.runner.enable_prefix_cache(1 << 20)
+    pages = 3 * PAGE * two.runner.kv_bytes_per_token
+    assert two.runner.nbytes() - pages - before == 3 * two.runner.state_bytes > 0
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_prefix_is_found_with_its_state(name: str, tmp_path: Path) -> None:
+    two, prompt = Two(ARCHITECTURES[name].save(tmp_path)), text(4 * PAGE + 20, 4)
+    assert two.runner.enable_prefix_cache(1 << 26)
+    for known in (False, True):
+        pair = two.compiled.open(prompt), two.cuda.open(prompt)
+        assert (pair[1].cached > 0) == known
+        two.pairs.append(pair)
+        two.score([tree(3)])
+        two.commit([[7]])
+        two.score([Draft.chain([8])])
+        two.close(0)
 
 
 def test_the_first_layers_have_states_of_their_own(tmp_path: Path) -> None:
@@ -174,14 +189,14 @@ def test_the_first_layers_have_states_of_their_own(tmp_path: Path) -> None:
     two.score([Draft.chain([8])])
 
 
-def test_a_device_with_kernels_takes_the_hybrid_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_layers_need_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     a = Architecture.of(ARCHITECTURES["lfm2"].build().config.to_dict())
     arguments = a, None, None, torch.float16, torch.device("cuda")
     monkeypatch.setattr(choose, "has_kernels", lambda device: False)
     with pytest.raises(InvalidRequest, match="Ampere"):
         choose.build_runner(*arguments)  # type: ignore[arg-type]
-    monkeypatch.setattr(choose, "HybridCudaRunner", lambda *given, **options: made.append(given))
+    monkeypatch.setattr(choose, "CudaRunner", lambda *given, **options: made.append(given))
     monkeypatch.setattr(choose, "has_kernels", lambda device: True)
     choose.build_runner(*arguments)  # type: ignore[arg-type]
     assert made == [(*arguments, None)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import Layer
 from foretoken.models.runners.pass_plan import Part, PassPlan
-from foretoken.models.runners.triton_kernels.steps import Steps, steps_of
+from foretoken.models.runners.triton_kernels.steps import Steps
 from foretoken.models.state.kv import KVCache, finite, padded
 
 KEY_MULTIPLE, KEY_BLOCK = 64, 256
@@ -87,7 +87,6 @@ class Geometry:
         single: slot, first row and row count of the only sequence; None for several.
         masks: by view (``Layer.view``), 0 or -inf, float32 [S, 1, width, 1, keys].
         cache: the KV cache.
-        steps: the steps of recurrent layers; None without them.
     """
 
     tokens: Tensor
@@ -102,11 +101,14 @@ class Geometry:
     single: tuple[int, int, int] | None
     masks: dict[tuple[int, bool], Tensor]
     cache: KVCache
-    steps: Steps | None = None
 
     @property
     def counts(self) -> None:
         """See ``Layout``: no row is padding."""
+
+    @property
+    def steps(self) -> None:
+        """See ``Layout``: there are no recurrent layers."""
 
     @staticmethod
     def of(plan: PassPlan, cache: KVCache, views: Iterable[tuple[int, bool]], device: torch.device) -> Geometry:
@@ -136,7 +138,6 @@ class Geometry:
             single=(parts[0].slot, parts[0].first, parts[0].count) if len(parts) == 1 else None,
             masks={view: _mask(parts, positions, low, high, width, keys, *view).to(device) for view in set(views)},
             cache=cache,
-            steps=None if plan.replay is None else steps_of(plan.replay, device),
         )
 
     def attend(

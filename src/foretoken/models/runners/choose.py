@@ -13,7 +13,6 @@ from foretoken.core.native.build import KernelsDisabled, KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Runner
-from foretoken.models.runners.cuda.hybrid import HybridCudaRunner
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.runner import NativeRunner
@@ -62,12 +61,10 @@ def build_runner(
         except KernelsUnavailable as reason:
             fall_back(weight_format, reason)
             not_compiled = str(reason)
-    recurrent = architecture.recurrent_layers > 0
-    if recurrent and not has_kernels(device):
+    if architecture.recurrent_layers and not has_kernels(device):
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
     if architecture.latent is None and has_kernels(device):
-        runner_of = HybridCudaRunner if recurrent else CudaRunner
-        return runner_of(architecture, layers, ends, dtype, device, entry, kv_cache_dtype=kv_cache_dtype)
+        return CudaRunner(architecture, layers, ends, dtype, device, entry, kv_cache_dtype=kv_cache_dtype)
     check_cached_as(kv_cache_dtype, dtype, not_compiled)
     runner = TorchRunner(architecture, layers, ends, dtype, device, entry)
     runner.not_compiled = not_compiled

@@ -34,7 +34,7 @@ from foretoken.models.state.kv import KVCache, SlotCache
 
 
 class TorchRunner(DecoderOnly):
-    """A runner for every device and dtype that torch supports. Recurrent layers need ``HybridCudaRunner``.
+    """A runner for every device and dtype that torch supports. Recurrent layers need ``CudaRunner``.
 
     Args:
         architecture: sizes and operations of the decoder.

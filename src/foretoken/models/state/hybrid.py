@@ -83,7 +83,7 @@ class HybridState(Pages):
     """
 
     def __init__(self, memory: StateMemory, page_bytes: int, shape: StateShape) -> None:
-        super().__init__(memory.allocate, page_bytes)
+        super().__init__(memory.allocate, page_bytes, memory.copy)
         self.states = RecurrentStates(memory, shape)
         self.snapshots = Snapshots(memory.allocate, shape.snapshot_bytes)
         self._every = -(-shape.snapshot_bytes // page_bytes)  # pages: snapshots take no more memory than pages

@@ -15,7 +15,10 @@ import torch
 from foretoken.models.families.layers import HeadSizes
 from foretoken.models.runners.cuda.memory import DeviceMemory
 from foretoken.models.runners.triton_kernels.rows import UNIT, LayerPages
+from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
+from foretoken.models.state.recurrent import StateShape
+from foretoken.models.state.replay import ReplayPlan, Rows
 
 SCALE = 4  # bytes of the scale of a head's key or value in an int8 cache
 Places = npt.NDArray[np.int64]
@@ -32,9 +35,16 @@ class PageCache:
         sizes: sizes of each layer's heads; None for a layer without keys and values of its own.
         dtype: type of keys and values; int8 ones have a scale for each head and token.
         device: device of the cache.
+        shape: sizes of the recurrent state beside keys and values; None for none.
     """
 
-    def __init__(self, sizes: Sequence[HeadSizes | None], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[HeadSizes | None],
+        dtype: torch.dtype,
+        device: torch.device,
+        shape: StateShape | None = None,
+    ) -> None:
         self._memory = DeviceMemory(device)
         base = self._memory.allocate(UNIT)
         self._base = base
@@ -56,7 +66,12 @@ class PageCache:
             at, scale_at = at + 2 * half, scale_at + 2 * heads * PAGE
         if scaled:
             self._extend(PAGE * numbers * self._item, sum(2 * heads for *_, heads in order), SCALE)
-        self._pages = Pages(self._memory.allocate, max(PAGE * self.token_bytes, UNIT), self._memory.copy)
+        page = max(PAGE * self.token_bytes, UNIT)
+        self.state_bytes = 0 if shape is None else shape.bytes
+        if shape is None:
+            self._pages = Pages(self._memory.allocate, page, self._memory.copy)
+        else:
+            self._pages = HybridState(self._memory, page, shape)
 
     def _extend(self, start: int, blocks: int, row: int) -> None:
         if self._parts and self._parts[-1][2] == row:
@@ -78,6 +93,20 @@ class PageCache:
         held = np.array(self._pages.held(slot)[: -(-rows // PAGE)], dtype=np.int64)
         places: Places = (held - self._base) // UNIT
         return places
+
+    # what recurrent layers need besides; see ``state.pages.Pages``
+
+    def resume(self, slot: int, rows: int) -> int:
+        """Returns how many of a slot's first ``rows`` rows the next pass can follow."""
+        return self._pages.resume(slot, rows)
+
+    def plan(self, parts: Sequence[Rows]) -> ReplayPlan | None:
+        """Returns the steps of a pass, which ``finish`` must follow; None without recurrent layers."""
+        return self._pages.plan(parts)
+
+    def finish(self) -> None:
+        """Records that the pass that was planned last has run."""
+        self._pages.finish()
 
     # the interface of ``state.kv.SlotCache``
 
@@ -102,6 +131,7 @@ class PageCache:
         self._pages.check()
 
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        self._pages.accept(slot, destination, sources)
         held = self._pages.held(slot)
         for row, source in enumerate(sources, destination):
             if row == source:

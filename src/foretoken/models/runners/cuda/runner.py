@@ -9,6 +9,7 @@ With experts as kernels only draft rows are computed so: in a chunk of one promp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -20,13 +21,14 @@ from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Graphs, Inputs, States
 from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
-from foretoken.models.runners.cuda.page_cache import PageCache
+from foretoken.models.runners.cuda.page_cache import PageCache, Places
 from foretoken.models.runners.functional import normalize
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_experts import TorchExperts
 from foretoken.models.runners.torch_runner import TorchRunner, cached_sizes
 from foretoken.models.runners.triton_kernels.rows import rows_per_tile
 from foretoken.models.runners.triton_kernels.steps import fill_steps
+from foretoken.models.state.recurrent import StateShape
 
 MAX_ROWS = 256  # with more rows, a GPU's time goes into products, which hide the launches
 LOGITS = -1  # beside the layers of taps
@@ -74,7 +76,9 @@ class CudaRunner(TorchRunner):
         self._graphs: Graphs | None = None
 
     def _new_cache(self, a: Architecture) -> PageCache:
-        return PageCache(cached_sizes(a), self._kept_as, self._device)
+        layers, recurrence = a.recurrent_layers, a.recurrence
+        shape = StateShape.of(recurrence, layers) if recurrence is not None and layers else None
+        return PageCache(cached_sizes(a), self._kept_as, self._device, shape)
 
     @property
     def _pages(self) -> PageCache:
@@ -83,6 +87,13 @@ class CudaRunner(TorchRunner):
 
     def enable_prefix_cache(self, max_bytes: int) -> bool:
         return self.chunk_invariant and super().enable_prefix_cache(max_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        return self._pages.state_bytes
+
+    def resume(self, slot: int, rows: int) -> int:
+        return self._pages.resume(slot, rows)
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = super().first(architecture, norm)
@@ -102,23 +113,25 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
+        pages = [self._pages.reserve(part.slot, part.first, part.end) for part in plan.parts]
+        plan = replace(plan, replay=self._pages.plan(plan.parts))
         bucket = Bucket.of(plan, taps, logits)
         alone = not self.chunk_invariant and not logits and len(plan.parts) == 1 and len(plan.tokens) >= self.joint_rows
         self._reserve_positions(bucket.longest)
-        inputs = self._inputs_of(plan, bucket)
+        inputs = self._inputs_of(plan, bucket, pages)
         if self._captured and bucket.rows <= MAX_ROWS and not alone:
             graph = self._graph(bucket, inputs)
             graph.inputs.overwrite(inputs)
             computed = graph.replay()
         else:
             computed = self._compute(inputs.to(self._device), bucket, alone)
+        self._pages.finish()
         tapped = {number: computed[number][: len(plan.tokens)].clone() for number in taps}
         return Pass(fetched(computed[LOGITS][: len(plan.outputs)]) if logits else None, tapped)
 
-    def _inputs_of(self, plan: PassPlan, bucket: Bucket) -> Inputs:
+    def _inputs_of(self, plan: PassPlan, bucket: Bucket, pages: Sequence[Places]) -> Inputs:
         """Returns what the pass reads, its tables in the host's memory."""
         pinned = self._device.type == "cuda"
-        pages = [self._pages.reserve(part.slot, part.first, part.end) for part in plan.parts]
         features = None if plan.features is None else self._padded(plan.features, bucket.rows)
         steps = None
         if plan.replay is not None and bucket.steps is not None:

@@ -89,20 +89,21 @@ def _prepare(
 
 @triton.jit
 def _step(
-    step, prepared, sources, targets, inputs, queries, keys, values, head, of_keys, of_values,
+    step, prepared, sources, targets, saves, inputs, queries, keys, values, head, of_keys, of_values,
     TAPS: tl.constexpr, WIDTH: tl.constexpr, VALUE_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Returns what a step reads: places of states, the row of the pass, query, key, value, decay and strength."""
     x = prepared + step * WIDTH
-    source, target, row = tl.load(sources + step), tl.load(targets + step), tl.load(inputs + step * TAPS)
+    source, target, save = tl.load(sources + step), tl.load(targets + step), tl.load(saves + step)
+    row = tl.load(inputs + step * TAPS)
     query, key = tl.load(x + queries, mask=of_keys, other=0.0), tl.load(x + keys, mask=of_keys, other=0.0)
     value = tl.load(x + values, mask=of_values, other=0.0)
-    return source, target, row, query, key, value, tl.load(x + head), tl.load(x + VALUE_HEADS + head)
+    return source, target, save, row, query, key, value, tl.load(x + head), tl.load(x + VALUE_HEADS + head)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _recur(
-    prepared, firsts, ends, states, sources, targets, inputs, copies, skip, mixed, layer,
+    prepared, firsts, ends, states, sources, targets, saves, inputs, copies, skip, mixed, layer,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DELTA: tl.constexpr, SKIP: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_VALUES: tl.constexpr,
@@ -117,22 +118,22 @@ def _recur(
     used = of_values[:, None] & of_keys[None, :]
     tile = (head * VALUE_DIM + column)[:, None] * KEY_DIM + at[None, :]
     # As well aligned as ``copies``: with another alignment loads would have another layout, and sums another order.
-    start = tl.multiple_of(tl.load(states + sequence).to(tl.pointer_type(tl.float32)), 16)
-    own = start + layer.to(tl.int64) * STATE + tile
+    tile_of_layer = layer.to(tl.int64) * STATE + tile
+    own = tl.multiple_of(tl.load(states + sequence).to(tl.pointer_type(tl.float32)), 16) + tile_of_layer
     spare = copies + sequence * STATE + tile
     queries = 2 * VALUE_HEADS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + at
     keys = queries + KEY_HEADS * KEY_DIM
     values = 2 * VALUE_HEADS + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
     state = tl.zeros([BLOCK_VALUES, BLOCK_KEYS], tl.float32)
     first, end = tl.load(firsts + sequence), tl.load(ends + sequence)
-    source, target, row, query, key, value, decay, strength = _step(
-        first, prepared, sources, targets, inputs, queries, keys, values, head, of_keys, of_values,
+    source, target, save, row, query, key, value, decay, strength = _step(
+        first, prepared, sources, targets, saves, inputs, queries, keys, values, head, of_keys, of_values,
         TAPS, WIDTH, VALUE_HEADS,
     )  # fmt: skip
     for step in range(first, end):
         following = tl.minimum(step + 1, end - 1)  # is read meanwhile
-        source_, target_, row_, query_, key_, value_, decay_, strength_ = _step(
-            following, prepared, sources, targets, inputs, queries, keys, values, head, of_keys, of_values,
+        source_, target_, save_, row_, query_, key_, value_, decay_, strength_ = _step(
+            following, prepared, sources, targets, saves, inputs, queries, keys, values, head, of_keys, of_values,
             TAPS, WIDTH, VALUE_HEADS,
         )  # fmt: skip
         if source == OWN:
@@ -156,7 +157,10 @@ def _recur(
         if target >= 0:
             tl.store(spare + target * tl.num_programs(0) * STATE, state, mask=used)
             tl.debug_barrier()  # other threads of the program may read it
-        source, target, row = source_, target_, row_
+        if save != 0:
+            snapshot = tl.multiple_of(save.to(tl.pointer_type(tl.float32)), 16)
+            tl.store(snapshot + tile_of_layer, state, mask=used)
+        source, target, save, row = source_, target_, save_, row_
         query, key, value, decay, strength = query_, key_, value_, decay_, strength_
 
 
@@ -281,7 +285,7 @@ def _changed(layer: RecurrentLayer, rows: Tensor, gates: Tensor, steps: Steps) -
     copies = torch.empty((steps.copies, sequences, s.state), dtype=torch.float32, device=rows.device)
     mixed = torch.zeros((len(rows), s.out), dtype=torch.float32, device=rows.device)
     _recur[(sequences, s.value_heads, triton.cdiv(s.value_dim, values))](
-        prepared, steps.firsts, steps.ends, steps.states, steps.sources, steps.targets, steps.inputs,
+        prepared, steps.firsts, steps.ends, steps.states, steps.sources, steps.targets, steps.saves, steps.inputs,
         copies if steps.copies else prepared, mixed if layer.skip is None else layer.skip, mixed, layer.number,
         SKIP=layer.skip is not None, BLOCK_KEYS=keys, BLOCK_VALUES=values, num_warps=1, **sizes,
     )  # fmt: skip

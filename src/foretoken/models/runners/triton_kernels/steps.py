@@ -50,7 +50,7 @@ class StepSizes:
     @property
     def arrays(self) -> list[int]:
         """Lengths of the arrays in a table: those of ``Steps``, in their order."""
-        return [COUNTS, *[self.sequences] * 5, *[self.steps] * 3, self.steps * self.taps, *[self.steps] * 4]
+        return [COUNTS, *[self.sequences] * 5, *[self.steps] * 4, self.steps * self.taps, *[self.steps] * 4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class Steps:
         sequences: [steps]. The sequence of each step.
         sources: [steps]. The state that it reads, or ``ON``.
         targets: [steps]. Where its state is written; most are not.
+        saves: [steps]. Address of the snapshot that it also writes; 0 for none.
         inputs: [steps, taps]. Encoded rows: of the step, then the rows before it.
         moved: encoded rows whose inputs are copied.
         moved_of: the sequence of each.
@@ -85,6 +86,7 @@ class Steps:
     sequences: Tensor
     sources: Tensor
     targets: Tensor
+    saves: Tensor
     inputs: Tensor
     moved: Tensor
     moved_of: Tensor
@@ -139,6 +141,7 @@ def fill_steps(plan: ReplayPlan, sizes: StepSizes, pinned: bool) -> Tensor:
         np.repeat(np.arange(len(lengths)), lengths),
         sources,
         targets,
+        np.array([*plan.snapshots, 0])[plan.saves],
         plan.inputs,
         plan.moved,
         plan.moved_of,
@@ -150,12 +153,6 @@ def fill_steps(plan: ReplayPlan, sizes: StepSizes, pinned: bool) -> Tensor:
         table[at : at + len(numbers)] = numbers
         at += room
     return filled
-
-
-def steps_of(plan: ReplayPlan, device: torch.device) -> Steps:
-    """Returns the steps of a pass on ``device``."""
-    sizes = StepSizes.of(plan)
-    return Steps.of(fill_steps(plan, sizes, pinned=device.type == "cuda").to(device, non_blocking=True), sizes)
 
 
 def transfers(plan: ReplayPlan) -> tuple[list[int], list[int]]:
