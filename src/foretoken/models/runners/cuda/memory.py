@@ -27,9 +27,11 @@ class DeviceMemory:
         """Frees memory that ``allocate`` returned; passes that were started before may still use it."""
         del self._blocks[address]
 
+    @torch.inference_mode()
     def copy(self, to: int, source: int, size: int) -> None:
         """Copies ``size`` bytes to the address ``to``, after the passes that were started before."""
-        self._part(to, size).copy_(self._part(source, size))
+        if size:
+            self._part(to, size).copy_(self._part(source, size))
 
     def block(self, address: int) -> Tensor:
         """Returns the bytes that ``allocate`` returned the address of."""
