@@ -25,7 +25,7 @@ class StepSizes:
 
     Attributes:
         sequences: sequences of the pass.
-        steps: steps of all sequences.
+        steps: steps of all sequences, or rows whose inputs are copied, where these are more.
         taps: rows that a convolution reads.
         copies: states of each sequence that branches of trees leave behind.
     """
@@ -42,7 +42,7 @@ class StepSizes:
         copies = 1 + max(transfers(plan)[1], default=0)
         return StepSizes(
             sequences=doubled(sequences, MIN_SEQUENCES),
-            steps=doubled(steps, MIN_STEPS),
+            steps=doubled(max(steps, len(plan.moved)), MIN_STEPS),
             taps=len(plan.inputs) // steps,
             copies=doubled(copies, 1) if copies > 0 else 0,
         )
