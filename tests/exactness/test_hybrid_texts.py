@@ -92,8 +92,6 @@ def test_every_proposer_and_batch(
 def test_preemption_and_prefix_hits(target: Path) -> None:
     """Little memory preempts running requests; shared prefixes are found in the middle of prompts."""
     plain = LLM(target, dtype="float32", max_num_seqs=1, max_model_len=384)
-    if not plain.target.chunk_invariant:
-        pytest.skip("what is preempted is computed again by other kernels, and there is no prefix cache")
     each, state = plain.target.kv_bytes_per_token, plain.target.state_bytes
     llm = LLM(
         target,
