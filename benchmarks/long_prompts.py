@@ -26,7 +26,7 @@ from foretoken import zoo
 from foretoken.bench.entrants import Pairing, own, peers
 from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import chosen
-from foretoken.bench.peers.worker import start
+from foretoken.bench.peers.worker import PeerError, start
 from foretoken.bench.pool import Pool
 from foretoken.bench.setting import setting, wide_console
 from foretoken.models.formats.checkpoint import load_config
@@ -68,15 +68,24 @@ def times(setups: list[Setup], tokens: int, repeats: int) -> list[PromptTime]:
     seconds: dict[str, list[float]] = {}
     memory: dict[str, int] = {}
     versions: dict[str, str] = {}
+    failed: dict[str, str] = {}
     with Pool(start, turns) as pool:
         for number, setup in enumerate(track(turns, f"{tokens} tokens")):
-            worker = pool.get(number)
+            if setup.system in failed:
+                continue
             prompt = [(7 * i + number) % 4000 + 5 for i in range(tokens)]
-            worker.answer(PeerRequest([prompt[: tokens // 8 + 1]], 1))  # a process that was loaded again compiles first
-            answer = worker.answer(PeerRequest([prompt], 1))
+            try:
+                worker = pool.get(number)
+                worker.answer(PeerRequest([prompt[: tokens // 8 + 1]], 1))  # a new process compiles first
+                answer = worker.answer(PeerRequest([prompt], 1))
+            except PeerError as error:
+                failed[setup.system] = str(error)
+                continue
             seconds.setdefault(setup.system, []).append(answer.first_seconds)
             memory[setup.system] = max(memory.get(setup.system, 0), worker.resident_bytes)
             versions[setup.system] = worker.version
+    for name, reason in failed.items():
+        print(f"{name} is left out: {reason}")
     return [PromptTime(name, versions[name], tokens, median(each), memory[name]) for name, each in seconds.items()]
 
 
