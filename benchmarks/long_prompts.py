@@ -50,15 +50,16 @@ class PromptTime:
 
 
 def stretched(target: Path, positions: int, folder: Path) -> Path:
-    """Returns a checkpoint in ``folder`` with the target's weights and at least ``positions`` positions."""
+    """Returns the target; if it has fewer than ``positions`` positions, a checkpoint in ``folder`` with its weights."""
+    config = load_config(target)
+    if config["max_position_embeddings"] >= positions:
+        return target
     where = folder / f"{target.name}-{positions}"
     where.mkdir()
     for file in target.iterdir():
         if file.is_file() and file.name != "config.json":
             (where / file.name).symlink_to(file)
-    config = load_config(target)
-    config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
-    (where / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (where / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}), encoding="utf-8")
     return where
 
 
