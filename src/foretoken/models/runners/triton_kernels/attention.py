@@ -159,7 +159,7 @@ def _write(numbers, to, scale_to, inside, SCALED: tl.constexpr):
     """Writes a key or value, rounded to int8 with a scale of its own if ``SCALED``."""
     if SCALED:
         largest = tl.max(tl.abs(numbers))
-        rounded = numbers * tl.where(largest < 1e-30, 0.0, 127.0 / largest)
+        rounded = numbers * tl.where(largest < 1e-30, 0.0, 127.0 / tl.maximum(largest, 1e-30))
         # The sum with 1.5 * 2^23 has no digits behind the point: it is rounded to an integer, ties to even.
         numbers = (rounded + 12582912.0) - 12582912.0
         tl.store(scale_to, largest / 127.0)
