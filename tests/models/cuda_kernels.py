@@ -19,7 +19,7 @@ from foretoken.models.runners.linear import FIXED_ROWS, by_fixed_rows
 from foretoken.models.runners.triton_kernels import attention, recurrent, steps
 from foretoken.models.runners.triton_kernels.attention import attend_rows, store
 from foretoken.models.runners.triton_kernels.available import has_kernels
-from foretoken.models.runners.triton_kernels.experts import ExpertStack, combine
+from foretoken.models.runners.triton_kernels.experts import ExpertStack, Routes, combine
 from foretoken.models.runners.triton_kernels.rows import STRETCH, UNIT, LayerPages, PassRows
 from foretoken.models.runners.triton_kernels.rowwise import int8_linear, rms_norm, rotate_heads, silu_mul
 from foretoken.models.state.pages import PAGE
@@ -57,7 +57,7 @@ class Paged:
         self._memory, self._order, self._half, self._dim = memory, order, half, dim
         at = (2 * half // 4, 2 * half // 4 + heads * PAGE) if scaled else None
         typed, scales = memory.view(dtype), memory.view(torch.float32)
-        self.layer = LayerPages(typed, scales, heads, dim, 0, half // dtype.itemsize, at)
+        self.layer = LayerPages(typed, scales, heads, dim, dim, 0, half // dtype.itemsize, at)
         self._shape = slots, per_slot, heads, PAGE
         if scaled:
             memory.copy_(torch.randint(0, 256, memory.shape, generator=torch.Generator().manual_seed(6)))
@@ -157,6 +157,26 @@ def test_biases_by_position() -> None:
         scores = (k @ queries[row].double()[..., None])[..., 0] * 0.3 + biases[:, :count] - biases[:, count - 1 : count]
         right = (scores.softmax(-1)[:, None] @ v)[:, 0].float()
         torch.testing.assert_close(mixed[row], right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [3, 20])
+def test_values_that_are_the_first_numbers_of_keys(heads: int) -> None:
+    """Latent attention: one key for all heads, of which more than sixteen are shared out among programs."""
+    width, dim, count = 40, 24, 70
+    latents, queries = numbers(1, 1, 128, width), numbers(1, heads, width, seed=2)
+    memory = latents.reshape(2, PAGE, width).clone()
+    memory[0, 9] = 0.0
+    size = PAGE * width * 4
+    cache = LayerPages(memory.view(-1), memory.view(-1), 1, width, dim, 0, 0)
+    rows = Paged(latents, latents).rows([count], [0])
+    rows = replace(rows, pages=ints([[0], [size // UNIT]]))
+    fresh = latents[0, 0, 9].view(1, 1, width)
+    store(fresh, fresh, cache, replace(rows, places=ints([9])))
+    assert torch.equal(memory.view(1, 1, 128, width), latents)
+    mixed = attend_rows(queries, cache, rows, 0.3)
+    scores = (queries[0].double() @ latents[0, 0, :count].double().T) * 0.3
+    right = (scores.softmax(-1) @ latents[0, 0, :count, :dim].double()).float()
+    torch.testing.assert_close(mixed[0], right, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_see_each_other() -> None:
@@ -293,13 +313,23 @@ def test_experts_of_rows(own_inputs: bool) -> None:
     chosen = torch.tensor([[0, 3, 2], [4, 1, 0], [2, 2, 2], [1, 0, 4]], device=DEVICE)
     counts = ints([4, 0, 1, 9])
     x = numbers(4, 3, 48, seed=2) if own_inputs else numbers(4, 48, seed=2)
-    outputs = ExpertStack(weights, biases)(x, chosen, counts)
+    outputs = ExpertStack(weights, biases)(x, Routes.of(chosen, counts, 5))
     each = x if own_inputs else x[:, None].expand(-1, 3, -1)
     right = torch.einsum("rtoi,rti->rto", weights[chosen], each) + biases[chosen]
     right[1] = 0.0
     torch.testing.assert_close(outputs, right, rtol=1e-4, atol=1e-4)
     shares = numbers(4, 3, seed=3)
     torch.testing.assert_close(combine(outputs, shares), (outputs * shares[..., None]).sum(1))
+
+
+def test_a_row_has_the_same_bits_however_many_share_its_experts() -> None:
+    weights, x = numbers(3, 40, 48), numbers(20, 48, seed=2)
+    chosen, counts = torch.tensor([[1, 2]] * 20, device=DEVICE), ints([1] * 20)
+    together = ExpertStack(weights, None)(x, Routes.of(chosen, counts, 3))  # a tile and a part of one
+    for row in (0, 15, 16, 19):
+        own = slice(row, row + 1)
+        alone = ExpertStack(weights, None)(x[own], Routes.of(chosen[own], counts[own], 3))
+        assert torch.equal(alone[0], together[row])
 
 
 def test_products_are_computed_by_fixed_rows() -> None:

@@ -120,7 +120,7 @@ class InTorch:
         for row in range(len(rows.counts)):
             if rows.counts[row]:
                 page, place = divmod(int(rows.places[row]), PAGE)
-                for half, fresh in enumerate((keys, values)):
+                for half, fresh in enumerate((keys, values)[: 1 + (cache.values != cache.keys)]):
                     written, scales = block(cache, int(rows.pages[page, row]), half)
                     number = fresh[row].float()
                     if scales is not None:
@@ -140,7 +140,7 @@ class InTorch:
         biases: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if queries.is_meta:
-            return torch.empty_like(queries)
+            return torch.empty_like(queries[..., : cache.dim])
         count, end, depth = rows.counts[:, None], rows.ends[:, None], len(rows.paths)
         position = torch.arange(rows.longest)[None]
         place, behind = position.expand(len(queries), -1), position - rows.prefixes[:, None]
@@ -160,13 +160,13 @@ class InTorch:
         if sinks is not None:
             scores = torch.cat((scores, sinks.float().expand(len(queries), -1)[..., None]), -1)
         shares = scores.softmax(-1)[..., : position.shape[1]].nan_to_num()
-        return (shares[:, :, None] @ v)[:, :, 0].to(queries.dtype)
+        return (shares[:, :, None] @ v)[:, :, 0, : cache.dim].to(queries.dtype)
 
 
 def block(cache: LayerPages, place: int, half: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns a layer's keys (``half`` 0) or values in a page, [heads, PAGE, D], and their scales [heads, PAGE]."""
     page = cache.base.data_ptr() + place * UNIT
-    item, shape = cache.base.element_size(), (cache.heads, PAGE, cache.dim)
+    item, shape = cache.base.element_size(), (cache.heads, PAGE, cache.width)
     numbers = memory(page + (cache.keys, cache.values)[half] * item, shape, cache.base.dtype)
     if cache.scales_at is None:
         return numbers, None
@@ -184,7 +184,7 @@ def of_rows(cache: LayerPages, rows: PassRows, half: int, place: torch.Tensor) -
     held = []
     for page in used.tolist():
         if not page:  # of padding, and behind the end
-            held.append(torch.zeros(cache.heads, PAGE, cache.dim))
+            held.append(torch.zeros(cache.heads, PAGE, cache.width))
             continue
         numbers, scales = block(cache, page, half)
         held.append(numbers.float() if scales is None else numbers.float() * scales[..., None])
@@ -290,8 +290,6 @@ def run_steps(two: Two) -> None:
 def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
     path = ARCHITECTURES[name].save(tmp_path)
     architecture = Architecture.of(load_config(path))
-    if architecture.latent is not None:
-        pytest.skip("torch operators compute these: runners/choose.py")
     two = Two(path)
     run_steps(two)
     if architecture.has_experts:
@@ -487,6 +485,7 @@ BUCKETS = [
     (plan((0, 511, 1, Draft.empty())), Bucket(64, 512, 0, (), False, True)),
     (plan((0, 512, 1, Draft.empty())), Bucket(64, 1024, 0, (), False, True)),
     (plan((0, 7, 1, deep_tree(16, 1))), Bucket(64, 512, 8, (), False, True)),
+    (plan((0, 500, 1, deep_tree(16, 1))), Bucket(64, 1024, 8, (), False, True)),  # its rows reach beyond its depth
     (plan((0, 7, 1, deep_tree(18, 1)), (1, 7, 1, CHAIN)), Bucket(64, 512, 16, (), False, True)),
 ]
 

@@ -57,13 +57,6 @@ def open_model(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> 
     return build
 
 
-def chunk_invariant(model: Model) -> Model:
-    """Returns a model whose rows do not depend on where prompts were cut; skips the test for others."""
-    if not model.chunk_invariant:
-        pytest.skip("chunks of a prompt are computed by other kernels than rows that share a pass")
-    return model
-
-
 def test_drafts_and_batches_change_no_bit(open_model: Callable[[], Model]) -> None:
     """Three sequences with chains, growing drafts and trees, each following a text of its own through them."""
     model, texts, prompts = open_model(), [text(40, seed) for seed in range(3)], [text(n, 9 + n) for n in (1, 5, 300)]
@@ -127,7 +120,7 @@ def test_growing_drafts_change_no_bit(open_model: Callable[[], Model]) -> None:
 
 @pytest.mark.parametrize("cut", [1, 3, 64, 100, 256])
 def test_a_prompt_may_be_cut_anywhere(open_model: Callable[[], Model], cut: int) -> None:
-    model, prompt = chunk_invariant(open_model()), text(150, 3)
+    model, prompt = open_model(), text(150, 3)
     handle = model.open(prompt)
     (whole,) = model.score([handle], [Draft.empty()])
     parts = model.open(prompt[:cut])
@@ -141,7 +134,7 @@ def test_a_prompt_may_be_cut_anywhere(open_model: Callable[[], Model], cut: int)
 def test_prefix_cache_hits_change_no_bit(open_model: Callable[[], Model]) -> None:
     """Hits in the middle of a prompt, and at the end of a preempted sequence."""
     prompt, follows = text(3 * PAGE + 20, 4), text(PAGE + 30, 5)
-    fresh, model = open_model(), chunk_invariant(open_model())
+    fresh, model = open_model(), open_model()
     wanted = one_by_one(fresh, prompt, follows)
     assert model.enable_prefix_cache(1 << 26)
     handle = model.open(prompt)
@@ -167,7 +160,7 @@ def test_prefix_cache_hits_change_no_bit(open_model: Callable[[], Model]) -> Non
 
 def test_truncated_and_resumed_sequences_change_no_bit(open_model: Callable[[], Model]) -> None:
     """A state cannot be rewound, so what was truncated too far is computed again."""
-    model = chunk_invariant(open_model())
+    model = open_model()
     resumable, prompt, follows = Resumable(model), text(90, 7), text(4, 8)
     wanted = one_by_one(model, prompt[:80], follows)
     handle = resumable.open(prompt)

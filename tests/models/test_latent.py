@@ -28,6 +28,9 @@ KINDS = {
     "int8": (torch.bfloat16, "int8", "raw"),
     "int4": (torch.float32, "int4", "raw"),
 }
+if torch.cuda.is_available():
+    KINDS |= {f"{kind}, cuda": KINDS[kind] for kind in ("float32", "bfloat16", "int8")}
+ON_CUDA = [kind for kind in KINDS if kind.endswith("cuda")]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(path: Path, kind: str) -> Decoder:
     dtype, quantization, weight_format = KINDS[kind]
-    return Decoder(load_config(path), open_weights(path), dtype, CPU, None, quantization, weight_format)
+    device = torch.device("cuda") if kind in ON_CUDA else CPU
+    return Decoder(load_config(path), open_weights(path), dtype, device, None, quantization, weight_format)
 
 
 @needs_kernels
@@ -45,7 +49,7 @@ def loaded(path: Path, kind: str) -> Decoder:
 def test_rows_do_not_depend_on_what_shares_their_pass(kind: str, checkpoint: Path) -> None:
     """Chains, alone and beside sequences of other lengths, and a prompt in parts, have the bits of plain decoding."""
     model = loaded(checkpoint, kind)
-    assert isinstance(model.runner, NativeRunner)
+    assert isinstance(model.runner, NativeRunner) == (model.device == CPU) and model.batch_invariant
     prompt, continuation = text(150, 1), text(20, 2)
     expected = one_by_one(model, prompt, continuation)
     others = [model.open(text(length, length)) for length in (1, 15, 63, 64, 200)]
@@ -65,7 +69,7 @@ def test_rows_do_not_depend_on_what_shares_their_pass(kind: str, checkpoint: Pat
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", *ON_CUDA])
 @pytest.mark.parametrize("length", [9, 61, 64, 79])
 def test_nodes_of_trees_have_the_bits_of_chains(kind: str, length: int, checkpoint: Path) -> None:
     """Branches begin and cross at every place of a block of sixteen keys, and accepted ones move."""
@@ -84,7 +88,7 @@ def test_nodes_of_trees_have_the_bits_of_chains(kind: str, length: int, checkpoi
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", *ON_CUDA])
 def test_prefix_cache_hits_give_the_same_bits(kind: str, checkpoint: Path) -> None:
     model, prompt = loaded(checkpoint, kind), text(300, 4)
     first = model.open(prompt)
@@ -105,7 +109,7 @@ def test_prefix_cache_hits_give_the_same_bits(kind: str, checkpoint: Path) -> No
 @needs_kernels
 def test_the_cache_has_one_latent_and_one_key_for_all_heads(checkpoint: Path) -> None:
     numbers = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
-    for kind, size in (("float32", 4), ("bfloat16", 2)):
+    for kind, size in (("float32", 4), ("bfloat16", 2), *((kind, 2) for kind in ON_CUDA if kind.startswith("bf"))):
         assert loaded(checkpoint, kind).kv_bytes_per_token == 2 * numbers * size
 
 

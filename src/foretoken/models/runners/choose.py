@@ -15,6 +15,7 @@ from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Runner
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.native.cache import WeightCache
+from foretoken.models.runners.native.kv_cache import refuse_int8_latents
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.native.weight_format import packs
 from foretoken.models.runners.torch_runner import TorchRunner
@@ -63,7 +64,8 @@ def build_runner(
             not_compiled = str(reason)
     if architecture.recurrent_layers and not has_kernels(device):
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
-    if architecture.latent is None and has_kernels(device):
+    if has_kernels(device):
+        refuse_int8_latents(architecture, kv_cache_dtype)
         return CudaRunner(architecture, layers, ends, dtype, device, entry, kv_cache_dtype=kv_cache_dtype)
     check_cached_as(kv_cache_dtype, dtype, not_compiled)
     runner = TorchRunner(architecture, layers, ends, dtype, device, entry)

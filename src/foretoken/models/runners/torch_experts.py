@@ -36,7 +36,7 @@ class TorchExperts:
     shared_gate: Tensor | None
     router_norm: NormWeight | None
     expert_scales: Tensor | None
-    stacks: tuple[Any, Any] | None  # ``triton_kernels.experts.ExpertStack`` of up and down, for rows that share a pass
+    stacks: tuple[Any, Any] | None  # ``triton_kernels.experts.ExpertStack`` of up and down, where kernels compute them
 
     @staticmethod
     def of(device: torch.device, w: ExpertWeights) -> TorchExperts:
@@ -82,7 +82,7 @@ class TorchExperts:
         chosen, weights = choose(self.experts, self.router(routed, alone), self.correction)
         if self.expert_scales is not None:
             weights = weights * self.expert_scales[chosen]
-        if counts is not None and self.stacks is not None and not alone:
+        if counts is not None and self.stacks is not None:
             total = self._by_kernels(a, x, chosen, weights, counts)
         else:
             total = self._by_products(a, x, chosen, weights, alone)
@@ -99,8 +99,9 @@ class TorchExperts:
         up, down = self.stacks
         if self.experts.scaled_inputs:
             x, weights = x[:, None] * weights[..., None].to(x.dtype), torch.ones_like(weights)
-        inner = self._activate(a, up(x, chosen, counts).flatten(0, 1))
-        outputs = down(inner.view(*chosen.shape, -1), chosen, counts)
+        routes = expert_kernels().Routes.of(chosen, counts, len(up.weights))
+        inner = self._activate(a, up(x, routes).flatten(0, 1))
+        outputs = down(inner.view(*chosen.shape, -1), routes)
         total: Tensor = expert_kernels().combine(outputs, weights)
         return total
 

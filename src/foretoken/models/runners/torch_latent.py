@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,32 @@ from foretoken.models.families.latent import LatentAttention
 from foretoken.models.formats.experts import MatrixStack
 from foretoken.models.formats.latent import LatentWeights
 from foretoken.models.formats.quantize import stacked
-from foretoken.models.runners.attention import Geometry, attend
+from foretoken.models.runners.attention import Layout
 from foretoken.models.runners.functional import rotate
-from foretoken.models.runners.linear import Product, moved, product
+from foretoken.models.runners.linear import Product, by_fixed_rows, moved, product
+from foretoken.models.runners.triton_kernels.available import has_kernels, kernels
+
+ByHead = Callable[
+    [Tensor, bool], Tensor
+]  # the products of all heads: x [R, heads, in] and ``alone`` -> [R, heads, out]
+
+
+def by_head(stack: MatrixStack, device: torch.device) -> ByHead:
+    """Packs a matrix for each head. On CUDA matrices of floats are one tensor, multiplied at once."""
+    read = [stacked(stack.read(head)) for head in range(stack.count)]
+    matrices = [matrix for matrix in read if isinstance(matrix, Tensor)]
+    if has_kernels(device) and len(matrices) == len(read):
+        joined = torch.stack([matrix.to(device) for matrix in matrices]).transpose(1, 2)  # [heads, in, out]
+        return lambda x, alone: by_fixed_rows(partial(_multiply, joined), x.flatten(1)).unflatten(1, (len(joined), -1))
+    products = [product(matrix.to(device)) for matrix in read]
+    return lambda x, alone: torch.stack(
+        [multiply(x[:, head].contiguous(), alone) for head, multiply in enumerate(products)], dim=1
+    )
+
+
+def _multiply(matrices: Tensor, x: Tensor) -> Tensor:
+    """Returns the products of all heads for x [R, heads * in], [R, heads * out]."""
+    return torch.bmm(x.unflatten(1, (len(matrices), -1)).transpose(0, 1), matrices).transpose(0, 1).flatten(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,25 +55,21 @@ class TorchLatent:
     query_norm: Tensor | None
     query_up: Product | None
     latent_norm: Tensor
-    absorb: tuple[Product, ...]
-    expand: tuple[Product, ...]
+    absorb: ByHead
+    expand: ByHead
     out: Product
 
     @staticmethod
     def of(device: torch.device, w: LatentWeights, sizes: LatentAttention) -> TorchLatent:
         """Packs the weights for ``device``."""
-
-        def products(stack: MatrixStack) -> tuple[Product, ...]:
-            return tuple(product(stacked(stack.read(head)).to(device)) for head in range(stack.count))
-
         return TorchLatent(
             sizes=sizes,
             into=product(stacked(w.into).to(device), moved(w.into_bias, device)),
             query_norm=moved(w.query_norm, device),
             query_up=None if w.query_up is None else product(w.query_up.to(device)),
             latent_norm=w.latent_norm.to(device),
-            absorb=products(w.absorb),
-            expand=products(w.expand),
+            absorb=by_head(w.absorb, device),
+            expand=by_head(w.expand, device),
             out=product(w.out.to(device), moved(w.out_bias, device)),
         )
 
@@ -59,7 +79,7 @@ class TorchLatent:
         number: int,
         x: Tensor,
         turns: Sequence[tuple[Tensor, Tensor]],
-        g: Geometry,
+        g: Layout,
         alone: bool,
     ) -> Tensor:
         """Returns what layer ``number``'s attention computes of the normed rows ``x`` [R, H]."""
@@ -69,17 +89,19 @@ class TorchLatent:
         if self.query_up is not None and self.query_norm is not None:
             queries = self.query_up(self._normed(queries, self.query_norm), alone)
         plain, rotated = queries.unflatten(1, (a.heads, -1)).split((s.plain, s.rotated), dim=2)
-        absorbed = torch.stack([of(plain[:, head].contiguous(), alone) for head, of in enumerate(self.absorb)], dim=1)
+        absorbed = self.absorb(plain, alone)
         latents = self._normed(latents, self.latent_norm)
         rotated = torch.cat((rotated, keys[:, None]), dim=1)
         if layer.rope >= 0:
             rotated = rotate(rotated, *turns[layer.rope], a.paired)
         queries_keys = torch.cat((torch.cat((absorbed, latents[:, None]), dim=1), rotated), dim=2)
         values = queries_keys[:, a.heads :]
-        mixed = attend(number, queries_keys, values, g, a, g.masks[layer.view])
+        mixed = g.attend(number, queries_keys, values, a, layer.view)
         mixed = mixed.unflatten(1, (a.heads, -1))[..., : s.rank]
-        heads = [of(mixed[:, head].contiguous(), alone) for head, of in enumerate(self.expand)]
-        return self.out(torch.cat(heads, dim=1), alone)
+        return self.out(self.expand(mixed, alone).flatten(1), alone)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        if has_kernels(x.device):
+            normed: Tensor = kernels().rms_norm(x, weight, self.sizes.eps)
+            return normed
         return F.rms_norm(x.float(), weight.shape, weight, self.sizes.eps).to(x.dtype)

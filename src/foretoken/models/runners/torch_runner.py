@@ -236,7 +236,6 @@ class TorchRunner(DecoderOnly):
     ) -> Tensor:
         a, layer = self._architecture, self._architecture.stack[number]
         if isinstance(mixer, TorchLatent):
-            assert isinstance(g, Geometry)
             return mixer(a, number, x, turns, g, alone)
         sizes = AttentionSizes.of(a, layer)
         new = 0 if layer.source is not None else sizes.kv_heads

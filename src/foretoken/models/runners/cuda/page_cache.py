@@ -36,6 +36,7 @@ class PageCache:
         dtype: type of keys and values; int8 ones have a scale for each head and token.
         device: device of the cache.
         shape: sizes of the recurrent state beside keys and values; None for none.
+        rank: with latent attention the values are so many numbers of the keys, and not kept again; 0 without.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class PageCache:
         dtype: torch.dtype,
         device: torch.device,
         shape: StateShape | None = None,
+        rank: int = 0,
     ) -> None:
         self._memory = DeviceMemory(device)
         base = self._memory.allocate(UNIT)
@@ -51,8 +53,9 @@ class PageCache:
         self._item = dtype.itemsize
         scaled = dtype == torch.int8
         order = sorted((size.head_dim, number, size.kv_heads) for number, size in enumerate(sizes) if size is not None)
-        numbers = sum(2 * heads * dim for dim, _, heads in order)
-        self.token_bytes = numbers * self._item + scaled * SCALE * sum(2 * heads for *_, heads in order)
+        sides = 1 if rank else 2
+        numbers = sum(sides * heads * dim for dim, _, heads in order)
+        self.token_bytes = numbers * self._item + scaled * SCALE * sum(sides * heads for *_, heads in order)
         self._parts: list[tuple[int, int, int]] = []  # where blocks of one width begin, their number, bytes of a row
         self._layers: dict[int, LayerPages] = {}
         block = self._memory.block(base)
@@ -60,12 +63,13 @@ class PageCache:
         at, scale_at = 0, PAGE * numbers * self._item // SCALE
         for dim, number, heads in order:
             half = heads * PAGE * dim
+            values = at if rank else at + half
             kept = (scale_at, scale_at + heads * PAGE) if scaled else None
-            self._layers[number] = LayerPages(typed, scales, heads, dim, at, at + half, kept)
-            self._extend(at * self._item, 2 * heads, dim * self._item)
-            at, scale_at = at + 2 * half, scale_at + 2 * heads * PAGE
+            self._layers[number] = LayerPages(typed, scales, heads, dim, rank or dim, at, values, kept)
+            self._extend(at * self._item, sides * heads, dim * self._item)
+            at, scale_at = at + sides * half, scale_at + sides * heads * PAGE
         if scaled:
-            self._extend(PAGE * numbers * self._item, sum(2 * heads for *_, heads in order), SCALE)
+            self._extend(PAGE * numbers * self._item, sum(sides * heads for *_, heads in order), SCALE)
         page = max(PAGE * self.token_bytes, UNIT)
         self.state_bytes = 0 if shape is None else shape.bytes
         if shape is None:

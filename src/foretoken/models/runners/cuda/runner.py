@@ -3,7 +3,6 @@
 A graph reads and writes fixed addresses, so the layout of a pass is one table (``layout.py``). No row's logits depend
 on what shares the pass: attention and norms are computed by programs of single rows, and products by calls of a fixed
 number of rows (``linear.py``). So they depend neither on where a prompt is cut nor on what the prefix cache has of it.
-With experts as kernels only draft rows are computed so: in a chunk of one prompt products take their place.
 """
 
 from __future__ import annotations
@@ -49,6 +48,9 @@ class CudaRunner(TorchRunner):
         kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.
     """
 
+    chunk_invariant = True
+    joint_rows = MAX_ROWS  # any cut gives the same bits: the last chunk of a prompt shares the pass of the first step
+
     def __init__(
         self,
         architecture: Architecture,
@@ -64,13 +66,9 @@ class CudaRunner(TorchRunner):
         self._biases: Tensor | None = None
         super().__init__(architecture, layers, ends, dtype, device, entry)
         self.batch_invariant = True
-        experts = [layer.mlp for layer in self._layers if isinstance(layer.mlp, TorchExperts)]
-        self.chunk_invariant = all(each.stacks is None for each in experts)
-        # Any cut gives the same bits, so the last chunk of a prompt shares the pass of the first step.
-        self.joint_rows = MAX_ROWS if self.chunk_invariant else TorchRunner.joint_rows
         self._new_capture = capture or CudaCapture
         # Where experts are computed by products, their numbers of rows are read on the host.
-        self._captured = all(each.stacks is not None for each in experts)
+        self._captured = not any(isinstance(e.mlp, TorchExperts) and e.mlp.stacks is None for e in self._layers)
         groups = [architecture.heads // size.kv_heads for size in cached_sizes(architecture) if size is not None]
         self._tile = min(map(rows_per_tile, groups), default=1)
         self._graphs: Graphs | None = None
@@ -78,15 +76,13 @@ class CudaRunner(TorchRunner):
     def _new_cache(self, a: Architecture) -> PageCache:
         layers, recurrence = a.recurrent_layers, a.recurrence
         shape = StateShape.of(recurrence, layers) if recurrence is not None and layers else None
-        return PageCache(cached_sizes(a), self._kept_as, self._device, shape)
+        rank = 0 if a.latent is None else a.latent.rank
+        return PageCache(cached_sizes(a), self._kept_as, self._device, shape, rank)
 
     @property
     def _pages(self) -> PageCache:
         assert isinstance(self.cache, PageCache)
         return self.cache
-
-    def enable_prefix_cache(self, max_bytes: int) -> bool:
-        return self.chunk_invariant and super().enable_prefix_cache(max_bytes)
 
     @property
     def state_bytes(self) -> int:
@@ -116,15 +112,14 @@ class CudaRunner(TorchRunner):
         pages = [self._pages.reserve(part.slot, part.first, part.end) for part in plan.parts]
         plan = replace(plan, replay=self._pages.plan(plan.parts))
         bucket = Bucket.of(plan, taps, logits)
-        alone = not self.chunk_invariant and not logits and len(plan.parts) == 1 and len(plan.tokens) >= self.joint_rows
         self._reserve_positions(bucket.longest)
         inputs = self._inputs_of(plan, bucket, pages)
-        if self._captured and bucket.rows <= MAX_ROWS and not alone:
+        if self._captured and bucket.rows <= MAX_ROWS:
             graph = self._graph(bucket, inputs)
             graph.inputs.overwrite(inputs)
             computed = graph.replay()
         else:
-            computed = self._compute(inputs.to(self._device), bucket, alone)
+            computed = self._compute(inputs.to(self._device), bucket)
         self._pages.finish()
         tapped = {number: computed[number][: len(plan.tokens)].clone() for number in taps}
         return Pass(fetched(computed[LOGITS][: len(plan.outputs)]) if logits else None, tapped)
@@ -138,10 +133,10 @@ class CudaRunner(TorchRunner):
             steps = fill_steps(plan.replay, bucket.steps, pinned)
         return Inputs(fill(plan, bucket, pages, self._tile, pinned), features, steps)
 
-    def _compute(self, inputs: Inputs, bucket: Bucket, alone: bool = False) -> States:
+    def _compute(self, inputs: Inputs, bucket: Bucket) -> States:
         """Computes the hidden states of the taps, of all rows of the bucket, and logits, the plan's outputs first."""
         layout = RowLayout.of(inputs.table, bucket, self._pages, self._biases, inputs.steps)
-        states = self._states(layout, bucket.taps, alone, inputs.features)
+        states = self._states(layout, bucket.taps, features=inputs.features)
         computed = self._tapped(states, bucket.taps, slice(None))
         if bucket.logits:
             last = states[self._architecture.layers].index_select(0, inputs.table[OUTPUTS])

@@ -23,12 +23,17 @@ def cache_kind(architecture: Architecture, dtype: torch.dtype, kv_cache_dtype: s
     Raises:
         InvalidRequest: the model has latent attention, and int8 is asked for.
     """
+    refuse_int8_latents(architecture, kv_cache_dtype)
+    return {"auto": KINDS[dtype], "bfloat16": Kind.BFLOAT16, "int8": Kind.INT8}[kv_cache_dtype]
+
+
+def refuse_int8_latents(architecture: Architecture, kv_cache_dtype: str) -> None:
+    """Raises InvalidRequest if the model has latent attention, and int8 is asked for."""
     if kv_cache_dtype == "int8" and architecture.latent is not None:
         raise InvalidRequest(
             f"kv_cache_dtype='int8' is for keys and values of heads; a {architecture.family} caches one compressed "
             "latent for all heads, which takes less memory already; leave kv_cache_dtype out"
         )
-    return {"auto": KINDS[dtype], "bfloat16": Kind.BFLOAT16, "int8": Kind.INT8}[kv_cache_dtype]
 
 
 def token_bytes(architecture: Architecture, kind: Kind) -> int:

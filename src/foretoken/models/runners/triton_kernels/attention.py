@@ -41,16 +41,20 @@ def _attend(
     queries, base, scales, counts, ends, tiles, sizes, pages, prefixes, paths, biases, mixed, best, total,
     begin, until, scale, softcap, query_stride, page_stride, path_stride, bias_stride,
     keys_at, values_at, key_scales_at, value_scales_at, splits,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TREES: tl.constexpr,
+    GROUP: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr, EXTRA: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TREES: tl.constexpr,
     BIASED: tl.constexpr, SCALED: tl.constexpr, PER_UNIT: tl.constexpr, SCALES_PER_UNIT: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_EXTRA: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     LENGTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, split = tl.program_id(0), tl.program_id(2)
+    PARTS: tl.constexpr = (GROUP + PART - 1) // PART  # of the query heads of a key head
+    WIDTH: tl.constexpr = DIM + EXTRA  # of a key: values may be without its last numbers
+    kv_head, kv_heads = tl.program_id(1) // PARTS, tl.num_programs(1) // PARTS
     slot = tl.arange(0, BLOCK_HEADS)  # of a row and a query head
     lead = tl.load(tiles + tile).to(tl.int32)
-    row = lead + slot // GROUP
-    valid = (slot // GROUP < tl.load(sizes + tile)) & (row >= begin) & (row < until)
+    row, member = lead + slot // PART, tl.program_id(1) % PARTS * PART + slot % PART
+    valid = (slot // PART < tl.load(sizes + tile)) & (row >= begin) & (row < until) & (member < GROUP)
     count = tl.load(counts + row, mask=valid, other=0).to(tl.int32)
     end = tl.load(ends + row, mask=valid, other=0).to(tl.int32)
     last = tl.max(end, 0)
@@ -58,12 +62,15 @@ def _attend(
     low = tl.min(first, 0)
     start = split * LENGTH
     if (start < last) & (start + LENGTH > low):
-        heads, dim = kv_head * GROUP + slot % GROUP, tl.arange(0, BLOCK_DIM)
+        heads, dim = kv_head * GROUP + member, tl.arange(0, BLOCK_DIM)
         inside = dim < DIM
         used = valid[:, None] & inside[None, :]
-        query = tl.load(
-            queries + row[:, None] * query_stride + heads[:, None] * DIM + dim[None, :], mask=used, other=0.0
-        )
+        asked = queries + row[:, None] * query_stride + heads[:, None] * WIDTH
+        query = tl.load(asked + dim[None, :], mask=used, other=0.0)
+        if EXTRA:
+            last_dim = tl.arange(0, BLOCK_EXTRA)
+            behind = last_dim < EXTRA
+            extra = tl.load(asked + DIM + last_dim[None, :], mask=valid[:, None] & behind[None, :], other=0.0)
         prefix = tl.load(prefixes + lead).to(tl.int32)
         if BIASED:
             own_bias = tl.load(biases + heads * bias_stride + count - 1, mask=valid & (count > 0), other=0.0)
@@ -80,11 +87,19 @@ def _attend(
                 place = tl.where(drafted, node.to(tl.int32), position)
             page = tl.load(pages + place // PAGE_ROWS * page_stride + lead, mask=read, other=0)
             inner = kv_head * PAGE_ROWS + place % PAGE_ROWS
-            offset = page * PER_UNIT + inner * DIM
+            offset = page * PER_UNIT + inner * WIDTH
             key = tl.load(
                 base + (keys_at + offset)[None, :] + dim[:, None], mask=read[None, :] & inside[:, None], other=0
             )
-            score = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+            score = tl.dot(query, key.to(query.dtype), input_precision="ieee")
+            if EXTRA:
+                rest = tl.load(
+                    base + (keys_at + DIM + offset)[None, :] + last_dim[:, None],
+                    mask=read[None, :] & behind[:, None],
+                    other=0,
+                )
+                score += tl.dot(extra, rest.to(query.dtype), input_precision="ieee")
+            score *= scale
             if SCALED:
                 score *= tl.load(scales + page * SCALES_PER_UNIT + key_scales_at + inner, mask=read, other=0.0)[None, :]
             if SOFTCAP:
@@ -110,7 +125,7 @@ def _attend(
             part = tl.dot(share.to(query.dtype), value.to(query.dtype), input_precision="ieee")
             sums = sums * fade[:, None] + part
             top = higher
-        to = ((row - begin) * tl.num_programs(1) * GROUP + heads).to(tl.int64) * splits + split
+        to = ((row - begin) * kv_heads * GROUP + heads).to(tl.int64) * splits + split
         stored = valid & (start < end) & (start + LENGTH > first)
         tl.store(best + to, top, mask=stored)
         tl.store(total + to, weight, mask=stored)
@@ -170,8 +185,8 @@ def _write(numbers, to, scale_to, inside, SCALED: tl.constexpr):
 def _store(
     keys, values, base, scales, pages, places, counts, key_stride, value_stride, page_stride,
     keys_at, values_at, key_scales_at, value_scales_at,
-    DIM: tl.constexpr, SCALED: tl.constexpr, PER_UNIT: tl.constexpr, SCALES_PER_UNIT: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    DIM: tl.constexpr, VALUES: tl.constexpr, SCALED: tl.constexpr, PER_UNIT: tl.constexpr,
+    SCALES_PER_UNIT: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     if tl.load(counts + row) > 0:
@@ -184,19 +199,21 @@ def _store(
         scale_to = scales + page * SCALES_PER_UNIT + inner
         key = tl.load(keys + row * key_stride + head * DIM + dim, mask=inside, other=0.0).to(tl.float32)
         _write(_finite(key), to + keys_at, scale_to + key_scales_at, inside, SCALED)
-        value = tl.load(values + row * value_stride + head * DIM + dim, mask=inside, other=0.0).to(tl.float32)
-        _write(_finite(value), to + values_at, scale_to + value_scales_at, inside, SCALED)
+        if VALUES:
+            value = tl.load(values + row * value_stride + head * DIM + dim, mask=inside, other=0.0).to(tl.float32)
+            _write(_finite(value), to + values_at, scale_to + value_scales_at, inside, SCALED)
 
 
 def store(keys: Tensor, values: Tensor, cache: LayerPages, rows: PassRows) -> None:
-    """Writes keys and values [R, heads, D] to the cache; padding is not written."""
+    """Writes keys and values [R, heads, D] to the cache; padding is not written, nor values that are parts of keys."""
     count, heads, dim = keys.shape
     assert all(each.stride(2) == 1 and each.stride(1) == dim for each in (keys, values))
     _store[(count, heads)](
         keys, values, cache.base, cache.scales, rows.pages, rows.places, rows.counts,
         keys.stride(0), values.stride(0), rows.pages.stride(0), cache.keys, cache.values, *cache.scales_at or (0, 0),
-        DIM=dim, SCALED=cache.scales_at is not None, PER_UNIT=UNIT // cache.base.element_size(),
-        SCALES_PER_UNIT=UNIT // FLOAT, BLOCK_DIM=triton.next_power_of_2(dim), PAGE_ROWS=PAGE, num_warps=1,
+        DIM=dim, VALUES=cache.values != cache.keys, SCALED=cache.scales_at is not None,
+        PER_UNIT=UNIT // cache.base.element_size(), SCALES_PER_UNIT=UNIT // FLOAT,
+        BLOCK_DIM=triton.next_power_of_2(dim), PAGE_ROWS=PAGE, num_warps=1,
     )  # fmt: skip
 
 
@@ -213,7 +230,7 @@ def attend_rows(
     """Computes attention.
 
     Args:
-        queries: [R, heads, D]; a row's heads lie one after another.
+        queries: [R, heads, width of a key]; a row's heads lie one after another.
         cache: where the keys and values of the layer are; it holds the rows' own already.
         rows: what each row sees.
         scale: factor of the scores.
@@ -224,11 +241,11 @@ def attend_rows(
             of the row's own (``families.architecture.Alibi``). None for none.
 
     Returns:
-        [R, heads, D]; zeros for padding.
+        [R, heads, width of a value]; zeros for padding.
     """
-    count, heads, dim = queries.shape
+    (count, heads, width), dim = queries.shape, cache.dim
     splits = -(-rows.longest // STRETCH)
-    assert queries.stride(2) == 1 and queries.stride(1) == dim
+    assert queries.stride(2) == 1 and queries.stride(1) == width == cache.width
     assert biases is None or biases.stride(1) == 1
     result = torch.empty((count, heads, dim), dtype=queries.dtype, device=queries.device)
     step = max(1, PARTIAL // (FLOAT * heads * splits * dim))
@@ -253,20 +270,23 @@ def _attend_part(
     biases: Tensor | None,
 ) -> None:
     """Writes attention of rows ``begin`` to ``until`` to ``result``; see ``attend_rows``."""
-    _, heads, dim = queries.shape
+    (_, heads, width), dim = queries.shape, cache.dim
     group, block, size = heads // cache.heads, max(EDGE, triton.next_power_of_2(dim)), cache.base.element_size()
     mixed = queries.new_empty((until - begin, heads, splits, dim), dtype=torch.float32)
     best, total = (queries.new_empty((until - begin, heads, splits), dtype=torch.float32) for _ in "ab")
-    _attend[(len(rows.tiles), cache.heads, splits)](
+    extra = width - dim
+    part = min(group, EDGE) if extra else group  # of heads; wide ones have room for so many
+    _attend[(len(rows.tiles), cache.heads * triton.cdiv(group, part), splits)](
         queries, cache.base, cache.scales, rows.counts, rows.ends, rows.tiles, rows.sizes,
         rows.pages, rows.prefixes, rows.paths, best if biases is None else biases, mixed, best, total,
         begin, until, scale, softcap,
         queries.stride(0), rows.pages.stride(0), rows.paths.stride(0), 0 if biases is None else biases.stride(0),
         cache.keys, cache.values, *cache.scales_at or (0, 0), splits,
-        GROUP=group, DIM=dim, WINDOW=window, SOFTCAP=softcap > 0, TREES=len(rows.paths) > 0,
+        GROUP=group, PART=part, DIM=dim, EXTRA=extra, WINDOW=window, SOFTCAP=softcap > 0, TREES=len(rows.paths) > 0,
         BIASED=biases is not None, SCALED=cache.scales_at is not None,
         PER_UNIT=UNIT // size, SCALES_PER_UNIT=UNIT // FLOAT,
-        BLOCK_HEADS=max(EDGE, triton.next_power_of_2(group)), BLOCK_DIM=block,
+        BLOCK_HEADS=max(EDGE, triton.next_power_of_2(part)), BLOCK_DIM=block,
+        BLOCK_EXTRA=max(EDGE, triton.next_power_of_2(extra)),
         BLOCK_KEYS=max(EDGE, min(STRETCH // 2, TILE // (block * queries.element_size()))),
         LENGTH=STRETCH, PAGE_ROWS=PAGE, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip

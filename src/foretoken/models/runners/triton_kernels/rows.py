@@ -13,21 +13,25 @@ UNIT = 16  # bytes; places of pages are multiples of it, so that the compiler kn
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Where pages hold the keys and values of a layer, each [heads, PAGE, dim], counted in numbers from a page's start.
+    """Where pages hold the keys [heads, PAGE, width] and values [heads, PAGE, dim] of a layer.
+
+    They are counted in numbers from a page's start. With latent attention values are the first numbers of keys.
 
     Attributes:
         base: what ``PassRows.pages`` counts from, in the dtype of the cache.
         scales: the same memory as float32.
         heads: number of heads.
-        dim: width of a head.
+        width: numbers of a key.
+        dim: numbers of a value.
         keys: where keys begin.
-        values: where values begin.
+        values: where values begin; where keys do if they are parts of them.
         scales_at: where the scales of keys and those of values begin, float32 [heads, PAGE], if numbers are int8.
     """
 
     base: Tensor
     scales: Tensor
     heads: int
+    width: int
     dim: int
     keys: int
     values: int
