@@ -82,6 +82,7 @@ def times(setups: list[Setup], tokens: int, repeats: int) -> list[PromptTime]:
             except PeerError as error:
                 failed[setup.system] = str(error)
                 continue
+            print(f"{setup.system}: {answer.first_seconds:.2f} s", flush=True)  # a turn may take minutes
             seconds.setdefault(setup.system, []).append(answer.first_seconds)
             memory[setup.system] = max(memory.get(setup.system, 0), worker.resident_bytes)
             versions[setup.system] = worker.version
