@@ -109,7 +109,8 @@ def table(cells: Mapping[float, Mapping[str, Total]]) -> Table:
         best = max(total.speed for name, total in totals.items() if name not in (DEFAULT, PLAIN))
         for name, total in totals.items():
             ratios = f"{total.speed / totals[PLAIN].speed:.2f}", f"{total.speed / best:.2f}"
-            shown.add_row(f"{temperature:g}", name, f"{total.speed:.1f}", f"{total.tokens / total.steps:.2f}", *ratios)
+            length = total.tokens / max(1, total.steps)
+            shown.add_row(f"{temperature:g}", name, f"{total.speed:.1f}", f"{length:.2f}", *ratios)
     return shown
 
 
@@ -134,7 +135,7 @@ def main(
     named: dict[str, dict[str, Any]] = {PLAIN: {"method": "none"}, DEFAULT: {"model": model}}
     for each in config:
         keys = json.loads(each)
-        heads = keys["method"] not in ("draft_model", "auto")
+        heads = keys.get("method", "draft_model") not in ("draft_model", "auto")
         named[" ".join(str(value) for value in keys.values())] = keys if heads else {"model": model, **keys}
     with ExitStack() as stack:
         options: dict[str, Any] = {"max_num_seqs": max(16, batch), "quantization": quantization}

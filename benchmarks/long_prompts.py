@@ -110,7 +110,7 @@ def main(
     """Times long prompts in every engine."""
     console, where, rows = wide_console(), target or scaled("0.7b"), list[PromptTime]()
     with TemporaryDirectory() as folder:
-        for count in tokens:
+        for count in dict.fromkeys(tokens):
             longest = count + 64
             pairing = Pairing(stretched(where, longest, Path(folder)), zoo.path("draft"), (1,), max_length=longest)
             entrants = own(pairing, [{"method": "ngram"}]) + peers(

@@ -99,7 +99,8 @@ def _described(folder: Path, target: str | None = None) -> dict[str, Any]:
         usual, what = HYBRID.usual, f"{HYBRID.command} {folder.name}"
     elif target is not None:
         usual = DRAFT_SHAPE
-        what = f"draft {folder.name} {target} {DistillConfig(**facts.get('distill', {})).arguments()}"
+        device = "" if facts.get("device", "cpu") == "cpu" else " --device cuda"
+        what = f"draft {folder.name} {target} {DistillConfig(**facts.get('distill', {})).arguments()}{device}"
     shape: ModelShape = usual.of(config)
     facts["role"] = "draft" if target is not None else HYBRID.role if usual is HYBRID.usual else "target"
     facts["command"] = command_line(what, shape, usual, TrainConfig(**facts["config"]), facts["corpus"])

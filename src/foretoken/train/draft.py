@@ -156,7 +156,7 @@ def train_draft(
     trainer.run(taught.batches, taught.loss, evaluate)
     with atomic_directory(out) as folder:
         save(model, tokenizer, folder)
-        what = f"draft {out.name} {target.name} {distill.arguments()} --device {where.type}"
+        what = f"draft {out.name} {target.name} {distill.arguments()}{' --device cuda' if where.type == 'cuda' else ''}"
         command = command_line(what, shape, DRAFT_SHAPE, config, corpus.name)
         card = provenance(
             command,
