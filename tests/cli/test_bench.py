@@ -171,7 +171,7 @@ def test_a_tiny_cell_of_the_table(run, tiny_pair, nowhere, tmp_path):
         assert result.code == 0, result.err
         assert "completion, T=0, bf16, batch 1" in result.out
     cell = json.loads(files[1].read_text())["cells"][0]
-    assert [row["method"] for row in cell["rows"]] == ["plain", "draft_model", "suffix"]
+    assert [row["method"] for row in cell["rows"]] == ["plain", "default", "suffix"]
     assert files[2].read_text().startswith("<!DOCTYPE html>")
     wrong = run("bench", "table", *short(tiny_pair), "--only", "telepathy")
     assert wrong.code and "the cells are: completion" in wrong.err

@@ -15,7 +15,7 @@ import anthropic
 import instructor
 import litellm
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from reporting import report
 
 (URL,) = sys.argv[1:]
@@ -33,7 +33,9 @@ PARAMETERS: Any = {
 
 
 class Switch(BaseModel):
-    """An answer in a given schema."""
+    """An answer in a given schema, without properties of the model's own, which a random one writes without end."""
+
+    model_config = ConfigDict(extra="forbid")
 
     on: bool
 

@@ -28,7 +28,7 @@ from foretoken.models.runners.native.bindings import (
 )
 from foretoken.models.runners.native.build import packing_library
 from foretoken.models.runners.native.held import halves
-from foretoken.models.runners.native.memory import Arena, Pool, pack
+from foretoken.models.runners.native.memory import Arena, SmallMatrices, pack
 
 
 class PackedAdapter:
@@ -43,7 +43,7 @@ class PackedAdapter:
     """
 
     def __init__(self, architecture: Architecture, layers: Sequence[AdapterLayer]) -> None:
-        self._memory = Pool(Arena(packing_library()))
+        self._memory = SmallMatrices(Arena(packing_library()))
         self._layers = (LoraLayer * len(layers))()
         self._stacks: list[object] = []  # what the layers point to
         self._adapter = LoraAdapter(layers=self._layers)

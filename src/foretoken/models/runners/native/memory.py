@@ -71,7 +71,7 @@ class Arena:
         ctypes.memmove(to, source, size)
 
 
-class Pool:
+class SmallMatrices:
     """Memory of many small matrices of an arena, in large pieces.
 
     Args:
@@ -111,7 +111,7 @@ class Packed:
 
 
 def pack(
-    arena: Arena | Pool,
+    arena: Arena | SmallMatrices,
     parts: Sequence[AnyMatrix],
     bias: Tensor | None = None,
     interleave: bool = False,
@@ -194,7 +194,7 @@ def _experts(stack: MatrixStack, first: tuple[AnyMatrix, ...]) -> Iterator[Seque
 
 
 def _packed(
-    arena: Arena | Pool,
+    arena: Arena | SmallMatrices,
     placed: Iterable[tuple[AnyMatrix, tuple[int, int]]],
     outputs: int,
     vectors: Mapping[str, Tensor | list[Tensor]],
@@ -235,7 +235,9 @@ def _places(blocks: Sequence[int], interleave: bool) -> list[tuple[int, int]]:
     return [(sum(blocks[:number]), 1) for number in range(len(blocks))]
 
 
-def _pack_words(arena: Arena | Pool, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int) -> Matrix:
+def _pack_words(
+    arena: Arena | SmallMatrices, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
+) -> Matrix:
     """Packs matrices of one dtype into blocks of words."""
     matrix = None
     for whole, (start, step) in placed:
@@ -277,7 +279,7 @@ def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
 
 
 def _pack_groups(
-    arena: Arena | Pool, first: Grouped, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
+    arena: Arena | SmallMatrices, first: Grouped, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
 ) -> Matrix:
     """Packs matrices with the group layout of ``first`` into records, a strip of outputs at a time."""
     layout, inputs = first.layout, first.shape[1]
