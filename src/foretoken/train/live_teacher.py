@@ -18,7 +18,7 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.generated import PROMPTS, Prompts
 from foretoken.train.progress import Reporter, quiet_transformers
-from foretoken.train.teacher import fixed_windows
+from foretoken.train.teacher import fixed_windows, shuffled
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -41,14 +41,8 @@ class LiveWindows:
 
     def batches(self, batch: int, seed: int, start: int = 0) -> Iterator[Tensor]:
         """Yields endless ids [batch, T], reshuffled each epoch. Batch i depends on (seed, i) alone."""
-        batch = min(batch, len(self.ids))
-        per_epoch = len(self.ids) // batch
-        step = start
-        while True:
-            epoch, at = divmod(step, per_epoch)
-            order = np.random.default_rng([seed, epoch]).permutation(len(self.ids))
-            yield self.ids[torch.from_numpy(order[at * batch : (at + 1) * batch]).to(self.ids.device)]
-            step += 1
+        for rows in shuffled(len(self.ids), batch, seed, start):
+            yield self.ids[torch.from_numpy(rows).to(self.ids.device)]
 
 
 def live_windows(

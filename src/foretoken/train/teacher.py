@@ -45,16 +45,29 @@ class TaughtWindows:
 
     def batches(self, batch: int, seed: int, start: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yields endless (ids, top_ids, top_logp), reshuffled each epoch. Batch i depends on (seed, i) alone."""
-        batch = min(batch, len(self.ids))
-        per_epoch = len(self.ids) // batch
-        step = start
-        while True:
-            epoch, at = divmod(step, per_epoch)
-            order = np.random.default_rng([seed, epoch]).permutation(len(self.ids))
-            rows = np.sort(order[at * batch : (at + 1) * batch])  # sorted, to read the disk in order
+        for drawn in shuffled(len(self.ids), batch, seed, start):
+            rows = np.sort(drawn)  # to read the disk in order
             ids = torch.from_numpy(self.top_ids[rows].astype(np.int64))
             yield self.ids[torch.from_numpy(rows)], ids, torch.from_numpy(self.top_logp[rows].astype(np.float32))
-            step += 1
+
+
+def shuffled(count: int, batch: int, seed: int, start: int = 0) -> Iterator[np.ndarray]:
+    """Yields indices of endless batches of ``count`` windows, reshuffled each epoch.
+
+    Args:
+        count: Number of windows.
+        batch: Windows of a batch, at most ``count``.
+        seed: Batch i depends on (seed, i) alone.
+        start: Number of the first batch.
+    """
+    batch = min(batch, count)
+    per_epoch = count // batch
+    epoch, first = divmod(start, per_epoch)
+    while True:
+        order = np.random.default_rng([seed, epoch]).permutation(count)
+        for at in range(first, per_epoch):
+            yield order[at * batch : (at + 1) * batch]
+        epoch, first = epoch + 1, 0
 
 
 def fixed_windows(stream: torch.Tensor, length: int, seed: int) -> torch.Tensor:
