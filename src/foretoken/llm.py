@@ -125,7 +125,8 @@ class LLM:
             model = zoo.path("target")
             if draft_model is None and config.model is None and config.method in (None, AUTO, "draft_model"):
                 draft_model = zoo.path("draft")
-        config = with_method(with_draft(config, draft_model), adapt is not False)
+        config = with_method(with_draft(config, draft_model))
+        config = config if adapt is False else config.unmixed  # a mixture does not learn
         path = resolve(model, gguf_file)
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}

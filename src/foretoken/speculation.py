@@ -215,18 +215,15 @@ def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> Spe
     return replace(config, model=str(draft_model))
 
 
-def with_method(config: SpeculativeConfig, adapt: bool = False) -> SpeculativeConfig:
+def with_method(config: SpeculativeConfig) -> SpeculativeConfig:
     """Returns ``config`` with the method of the heads that it names, if it names heads and no method.
-
-    With ``adapt`` a draft model drafts by the method that learns, "draft_model".
 
     Raises:
         ModelLoadError: There is no such model.
     """
     if config.method is not None or config.model is None:
         return config
-    method = heads_method(load_config(resolve(config.model)))
-    return replace(config, method="draft_model" if adapt and method is None else method)
+    return replace(config, method=heads_method(load_config(resolve(config.model))))
 
 
 def _common() -> list[str]:
