@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -43,6 +46,20 @@ def test_the_floor_streams_every_weight_of_the_model():
     assert sum(o * i for o, i in shapes) == by_hand
     for dtype in (torch.float32, torch.bfloat16):
         Floor(shapes, dtype)(4)
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("", 16), ("int8", 8)])
+def test_weights_are_counted_as_they_are_held(quantization, bits):
+    """Of a model whose runner does not count them."""
+    config = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": 9,
+    }
+    loaded = Loaded(Path(), SimpleNamespace(dtype=torch.bfloat16), config, 0, quantization)
+    assert loaded.weights_bytes == bits // 8 * sum(rows * columns for rows, columns in matrices(config))
 
 
 def test_the_scaled_pair_has_the_matrices_of_its_size():
