@@ -1,4 +1,4 @@
-"""Long prompts in every engine: seconds to the first token, and resident memory once it is there.
+"""Long prompts in every engine: seconds to the first token, of a pass behind the prompt, and resident memory.
 
     python benchmarks/long_prompts.py --tokens 2000 --repeats 5
     python benchmarks/long_prompts.py --tokens 32768 --repeats 1 --peers vllm,llamacpp     # minutes a prompt
@@ -39,6 +39,7 @@ class PromptTime:
 
     Attributes:
         seconds: to the first token, the median of all turns.
+        pass_seconds: of a plain pass behind the prompt, the median of all turns.
         memory_bytes: resident, the largest of all turns.
     """
 
@@ -46,6 +47,7 @@ class PromptTime:
     version: str
     tokens: int
     seconds: float
+    pass_seconds: float
     memory_bytes: int
 
 
@@ -63,10 +65,11 @@ def stretched(target: Path, positions: int, folder: Path) -> Path:
     return where
 
 
-def times(setups: list[Setup], tokens: int, repeats: int) -> list[PromptTime]:
-    """Times one token after a prompt of ``tokens`` tokens in every engine, by turns."""
+def times(setups: list[Setup], tokens: int, repeats: int, passes: int) -> list[PromptTime]:
+    """Times the first token after ``tokens`` tokens, and ``passes`` further tokens, in every engine, by turns."""
     turns = setups * repeats
     seconds: dict[str, list[float]] = {}
+    later: dict[str, list[float]] = {}
     memory: dict[str, int] = {}
     versions: dict[str, str] = {}
     failed: dict[str, str] = {}
@@ -78,25 +81,32 @@ def times(setups: list[Setup], tokens: int, repeats: int) -> list[PromptTime]:
             try:
                 worker = pool.get(number)
                 worker.answer(PeerRequest([prompt[: tokens // 8 + 1]], 1))  # a new process compiles first
-                answer = worker.answer(PeerRequest([prompt], 1))
+                answer = worker.answer(PeerRequest([prompt], passes + 1))
             except PeerError as error:
                 failed[setup.system] = str(error)
                 continue
-            print(f"{setup.system}: {answer.first_seconds:.2f} s", flush=True)  # a turn may take minutes
+            decoding = (answer.seconds - answer.first_seconds) / (answer.total - answer.first_tokens)
+            # at once, since a turn may take minutes
+            print(f"{setup.system}: {answer.first_seconds:.2f} s, {1e3 * decoding:.1f} ms a pass", flush=True)
             seconds.setdefault(setup.system, []).append(answer.first_seconds)
+            later.setdefault(setup.system, []).append(decoding)
             memory[setup.system] = max(memory.get(setup.system, 0), worker.resident_bytes)
             versions[setup.system] = worker.version
     for name, reason in failed.items():
         print(f"{name} is left out: {reason}")
-    return [PromptTime(name, versions[name], tokens, median(each), memory[name]) for name, each in seconds.items()]
+    return [
+        PromptTime(name, versions[name], tokens, median(each), median(later[name]), memory[name])
+        for name, each in seconds.items()
+    ]
 
 
 def table(rows: list[PromptTime]) -> Table:
     """Returns a line for each engine and length."""
-    shown = Table("system", "prompt", "first token, s", "tokens/s", "memory, MB", box=box.MARKDOWN)
+    shown = Table("system", "prompt", "first token, s", "tokens/s", "a pass, ms", "memory, MB", box=box.MARKDOWN)
     for row in rows:
         name, speed = f"{row.system} {row.version}", row.tokens / row.seconds
-        shown.add_row(name, str(row.tokens), f"{row.seconds:.2f}", f"{speed:.0f}", f"{row.memory_bytes / 1e6:.0f}")
+        figures = f"{row.seconds:.2f}", f"{speed:.0f}", f"{1e3 * row.pass_seconds:.1f}", f"{row.memory_bytes / 1e6:.0f}"
+        shown.add_row(name, str(row.tokens), *figures)
     return shown
 
 
@@ -104,6 +114,7 @@ def main(
     target: Annotated[Path | None, typer.Option(help="A Llama. [the bundled target, widened to 0.7b]")] = None,
     tokens: Annotated[list[int], typer.Option(min=1, help="Of a prompt; may be repeated.")] = [2000],
     repeats: Annotated[int, typer.Option(min=1, help="Turns of every engine.")] = 3,
+    passes: Annotated[int, typer.Option(min=1, help="Tokens after the first, each of a pass.")] = 8,
     systems: Annotated[str, typer.Option("--peers", help="Comma-separated, or none.")] = "openvino,vllm,llamacpp",
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and figures here.")] = None,
 ) -> None:
@@ -117,9 +128,9 @@ def main(
                 pairing, [{"method": "ngram"}], chosen(systems), console.print
             )
             plain = [entrant.setup for entrant in entrants if entrant.method == "plain"]
-            rows += times(plain, count, repeats)
+            rows += times(plain, count, repeats, passes)
     console.print(table(rows))
-    facts = setting() | {"target": where.name, "repeats": repeats}
+    facts = setting() | {"target": where.name, "repeats": repeats, "passes": passes}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
         record = {"setting": facts, "prompts": [asdict(row) for row in rows]}
