@@ -18,8 +18,8 @@ from foretoken.train import live_teacher
 from foretoken.train import target as targets
 from foretoken.train.card import write_cards
 from foretoken.train.data import Corpus
-from foretoken.train.draft import DistillConfig, agreement, distillation_loss, load_teacher, train_draft
-from foretoken.train.live_teacher import full_distillation_loss
+from foretoken.train.distillation import DistillConfig, agreement, distillation_loss, full_distillation_loss
+from foretoken.train.draft import load_teacher, train_draft
 from foretoken.train.target import train_target
 from foretoken.train.teacher import fixed_windows, teach
 

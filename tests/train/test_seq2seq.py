@@ -14,11 +14,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
 from foretoken.train import repair
 from foretoken.train.data import Corpus
+from foretoken.train.distillation import full_distillation_loss
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.repair import IGNORED
 from foretoken.train.seq2seq import T5Shape, label_loss, logits_of, new_model, train_seq2seq
 from foretoken.train.seq2seq_card import exactness, write_seq2seq_cards
-from foretoken.train.seq2seq_draft import law_loss, load_seq2seq, train_seq2seq_draft
+from foretoken.train.seq2seq_draft import load_seq2seq, train_seq2seq_draft
 
 from .test_cli import invoke
 
@@ -104,10 +105,10 @@ def test_the_losses_count_the_answers_tokens_alone() -> None:
     counted = torch.tensor([[True, True, False], [True, False, False]])
     p_law, q_law = (x.log_softmax(-1)[counted] for x in (p, q))
     kl = (p_law.exp() * (p_law - q_law)).sum(-1).mean()
-    assert law_loss(p, q, counted, torch.tensor(0.0)) == pytest.approx(kl.item(), abs=1e-5)
+    assert full_distillation_loss(q, p, torch.tensor(0.0), counted) == pytest.approx(kl.item(), abs=1e-5)
     overlap = torch.minimum(p_law.exp(), q_law.exp()).sum(-1).log().mean()
-    assert law_loss(p, q, counted, torch.tensor(1.0)) == pytest.approx(-overlap.item(), abs=1e-5)
-    assert law_loss(p, p, counted, torch.tensor(0.5)).abs() < 1e-5
+    assert full_distillation_loss(q, p, torch.tensor(1.0), counted) == pytest.approx(-overlap.item(), abs=1e-5)
+    assert full_distillation_loss(p, p, torch.tensor(0.5), counted).abs() < 1e-5
     labels = torch.tensor([[1, 2, IGNORED], [3, IGNORED, IGNORED]])
     expected = -torch.stack([q_law[0, 1], q_law[1, 2], q_law[2, 3]]).mean()
     assert label_loss(q, labels) == pytest.approx(expected.item(), abs=1e-5)

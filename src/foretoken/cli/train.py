@@ -106,7 +106,8 @@ def draft(
     as_json: Json = False,
 ) -> None:
     """Distil a draft from TARGET (20 minutes on two cores for the bundled one)."""
-    from foretoken.train.draft import DRAFT_CONFIG, DistillConfig, train_draft
+    from foretoken.train.distillation import DistillConfig
+    from foretoken.train.draft import DRAFT_CONFIG, train_draft
     from foretoken.train.files import check_run
     from foretoken.train.target import DRAFT_SHAPE
 

@@ -31,7 +31,8 @@ from foretoken.train.head_config import HeadConfig, changed_options
 from foretoken.train.lessons import Teacher, capped
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter
-from foretoken.train.trainer import Trainer, provenance
+from foretoken.train.provenance import command_line, provenance
+from foretoken.train.trainer import Trainer
 
 ACCEPTANCE_CONFIG = TrainConfig(steps=1500, batch=512, window=256, learning_rate=3e-3, weight_decay=0.05, compile=False)
 
@@ -158,9 +159,8 @@ def train_acceptance(
         if not checkpoint_of(out).exists():
             shutil.rmtree(folder, ignore_errors=True)
     what = f"acceptance {out.name} --model {target.name} --draft-model {draft.name} {settings.arguments()}"
-    texts = "" if "standard library" in corpus.name else "--data FILES"
     card = provenance(
-        " ".join(f"foretoken train {what} {config.arguments()} {texts}".split()),
+        command_line(what, config, corpus.name, "--data"),
         config,
         trainer,
         role="acceptance",

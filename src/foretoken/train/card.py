@@ -16,12 +16,14 @@ from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.train.data import Corpus, encode, held_out_batches
-from foretoken.train.draft import DistillConfig, load_teacher, measure
+from foretoken.train.distillation import DistillConfig
+from foretoken.train.draft import load_teacher, measure
 from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.hybrid.recipe import HYBRID
 from foretoken.train.hybrid.shape import MODEL_TYPE
 from foretoken.train.optimization import TrainConfig
-from foretoken.train.target import DRAFT_SHAPE, TARGET_SHAPE, ModelShape, command_line
+from foretoken.train.provenance import command_line
+from foretoken.train.target import DRAFT_SHAPE, TARGET_SHAPE, ModelShape
 
 ZOO_ENTRY = "zoo.json"
 _DATA = {
@@ -103,7 +105,7 @@ def _described(folder: Path, target: str | None = None) -> dict[str, Any]:
         what = f"draft {folder.name} {target} {DistillConfig(**facts.get('distill', {})).arguments()}{device}"
     shape: ModelShape = usual.of(config)
     facts["role"] = "draft" if target is not None else HYBRID.role if usual is HYBRID.usual else "target"
-    facts["command"] = command_line(what, shape, usual, TrainConfig(**facts["config"]), facts["corpus"])
+    facts["command"] = command_line(f"{what} {shape.arguments(usual)}", TrainConfig(**facts["config"]), facts["corpus"])
     write_json(folder / PROVENANCE, facts)
     return facts
 

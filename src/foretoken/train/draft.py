@@ -1,102 +1,40 @@
-"""``foretoken train draft``: distils a small Llama from a target.
-
-The loss is the forward KL divergence from the target's distribution at every position (2310.08461), and in the last
-part of the run -log sum_x min(p(x), q(x)), the negative log of the probability that a sampled token is accepted.
-"""
+"""``foretoken train draft``: distils a small Llama from a target (see ``distillation``)."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken.core.checks import number
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.loading import resolve_device
 from foretoken.train.data import Corpus, encode, held_out_batches
+from foretoken.train.distillation import (
+    DISTILL,
+    DistillConfig,
+    acceptance_weight,
+    agreement,
+    distillation_loss,
+    full_distillation_loss,
+)
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
-from foretoken.train.live_teacher import full_distillation_loss, live_windows
+from foretoken.train.live_teacher import live_windows
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter, quiet_transformers
-from foretoken.train.target import DRAFT_SHAPE, Shape, command_line, new_model, next_token_loss, save
+from foretoken.train.provenance import command_line, provenance
+from foretoken.train.target import DRAFT_SHAPE, Shape, new_model, next_token_loss, save
 from foretoken.train.teacher import TaughtWindows, fixed_windows, teach
-from foretoken.train.trainer import LossFn, Trainer, provenance
+from foretoken.train.trainer import LossFn, Trainer
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=8, window=512, learning_rate=4e-3, weight_decay=0.05)
-_FLOOR = 1e-6
-TopLogprobs = tuple[torch.Tensor, torch.Tensor]
-"""Token ids and log-probabilities of the k likeliest tokens, [B, T, k] each."""
-
-
-@dataclass(frozen=True)
-class DistillConfig:
-    """Settings of the target's distributions and of the loss.
-
-    Args:
-        top: Likeliest tokens kept per position. The probability of the others is one bucket.
-        acceptance_share: Last share of the run, which changes from KL to the acceptance loss.
-        teacher_share: Greatest share of ``minutes`` for the pass over the target.
-        disk_gigabytes: Disk space for the target's distributions.
-        generated_share: Share of the windows that the target samples (2310.08461, on-policy data).
-    """
-
-    top: int = 64
-    acceptance_share: float = 0.3
-    teacher_share: float = 0.3
-    disk_gigabytes: float = 2.0
-    generated_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        number("generated_share", self.generated_share, 0, 1)
-        number("acceptance_share", self.acceptance_share, 0, 1)
-
-    def arguments(self) -> str:
-        """Returns the command line options that give these settings."""
-        share = f"--acceptance-share {self.acceptance_share:g} --generated-share {self.generated_share:g}"
-        return f"--top {self.top} {share} --disk-gigabytes {self.disk_gigabytes:g}"
-
-
-DISTILL = DistillConfig()
-
-
-def distillation_loss(logits: torch.Tensor, law: TopLogprobs, acceptance: torch.Tensor) -> torch.Tensor:
-    """Returns (1 - acceptance) KL(p||q) - acceptance log sum min(p, q), mean over positions.
-
-    Tokens outside of the top k count as one bucket, which bounds the KL from below and the overlap from above.
-
-    Args:
-        logits: The draft's, [B, T, V].
-        law: The target's distribution, as ``teacher.top_law`` returns it.
-        acceptance: Weight of the acceptance loss, a scalar tensor from 0 to 1.
-    """
-    ids, log_p = law
-    logits = logits.float()
-    log_q = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
-    p, q = log_p.exp(), log_q.exp()
-    p_rest = (1 - p.sum(-1)).clamp_min(_FLOOR)
-    q_rest = (1 - q.sum(-1)).clamp_min(_FLOOR)
-    divergence = (p * (log_p - log_q)).sum(-1) + p_rest * (p_rest.log() - q_rest.log())
-    overlap = torch.minimum(p, q).sum(-1) + torch.minimum(p_rest, q_rest)
-    return ((1 - acceptance) * divergence - acceptance * overlap.clamp_min(_FLOOR).log()).mean()
-
-
-def agreement(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> tuple[float, float]:
-    """Returns overlap and argmax agreement of logits [B, T, V]: the acceptance rates at temperatures 1 and 0.
-
-    The overlap is sum_x min(p(x), q(x)) = 1 - TV(p, q) over the whole vocabulary. Both are means over positions.
-    """
-    p, q = target_logits.float().softmax(-1), draft_logits.float().softmax(-1)
-    overlap = torch.minimum(p, q).sum(-1).mean().item()
-    equal = (target_logits.argmax(-1) == draft_logits.argmax(-1)).float().mean().item()
-    return overlap, equal
 
 
 def train_draft(
@@ -147,8 +85,7 @@ def train_draft(
     store = out.with_name(out.name + ".distributions")
     lessons = _live if where.type == "cuda" else partial(_on_disk, store)
     taught = lessons(teacher, model, trainer, stream, distill)
-    if config.minutes is not None:
-        trainer.config = replace(config, minutes=max(config.minutes - taught.seconds / 60, config.minutes / 10))
+    trainer.shorten(taught.seconds)
 
     def evaluate() -> dict[str, float]:
         return measure(teacher, model, [batch.to(where) for batch in held_out])
@@ -157,7 +94,7 @@ def train_draft(
     with atomic_directory(out) as folder:
         save(model, tokenizer, folder)
         what = f"draft {out.name} {target.name} {distill.arguments()}{' --device cuda' if where.type == 'cuda' else ''}"
-        command = command_line(what, shape, DRAFT_SHAPE, config, corpus.name)
+        command = command_line(f"{what} {shape.arguments(DRAFT_SHAPE)}", config, corpus.name)
         card = provenance(
             command,
             config,
@@ -241,7 +178,9 @@ def _live(
         return full_distillation_loss(logits, target_logits, acceptance)
 
     batches = windows.batches(config.batch, config.seed, trainer.step)
-    weighted = ((ids, _acceptance(trainer, distill).to(ids.device)) for ids in batches)
+    weighted = (
+        (ids, acceptance_weight(trainer.progress(), distill.acceptance_share).to(ids.device)) for ids in batches
+    )
     return _Lessons(weighted, loss_fn, windows.ids.numel(), windows.seconds)
 
 
@@ -264,7 +203,7 @@ def _on_disk(
         return distillation_loss(logits, (top_ids, top_logp), acceptance)
 
     batches = taught.batches(config.batch, config.seed, trainer.step)
-    weighted = ((*batch, _acceptance(trainer, distill)) for batch in batches)
+    weighted = ((*batch, acceptance_weight(trainer.progress(), distill.acceptance_share)) for batch in batches)
     return _Lessons(weighted, loss_fn, taught.ids.numel(), taught.seconds)
 
 
@@ -305,10 +244,3 @@ def _continued(teacher: LlamaForCausalLM, windows: torch.Tensor, seed: int) -> t
             rows.append(text)
             report.update((i + 1) * 64 / len(windows))
     return torch.cat(rows)
-
-
-def _acceptance(trainer: Trainer, distill: DistillConfig) -> torch.Tensor:
-    """Returns the weight of the acceptance loss: 0, then rising over a third of the last share, then 1."""
-    share = distill.acceptance_share
-    into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)
-    return torch.tensor(min(1.0, max(0.0, into)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from foretoken.train.acceptance import chain_acceptance, figures, head_loss
 from foretoken.train.block_heads import DFlashHead, DFlashTrainConfig, DSparkHead, DSparkTrainConfig
 from foretoken.train.cotrain import TARGET_RATE, CoTrained, text_loss
 from foretoken.train.data import Corpus
+from foretoken.train.distillation import acceptance_weight
 from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
 from foretoken.train.generated import Prompts, prepare_windows
@@ -38,7 +40,8 @@ from foretoken.train.parallel_heads import (
     MedusaTrainConfig,
 )
 from foretoken.train.peagle import PEagleConfig, PEagleHead
-from foretoken.train.trainer import Trainer, provenance
+from foretoken.train.provenance import command_line, provenance
+from foretoken.train.trainer import Trainer
 
 HEAD_CONFIG = TrainConfig(minutes=20.0, batch=4, window=512, learning_rate=2e-3, weight_decay=0.05)
 
@@ -120,20 +123,10 @@ def train_head(
     """
     settings = settings or ROLES[role].settings()
     config = config or head_config(role)
-    folder = lessons or out.with_name(out.name + ".lessons")
-    with processes.joined(resolve_device(device)) as where:
-        started = time.monotonic()
-        if lessons is None and not resume and processes.rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        processes.wait()
+    started = time.monotonic()
+    with processes.joined(resolve_device(device)) as where, _lessons_folder(out, lessons, resume) as folder:
         teacher = Teacher(target, where, config.compile)
-        # Wrong settings are refused before any work.
-        depths = ROLES[role].make(settings, teacher, torch.ones(teacher.vocab)).depths
-        if depths + 2 > config.window:
-            raise InvalidRequest(
-                f"windows of {config.window} tokens are too short for a head that predicts {depths}; expected at least "
-                f"{depths + 2}"
-            )
+        _check_window(ROLES[role].make(settings, teacher, torch.ones(teacher.vocab)), config)  # before any work
         text = prepare_windows(target, where, corpus, folder, config, data)
         torch.manual_seed(config.seed)
         head = ROLES[role].make(settings, teacher, torch.bincount(text["train"].flatten(), minlength=teacher.vocab))
@@ -144,15 +137,16 @@ def train_head(
         trainer = Trainer(together or head, config, checkpoint_of(out), _length, _rate)
         if resume:
             trainer.resume()
-        _shorten(trainer, time.monotonic() - started)
+        trainer.shorten(time.monotonic() - started)
         loss = _loss(head, data_by_name["train"], data, together)
         evaluate = _evaluation(head, data_by_name, together, text["text"])
         trainer.run(_batches(head, data_by_name["train"], trainer, data), loss, evaluate)
         if processes.rank() == 0:
             what = f"{role} {out.name} --model {target.name} {changed_options(settings)} {data.arguments()}"
-            preparing = (time.monotonic() - started - trainer.elapsed) / 60
+            what += f" --start {start.name}" if start is not None else ""
+            what += f" --unfreeze --hold {hold:g}" if hold is not None else ""
             card = provenance(
-                _command(what, config, corpus, start, hold),
+                command_line(what, config, corpus.name, "--data"),
                 config,
                 trainer,
                 role=role,
@@ -162,21 +156,36 @@ def train_head(
                 data=asdict(data),
                 **earlier,
                 **trainer.history[-1],
-                preparing_minutes=round(preparing, 1),
+                preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
             )
             _save(out, head, teacher, card, together)
             trainer.checkpoint.unlink(missing_ok=True)
-            if lessons is None:
-                shutil.rmtree(folder, ignore_errors=True)
         return trainer.history[-1]
 
 
-def _shorten(trainer: Trainer, seconds: float) -> None:
-    """Subtracts the time spent before training from its minutes, equally in all processes."""
-    minutes = trainer.config.minutes
-    if minutes is not None:
-        spent = processes.largest(seconds, False)[0] / 60
-        trainer.config = replace(trainer.config, minutes=max(minutes - spent, minutes / 10))
+@contextmanager
+def _lessons_folder(out: Path, named: Path | None, resume: bool) -> Iterator[Path]:
+    """Yields the folder of text and hidden states.
+
+    One that the user did not name is emptied before a new run and removed after it, unless the run is interrupted.
+    """
+    folder = named or out.with_name(out.name + ".lessons")
+    own = named is None and processes.rank() == 0
+    if own and not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    processes.wait()
+    yield folder
+    if own:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_window(head: Head, config: TrainConfig) -> None:
+    """Raises InvalidRequest where windows are too short for what the head predicts."""
+    if head.depths + 2 > config.window:
+        raise InvalidRequest(
+            f"windows of {config.window} tokens are too short for a head that predicts {head.depths}; expected at "
+            f"least {head.depths + 2}"
+        )
 
 
 def _lessons(
@@ -207,13 +216,6 @@ def _start(head: Head, start: Path | None) -> dict[str, Any]:
 def _rate(name: str) -> float:
     """Returns the factor of a parameter's learning rate, which is small for a target that is trained too."""
     return TARGET_RATE if name.startswith("target.") else 1.0
-
-
-def _command(what: str, config: TrainConfig, corpus: Corpus, start: Path | None, hold: float | None) -> str:
-    what += f" --start {start.name}" if start is not None else ""
-    what += f" --unfreeze --hold {hold:g}" if hold is not None else ""
-    texts = "" if "standard library" in corpus.name else "--data FILES"
-    return " ".join(f"foretoken train {what} {config.arguments()} {texts}".split())
 
 
 def _length(row: dict[str, float]) -> float:
@@ -255,12 +257,12 @@ def evaluated(head: Head, greedy: Lessons, drawn: Lessons) -> dict[str, float]:
 
 
 def _batches(head: Head, lessons: Lessons, trainer: Trainer, data: HeadConfig) -> Iterator[Batch]:
-    """Yields lessons with the weight of the acceptance loss: 0, then rising over a third of the last share, then 1."""
-    share, config = data.acceptance_share, trainer.config
+    """Yields lessons with the weight of the acceptance loss."""
+    config = trainer.config
     for lesson in lessons.batches(config.batch, config.seed, trainer.step):
-        head.begin(trainer.progress(), trainer.step, lessons.windows.shape[1])
-        into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)
-        yield lesson.ids, lesson.states, torch.tensor(min(1.0, max(0.0, into)), device=lesson.ids.device)
+        progress = trainer.progress()
+        head.begin(progress, trainer.step, lessons.windows.shape[1])
+        yield lesson.ids, lesson.states, acceptance_weight(progress, data.acceptance_share).to(lesson.ids.device)
 
 
 def _save(out: Path, head: Head, teacher: Teacher, card: dict[str, object], together: CoTrained | None) -> None:

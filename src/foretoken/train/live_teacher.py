@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
@@ -101,18 +100,3 @@ def _written(
             done += rows
             report.update(done / count, f"{done * length / (time.monotonic() - started):,.0f} tok/s")
     return parts
-
-
-def full_distillation_loss(logits: Tensor, target_logits: Tensor, acceptance: Tensor) -> Tensor:
-    """Returns (1 - acceptance) KL(p||q) - acceptance log sum min(p, q) over the whole vocabulary, mean over positions.
-
-    Args:
-        logits: The draft's, [B, T, V].
-        target_logits: The target's, [B, T, V].
-        acceptance: Weight of the acceptance loss, a scalar tensor from 0 to 1.
-    """
-    log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(logits.float(), -1)
-    p = log_p.exp()
-    divergence = (p * (log_p - log_q)).sum(-1)
-    overlap = torch.minimum(p, log_q.exp()).sum(-1).clamp_min(_FLOOR)
-    return ((1 - acceptance) * divergence - acceptance * overlap.log()).mean()

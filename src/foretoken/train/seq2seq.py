@@ -17,8 +17,9 @@ from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
 from foretoken.train.optimization import TrainConfig, compiled
 from foretoken.train.progress import quiet_transformers
+from foretoken.train.provenance import command_line, provenance
 from foretoken.train.repair import IGNORED, Batch, batches, bundled_tokenizer, held_out, held_out_batches, snippets
-from foretoken.train.trainer import LossFn, Trainer, provenance
+from foretoken.train.trainer import LossFn, Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
@@ -201,7 +202,7 @@ def train_seq2seq(
     with atomic_directory(out) as folder:
         save(model, tokenizer, folder, tied=False)
         card = provenance(
-            command_line(f"seq2seq {out.name}", shape, SEQ2SEQ_SHAPE, config, corpus.name),
+            command_line(f"seq2seq {out.name} {shape.arguments(SEQ2SEQ_SHAPE)}", config, corpus.name),
             config,
             trainer,
             role="seq2seq-target",
@@ -219,12 +220,6 @@ def evaluation_batches(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, confi
     """Returns up to ``HELD_OUT_TASKS`` held-out tasks as batches."""
     tasks = held_out(HELD_OUT_TASKS, config.seed, corpus, tokenizer, config.window)
     return held_out_batches(tokenizer, tasks, config.window, config.batch * config.window)
-
-
-def command_line(what: str, shape: T5Shape, usual: T5Shape, config: TrainConfig, corpus: str) -> str:
-    """Returns the command that reproduces a run. Files of the user's own are a placeholder."""
-    texts = "" if "standard library" in corpus else "--corpus FILES"
-    return " ".join(f"foretoken train {what} {shape.arguments(usual)} {config.arguments()} {texts}".split())
 
 
 def save(model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path, tied: bool) -> None:

@@ -13,8 +13,9 @@ from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter, quiet_transformers
+from foretoken.train.provenance import command_line
 from foretoken.train.repair import IGNORED, Batch, RepairTask, bundled_tokenizer, held_out, held_out_batches
-from foretoken.train.seq2seq import SEQ2SEQ_SHAPE, T5Shape, command_line, measure
+from foretoken.train.seq2seq import SEQ2SEQ_SHAPE, T5Shape, measure
 from foretoken.train.seq2seq_draft import SEQ2SEQ_DRAFT_SHAPE, load_seq2seq, measure_pair
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _tasks(corpus: Corpus, facts: dict[str, Any], count: int) -> list[RepairTask
 def _command(what: str, facts: dict[str, Any], folder: Path, usual: T5Shape) -> str:
     config = read_object(folder / "config.json")
     shape = T5Shape(**{name: config[name] for name in vars(usual)})
-    return command_line(what, shape, usual, TrainConfig(**facts["config"]), facts["corpus"])
+    return command_line(f"{what} {shape.arguments(usual)}", TrainConfig(**facts["config"]), facts["corpus"])
 
 
 def _write(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> Path:

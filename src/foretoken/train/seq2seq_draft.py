@@ -1,13 +1,11 @@
 """``foretoken train seq2seq-draft``: distils a T5 of under a million parameters from a T5 target.
 
-The loss is that of a causal draft (see ``draft``): the KL divergence from the target's distribution (2310.08461), and
-the acceptance in the last part of the run. The target runs in every step, so its distribution is complete and nothing
-is kept on disk.
+The loss is that of a causal draft (see ``distillation``). The target runs in every step, so its distribution is
+complete and nothing is kept on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +14,14 @@ import torch
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.train.data import Corpus
-from foretoken.train.draft import agreement
+from foretoken.train.distillation import acceptance_weight, agreement, full_distillation_loss
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import quiet_transformers
+from foretoken.train.provenance import command_line, provenance
 from foretoken.train.repair import IGNORED, Batch, batches, bundled_tokenizer, snippets
 from foretoken.train.seq2seq import (
     T5Shape,
-    command_line,
     compiled_by_length,
     evaluation_batches,
     label_loss,
@@ -32,7 +30,7 @@ from foretoken.train.seq2seq import (
     rate_scale,
     save,
 )
-from foretoken.train.trainer import Trainer, provenance
+from foretoken.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import T5ForConditionalGeneration
@@ -40,26 +38,6 @@ if TYPE_CHECKING:
 SEQ2SEQ_DRAFT_SHAPE = T5Shape(96, 192, 2, 2, 4, 32)
 SEQ2SEQ_DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=16, window=176, learning_rate=4e-3, weight_decay=0.05)
 ACCEPTANCE_SHARE = 0.3  # last share of the run, which changes from KL to the acceptance loss
-_FLOOR = 1e-6
-
-
-def law_loss(
-    target_logits: torch.Tensor, draft_logits: torch.Tensor, counted: torch.Tensor, acceptance: torch.Tensor
-) -> torch.Tensor:
-    """Returns (1 - acceptance) KL(p||q) - acceptance log sum min(p, q), mean over counted positions.
-
-    Args:
-        target_logits: Logits of p, [B, T, V].
-        draft_logits: Logits of q, [B, T, V].
-        counted: Mask of the positions, [B, T].
-        acceptance: Weight of the acceptance loss, a scalar tensor from 0 to 1.
-    """
-    log_p, log_q = target_logits.float().log_softmax(-1), draft_logits.float().log_softmax(-1)
-    p = log_p.exp()
-    divergence = (p * (log_p - log_q)).sum(-1)
-    overlap = torch.minimum(p, log_q.exp()).sum(-1).clamp_min(_FLOOR)
-    each = (1 - acceptance) * divergence - acceptance * overlap.log()
-    return (each * counted).sum() / counted.sum()
 
 
 def train_seq2seq_draft(
@@ -108,18 +86,18 @@ def train_seq2seq_draft(
         labels, source, mask, acceptance = given
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
-                law = logits_of(teacher, (labels, source, mask))
+                target_logits = logits_of(teacher, (labels, source, mask))
             logits = logits_of(model, (labels, source, mask))
-        return law_loss(law, logits, labels != IGNORED, acceptance)
+        return full_distillation_loss(logits, target_logits, acceptance, labels != IGNORED)
 
     each = batches(data, config.batch * config.window, config.seed + 1, trainer.step)
-    weighted = _with_acceptance(each, trainer, acceptance_share)
+    weighted = ((*batch, acceptance_weight(trainer.progress(), acceptance_share)) for batch in each)
     trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure_pair(teacher, model, held))
     with atomic_directory(out) as folder:
         save(model, tokenizer, folder, tied=True)
         what = f"seq2seq-draft {out.name} --target {target.name} --acceptance-share {acceptance_share:g}"
         card = provenance(
-            command_line(what, shape, SEQ2SEQ_DRAFT_SHAPE, config, corpus.name),
+            command_line(f"{what} {shape.arguments(SEQ2SEQ_DRAFT_SHAPE)}", config, corpus.name),
             config,
             trainer,
             role="seq2seq-draft",
@@ -164,10 +142,3 @@ def measure_pair(
         loss += n * label_loss(q, batch[0]).item()
         overlap, equal, tokens = overlap + n * both[0], equal + n * both[1], tokens + n
     return {"held_out_loss": loss / tokens, "overlap": overlap / tokens, "argmax_agreement": equal / tokens}
-
-
-def _with_acceptance(each: Iterator[Batch], trainer: Trainer, share: float) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields batches with the weight of the acceptance loss: 0, then rising over a third of the last share, then 1."""
-    for batch in each:
-        into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)
-        yield (*batch, torch.tensor(min(1.0, max(0.0, into))))

@@ -21,7 +21,8 @@ from foretoken.train.data import Corpus, encode, held_out_batches, train_tokeniz
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import quiet_transformers
-from foretoken.train.trainer import Trainer, provenance
+from foretoken.train.provenance import command_line, provenance
+from foretoken.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -209,7 +210,7 @@ def train_target(
     trainer.run((batch.to(where) for batch in batches), loss_fn, evaluate)
     with atomic_directory(out) as folder:
         recipe.save(model, tokenizer, folder)
-        command = command_line(f"{recipe.command} {out.name}", shape, recipe.usual, config, corpus.name)
+        command = command_line(f"{recipe.command} {out.name} {shape.arguments(recipe.usual)}", config, corpus.name)
         card = provenance(
             command,
             config,
@@ -223,12 +224,6 @@ def train_target(
         write_json(folder / PROVENANCE, card)
     trainer.checkpoint.unlink(missing_ok=True)
     return trainer.history[-1]
-
-
-def command_line(what: str, shape: ModelShape, usual: ModelShape, config: TrainConfig, corpus: str) -> str:
-    """Returns the command that reproduces a run. Files of the user's own are a placeholder."""
-    texts = "" if "standard library" in corpus else "--corpus FILES"
-    return " ".join(f"foretoken train {what} {shape.arguments(usual)} {config.arguments()} {texts}".split())
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

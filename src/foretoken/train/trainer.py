@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import platform
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -105,6 +103,13 @@ class Trainer:
         if self.config.minutes is not None:
             return min(1.0, self.elapsed / (self.config.minutes * 60))
         return min(1.0, self.step / self.config.steps)
+
+    def shorten(self, seconds: float) -> None:
+        """Subtracts the time spent before training from the run's minutes, equally in all processes."""
+        minutes = self.config.minutes
+        if minutes is not None:
+            spent = processes.largest(seconds, False)[0] / 60
+            self.config = replace(self.config, minutes=max(minutes - spent, minutes / 10))
 
     def rate_factor(self, progress: float) -> float:
         """Returns the factor of the learning rate: warm-up, plateau, linear decay to zero (WSD)."""
@@ -224,37 +229,3 @@ class _Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         sys.stderr.write("\nstopping after this step (press again to stop at once)\n")
-
-
-def _revision() -> str | None:
-    """Returns the revision of our source, None where it is no checkout or the machine has no git."""
-    try:
-        asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        git = subprocess.run(asked, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return git.stdout.strip() if git.returncode == 0 else None
-
-
-def _device(model: nn.Module) -> str:
-    """Returns "cpu", or the GPU's name."""
-    device = next(model.parameters()).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: object) -> dict[str, object]:
-    """Returns what is needed to reproduce a run: command, versions, revision, settings and learning curve."""
-    return {
-        "command": command,
-        "revision": _revision(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "processor": platform.machine(),
-        "device": _device(trainer.model),
-        "config": asdict(config),
-        "steps": trainer.step,
-        "tokens": trainer.step * config.batch * config.window,
-        "minutes": round(trainer.elapsed / 60, 1),
-        "history": trainer.history,
-        **extra,
-    }
