@@ -21,7 +21,7 @@ LEARNED_OFFSET = 2  # BART's positions begin in the third row of their table
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Sizes of the encoder or the decoder. It has the properties of ``runners.attention.Heads``."""
+    """Sizes of the encoder or the decoder. It has the properties of ``runners.layout.Heads``."""
 
     layers: int
     heads: int

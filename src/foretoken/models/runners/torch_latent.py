@@ -15,8 +15,8 @@ from foretoken.models.families.latent import LatentAttention
 from foretoken.models.formats.experts import MatrixStack
 from foretoken.models.formats.latent import LatentWeights
 from foretoken.models.formats.quantize import stacked
-from foretoken.models.runners.attention import Layout
 from foretoken.models.runners.functional import rotate
+from foretoken.models.runners.layout import Layout
 from foretoken.models.runners.linear import Product, by_fixed_rows, moved, product
 from foretoken.models.runners.triton_kernels.available import has_kernels, kernels
 

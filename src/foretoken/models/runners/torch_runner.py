@@ -22,9 +22,10 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import HeadSizes
 from foretoken.models.formats.quantize import floats
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights, NormWeight
-from foretoken.models.runners.attention import AttentionSizes, Geometry, Layout
+from foretoken.models.runners.attention import Geometry
 from foretoken.models.runners.base import DecoderOnly, Pass, injecting
 from foretoken.models.runners.functional import normalize, rotary_table, rotate
+from foretoken.models.runners.layout import AttentionSizes, Layout
 from foretoken.models.runners.linear import can_pack, moved, product
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_latent import TorchLatent

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
-from foretoken.models.runners.attention import Heads
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
+from foretoken.models.runners.layout import Heads
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.runners.triton_kernels.available import attention_kernels
@@ -116,7 +116,7 @@ class RowLayout:
         view: tuple[int, bool],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Writes new keys and values and computes attention; see ``runners.attention.Layout``."""
+        """Writes new keys and values and computes attention; see ``runners.layout.Layout``."""
         queries, fresh = queries_keys[:, : a.heads], queries_keys[:, a.heads :]
         pages, kernels = self.cache.layer(layer), attention_kernels()
         if fresh.shape[1]:
