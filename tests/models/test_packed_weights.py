@@ -22,7 +22,8 @@ from foretoken.models.loading import load_model
 from foretoken.models.runners.native import weight_format
 from foretoken.models.runners.native.bindings import Matrix, UpperBytes
 from foretoken.models.runners.native.build import Kind, packing_library
-from foretoken.models.runners.native.memory import PAIR_BYTES, Arena, pack
+from foretoken.models.runners.native.memory import Arena
+from foretoken.models.runners.native.packing import PAIR_BYTES, pack
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
 

@@ -15,7 +15,8 @@ from foretoken.models.formats.grouped import Grouped, GroupLayout, Groups, TwoLe
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.runners.native.build import Kind, packing_library
-from foretoken.models.runners.native.memory import Arena, Packed, pack
+from foretoken.models.runners.native.memory import Arena
+from foretoken.models.runners.native.packing import Packed, pack
 
 from .products import PRODUCTS, SOURCES
 from .test_native import LEVELS, needs_kernels

@@ -47,7 +47,8 @@ from foretoken.models.runners.native.bindings import (
 )
 from foretoken.models.runners.native.describe_mlps import dense_mlp, expert_mlp
 from foretoken.models.runners.native.held import HeldWeights
-from foretoken.models.runners.native.memory import KINDS, Arena
+from foretoken.models.runners.native.memory import Arena
+from foretoken.models.runners.native.packing import KINDS
 
 _Spec = TypeVar("_Spec", bound=Structure)
 

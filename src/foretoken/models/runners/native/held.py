@@ -12,7 +12,8 @@ from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.native.bindings import Matrix, NormSpec
-from foretoken.models.runners.native.memory import Arena, Packed, pack, pack_stack
+from foretoken.models.runners.native.memory import Arena
+from foretoken.models.runners.native.packing import Packed, pack, pack_stack
 
 
 class HeldWeights:

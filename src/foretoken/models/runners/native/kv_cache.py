@@ -7,7 +7,7 @@ import torch
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.runners.native.build import Kind
-from foretoken.models.runners.native.memory import KINDS
+from foretoken.models.runners.native.packing import KINDS
 
 SCALE = 4  # bytes of the scale of one head's keys or values in an int8 cache
 

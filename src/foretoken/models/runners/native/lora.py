@@ -28,7 +28,8 @@ from foretoken.models.runners.native.bindings import (
 )
 from foretoken.models.runners.native.build import packing_library
 from foretoken.models.runners.native.held import halves
-from foretoken.models.runners.native.memory import Arena, SmallMatrices, pack
+from foretoken.models.runners.native.memory import Arena, SmallMatrices
+from foretoken.models.runners.native.packing import pack
 
 
 class PackedAdapter:

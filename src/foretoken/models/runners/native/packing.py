@@ -1,0 +1,267 @@
+"""Weights packed into the order in which the compiled kernels read them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.models.formats.experts import MatrixStack
+from foretoken.models.formats.grouped import Grouped, TwoLevels, joinable, strips
+from foretoken.models.formats.quantize import Int8
+from foretoken.models.formats.quantize import Matrix as AnyMatrix
+from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix, UpperBytes
+from foretoken.models.runners.native.build import Kind, ScaleKind, grouped_kind
+from foretoken.models.runners.native.memory import Arena, SmallMatrices, padded
+
+WORD = 4  # bytes
+PAIR_BYTES = 192  # of two steps of a unit in 12 bits
+MAX_RAW = 0.1  # share of pairs with a rare upper byte up to which a matrix is stored in 12 bits
+KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16, torch.int8: Kind.INT8}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed matrix, the tensors that it points to, which must outlive it, and the bytes of all of it."""
+
+    matrix: Matrix
+    held: tuple[object, ...]
+    nbytes: int
+
+
+def pack(
+    arena: Arena | SmallMatrices,
+    parts: Sequence[AnyMatrix],
+    bias: Tensor | None = None,
+    interleave: bool = False,
+    compress: bool = False,
+) -> Packed:
+    """Packs matrices [out, in] with the same inputs into one.
+
+    Args:
+        arena: allocates the packed matrix.
+        parts: all float32, all bfloat16, all int8, or all grouped in one layout. Several parts that are not interleaved
+            have multiples of sixteen outputs.
+        bias: [out], in the order of the parts.
+        interleave: whether blocks of sixteen outputs alternate between the parts; otherwise the parts are concatenated.
+        compress: whether bfloat16 is stored in 12 bits, without loss, if few of its exponents are rare.
+
+    Raises:
+        KernelsUnavailable: the parts are quantized, and the processor has no instruction for sums of int8.
+    """
+    blocks = [padded(part.shape[0], LANES) // LANES for part in parts]
+    outputs = padded(sum(blocks) * LANES, UNIT)
+    vectors = {}
+    if bias is not None:
+        vectors["bias"] = _by_output(bias.float().split([part.shape[0] for part in parts]), outputs, interleave)
+    quantized = [part for part in parts if isinstance(part, Int8)]
+    if quantized:
+        vectors["scales"] = _by_output([part.scales for part in quantized], outputs, interleave)
+        vectors["sums"] = _by_output([_sums(part.values) for part in quantized], outputs, interleave)
+    placed = zip(parts, _places(blocks, interleave), strict=True)
+    return _packed(arena, placed, outputs, vectors, compress)
+
+
+def pack_stack(arena: Arena, stack: MatrixStack, compress: bool = False) -> Packed:
+    """Packs the matrices of all experts into one, an expert's behind each other.
+
+    Args:
+        arena: allocates the packed matrix.
+        stack: the experts. Blocks of sixteen outputs alternate between the parts of one expert. They are read one after
+            the other, so that no more than one is held twice.
+        compress: as in ``pack``.
+
+    Raises:
+        KernelsUnavailable: see ``pack``.
+    """
+    first = stack.read(0)
+    blocks = padded(sum(padded(part.shape[0], LANES) for part in first), UNIT) // LANES
+    vectors: dict[str, list[Tensor]] = {}
+
+    def placed() -> Iterator[tuple[AnyMatrix, tuple[int, int]]]:
+        for expert, parts in enumerate(_experts(stack, first)):
+            for number, part in enumerate(parts):
+                yield part, (expert * blocks + number, len(parts))
+            quantized = [part for part in parts if isinstance(part, Int8)]
+            if quantized:
+                vectors.setdefault("scales", []).append(
+                    _by_output([part.scales for part in quantized], blocks * LANES, True)
+                )
+                sums = _by_output([_sums(part.values) for part in quantized], blocks * LANES, True)
+                vectors.setdefault("sums", []).append(sums)
+
+    if stack.biases:
+        vectors["bias"] = [
+            _by_output([bias[expert].float() for bias in stack.biases], blocks * LANES, True)
+            for expert in range(stack.count)
+        ]
+    return _packed(arena, placed(), stack.count * blocks * LANES, vectors, compress)
+
+
+def _experts(stack: MatrixStack, first: tuple[AnyMatrix, ...]) -> Iterator[Sequence[AnyMatrix]]:
+    """Yields the parts of each expert, all in one layout. ``first``: those of the first one."""
+    grouped = [part for part in first if isinstance(part, Grouped)]
+    if not grouped or stack.quantized:
+        yield first
+        for expert in range(1, stack.count):
+            yield stack.read(expert)
+        return
+    every = [part for expert in range(stack.count) for part in stack.read(expert)]  # which read nothing yet
+    alike = joinable([part for part in every if isinstance(part, Grouped)])
+    for at in range(0, len(alike), len(first)):
+        yield alike[at : at + len(first)]
+
+
+def _packed(
+    arena: Arena | SmallMatrices,
+    placed: Iterable[tuple[AnyMatrix, tuple[int, int]]],
+    outputs: int,
+    vectors: Mapping[str, Tensor | list[Tensor]],
+    compress: bool,
+) -> Packed:
+    """Packs matrices of one kind into one.
+
+    Args:
+        arena: allocates it.
+        placed: the matrices, each with its first block of sixteen outputs and the step between its blocks.
+        outputs: outputs of the whole.
+        vectors: the numbers of each output by the name of the field of ``Matrix``; known when all are packed.
+        compress: see ``pack``.
+    """
+    before = arena.nbytes
+    upper: tuple[object, ...] = ()
+    parts = iter(placed)
+    first = next(parts)
+    every = chain([first], parts)
+    if isinstance(first[0], Grouped):
+        matrix = _pack_groups(arena, first[0], every, outputs)
+    else:
+        matrix = _pack_words(arena, every, outputs)
+        if compress and isinstance(arena, Arena) and matrix.kind == Kind.BFLOAT16:
+            upper = _compress(arena, matrix)
+    held = {name: torch.cat(part) if isinstance(part, list) else part for name, part in vectors.items()}
+    for name, tensor in held.items():
+        setattr(matrix, name, tensor.data_ptr())
+    kept = (*held.values(), *upper)
+    beside = sum(item.nbytes for item in kept if isinstance(item, Tensor))
+    return Packed(matrix, kept, arena.nbytes - before + beside)
+
+
+def _places(blocks: Sequence[int], interleave: bool) -> list[tuple[int, int]]:
+    """Returns each part's first block and the step between its blocks."""
+    if interleave:
+        return [(number, len(blocks)) for number in range(len(blocks))]
+    return [(sum(blocks[:number]), 1) for number in range(len(blocks))]
+
+
+def _pack_words(
+    arena: Arena | SmallMatrices, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
+) -> Matrix:
+    """Packs matrices of one dtype into blocks of words."""
+    matrix = None
+    for whole, (start, step) in placed:
+        assert not isinstance(whole, Grouped)
+        part = whole.values if isinstance(whole, Int8) else whole
+        per_word = WORD // part.element_size()
+        inputs = padded(part.shape[1], per_word)
+        if matrix is None:
+            steps = padded(inputs // per_word, TILE_STEPS)
+            data = arena.allocate(outputs * steps * WORD)
+            matrix = Matrix(data=data, units=outputs // UNIT, steps=steps, kind=KINDS[part.dtype])
+        rows = F.pad(part, (0, inputs - part.shape[1])) if inputs != part.shape[1] else part.contiguous()
+        source = rows.data_ptr(), rows.shape[0], inputs // per_word
+        arena.library.foretoken_pack(*source, matrix.data, matrix.steps, start, step, torch.get_num_threads())
+    assert matrix is not None
+    return matrix
+
+
+def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
+    """Stores a packed bfloat16 matrix in 12 bits, if few of its numbers have a rare upper byte; see csrc/packed.hpp.
+
+    Returns:
+        What the matrix points to; empty if it stays as it is.
+    """
+    threads, units, pairs = torch.get_num_threads(), matrix.units, matrix.units * matrix.steps // 2
+    table, counts = torch.zeros(units, 16, dtype=torch.uint8), torch.zeros(units, dtype=torch.int32)
+    arena.library.foretoken_choose_bytes(matrix, table.data_ptr(), counts.data_ptr(), threads)
+    total = int(counts.sum())
+    if total > MAX_RAW * pairs:
+        return ()
+    starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)).contiguous()
+    raw, words = torch.zeros(max(total, 1), dtype=torch.int32), torch.empty(max(total, 1), 2 * UNIT, dtype=torch.int32)
+    upper = UpperBytes(table.data_ptr(), starts.data_ptr(), raw.data_ptr(), words.data_ptr())
+    data = arena.allocate(pairs * PAIR_BYTES)
+    arena.library.foretoken_pack_bytes(matrix, data, upper, threads)
+    arena.free(matrix.data)
+    matrix.data, matrix.kind, matrix.upper = data, Kind.PACKED, ctypes.addressof(upper)
+    return upper, table, starts, raw, words
+
+
+def _pack_groups(
+    arena: Arena | SmallMatrices, first: Grouped, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
+) -> Matrix:
+    """Packs matrices with the group layout of ``first`` into records, a strip of outputs at a time."""
+    layout, inputs = first.layout, first.shape[1]
+    two, sides = layout.block > 1, 1 + layout.offsets
+    scales = ScaleKind.TWO_LEVELS if two else ScaleKind.HALF if layout.half else ScaleKind.SINGLE
+    groups = padded(-(-inputs // layout.group), layout.block)
+    floats = UNIT * (4 if scales == ScaleKind.SINGLE else 2)
+    record = sides * (floats + two * layout.block * UNIT) + layout.block * UNIT * layout.group * layout.bits // 8
+    matrix = Matrix(
+        data=arena.allocate(outputs // UNIT * groups // layout.block * record),
+        units=outputs // UNIT,
+        steps=groups * layout.group // WORD,
+        kind=grouped_kind(layout.bits, layout.offsets, scales),
+        group=layout.group,
+        record_bytes=record,
+        record_groups=layout.block,
+        zero=layout.zero,
+        levels=(ctypes.c_uint8 * 16)(*(layout.levels or range(16))),
+    )
+
+    def pack_strip(part: Grouped, first: int, last: int, at: int, step: int) -> None:
+        read = part.rows(first, last)
+        codes, numbers = read.codes.contiguous(), (read.scales, read.offsets)
+        wholes = [_contiguous(n.wholes if isinstance(n, TwoLevels) else n) for n in numbers]
+        fractions = [_contiguous(n.parts if isinstance(n, TwoLevels) else None) for n in numbers]
+        source = codes.data_ptr(), _addresses(wholes), _addresses(fractions), last - first, inputs
+        arena.library.foretoken_pack_groups(*source, matrix, at, step, 1)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for part, (start, step) in placed:
+            assert isinstance(part, Grouped)
+            work = [partial(pack_strip, part, a, b, start + a // LANES * step, step) for a, b in strips(part.shape)]
+            for _ in threads.map(lambda pack: pack(), work):
+                pass  # raises what a strip raised
+    return matrix
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """Returns the addresses of tensors; null for None."""
+    return (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
+
+
+def _sums(values: Tensor) -> Tensor:
+    """Returns the sum of each row of int8, int32 [out]. Few rows at a time, because torch widens its input."""
+    return torch.cat([rows.sum(1, dtype=torch.int32) for rows in values.split(1024)])
+
+
+def _by_output(vectors: Sequence[Tensor], outputs: int, interleave: bool) -> Tensor:
+    """Returns one number per output in the order of the packed blocks, with zeros as padding."""
+    whole = [F.pad(vector, (0, -len(vector) % LANES)) for vector in vectors]
+    if interleave:
+        joined = torch.stack([vector.view(-1, LANES) for vector in whole], dim=1).flatten()
+    else:
+        joined = torch.cat(whole)
+    return F.pad(joined, (0, outputs - len(joined))).contiguous()
