@@ -24,7 +24,6 @@ from foretoken.models.runners.native.bindings import (
     LayerSpec,
     ModelSpec,
     NormSpec,
-    RopeSpec,
     matrix_kinds,
 )
 from foretoken.models.runners.native.build import Kind, library, packing_library
@@ -34,6 +33,7 @@ from foretoken.models.runners.native.image import WeightImage
 from foretoken.models.runners.native.kv_cache import cache_kind, token_bytes
 from foretoken.models.runners.native.lora import PackedAdapter
 from foretoken.models.runners.native.memory import Arena, padded
+from foretoken.models.runners.native.positions import PositionTables
 from foretoken.models.runners.native.support import check_supported
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.hybrid import HybridState
@@ -115,16 +115,13 @@ class NativeRunner(DecoderOnly):
 
     def _finish(self) -> None:
         """Loads the kernels for the specification, and makes room for what changes."""
-        a = self._architecture
-        self._ropes = (RopeSpec * max(1, len(a.frequencies)))()
-        self._spec.ropes = self._ropes
+        self._positions = PositionTables(self._architecture, self._spec)
         self._head_alone = ModelSpec.from_buffer_copy(self._spec)  # for passes of features, without layers and norm
         self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, NormSpec(), 0
         self.kinds = matrix_kinds(self._spec)
         self._library = library(self.kinds, self._cache_kind)
         self._workspace = self._library.foretoken_open()
         self._pages = self._new_pages()
-        self._reach = 0
         self.threads = torch.get_num_threads()
 
     def __del__(self) -> None:
@@ -218,7 +215,7 @@ class NativeRunner(DecoderOnly):
 
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         a, outputs = self._architecture, len(plan.outputs)
-        self._reserve_positions(plan.reach)
+        self._positions.reserve(plan.reach)
         logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if logits else None
         tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
         arrays = pass_arrays(plan)
@@ -300,9 +297,7 @@ class NativeRunner(DecoderOnly):
         view._workspace = self._library.foretoken_open()
         view.kinds, view._adapted = set(self.kinds), {}
         view._spec = ModelSpec.from_buffer_copy(self._spec)
-        view._ropes = type(self._ropes)()
-        view._spec.ropes = view._ropes
-        view._reach = 0
+        view._positions = PositionTables(architecture, view._spec)
         return view
 
     def unembed(self, hidden: Tensor) -> Tensor:
@@ -328,22 +323,3 @@ class NativeRunner(DecoderOnly):
         started = perf_counter()
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
         return perf_counter() - started
-
-    def _reserve_positions(self, reach: int) -> None:
-        """Grows the tables of positions to at least ``reach`` rows: rotary ones are [positions, 2 * half]."""
-        if reach <= self._reach:
-            return
-        a, self._reach = self._architecture, max(512, 2 * reach)
-        positions = torch.arange(self._reach).float()
-        self._tables = []
-        for number, frequencies in enumerate(a.frequencies):
-            angles = torch.outer(positions, frequencies)
-            table = torch.cat((angles.cos(), angles.sin()), dim=-1) * (a.rotary_scales or (1.0,) * 2)[number]
-            self._tables.append(table.contiguous())
-            self._ropes[number] = RopeSpec(self._tables[-1].data_ptr(), len(frequencies), a.paired)
-        if a.alibi is not None:
-            self._tables.append(a.alibi.table(self._reach))
-            self._spec.biases, self._spec.bias_stride = self._tables[-1].data_ptr(), self._reach
-        if a.query_growth is not None:
-            self._tables.append(a.query_factors(positions))
-            self._spec.query_scales = self._tables[-1].data_ptr()
