@@ -105,7 +105,7 @@ def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch:
                 raise Broken("planted")
             return super().__getitem__(row)
 
-    monkeypatch.setattr("foretoken.engine.loop.NodeDistributions", Failing)
+    monkeypatch.setattr("foretoken.engine.verified.NodeDistributions", Failing)
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as other:
         lines = other.iter_lines()
         next(lines)

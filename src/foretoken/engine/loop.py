@@ -5,18 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
 from foretoken.control.base import Controller
 from foretoken.core.context import Context
-from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest, NoTokenAllowed
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput, Timings
-from foretoken.core.verdict import Verdict
 from foretoken.engine.clock import StepClock
 from foretoken.engine.kv_budget import state_tokens
 from foretoken.engine.prefill_pace import PrefillPacer, PromptRows
@@ -24,9 +21,10 @@ from foretoken.engine.prompt_logprobs import prompt_logprob_drafts, record_promp
 from foretoken.engine.scheduler import Scheduler, SchedulerUsage
 from foretoken.engine.sequence import OutputOptions, Sequence
 from foretoken.engine.stopping import Stopping
+from foretoken.engine.verified import NO_VERDICT, VerifiedDraft
 from foretoken.models.base import Model, Scores
 from foretoken.propose.base import Observation, Proposer
-from foretoken.verify import Rule, choose, stream_for
+from foretoken.verify import Rule, choose
 
 
 class Engine:
@@ -168,9 +166,10 @@ class Engine:
                 scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
                 clock.lap()
                 own = slice(len(plan.ready))
-                verdicts = [self._verify(*each) for each in zip(plan.ready, drafts[own], scores[own], strict=True)]
+                parts = zip(plan.ready, budgets, drafts[own], scores[own], strict=True)
+                verified = [VerifiedDraft.of(*part, self.rule) for part in parts]
             failed = self._prefill(plan.prefilling, scores[len(plan.ready) :])
-            steps = self._settle(plan.ready, budgets, drafts[own], verdicts, scores[own], clock) if plan.ready else []
+            steps = self._settle(verified, clock) if verified else []
             return [*steps, *(self._end(sequence) for sequence in failed)]
 
     def step_or_raise(self) -> list[StepOutput]:
@@ -214,25 +213,6 @@ class Engine:
         finally:
             self._alone.release()
 
-    def _verify(self, sequence: Sequence, draft: Draft, scores: Scores) -> Verdict | None:
-        """Verifies a draft with the verifier that its law and the request's grade require.
-
-        Where the verdict reaches a node at which no token is possible, the accepted tokens are still emitted, the last
-        of them as the target's own, and the next step ends the sequence. Returns None where it ends in this step.
-        """
-        context = sequence.context
-        probs = NodeDistributions(context.law, scores.logits, partial(context.history_at, draft))
-        try:
-            stream = stream_for(context.exactness, context.streams, context.generated)
-            return self.rule(draft.law, context.exactness)(draft, probs, stream)
-        except NoTokenAllowed as end:
-            if path := draft.path(end.row - 1):
-                return Verdict(path[:-1], draft.ids[path[-1]])
-            sequence.fail(probs.refusal(end.row))
-        except Exception as error:
-            sequence.fail(error)
-        return None
-
     def _prefill(self, prefilling: list[Sequence], scores: list[Scores]) -> list[Sequence]:
         """Records prompt log-probabilities and passes the target's states to the proposer. Returns failed sequences."""
         for sequence, score in zip(prefilling, scores, strict=True):
@@ -246,57 +226,34 @@ class Engine:
         self.proposer.prefill([sequence.context for sequence in prefilling], scores)
         return [sequence for sequence in prefilling if sequence.error is not None]
 
-    def _settle(
-        self,
-        ready: list[Sequence],
-        budgets: list[int],
-        drafts: list[Draft],
-        verdicts: list[Verdict | None],
-        scores: list[Scores],
-        clock: StepClock,
-    ) -> list[StepOutput]:
+    def _settle(self, verified: list[VerifiedDraft], clock: StepClock) -> list[StepOutput]:
         """Emits and commits tokens, and passes the step to all parts that learn from it. Returns the outputs."""
-        emitted = [
-            self._emit(sequence, draft, verdict, score)
-            for sequence, draft, verdict, score in zip(ready, drafts, verdicts, scores, strict=True)
-        ]
+        emitted = [each.emit(self.target.max_length) for each in verified]
         clock.lap()
-        self.target.commit([s.handle for s in ready], emitted)
-        contexts, ends = [sequence.context for sequence in ready], [sequence.finish_reason for sequence in ready]
+        self.target.commit([each.sequence.handle for each in verified], emitted)
+        contexts = [each.sequence.context for each in verified]
         positions = [context.generated for context in contexts]
         for context, tokens in zip(contexts, emitted, strict=True):
             context.tokens.extend(tokens)
         timings = clock.timings()
-        self.pace.observe(timings, sum(map(len, drafts)))
+        self.pace.observe(timings, sum(len(each.draft) for each in verified))
         steps = [
-            StepOutput(
-                context.id,
-                position,
-                draft,
-                verdict or Verdict((), -1),
-                tokens,
-                timings,
-                ended,
-                budget,
-                context.part,
-            )
-            for context, ended, position, budget, draft, verdict, tokens in zip(
-                contexts, ends, positions, budgets, drafts, verdicts, emitted, strict=True
-            )
+            each.output(position, tokens, timings)
+            for each, position, tokens in zip(verified, positions, emitted, strict=True)
         ]
-        self._observe([(s.context, t, score) for s, t, score in zip(ready, steps, scores, strict=True) if not s.error])
-        for sequence, step in zip(ready, steps, strict=True):
-            sequence.counts.add(step)
+        self._observe([(each, step) for each, step in zip(verified, steps, strict=True) if not each.sequence.error])
+        for each, step in zip(verified, steps, strict=True):
+            each.sequence.counts.add(step)
             if step.finish_reason is not None:
-                self._retire(sequence)
+                self._retire(each.sequence)
         return steps
 
-    def _observe(self, outcomes: list[tuple[Context, StepOutput, Scores]]) -> None:
+    def _observe(self, outcomes: list[tuple[VerifiedDraft, StepOutput]]) -> None:
         """Passes the step of the sequences that did not fail to the proposer, the controller and the cost models."""
         if not outcomes:
             return
-        contexts, steps = [context for context, _, _ in outcomes], [step for _, step, _ in outcomes]
-        self.proposer.observe(contexts, [Observation(step, scores) for _, step, scores in outcomes])
+        contexts, steps = [each.sequence.context for each, _ in outcomes], [step for _, step in outcomes]
+        self.proposer.observe(contexts, [Observation(step, each.scores) for each, step in outcomes])
         if not self.controller.resting:
             self.controller.observe(contexts, steps)
             for costs in self._costs:
@@ -305,19 +262,10 @@ class Engine:
             if step.budget and step.part is not DraftPart.FREE and (step.position or len(step.draft)):
                 context.num_proposer_tokens = len(context.tokens)
 
-    def _emit(self, sequence: Sequence, draft: Draft, verdict: Verdict | None, scores: Scores) -> tuple[int, ...]:
-        """Returns the tokens that the sequence emits; none where it fails."""
-        try:
-            return () if verdict is None else sequence.emit(draft, verdict, scores.logits, self.target.max_length)
-        except Exception as error:
-            sequence.fail(error)
-            return ()
-
     def _end(self, sequence: Sequence) -> StepOutput:
         """Ends a sequence that failed before it emitted anything. Returns its last output."""
         context, timings = sequence.context, Timings(0.0, 0.0, 0.0, 0.0, 1)
-        verdict = Verdict((), -1)
-        step = StepOutput(context.id, context.generated, Draft.empty(), verdict, (), timings, sequence.finish_reason)
+        step = StepOutput(context.id, context.generated, Draft.empty(), NO_VERDICT, (), timings, sequence.finish_reason)
         sequence.counts.add(step)
         self._retire(sequence)
         return step

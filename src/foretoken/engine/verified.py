@@ -1,0 +1,81 @@
+"""One sequence's part of a decode step. A failure in it ends this sequence alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from foretoken.core.distributions import NodeDistributions
+from foretoken.core.draft import Draft
+from foretoken.core.errors import NoTokenAllowed
+from foretoken.core.step import StepOutput, Timings
+from foretoken.core.verdict import Verdict
+from foretoken.engine.sequence import Sequence
+from foretoken.models.base import Scores
+from foretoken.verify import Rule, stream_for
+
+NO_VERDICT = Verdict((), -1)  # of sequences that failed
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """A draft and the verdict on it.
+
+    Attributes:
+        sequence: The sequence.
+        budget: Number of draft tokens that the proposer was asked for.
+        draft: The draft.
+        scores: The target's.
+        verdict: The verifier's decision; None where the sequence failed.
+    """
+
+    sequence: Sequence
+    budget: int
+    draft: Draft
+    scores: Scores
+    verdict: Verdict | None
+
+    @staticmethod
+    def of(sequence: Sequence, budget: int, draft: Draft, scores: Scores, rule: Rule) -> VerifiedDraft:
+        """Verifies a draft with the verifier that its law and the request's grade require."""
+        return VerifiedDraft(sequence, budget, draft, scores, _verdict(sequence, draft, scores, rule))
+
+    def emit(self, max_length: int) -> tuple[int, ...]:
+        """Returns the tokens that the sequence emits; none where it fails.
+
+        Args:
+            max_length: The target's context length.
+        """
+        if self.verdict is None:
+            return ()
+        try:
+            return self.sequence.emit(self.draft, self.verdict, self.scores.logits, max_length)
+        except Exception as error:
+            self.sequence.fail(error)
+            return ()
+
+    def output(self, position: int, tokens: tuple[int, ...], timings: Timings) -> StepOutput:
+        """Returns the sequence's output of the step; ``position`` is its number of generated tokens before."""
+        context, verdict = self.sequence.context, self.verdict or NO_VERDICT
+        ended, budget, part = self.sequence.finish_reason, self.budget, context.part
+        return StepOutput(context.id, position, self.draft, verdict, tokens, timings, ended, budget, part)
+
+
+def _verdict(sequence: Sequence, draft: Draft, scores: Scores, rule: Rule) -> Verdict | None:
+    """Returns the verdict on a draft; None where the sequence ends in this step.
+
+    Where the verdict reaches a node at which no token is possible, the accepted tokens are still emitted, the last of
+    them as the target's own, and the next step ends the sequence.
+    """
+    context = sequence.context
+    probs = NodeDistributions(context.law, scores.logits, partial(context.history_at, draft))
+    try:
+        stream = stream_for(context.exactness, context.streams, context.generated)
+        return rule(draft.law, context.exactness)(draft, probs, stream)
+    except NoTokenAllowed as end:
+        if path := draft.path(end.row - 1):
+            return Verdict(path[:-1], draft.ids[path[-1]])
+        sequence.fail(probs.refusal(end.row))
+    except Exception as error:
+        sequence.fail(error)
+    return None
