@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,8 @@ from foretoken.engine.assemble import Assembler
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.prefill_pace import PromptRows
-from foretoken.engine.prompts import Prompt
+from foretoken.engine.progress import completion_progress
+from foretoken.engine.prompts import Prompt, prompt_list
 from foretoken.engine.requests import PromptLogprobs, Request, RequestBuilder
 from foretoken.engine.warmup import warm_up
 from foretoken.models.adapters import LoadedAdapters
@@ -129,22 +128,21 @@ class LLM:
         config = config if adapt is False else config.unmixed  # a mixture does not learn
         path = resolve(model, gguf_file)
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
-        options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}
+        load = partial(load_model, dtype=dtype, device=device, backend=backend, max_length=max_model_len)
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
-        self.target: Model = load_model(
+        self.target: Model = load(
             path,
             quantization=quantization,
             tensor_parallel_size=tensor_parallel_size,
             weight_format=weight_format,
             kv_cache_dtype=kv_cache_dtype,
-            **options,
         )
         self.adapters = LoadedAdapters(self.target)
         for name, folder in adapters.items():
             self.load_lora(name, folder)
-        options["weight_format"] = drafts_format(weight_format)
         self.model, self.draft_model = str(model), config.model
-        builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
+        load_draft = partial(load, weight_format=drafts_format(weight_format))
+        builder = Builder(self.target, self.tokenizer, path, lambda other: load_draft(resolve(other)))
         chosen = self._chosen = self._open_proposers(builder, config, adapt, methods)
         config = self.speculative_config
         capacity = split_kv_memory(self.target, chosen, kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs)
@@ -220,7 +218,7 @@ class LLM:
         done: dict[int, dict[int, CompletionOutput]] = {request.id: {} for request in requests}
         prompt_logprobs: dict[int, PromptLogprobs | None] = {}
         total = sum(request.params.n for request in requests)
-        with _progress(total, use_tqdm) as advance:
+        with completion_progress(total, use_tqdm) as advance:
             for piece in self._run(assembler, requests):
                 if piece.output is not None:
                     done[piece.request_id][piece.index] = piece.output
@@ -321,13 +319,10 @@ class LLM:
     ) -> tuple[Assembler, list[Request]]:
         """Checks and queues all requests, or none."""
         self.sweep_adapters()
-        each = _as_list(prompts)
-        settings = [params or SamplingParams()] * len(each) if not isinstance(params, Sequence) else list(params)
-        if len(settings) != len(each):
-            raise InvalidRequest(f"{len(settings)} sampling_params for {len(each)} prompts; give one, or one each")
-        adapters = list(lora) if isinstance(lora, Sequence) and not isinstance(lora, str) else [lora] * len(each)
-        if len(adapters) != len(each):
-            raise InvalidRequest(f"{len(adapters)} lora_request for {len(each)} prompts; give one, or one each")
+        each = prompt_list(prompts)
+        given = params if isinstance(params, Sequence) else params or SamplingParams()
+        settings = _one_each("sampling_params", given, not isinstance(given, Sequence), len(each))
+        adapters = _one_each("lora_request", lora, isinstance(lora, str) or not isinstance(lora, Sequence), len(each))
         settings = [self._with_adapter(p, adapter) for p, adapter in zip(settings, adapters, strict=True)]
         built = [self.requests.build(prompt, p) for prompt, p in zip(each, settings, strict=True)]
         for _, contexts in built:
@@ -358,30 +353,16 @@ class LLM:
                         yield assembler.piece(step)
 
 
-@contextmanager
-def _progress(total: int, show: bool | None) -> Iterator[Callable[[], None]]:
-    """Yields a function to call after each finished completion, which advances a progress bar on stderr.
+def _one_each(name: str, given: Any, single: bool, count: int) -> list[Any]:
+    """Returns one value for each of ``count`` prompts. Raises InvalidRequest where a list has another length.
 
     Args:
-        total: Number of completions.
-        show: Whether to show the bar. None shows it for several completions on a terminal.
+        name: Name of the argument.
+        given: A value for all prompts, or one for each.
+        single: Whether it is for all.
+        count: Number of prompts.
     """
-    if not (total > 1 and sys.stderr.isatty() if show is None else show):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("completions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    if not items:
-        raise InvalidRequest("no prompts were given; pass a string, token ids, or a list of them")
-    return [items] if all(isinstance(item, int) for item in items) else items
+    values = [given] * count if single else list(given)
+    if len(values) != count:
+        raise InvalidRequest(f"{len(values)} {name} for {count} prompts; give one, or one each")
+    return values

@@ -45,6 +45,16 @@ class TokenizedPrompt:
         return list(self.source) or self.tokens
 
 
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Returns one prompt or many as a list. Raises InvalidRequest for none."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if not items:
+        raise InvalidRequest("no prompts were given; pass a string, token ids, or a list of them")
+    return [items] if all(isinstance(item, int) for item in items) else items
+
+
 def check_characters(text: str, what: str) -> None:
     """Raises InvalidRequest for text with half of a surrogate pair, which no tokenizer accepts."""
     try:
