@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.grouped import grouped
 from foretoken.cli.options import Json
 
 if TYPE_CHECKING:
     from foretoken.train.data import Corpus
     from foretoken.train.optimization import TrainConfig
-    from foretoken.train.target import Shape
 
 app = typer.Typer(help="Train a target, distil a draft from it, write their cards.", no_args_is_help=True)
 
@@ -41,7 +42,21 @@ Compile = Annotated[
 Size = Annotated[int | None, typer.Option(help="Instead of the bundled model's.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LlamaSizes:
+    """Sizes of a Llama, in the order of the fields of ``Shape``."""
+
+    hidden: Size = None
+    intermediate: Size = None
+    layers: Size = None
+    heads: Size = None
+    kv_heads: Size = None
+    head_dim: Size = None
+    positions: Size = None
+
+
 @app.command()
+@grouped
 def target(
     out: Out,
     corpus: Texts = None,
@@ -51,13 +66,8 @@ def target(
     window: Window = 768,
     learning_rate: Rate = 3e-3,
     seed: Seed = 0,
-    hidden: Size = None,
-    intermediate: Size = None,
-    layers: Size = None,
-    heads: Size = None,
-    kv_heads: Size = None,
-    head_dim: Size = None,
-    positions: Size = None,
+    *,
+    sizes: LlamaSizes,
     patience: Patience = None,
     compile_model: Compile = None,
     resume: Resume = False,
@@ -69,12 +79,13 @@ def target(
     from foretoken.train.target import TARGET_CONFIG, TARGET_SHAPE, train_target
 
     config = config_of(TARGET_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
-    shape = _shape(TARGET_SHAPE, hidden, intermediate, layers, heads, kv_heads, head_dim, positions)
+    shape = with_sizes(TARGET_SHAPE, sizes)
     out = check_run(out, resume, force)
     show(out, train_target(out, corpus_of(corpus), shape, config, resume), as_json)
 
 
 @app.command()
+@grouped
 def draft(
     out: Out,
     target: MaybeTarget = None,
@@ -86,13 +97,8 @@ def draft(
     window: Window = 512,
     learning_rate: Rate = 4e-3,
     seed: Seed = 0,
-    hidden: Size = None,
-    intermediate: Size = None,
-    layers: Size = None,
-    heads: Size = None,
-    kv_heads: Size = None,
-    head_dim: Size = None,
-    positions: Size = None,
+    *,
+    sizes: LlamaSizes,
     top: Annotated[int, typer.Option(help="Most likely tokens kept of the target's law.")] = 64,
     acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
     generate: Annotated[bool, typer.Option("--generate", help="Let the target continue half of the windows.")] = False,
@@ -112,7 +118,7 @@ def draft(
     from foretoken.train.target import DRAFT_SHAPE
 
     config = config_of(DRAFT_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
-    shape = _shape(DRAFT_SHAPE, hidden, intermediate, layers, heads, kv_heads, head_dim, positions)
+    shape = with_sizes(DRAFT_SHAPE, sizes)
     share = generated_share if generated_share is not None else 0.5 if generate else 0.0
     distill = DistillConfig(
         top, acceptance_share=acceptance_share, generated_share=share, disk_gigabytes=disk_gigabytes
@@ -167,8 +173,6 @@ def config_of(
     patience: int | None = None,
 ) -> TrainConfig:
     """Returns ``usual`` with the given options. Raises InvalidRequest if both lengths are given."""
-    from dataclasses import replace
-
     from foretoken.core.errors import InvalidRequest
 
     if steps is not None and minutes is not None:
@@ -189,12 +193,10 @@ def config_of(
     return replace(usual, **length, **rest)  # type: ignore[arg-type]
 
 
-def _shape(usual: Shape, *sizes: int | None) -> Shape:
-    """Returns a shape with ``sizes``, in the order of its fields; None keeps the default."""
-    from dataclasses import replace
-
-    given = {name: size for name, size in zip(vars(usual), sizes, strict=True) if size is not None}
-    return replace(usual, **given)
+def with_sizes(usual: Any, sizes: Any) -> Any:
+    """Returns the shape ``usual`` with the ``sizes`` that are given; their fields are in the order of its own."""
+    given = zip(vars(usual), vars(sizes).values(), strict=True)
+    return replace(usual, **{name: size for name, size in given if size is not None})
 
 
 def show(out: Path, figures: dict[str, float], as_json: bool) -> None:

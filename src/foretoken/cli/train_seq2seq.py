@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from foretoken.cli.grouped import grouped
 from foretoken.cli.options import Json
 from foretoken.cli.train import (
     Compile,
@@ -23,11 +25,9 @@ from foretoken.cli.train import (
     config_of,
     corpus_of,
     show,
+    with_sizes,
 )
 from foretoken.cli.train_heads import app
-
-if TYPE_CHECKING:
-    from foretoken.train.seq2seq import T5Shape
 
 __all__ = ["app"]
 
@@ -35,7 +35,20 @@ Batch = Annotated[int, typer.Option(help="Rows of the longest length per step; m
 Window = Annotated[int, typer.Option(help="Tokens of the longest row, on each side.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class T5Sizes:
+    """Sizes of a T5, in the order of the fields of ``T5Shape``."""
+
+    hidden: Size = None
+    intermediate: Size = None
+    layers: Size = None
+    decoder_layers: Size = None
+    heads: Size = None
+    head_dim: Size = None
+
+
 @app.command()
+@grouped
 def seq2seq(
     out: Out,
     corpus: Texts = None,
@@ -45,12 +58,8 @@ def seq2seq(
     window: Window = 176,
     learning_rate: Rate = 3e-3,
     seed: Seed = 0,
-    hidden: Size = None,
-    intermediate: Size = None,
-    layers: Size = None,
-    decoder_layers: Size = None,
-    heads: Size = None,
-    head_dim: Size = None,
+    *,
+    sizes: T5Sizes,
     patience: Patience = None,
     compile_model: Compile = None,
     resume: Resume = False,
@@ -62,12 +71,13 @@ def seq2seq(
     from foretoken.train.seq2seq import SEQ2SEQ_CONFIG, SEQ2SEQ_SHAPE, train_seq2seq
 
     config = config_of(SEQ2SEQ_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
-    shape = _shape(SEQ2SEQ_SHAPE, hidden, intermediate, layers, decoder_layers, heads, head_dim)
+    shape = with_sizes(SEQ2SEQ_SHAPE, sizes)
     out = check_run(out, resume, force)
     show(out, train_seq2seq(out, corpus_of(corpus), shape, config, resume), as_json)
 
 
 @app.command("seq2seq-draft")
+@grouped
 def seq2seq_draft(
     out: Out,
     target: Annotated[Path | None, typer.Option(help="Folder of the target; else the bundled one.")] = None,
@@ -78,12 +88,8 @@ def seq2seq_draft(
     window: Window = 176,
     learning_rate: Rate = 4e-3,
     seed: Seed = 0,
-    hidden: Size = None,
-    intermediate: Size = None,
-    layers: Size = None,
-    decoder_layers: Size = None,
-    heads: Size = None,
-    head_dim: Size = None,
+    *,
+    sizes: T5Sizes,
     acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
     patience: Patience = None,
     compile_model: Compile = None,
@@ -99,7 +105,7 @@ def seq2seq_draft(
     config = config_of(
         SEQ2SEQ_DRAFT_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience
     )
-    shape = _shape(SEQ2SEQ_DRAFT_SHAPE, hidden, intermediate, layers, decoder_layers, heads, head_dim)
+    shape = with_sizes(SEQ2SEQ_DRAFT_SHAPE, sizes)
     out = check_run(out, resume, force)
     path = zoo.path("seq2seq-target") if target is None else target.expanduser().absolute()
     show(out, train_seq2seq_draft(out, path, corpus_of(corpus), shape, config, resume, acceptance_share), as_json)
@@ -116,11 +122,3 @@ def seq2seq_card(
 
     for file in write_seq2seq_cards(target.absolute(), draft.absolute() if draft else None, corpus_of(corpus)):
         print(file)
-
-
-def _shape(usual: T5Shape, *sizes: int | None) -> T5Shape:
-    """Returns a shape with ``sizes``, in the order of its options; None keeps the default."""
-    from dataclasses import replace
-
-    names = ("d_model", "d_ff", "num_layers", "num_decoder_layers", "num_heads", "d_kv")
-    return replace(usual, **{name: size for name, size in zip(names, sizes, strict=True) if size is not None})
