@@ -9,6 +9,8 @@ from time import monotonic
 from foretoken.audit.subject import Audited, CompletionSettings, Ids
 from foretoken.core.streams import random_seed_from
 
+NOISE_TOKENS = 32  # of each prompt whose logits are compared
+
 
 @dataclass(frozen=True, slots=True)
 class AuditTask:
@@ -56,11 +58,11 @@ class AuditTask:
         return tuple(random_seed_from(self.seed, purpose, portion, i) >> 1 for i in range(size))
 
 
-def noise(subject: Audited, prompts: Sequence[Ids], tokens: int = 32) -> float:
+def noise(subject: Audited, prompts: Sequence[Ids]) -> float:
     """Returns the largest difference of a logit between decoding and one forward pass over the same text."""
     if subject.bit_equal:
         return 0.0
-    settings = CompletionSettings(subject.law(0.0), tokens, (0,) * len(prompts), batch=subject.batch, keep=True)
+    settings = CompletionSettings(subject.law(0.0), NOISE_TOKENS, (0,) * len(prompts), batch=subject.batch, keep=True)
     largest = 0.0
     for prompt, text in zip(prompts, subject.generate(prompts, settings), strict=True):
         if text.rows is not None:

@@ -23,14 +23,14 @@ def auth_headers(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def listed_models(url: str, key: str | None, timeout: float = 30.0) -> list[dict[str, object]]:
+def listed_models(url: str, key: str | None) -> list[dict[str, object]]:
     """Returns the entries of ``/v1/models``, one at least, each with an ``id``.
 
     Raises:
         ForetokenError: The server does not answer, or not as OpenAI's API does.
     """
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=auth_headers(key), timeout=timeout)
+        answer = httpx.get(f"{url}/v1/models", headers=auth_headers(key), timeout=30.0)
         answer.raise_for_status()
         listed = [{**model, "id": str(model["id"])} for model in answer.json()["data"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:

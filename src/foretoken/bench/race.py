@@ -202,14 +202,14 @@ def mark_best(rows: Sequence[RaceRow]) -> list[RaceRow]:
     return [replace(row, best=row.tokens_per_second == fastest[row.system, row.method]) for row in rows]
 
 
-def ratios(rows: Sequence[RaceRow], system: str = "foretoken") -> list[dict[str, Any]]:
-    """Returns the speedups of ``system``'s fastest speculation over its plain decoding and over every peer.
+def ratios(rows: Sequence[RaceRow]) -> list[dict[str, Any]]:
+    """Returns the speedups of our fastest speculation over its plain decoding and over every peer.
 
     Peers count at their fastest depth end to end, with and without speculation. Speedups are end to end and decoding
     only.
     """
     best = [row for row in rows if row.best]
-    fastest = max((r for r in best if r.system == system and r.method != "plain"), key=_rate, default=None)
+    fastest = max((r for r in best if r.system == "foretoken" and r.method != "plain"), key=_rate, default=None)
     if fastest is None:
         return []
     others = [max(group, key=_rate) for group in _groups(best) if fastest not in group]

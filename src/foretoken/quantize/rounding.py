@@ -56,7 +56,7 @@ class Grid:
         return numbers.repeat_interleave(self.group, 1)[:, :inputs]
 
 
-def symmetric_scales(x: Tensor, low: int, importance: Tensor, steps: tuple[float, ...] = _SYMMETRIC_STEPS) -> Tensor:
+def symmetric_scales(x: Tensor, low: int, importance: Tensor) -> Tensor:
     """Returns the scales of least squared error for codes from ``low`` to ``-low - 1``.
 
     The number of largest magnitude takes a code near ``low``. For each of several such codes the others follow, and
@@ -66,7 +66,6 @@ def symmetric_scales(x: Tensor, low: int, importance: Tensor, steps: tuple[float
         x: groups [..., group].
         low: smallest code, negative.
         importance: weight of each squared error, as x.
-        steps: distances of the code of the largest number from ``low``.
 
     Returns:
         float32 [...].
@@ -76,7 +75,7 @@ def symmetric_scales(x: Tensor, low: int, importance: Tensor, steps: tuple[float
     empty = extreme.abs() < _SMALL
     inverse = low / extreme.masked_fill(empty, torch.inf)
     best, best_score = torch.zeros_like(extreme), torch.zeros_like(extreme)
-    for step in steps:
+    for step in _SYMMETRIC_STEPS:
         codes = (x * (inverse * (1 - step / low))).round_().clamp_(low, -low - 1)
         weighted = importance * codes
         dot, square = (weighted * x).sum(-1, keepdim=True), (weighted * codes).sum(-1, keepdim=True)

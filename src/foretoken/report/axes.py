@@ -11,6 +11,7 @@ from foretoken.report.markup import Html, element, join
 
 WIDTH, HEIGHT = 480.0, 300.0  # small enough that text stays legible on a phone
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 12.0, 28.0, 46.0
+TICKS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,11 @@ class Axes:
     shapes: Html
 
 
-def ticks(low: float, high: float, count: int = 7) -> list[float]:
-    """Returns about ``count`` ticks from ``low`` to ``high``, at multiples of 1, 2 or 5 times a power of ten."""
+def ticks(low: float, high: float) -> list[float]:
+    """Returns about ``TICKS`` ticks from ``low`` to ``high``, at multiples of 1, 2 or 5 times a power of ten."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
-    rough = (high - low) / count
+    rough = (high - low) / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)

@@ -86,10 +86,10 @@ class ApiError(ForetokenError):
         body = self.anthropic_body(request_id(scope)) if anthropic else self.body()
         return JSONResponse(body, self.status, headers=dict(self.headers))
 
-    def last_event(self, path: str, identifier: str | None = None) -> bytes:
+    def last_event(self, path: str) -> bytes:
         """Returns the event that ends a stream of the API at ``path`` after an error."""
         if _asks_anthropic(path):
-            return event(self.anthropic_body(identifier), "error")
+            return event(self.anthropic_body(None), "error")
         if path.startswith(_RESPONSES):
             numbered = {"type": "error", "code": self.code or "server_error", "message": self.shown}
             return event({**numbered, "param": self.param, "sequence_number": 0}, "error")

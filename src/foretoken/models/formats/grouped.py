@@ -199,9 +199,9 @@ def flat(numbers: Tensor | TwoLevels) -> Tensor:
     return numbers.wholes.repeat_interleave(-(-groups // blocks), 1)[:, :groups] * numbers.parts
 
 
-def strips(shape: tuple[int, int], multiple: int = 16) -> list[tuple[int, int]]:
-    """Returns ranges of outputs to process at once; the length of all but the last is a multiple of ``multiple``."""
-    step = max(1, _AT_ONCE // (shape[1] * multiple)) * multiple
+def strips(shape: tuple[int, int]) -> list[tuple[int, int]]:
+    """Returns ranges of outputs to process at once; the length of all but the last is a multiple of 16."""
+    step = max(1, _AT_ONCE // (shape[1] * 16)) * 16
     return [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
 
 

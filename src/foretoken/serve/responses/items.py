@@ -41,9 +41,9 @@ Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
 Text = Annotated[str | Parts, BeforeValidator(_only_text)]
 
 
-def text_of(content: str | list[ContentPart] | None, between: str = "\n") -> str:
-    """Returns the text of parts."""
-    return content if isinstance(content, str) else between.join(part.content for part in content or ())
+def text_of(content: str | list[ContentPart] | None) -> str:
+    """Returns the text of parts, a line for each."""
+    return content if isinstance(content, str) else "\n".join(part.content for part in content or ())
 
 
 class InputMessage(Loose):

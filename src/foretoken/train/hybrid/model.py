@@ -110,10 +110,6 @@ class HybridModel(nn.Module):
         further, unevenly = self._further(ids, hidden)
         return loss + further + BALANCE * (balance + unevenly)
 
-    def mtp_loss(self, ids: Tensor) -> Tensor:
-        """Returns the MTP layer's loss of ids [B, T] in nats a token."""
-        return self._further(ids, self.model(ids)[0])[0]
-
     def _further(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         embedding = self.model.embed_tokens.weight.detach()
         hidden, balance = self.mtp(self.model.embedded(ids[:, 1:]).detach(), hidden[:, :-1].detach())

@@ -220,10 +220,10 @@ def scaled_head(role: str, wide: Path) -> Path:
     return widen_head(zoo.path(role), zoo.path("target"), wide)
 
 
-def scale_bundled(wide: Path, roles: Sequence[str] = ROLES) -> list[Path]:
+def scale_bundled(wide: Path) -> list[Path]:
     """Returns all bundled heads for ``wide``, the widened bundled target."""
     bundled = {model.role for model in zoo.list_models()}
-    return [scaled_head(role, wide) for role in roles if role in bundled]
+    return [scaled_head(role, wide) for role in ROLES if role in bundled]
 
 
 def _role(config: dict[str, Any]) -> str:
