@@ -8,7 +8,7 @@ The plan is made at two draft lengths and a few concurrencies. Then the server r
 concurrencies beside plain decoding, and the measured speedups are compared with those of the plan. The prompts are the
 same, so that the prediction is judged and not the difference between two samples of texts, which is several percent for
 so few; ``--unseen`` takes others. A server that can choose the draft length for a request is measured as it is; others
-are started once for each length, and what the longer draft length alone foretells is compared as well.
+are started once for each length, and what the longer draft length alone predicts is compared as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ console = wide_console()
 
 @dataclass(frozen=True)
 class ComparedSpeed:
-    """A speedup that was foretold and measured. basis: draft lengths that the plan was made from."""
+    """A speedup that was predicted and measured. basis: draft lengths that the plan was made from."""
 
     basis: str
     depth: int
@@ -118,10 +118,10 @@ class PlanRun:
 
 
 def compared(plan: EndpointPlan, basis: str, measured: dict[tuple[int, int], float]) -> list[ComparedSpeed]:
-    """Returns what the plan foretold beside what was measured."""
-    if plan.foretelling is None:
+    """Returns what the plan predicted beside what was measured."""
+    if plan.predictor is None:
         return []
-    rows = {at: plan.foretelling.own(*at) for at in sorted(measured)}
+    rows = {at: plan.predictor.own(*at) for at in sorted(measured)}
     return [
         ComparedSpeed(basis, *at, row.speedup or 0.0, row.low or 0.0, row.high or 0.0, measured[at])
         for at, row in rows.items()
@@ -183,11 +183,11 @@ def _restarted(
 
 def _alone(plan: EndpointPlan, depth: int) -> EndpointPlan:
     """Returns the plan from one of its draft lengths."""
-    if plan.foretelling is None:
+    if plan.predictor is None:
         return plan
-    speeds = plan.foretelling.speeds
+    speeds = plan.predictor.speeds
     own = {at: each for at, each in speeds.speculative.items() if at[0] == depth}
-    return replace(plan, foretelling=replace(plan.foretelling, speeds=SpeedModel(speeds.plain, own)))
+    return replace(plan, predictor=replace(plan.predictor, speeds=SpeedModel(speeds.plain, own)))
 
 
 def _switched(run: PlanRun, url: str, basis: Sequence[int], depths: Sequence[int]) -> Iterator[list[ComparedSpeed]]:

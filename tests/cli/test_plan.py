@@ -136,7 +136,7 @@ def test_where_no_file_can_be_is_said_before_any_work(command, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_drafting_on_another_machine_is_foretold_beside_it(run, tiny_pair, cache, monkeypatch):
+def test_drafting_on_another_machine_is_predicted_beside_it(run, tiny_pair, cache, monkeypatch):
     monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.TOKENS", 100)
     files = cache / "plan.json", cache / "plan.html"
     command = (*short(tiny_pair), "--temperature", "0", "--rtt", "5")
@@ -153,6 +153,6 @@ def test_drafting_on_another_machine_is_foretold_beside_it(run, tiny_pair, cache
     "options, words",
     [(("--rtt", "-1"), "--rtt must be a number"), (("--rtt", "5", "--batch", "2"), "one request at a time")],
 )
-def test_a_distance_that_cannot_be_foretold_is_refused_before_any_work(run, options, words):
+def test_a_distance_that_cannot_be_predicted_is_refused_before_any_work(run, options, words):
     result = run("plan", *options)
     assert result.code == 1 and words in result.err and not result.out

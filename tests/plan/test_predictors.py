@@ -1,4 +1,4 @@
-"""Statistics that foretell acceptance: their values, and fits whose error is that of unseen requests."""
+"""Statistics that predict acceptance: their values, and fits whose error is that of unseen requests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_divergence_without_end_is_cut():
     assert text_acceptance(rows) == 0.0
 
 
-def test_the_overlap_foretells_best_and_all_that_measure_distance_beat_the_constant():
+def test_the_overlap_predicts_best_and_all_that_measure_distance_beat_the_constant():
     result = predictors(REQUESTS)
     errors = {predictor.name: predictor.error for predictor in result}
     assert list(errors.values()) == sorted(errors.values())

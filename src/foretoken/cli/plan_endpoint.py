@@ -37,7 +37,7 @@ class PlanServerOptions:
         list[int] | None, typer.Option(min=1, help="Requests to the endpoint at once (repeatable). [1, 4, 16]")
     ] = None
     checkpoint: Annotated[
-        str | None, typer.Option(help="The endpoint's model here, to foretell --draft-model and --heads.")
+        str | None, typer.Option(help="The endpoint's model here, to predict --draft-model and --heads.")
     ] = None
     earlier: Annotated[
         list[Path] | None,
@@ -86,7 +86,7 @@ class PlanServerOptions:
 def plan_for_endpoint(
     url: str, options: PlanServerOptions, candidates: CandidateOptions, sample: SampleOptions, report: ReportOptions
 ) -> int:
-    """Measures, foretells and prints. Returns the exit code. Raises InvalidRequest and ForetokenError."""
+    """Measures, predicts and prints. Returns the exit code. Raises InvalidRequest and ForetokenError."""
     endpoint = options.planned(url, candidates, sample, journal(report.output))
     from foretoken.plan.endpoint import plan_endpoint
     from foretoken.plan.endpoint.render import costs_line, rendered, verdict_lines

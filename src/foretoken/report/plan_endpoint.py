@@ -35,7 +35,7 @@ def page(plan: Mapping[str, Any]) -> str:
         lead="Speedups are over plain decoding at the same concurrency, while all requests are being decoded. "
         "The intervals should contain 95 of 100 further runs over as many requests.",
         footer="tokens/pass: tokens of a sequence in a pass of the model, the model's own token included. A star marks "
-        "what was measured; the other rows are foretold.",
+        "what was measured; the other rows are predicted.",
     )
 
 
@@ -67,7 +67,7 @@ def _point(row: Row, where: str) -> Point:
         math.nan if y is None else y,
         number(row.get("low")),
         number(row.get("high")),
-        "measured" if row.get("measured") else "foretold",
+        "measured" if row.get("measured") else "predicted",
     )
 
 

@@ -1,4 +1,4 @@
-"""A budget becomes numbers of texts, and what they cost is foretold."""
+"""A budget becomes numbers of texts, and what they cost is predicted."""
 
 from __future__ import annotations
 

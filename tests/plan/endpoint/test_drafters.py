@@ -13,9 +13,9 @@ from foretoken.endpoint.side import Side
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.endpoint import LocalModels
 from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance
-from foretoken.plan.endpoint.drafters import foretold_drafters, texts_of
+from foretoken.plan.endpoint.drafters import predicted_drafters, texts_of
 from foretoken.plan.endpoint.engines import copying
-from foretoken.plan.endpoint.outcome import Foretelling
+from foretoken.plan.endpoint.outcome import EndpointPredictor
 from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
 from foretoken.plan.texts import SampledText
 
@@ -36,7 +36,7 @@ def test_texts_are_taken_once_each_and_need_ids():
 def test_text_that_repeats_is_drafted_by_those_that_copy():
     found = {
         (each.name, each.depth): each
-        for each in foretold_drafters(REPEATING, 0.0, copying(ServerKind.VLLM), LocalModels())
+        for each in predicted_drafters(REPEATING, 0.0, copying(ServerKind.VLLM), LocalModels())
     }
     assert set(found) == {(name, depth) for name in ("ngram", "suffix") for depth in (2, 4, 8)}
     assert found["ngram", 8].tokens.mean > found["ngram", 2].tokens.mean > 1.3
@@ -58,13 +58,13 @@ def test_a_draft_model_and_heads_from_checkpoints():
     ids = [tokenizer.encode(line) for line in lines]
     texts = [SampledText(tuple(each[:4]), tuple(each[4:]), len(each) - 4) for each in ids]
     models = LocalModels(target, [draft], [heads])
-    found = {(each.method, each.depth): each for each in foretold_drafters(texts, 0.0, [], models)}
+    found = {(each.method, each.depth): each for each in predicted_drafters(texts, 0.0, [], models)}
     assert set(found) == {(method, depth) for method in ("draft_model", "eagle3") for depth in (2, 4, 8)}
     assert found["draft_model", 4].tokens.mean > 1.2 and not found["draft_model", 4].free
-    row = Foretelling(ACCEPTANCE, SPEEDS, [found["draft_model", 4]], [1, 4]).other(found["draft_model", 4], 1)
+    row = EndpointPredictor(ACCEPTANCE, SPEEDS, [found["draft_model", 4]], [1, 4]).other(found["draft_model", 4], 1)
     assert row.speedup is None and row.pays_below is not None
     with pytest.raises(InvalidRequest, match="give the checkpoint of the served model"):
-        foretold_drafters([SampledText((1,), (10**6, 2), 2)], 0.0, [], models)
+        predicted_drafters([SampledText((1,), (10**6, 2), 2)], 0.0, [], models)
 
 
 ACCEPTANCE = {4: EndpointAcceptance(4, None, 100.0, ((3.0, 2.0, 5.0), (2.0, 3.0), (1.0, 4.0), (2.0, 2.0)))}

@@ -13,7 +13,7 @@ from foretoken.endpoint.side import Abilities, Side
 from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, plan_endpoint, run
 from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance
 from foretoken.plan.endpoint.measuring import own_depth
-from foretoken.plan.endpoint.outcome import OWN, EndpointPlan, EndpointRow, Foretelling
+from foretoken.plan.endpoint.outcome import OWN, EndpointPlan, EndpointPredictor, EndpointRow
 from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
 
 from .simulated import PROMPTS, SimulatedEngine, SimulatedSender, close
@@ -55,12 +55,12 @@ def test_measured_speedups_are_the_engines(monkeypatch, engine):
 def test_passes_are_timed_by_themselves_where_streams_show_them(monkeypatch):
     """Five texts, some of which are drafted well and others are not, still tell the seconds of a pass."""
     plan = planned(monkeypatch, SimulatedEngine(spread=0.2), concurrency=(1, 4), max_tokens=32)
-    known = plan.foretelling.speeds.speculative[4, 1]
+    known = plan.predictor.speeds.speculative[4, 1]
     assert known.width < 0.1 and close(known.seconds, SimulatedEngine().seconds(1, 4), 0.05)
 
 
 @pytest.mark.parametrize("fixed, draft", [(0.0, 0.003), (0.003, 0.002), (0.001, 0.0005)])
-def test_other_depths_are_foretold(monkeypatch, fixed, draft):
+def test_other_depths_are_predicted(monkeypatch, fixed, draft):
     engine = SimulatedEngine(fixed=fixed, draft=draft)
     rows = own_rows(planned(monkeypatch, engine))
     for (depth, concurrency), row in rows.items():
@@ -180,7 +180,7 @@ def test_a_loss_before_gains_does_not_switch_speculation_off():
         {(4, number): PassSeconds(each, 0.01, 2.0) for number, each in seconds.items()},
     )
     acceptance = {4: EndpointAcceptance(4, None, 100.0, ((2.0, 2.0),) * 4)}
-    whole = Foretelling(acceptance, speeds, [], [1, 4, 16])
+    whole = EndpointPredictor(acceptance, speeds, [], [1, 4, 16])
     assert whole._off(4)[0] is None
 
 
@@ -197,7 +197,7 @@ def test_a_gain_at_one_concurrency_does_not_beat_gains_at_all():
         {(4, number): PassSeconds(0.02, 0.01, 1.9) for number in (1, 4, 16)},
     )
     acceptance = {4: EndpointAcceptance(4, None, 100.0, ((2.0, 2.0),) * 4)}
-    whole = Foretelling(acceptance, speeds, [], [1, 4, 16])
+    whole = EndpointPredictor(acceptance, speeds, [], [1, 4, 16])
     owns = [row(OWN, number, 1.9) for number in (1, 4, 16)]
     assert whole.choice([row("ngram", 1, 2.0), *owns]).row.name == OWN
     alone = whole.choice([row("ngram", 1, 9.0), *owns])

@@ -25,7 +25,7 @@ TILTED, SOFTENED = 0.25, 1.5  # share of tokens that the control replaces, and i
 _TESTS = 5  # statistics of a tally, about
 
 
-def foretold(tokens: int, level: float) -> str:
+def detectable(tokens: int, level: float) -> str:
     """Returns what a test of that many tokens finds, before any is sampled."""
     moved = (noncentrality(BINS - 1, level / _TESTS) / (4.0 * max(1, tokens))) ** 0.5
     what = "of probability moved between likely and unlikely tokens (power 0.9)"

@@ -11,7 +11,7 @@ from typing import Any
 
 from foretoken.audit.chance import ALPHA
 from foretoken.audit.endpoint.checkpoint import CheckpointReference
-from foretoken.audit.endpoint.distribution import distribution, foretold
+from foretoken.audit.endpoint.distribution import detectable, distribution
 from foretoken.audit.endpoint.exact_parameters import exact_findings
 from foretoken.audit.endpoint.findings import findings_check
 from foretoken.audit.endpoint.parity import parity
@@ -199,7 +199,7 @@ def _plan(endpoint: Endpoint, task: EndpointTask) -> dict[str, Any]:
         "prompt_tokens": sum(cost["prompt_tokens"] for cost in costs.values()),
         "tokens": sum(cost["tokens"] for cost in costs.values()),
         "sent": {"requests": sum(one.requests for one in spent), "tokens": sum(one.tokens for one in spent)},
-        "power": foretold(tokens, task.level),
+        "power": detectable(tokens, task.level),
         "concurrency": endpoint.concurrency,
     }
 

@@ -59,7 +59,7 @@ class TextsAlone(Model):
 
 
 @dataclass(frozen=True, slots=True)
-class ForetoldDrafter:
+class PredictedDrafter:
     """Tokens per pass of a drafter at one draft length. free: whether its drafts cost nothing."""
 
     name: str
@@ -103,9 +103,9 @@ def texts_of(side: Side, answers: Sequence[ServerAnswer], prompts: Sequence[str]
     return list(made)
 
 
-def foretold_drafters(
+def predicted_drafters(
     texts: Sequence[SampledText], temperature: float, copying: Sequence[Candidate], models: LocalModels
-) -> list[ForetoldDrafter]:
+) -> list[PredictedDrafter]:
     """Returns tokens per pass of drafters at each of their draft lengths.
 
     Args:
@@ -130,7 +130,7 @@ def foretold_drafters(
 
 def _modelled(
     models: LocalModels, texts: Sequence[SampledText], law: SamplingLaw, highest: int
-) -> list[ForetoldDrafter]:
+) -> list[PredictedDrafter]:
     path = resolve(str(models.target))
     target = load_model(path)
     if highest >= target.vocab_size:
@@ -152,12 +152,12 @@ def _modelled(
     return [each for candidate in made for each in _estimated(sample, candidate, free=False)]
 
 
-def _estimated(sample: Sample, candidate: Candidate, free: bool) -> list[ForetoldDrafter]:
+def _estimated(sample: Sample, candidate: Candidate, free: bool) -> list[PredictedDrafter]:
     result = []
     for depth in candidate.depths:
         estimate = sample.estimate(candidate, depth)
         drafted = sum(size * share for size, share in estimate.sizes.items())
         tokens = TokensPerPass(estimate.tokens_per_pass, spread(estimate), drafted, estimate.acceptance)
         config = candidate.at(depth)
-        result.append(ForetoldDrafter(candidate.name, candidate.method, config, depth, tokens, free))
+        result.append(PredictedDrafter(candidate.name, candidate.method, config, depth, tokens, free))
     return result

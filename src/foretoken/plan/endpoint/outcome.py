@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance, TokensPerPass
-from foretoken.plan.endpoint.drafters import ForetoldDrafter
+from foretoken.plan.endpoint.drafters import PredictedDrafter
 from foretoken.plan.endpoint.engines import Limit, ranges
 from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
 
@@ -88,8 +88,8 @@ class EndpointChoice:
 
 
 @dataclass(frozen=True)
-class Foretelling:
-    """Everything that rows are computed from.
+class EndpointPredictor:
+    """Predicts rows from what was measured.
 
     Attributes:
         acceptance: By draft length that was measured.
@@ -101,7 +101,7 @@ class Foretelling:
 
     acceptance: Mapping[int, EndpointAcceptance]
     speeds: SpeedModel
-    drafters: Sequence[ForetoldDrafter]
+    drafters: Sequence[PredictedDrafter]
     concurrency: Sequence[int]
     apart: Mapping[tuple[int, int], TokensPerPass] = field(default_factory=dict)
     _tokens: dict[int, TokensPerPass] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Foretelling:
         row = self._row(OWN, "", None, depth, concurrency, tokens)
         return self._timed(row, tokens, spent)
 
-    def other(self, drafter: ForetoldDrafter, concurrency: int) -> EndpointRow:
+    def other(self, drafter: PredictedDrafter, concurrency: int) -> EndpointRow:
         """Returns the row of another drafter."""
         tokens = drafter.tokens
         row = self._row(drafter.name, drafter.method, drafter.config, drafter.depth, concurrency, tokens)
@@ -248,7 +248,7 @@ class EndpointPlan:
         choice: What to set.
         paste: Lines of the engine's configuration.
         measured: Points that a later plan at another draft length can use.
-        foretelling: Computes rows for further draft lengths and concurrencies.
+        predictor: Computes rows for further draft lengths and concurrencies.
     """
 
     facts: Mapping[str, Any]
@@ -258,7 +258,7 @@ class EndpointPlan:
     choice: EndpointChoice | None = None
     paste: tuple[str, ...] = ()
     measured: Mapping[str, Any] | None = None
-    foretelling: Foretelling | None = None
+    predictor: EndpointPredictor | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan for JSON and HTML pages."""

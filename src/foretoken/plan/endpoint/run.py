@@ -22,7 +22,7 @@ from foretoken.plan.endpoint.acceptance import (
     TokensPerPass,
     acceptance_of,
 )
-from foretoken.plan.endpoint.drafters import ForetoldDrafter, LocalModels, foretold_drafters, texts_of
+from foretoken.plan.endpoint.drafters import LocalModels, PredictedDrafter, predicted_drafters, texts_of
 from foretoken.plan.endpoint.engines import copying, paste
 from foretoken.plan.endpoint.measuring import (
     Measured,
@@ -36,7 +36,7 @@ from foretoken.plan.endpoint.measuring import (
     rounds_of,
     warmed,
 )
-from foretoken.plan.endpoint.outcome import EndpointPlan, Foretelling
+from foretoken.plan.endpoint.outcome import EndpointPlan, EndpointPredictor
 from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel, measured_plain, measured_speculative
 from foretoken.plan.endpoint.waves import MeasuredLane, Wave, WaveSender
 
@@ -56,7 +56,7 @@ class PlannedEndpoint:
         budget: Generated tokens to spend, about.
         seconds: Time to take, about, in place of ``budget``.
         current: The server's own speculative_config, as far as it is known.
-        models: Checkpoints on this machine, to foretell drafters that are models.
+        models: Checkpoints on this machine, to predict drafters that are models.
         earlier: Records of plans for the same server at other draft lengths.
         journal: File of the waves of a plan that is under way.
     """
@@ -87,7 +87,7 @@ def plan_endpoint(
     announce: Callable[[Mapping[str, Any]], bool] = lambda costs: True,
     say: Say = lambda what, share: None,
 ) -> EndpointPlan:
-    """Measures a server and foretells.
+    """Measures a server and predicts.
 
     Args:
         endpoint: What to plan for.
@@ -172,7 +172,7 @@ class _Planning:
             return EndpointPlan(self.facts)
         measured = measure(sender, lanes, work, self.say)
         self.notes += measured.notes
-        return self._foretold(measured, work)
+        return self._plan_from(measured, work)
 
     def _work(self, sender: WaveSender, lanes: Sequence[MeasuredLane]) -> tuple[Workload, Mapping[str, Any]]:
         end = self.endpoint
@@ -186,7 +186,7 @@ class _Planning:
         sent = {"requests": sum(one.requests for one in spent), "tokens": sum(one.tokens for one in spent)}
         return work, {**work.costs(len(lanes), end.max_tokens, each), "sent": sent}
 
-    def _foretold(self, measured: Measured, work: Workload) -> EndpointPlan:
+    def _plan_from(self, measured: Measured, work: Workload) -> EndpointPlan:
         acceptances: dict[int, EndpointAcceptance] = {}
         for at, lane in enumerate(measured.lanes):
             if lane.depth:
@@ -206,7 +206,7 @@ class _Planning:
             if each.shorter
         ]
         drafters = self._drafters(measured, work)
-        whole = Foretelling(acceptances, speeds, drafters, sorted(speeds.plain), apart)
+        whole = EndpointPredictor(acceptances, speeds, drafters, sorted(speeds.plain), apart)
         rows = whole.rows()
         self.notes += [whole.left_out] if whole.left_out else []
         choice = whole.choice(rows)
@@ -265,7 +265,7 @@ class _Planning:
             own |= _earlier(record, self.facts, plain, own)
         return SpeedModel(plain, own)
 
-    def _drafters(self, measured: Measured, work: Workload) -> list[ForetoldDrafter]:
+    def _drafters(self, measured: Measured, work: Workload) -> list[PredictedDrafter]:
         plain = measured.lanes[0].side
         end = self.endpoint
         self.say("other drafters on the texts", 1.0)
@@ -273,7 +273,7 @@ class _Planning:
             answers, prompts = plain_answers(measured, work)
             texts = texts_of(plain, answers, prompts, end.max_tokens)
             kind = measured.lanes[1].side.dialect.kind
-            return foretold_drafters(texts, end.temperature, copying(kind), end.models)
+            return predicted_drafters(texts, end.temperature, copying(kind), end.models)
         except CannotTellError as why:
             self.notes.append(str(why))
             return []

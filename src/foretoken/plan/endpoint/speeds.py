@@ -1,4 +1,4 @@
-"""Seconds of a pass by concurrency and draft length: measured, or foretold with the interval of what is not known.
+"""Seconds of a pass by concurrency and draft length: measured, or predicted with the interval of what is not known.
 
 A pass of c sequences with d draft tokens each verifies c (d + 1) rows, as a plain pass of that many sequences computes.
 What a speculative pass takes beyond that is overhead: a part for every draft token (the draft model's passes) and a
