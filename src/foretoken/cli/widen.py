@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.grouped import grouped
 from foretoken.cli.options import Json
+from foretoken.core.errors import InvalidRequest
+
+FIELDS = {
+    "hidden": ("hidden_size", "d_model"),
+    "intermediate": ("intermediate_size", "moe_intermediate_size", "d_ff"),
+    "layers": ("num_hidden_layers", "num_layers", "num_decoder_layers"),
+    "heads": ("num_attention_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "experts": ("num_experts",),
+}
+"""The fields that each of ``WideSizes`` sets, of those that a family's shape has."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WideSizes:
+    """Sizes in place of the preset's."""
+
+    hidden: Annotated[int | None, typer.Option(help="Hidden size, instead of the preset's.")] = None
+    intermediate: Annotated[int | None, typer.Option(help="Neurons per layer or expert.")] = None
+    layers: Annotated[int | None, typer.Option(help="Layers, of a T5 in each stack, instead of the preset's.")] = None
+    heads: Annotated[int | None, typer.Option(help="Query heads, instead of the preset's.")] = None
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads, instead of the preset's.")] = None
+    experts: Annotated[int | None, typer.Option(help="Experts of a hybrid, instead of the preset's.")] = None
+
+    def applied(self, shape: Any, family: str) -> Any:
+        """Returns the shape of a family with these sizes. Raises InvalidRequest for one that the family lacks."""
+        given: dict[str, int] = {}
+        for name, value in vars(self).items():
+            if value is not None:
+                fields = [field for field in FIELDS[name] if hasattr(shape, field)]
+                if not fields:
+                    option = f"--{name.replace('_', '-')}"
+                    raise InvalidRequest(f"a {family!r} model has no size that {option} sets; leave it out")
+                given |= dict.fromkeys(fields, value)
+        return replace(shape, **given)
+
+
+@grouped
 def widen(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama, T5 or hybrid checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
@@ -20,12 +58,8 @@ def widen(
             "0.5b-a0.1b or 3b-a0.5b, with the parameters that a row reads."
         ),
     ] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden size, instead of the preset's.")] = None,
-    intermediate: Annotated[int | None, typer.Option(help="Neurons per layer or expert.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers, of a T5 in each stack, instead of the preset's.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads, instead of the preset's.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads, instead of the preset's.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts of a hybrid, instead of the preset's.")] = None,
+    *,
+    sizes: WideSizes,
     head: Annotated[
         list[Path] | None, typer.Option(help="Heads for SRC, to be widened into DST/heads; may be repeated.")
     ] = None,
@@ -35,9 +69,7 @@ def widen(
 ) -> None:
     """Write a checkpoint that computes what SRC computes at the cost of a larger model."""
     import json
-    from dataclasses import replace
 
-    from foretoken.core.errors import InvalidRequest
     from foretoken.train.files import check_output
     from foretoken.train.widen import checkpoint as up
     from foretoken.train.widen.heads import widen_head
@@ -49,24 +81,7 @@ def widen(
     family = config["model_type"]
     if head and family not in ("llama", "mistral"):
         raise InvalidRequest(f"heads are widened for a Llama, not for a {family!r} model; leave --head out")
-    shape: Any = up.like(size or up.USUAL.get(family, "0.7b"), config["head_dim"], family)
-    layers_of = ("num_layers", "num_decoder_layers") if family == "t5" else ("num_hidden_layers",)
-    options = (
-        (("hidden_size", "d_model"), hidden, "--hidden"),
-        (("intermediate_size", "moe_intermediate_size", "d_ff"), intermediate, "--intermediate"),
-        (layers_of, layers, "--layers"),
-        (("num_attention_heads", "num_heads"), heads, "--heads"),
-        (("num_key_value_heads",), kv_heads, "--kv-heads"),
-        (("num_experts",), experts, "--experts"),
-    )
-    given: dict[str, int] = {}
-    for names, value, option in options:
-        if value is not None:
-            own = [name for name in names if hasattr(shape, name)]
-            if not own:
-                raise InvalidRequest(f"a {family!r} model has no size that {option} sets; leave it out")
-            given |= dict.fromkeys(own, value)
-    shape = replace(shape, **given)
+    shape = sizes.applied(up.like(size or up.USUAL.get(family, "0.7b"), config["head_dim"], family), family)
     result = up.widen_checkpoint(source, out, shape, seed)
     for folder in head or ():
         widen_head(folder.expanduser().absolute(), source, out)
