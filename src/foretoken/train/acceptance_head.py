@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.propose.stopping.learned import EXTRA, MODEL_TYPE, features
 from foretoken.train.data import Corpus
-from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.files import checkpoint_of, write_json
 from foretoken.train.generated import PROMPTS, Prompts, prepare_windows
 from foretoken.train.head_config import HeadConfig, changed_options
 from foretoken.train.lessons import Teacher, capped
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter
-from foretoken.train.provenance import command_line, provenance
+from foretoken.train.provenance import command_line, provenance, write_trained
 from foretoken.train.trainer import Trainer
 
 ACCEPTANCE_CONFIG = TrainConfig(steps=1500, batch=512, window=256, learning_rate=3e-3, weight_decay=0.05, compile=False)
@@ -170,11 +171,11 @@ def train_acceptance(
         settings=asdict(settings),
         **trainer.history[-1],
         tokens=len(examples["train"].chance),
+        parameters=sum(t.numel() for t in head.tensors().values()),
     )
-    _save(out, head, card)
-    trainer.checkpoint.unlink(missing_ok=True)
+    figures = write_trained(out, trainer, card, partial(_save, head))
     shutil.rmtree(folder, ignore_errors=True)
-    return trainer.history[-1]
+    return figures
 
 
 def _examples(
@@ -271,12 +272,9 @@ def _loss(head: Classifier) -> Callable[[Any], Tensor]:
     return loss_fn
 
 
-def _save(out: Path, head: Classifier, card: dict[str, object]) -> None:
+def _save(head: Classifier, folder: Path) -> None:
     tensors = head.tensors()
     units, width = tensors["up.weight"].shape
-    card |= {"parameters": sum(t.numel() for t in tensors.values())}
-    with atomic_directory(out) as folder:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        shape = {"hidden_size": width - EXTRA, "intermediate_size": units}
-        write_json(folder / "config.json", {"model_type": MODEL_TYPE} | shape)
-        write_json(folder / PROVENANCE, card)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    shape = {"hidden_size": width - EXTRA, "intermediate_size": units}
+    write_json(folder / "config.json", {"model_type": MODEL_TYPE} | shape)

@@ -22,11 +22,11 @@ from foretoken.train.distillation import (
     distillation_loss,
     full_distillation_loss,
 )
-from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.files import checkpoint_of
 from foretoken.train.live_teacher import live_windows
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter, quiet_transformers
-from foretoken.train.provenance import command_line, provenance
+from foretoken.train.provenance import command_line, provenance, write_trained
 from foretoken.train.target import DRAFT_SHAPE, Shape, new_model, next_token_loss, save
 from foretoken.train.teacher import TaughtWindows, fixed_windows, teach
 from foretoken.train.trainer import LossFn, Trainer
@@ -91,28 +91,24 @@ def train_draft(
         return measure(teacher, model, [batch.to(where) for batch in held_out])
 
     trainer.run(taught.batches, taught.loss, evaluate)
-    with atomic_directory(out) as folder:
-        save(model, tokenizer, folder)
-        what = f"draft {out.name} {target.name} {distill.arguments()}{' --device cuda' if where.type == 'cuda' else ''}"
-        command = command_line(f"{what} {shape.arguments(DRAFT_SHAPE)}", config, corpus.name)
-        card = provenance(
-            command,
-            config,
-            trainer,
-            role="draft",
-            corpus=corpus.name,
-            corpus_tokens=len(stream),
-            target=target.name,
-            parameters=model.num_parameters(),
-            taught_tokens=taught.tokens,
-            teaching_minutes=round(taught.seconds / 60, 1),
-            distill=asdict(distill),
-            **trainer.history[-1],
-        )
-        write_json(folder / PROVENANCE, card)
-    trainer.checkpoint.unlink(missing_ok=True)
+    what = f"draft {out.name} {target.name} {distill.arguments()}{' --device cuda' if where.type == 'cuda' else ''}"
+    card = provenance(
+        command_line(f"{what} {shape.arguments(DRAFT_SHAPE)}", config, corpus.name),
+        config,
+        trainer,
+        role="draft",
+        corpus=corpus.name,
+        corpus_tokens=len(stream),
+        target=target.name,
+        parameters=model.num_parameters(),
+        taught_tokens=taught.tokens,
+        teaching_minutes=round(taught.seconds / 60, 1),
+        distill=asdict(distill),
+        **trainer.history[-1],
+    )
+    figures = write_trained(out, trainer, card, lambda folder: save(model, tokenizer, folder))
     shutil.rmtree(store, ignore_errors=True)
-    return trainer.history[-1]
+    return figures
 
 
 def load_teacher(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

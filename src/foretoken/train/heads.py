@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from foretoken.train.cotrain import TARGET_RATE, CoTrained, text_loss
 from foretoken.train.data import Corpus
 from foretoken.train.distillation import acceptance_weight
 from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
-from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.files import PROVENANCE, checkpoint_of, write_json
 from foretoken.train.generated import Prompts, prepare_windows
 from foretoken.train.head_config import HEAD, HeadConfig, changed_options
 from foretoken.train.lessons import Head, Lessons, Teacher
@@ -40,7 +41,7 @@ from foretoken.train.parallel_heads import (
     MedusaTrainConfig,
 )
 from foretoken.train.peagle import PEagleConfig, PEagleHead
-from foretoken.train.provenance import command_line, provenance
+from foretoken.train.provenance import command_line, provenance, write_trained
 from foretoken.train.trainer import Trainer
 
 HEAD_CONFIG = TrainConfig(minutes=20.0, batch=4, window=512, learning_rate=2e-3, weight_decay=0.05)
@@ -157,9 +158,9 @@ def train_head(
                 **earlier,
                 **trainer.history[-1],
                 preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
+                parameters=sum(t.numel() for t in head.tensors(teacher).values() if t.is_floating_point()),
             )
-            _save(out, head, teacher, card, together)
-            trainer.checkpoint.unlink(missing_ok=True)
+            write_trained(out, trainer, card, partial(_save, head, teacher, together))
         return trainer.history[-1]
 
 
@@ -265,12 +266,8 @@ def _batches(head: Head, lessons: Lessons, trainer: Trainer, data: HeadConfig) -
         yield lesson.ids, lesson.states, acceptance_weight(progress, data.acceptance_share).to(lesson.ids.device)
 
 
-def _save(out: Path, head: Head, teacher: Teacher, card: dict[str, object], together: CoTrained | None) -> None:
-    tensors = head.tensors(teacher)
-    card |= {"parameters": sum(t.numel() for t in tensors.values() if t.is_floating_point())}
-    with atomic_directory(out) as folder:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        write_json(folder / "config.json", head.describe(teacher))
-        write_json(folder / PROVENANCE, card)
-        if together is not None:
-            together.save(teacher.path, folder / "target")
+def _save(head: Head, teacher: Teacher, together: CoTrained | None, folder: Path) -> None:
+    save_file(head.tensors(teacher), folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", head.describe(teacher))
+    if together is not None:
+        together.save(teacher.path, folder / "target")

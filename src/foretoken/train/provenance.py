@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from foretoken.train.files import PROVENANCE, atomic_directory, write_json
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.trainer import Trainer
 
@@ -43,6 +45,24 @@ def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: obj
         "history": trainer.history,
         **extra,
     }
+
+
+def write_trained(
+    out: Path, trainer: Trainer, card: dict[str, object], save: Callable[[Path], None]
+) -> dict[str, float]:
+    """Writes what was trained, whole or not at all, and removes the checkpoint. Returns the last evaluation.
+
+    Args:
+        out: Folder to write.
+        trainer: Has finished its run.
+        card: From ``provenance``.
+        save: Writes the weights to a folder.
+    """
+    with atomic_directory(out) as folder:
+        save(folder)
+        write_json(folder / PROVENANCE, card)
+    trainer.checkpoint.unlink(missing_ok=True)
+    return trainer.history[-1]
 
 
 def _revision() -> str | None:

@@ -14,10 +14,10 @@ from torch import nn
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.train.data import Corpus
-from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.files import checkpoint_of, write_json
 from foretoken.train.optimization import TrainConfig, compiled
 from foretoken.train.progress import quiet_transformers
-from foretoken.train.provenance import command_line, provenance
+from foretoken.train.provenance import command_line, provenance, write_trained
 from foretoken.train.repair import IGNORED, Batch, batches, bundled_tokenizer, held_out, held_out_batches, snippets
 from foretoken.train.trainer import LossFn, Trainer
 
@@ -199,21 +199,17 @@ def train_seq2seq(
 
     each = batches(data, tokens, config.seed, trainer.step)
     trainer.run(each, compiled_by_length(loss_fn, config), lambda: measure(model, held))
-    with atomic_directory(out) as folder:
-        save(model, tokenizer, folder, tied=False)
-        card = provenance(
-            command_line(f"seq2seq {out.name} {shape.arguments(SEQ2SEQ_SHAPE)}", config, corpus.name),
-            config,
-            trainer,
-            role="seq2seq-target",
-            corpus=corpus.name,
-            snippets=sum(map(len, data.by_length.values())),
-            parameters=model.num_parameters(),
-            **trainer.history[-1],
-        )
-        write_json(folder / PROVENANCE, card)
-    trainer.checkpoint.unlink(missing_ok=True)
-    return trainer.history[-1]
+    card = provenance(
+        command_line(f"seq2seq {out.name} {shape.arguments(SEQ2SEQ_SHAPE)}", config, corpus.name),
+        config,
+        trainer,
+        role="seq2seq-target",
+        corpus=corpus.name,
+        snippets=sum(map(len, data.by_length.values())),
+        parameters=model.num_parameters(),
+        **trainer.history[-1],
+    )
+    return write_trained(out, trainer, card, lambda folder: save(model, tokenizer, folder, tied=False))
 
 
 def evaluation_batches(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> list[Batch]:

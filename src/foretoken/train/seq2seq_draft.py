@@ -15,10 +15,10 @@ import torch
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.train.data import Corpus
 from foretoken.train.distillation import acceptance_weight, agreement, full_distillation_loss
-from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.files import checkpoint_of
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import quiet_transformers
-from foretoken.train.provenance import command_line, provenance
+from foretoken.train.provenance import command_line, provenance, write_trained
 from foretoken.train.repair import IGNORED, Batch, batches, bundled_tokenizer, snippets
 from foretoken.train.seq2seq import (
     T5Shape,
@@ -93,24 +93,20 @@ def train_seq2seq_draft(
     each = batches(data, config.batch * config.window, config.seed + 1, trainer.step)
     weighted = ((*batch, acceptance_weight(trainer.progress(), acceptance_share)) for batch in each)
     trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure_pair(teacher, model, held))
-    with atomic_directory(out) as folder:
-        save(model, tokenizer, folder, tied=True)
-        what = f"seq2seq-draft {out.name} --target {target.name} --acceptance-share {acceptance_share:g}"
-        card = provenance(
-            command_line(f"{what} {shape.arguments(SEQ2SEQ_DRAFT_SHAPE)}", config, corpus.name),
-            config,
-            trainer,
-            role="seq2seq-draft",
-            corpus=corpus.name,
-            snippets=sum(map(len, data.by_length.values())),
-            target=target.name,
-            parameters=model.num_parameters(),
-            acceptance_share=acceptance_share,
-            **trainer.history[-1],
-        )
-        write_json(folder / PROVENANCE, card)
-    trainer.checkpoint.unlink(missing_ok=True)
-    return trainer.history[-1]
+    what = f"seq2seq-draft {out.name} --target {target.name} --acceptance-share {acceptance_share:g}"
+    card = provenance(
+        command_line(f"{what} {shape.arguments(SEQ2SEQ_DRAFT_SHAPE)}", config, corpus.name),
+        config,
+        trainer,
+        role="seq2seq-draft",
+        corpus=corpus.name,
+        snippets=sum(map(len, data.by_length.values())),
+        target=target.name,
+        parameters=model.num_parameters(),
+        acceptance_share=acceptance_share,
+        **trainer.history[-1],
+    )
+    return write_trained(out, trainer, card, lambda folder: save(model, tokenizer, folder, tied=True))
 
 
 def load_seq2seq(path: Path) -> T5ForConditionalGeneration:

@@ -18,10 +18,10 @@ from torch import nn
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.loading import resolve_device
 from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
-from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.files import checkpoint_of
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import quiet_transformers
-from foretoken.train.provenance import command_line, provenance
+from foretoken.train.provenance import command_line, provenance, write_trained
 from foretoken.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -208,22 +208,17 @@ def train_target(
 
     batches = windows(stream, config.batch, config.window, config.seed, trainer.step)
     trainer.run((batch.to(where) for batch in batches), loss_fn, evaluate)
-    with atomic_directory(out) as folder:
-        recipe.save(model, tokenizer, folder)
-        command = command_line(f"{recipe.command} {out.name} {shape.arguments(recipe.usual)}", config, corpus.name)
-        card = provenance(
-            command,
-            config,
-            trainer,
-            role=recipe.role,
-            corpus=corpus.name,
-            corpus_tokens=len(stream),
-            parameters=sum(p.numel() for p in model.parameters()),
-            **trainer.history[-1],
-        )
-        write_json(folder / PROVENANCE, card)
-    trainer.checkpoint.unlink(missing_ok=True)
-    return trainer.history[-1]
+    card = provenance(
+        command_line(f"{recipe.command} {out.name} {shape.arguments(recipe.usual)}", config, corpus.name),
+        config,
+        trainer,
+        role=recipe.role,
+        corpus=corpus.name,
+        corpus_tokens=len(stream),
+        parameters=sum(p.numel() for p in model.parameters()),
+        **trainer.history[-1],
+    )
+    return write_trained(out, trainer, card, lambda folder: recipe.save(model, tokenizer, folder))
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
