@@ -20,9 +20,9 @@ from transformers.cache_utils import Cache
 
 from foretoken.core.devices import on_host
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import NO_ENCODER, Handle, Scores, growing
-from foretoken.models.hf.checks import check_parameters, check_size, one_line
+from foretoken.models.hf.modules import check_supported, read_module
 from foretoken.models.hf.probe import WrappedModule, check
 from foretoken.models.hf.rotary import FixedRope
 from foretoken.models.hf.tiny_random import boundaries
@@ -30,8 +30,6 @@ from foretoken.models.state.slots import Placement, Slots
 
 PREFILL_ROWS = 256  # rows of one prefill pass
 JOINT_ROWS = 32  # a sequence with more pending rows than this is prefilled by itself
-_ATTENTION = ("eager", "sdpa")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _CHECKED: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 
 
@@ -56,7 +54,7 @@ class HFModel(WrappedModule):
 
     def __init__(self, module: Any, max_length: int | None = None) -> None:
         config = module.config.get_text_config()
-        _refuse(module, config)
+        check_supported(module, config)
         self.module = module
         self.device, self.dtype = module.device, module.dtype
         self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
@@ -230,68 +228,6 @@ class _Unchecked(HFModel):
 
     def _check_once(self, max_length: int) -> None:
         """Does nothing: this model is part of a check."""
-
-
-def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
-    """Loads the module of a safetensors checkpoint.
-
-    Args:
-        path: the checkpoint's folder.
-        dtype: dtype of the module.
-        options: further arguments of transformers' ``from_pretrained``.
-
-    Raises:
-        ModelLoadError: the checkpoint is incomplete or malformed.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        check_size(config, path)
-        softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-        module, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            attn_implementation="eager" if softcap else None,
-            output_loading_info=True,
-            **options,
-        )
-    except ModelLoadError:
-        raise
-    except Exception as error:  # a malformed configuration fails anywhere in transformers
-        raise ModelLoadError(f"transformers cannot load the model in {path}: {one_line(error)}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise ModelLoadError(
-            f"the checkpoint in {path} lacks {len(missing)} tensor(s), first {missing[0]!r}; is it complete?"
-        )
-    check_parameters(module, path)
-    return module
-
-
-def _refuse(module: Any, config: Any) -> None:
-    """Raises ModelLoadError for a module that is known not to work, with the reason."""
-    name = type(module).__name__
-    if getattr(module.config, "is_encoder_decoder", False):
-        raise ModelLoadError(f"{name} is an encoder-decoder; a decoder-only causal language model is needed")
-    if getattr(module, "_is_stateful", False):
-        raise ModelLoadError(f"{name} keeps a state that cannot be rewound, so drafts cannot be taken back")
-    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)):
-        raise ModelLoadError(
-            f"{name} has {', '.join(unknown)} layers, and only {' and '.join(_LAYER_TYPES)} layers are supported; "
-            "run it with transformers alone, or take another model"
-        )
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise ModelLoadError(
-            f"{name} uses ALiBi, whose biases transformers computes from row numbers and not from positions; "
-            "models with rotary or learned positions work"
-        )
-    used = getattr(config, "_attn_implementation", None) or "eager"
-    if used not in _ATTENTION:
-        raise ModelLoadError(
-            f"{name} has attn_implementation={used!r}, which takes no tree mask; load it with 'sdpa' or 'eager'"
-        )
 
 
 def _cached_values(layer: Any) -> int:

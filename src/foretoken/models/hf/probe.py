@@ -20,7 +20,7 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Handle, Model
-from foretoken.models.hf.checks import one_line
+from foretoken.models.hf.modules import one_line
 from foretoken.models.hf.tiny_random import boundaries, tiny_random
 
 _LONG = 40  # tokens: beyond every boundary of a copy, and long enough to be prefilled by itself

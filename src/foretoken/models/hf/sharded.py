@@ -21,8 +21,8 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError, ModelLoadError
 from foretoken.models.formats.memory import check_fits, weight_bytes
-from foretoken.models.hf.checks import one_line
-from foretoken.models.hf.model import HFModel, read_module
+from foretoken.models.hf.model import HFModel
+from foretoken.models.hf.modules import one_line, read_module
 from foretoken.models.hf.ranks import RankGroup
 from foretoken.models.state.slots import Placement
 
