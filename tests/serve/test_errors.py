@@ -97,7 +97,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     ],
 )
 def test_completions_refused(server: Running, body: Any, param: str | None, words: str) -> None:
-    error = error_of(httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON), 400)
+    answer = httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON, timeout=PATIENCE)
+    error = error_of(answer, 400)
     assert error["type"] == "invalid_request_error" and error["param"] == param
     assert words in error["message"]
     assert (error["code"] == "context_length_exceeded") == ("context" in words or "more" in words)
