@@ -2,6 +2,7 @@
 
     python benchmarks/defaults.py --prompts humaneval.jsonl --temperature 0 --temperature 1
     python benchmarks/defaults.py --batch 8 --count 8
+    python benchmarks/defaults.py --target WIDE --draft none --batch 16 --count 16  # its MTP layers alone
 
 All systems complete the same prompts, each in an ``LLM`` of its own in this process, and take turns of ``--steps``
 steps. Figures are tokens over seconds while decoding: what came with the first tokens, and the time until then, does
@@ -106,9 +107,9 @@ def table(cells: Mapping[float, Mapping[str, Total]]) -> Table:
     """Returns a line for each temperature and system, the ratio to plain decoding and to the fastest by hand."""
     shown = Table("T", "system", "tokens/s", "tokens a step", "/ plain", "/ best by hand", box=box.MARKDOWN)
     for temperature, totals in cells.items():
-        best = max(total.speed for name, total in totals.items() if name not in (DEFAULT, PLAIN))
+        best = max((total.speed for name, total in totals.items() if name not in (DEFAULT, PLAIN)), default=0.0)
         for name, total in totals.items():
-            ratios = f"{total.speed / totals[PLAIN].speed:.2f}", f"{total.speed / best:.2f}"
+            ratios = f"{total.speed / totals[PLAIN].speed:.2f}", f"{total.speed / best:.2f}" if best else ""
             length = total.tokens / max(1, total.steps)
             shown.add_row(f"{temperature:g}", name, f"{total.speed:.1f}", f"{length:.2f}", *ratios)
     return shown
@@ -116,8 +117,10 @@ def table(cells: Mapping[float, Mapping[str, Total]]) -> Table:
 
 def main(
     target: Annotated[Path | None, typer.Option(help="Default: the bundled one, widened to 0.7 B.")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
-    config: Annotated[list[str], typer.Option(help="A configuration by hand as JSON; repeatable.")] = [*BY_HAND],
+    draft: Annotated[
+        str | None, typer.Option(help="Default: the bundled one; none: what ships with the target drafts.")
+    ] = None,
+    config: Annotated[list[str] | None, typer.Option(help="A configuration by hand as JSON; repeatable.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each; default: our own few.")] = None,
     count: Annotated[int, typer.Option(min=1)] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="Of each completion.")] = 96,
@@ -129,14 +132,15 @@ def main(
 ) -> None:
     """Prints tokens per second of the default, of plain decoding and of configurations by hand."""
     torch.set_num_threads(cores())
-    where, model = target or scaled("0.7b"), str(draft or zoo.path("draft"))
+    where, model = target or scaled("0.7b"), draft or str(zoo.path("draft"))
+    shared: dict[str, Any] = {} if model == "none" else {"model": model}
     texts = load_prompts(prompts, count) if prompts else [FUNCTIONS[i % len(FUNCTIONS)] for i in range(count)]
     groups = [texts[at : at + batch] for at in range(0, len(texts), batch)]
-    named: dict[str, dict[str, Any]] = {PLAIN: {"method": "none"}, DEFAULT: {"model": model}}
-    for each in config:
+    named: dict[str, dict[str, Any]] = {PLAIN: {"method": "none"}, DEFAULT: shared}
+    for each in config or (BY_HAND if shared else ()):
         keys = json.loads(each)
         heads = keys.get("method", "draft_model") not in ("draft_model", "auto")
-        named[" ".join(str(value) for value in keys.values())] = keys if heads else {"model": model, **keys}
+        named[" ".join(str(value) for value in keys.values())] = keys if heads else {**shared, **keys}
     with ExitStack() as stack:
         options: dict[str, Any] = {"max_num_seqs": max(16, batch), "quantization": quantization}
         systems = {
