@@ -292,7 +292,7 @@ def test_rows_that_wait_for_the_head_are_bounded(tiny_pair: Any, tmp_path: Path)
         for _ in range(20):
             engine.step()
     for context in contexts:
-        kept = proposer._pending[context.id]
+        kept = proposer._pending[context.id].chunks
         assert 0 < sum(len(tokens) for tokens, _ in kept) <= 6 + 4
         assert all(s.untyped_storage().nbytes() == s.nbytes for _, states in kept for s in states)
     texts = []

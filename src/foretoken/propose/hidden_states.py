@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +23,24 @@ SHARPER = SamplingLaw(temperature=0.7)
 MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them
 
 
+@dataclass(slots=True)
+class PendingRows:
+    """Committed tokens that the head has not processed.
+
+    Attributes:
+        chunks: Tokens, and the target's states before them by layer.
+        count: Number of tokens of all chunks.
+    """
+
+    chunks: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, tokens: list[int], states: list[Tensor]) -> None:
+        """Appends a chunk."""
+        self.chunks.append((tokens, states))
+        self.count += len(tokens)
+
+
 class HiddenStateProposer(Proposer):
     """Drafts with ``net`` from the target's layers ``taps``; all sequences of a step share a pass per level.
 
@@ -34,8 +53,7 @@ class HiddenStateProposer(Proposer):
         self.taps = tuple(taps)
         self.needs = Needs(tuple(sorted(set(taps))))
         self._handles: dict[int, HeadHandle] = {}
-        # By sequence: committed tokens that the head has not processed, and the states before them.
-        self._pending: dict[int, list[tuple[list[int], list[Tensor]]]] = {}
+        self._pending: dict[int, PendingRows] = {}  # by sequence
         self._known: dict[int, int] = {}  # by sequence: number of positions whose states were seen
         self._drafting = True  # whether the last step drafted for any sequence
 
@@ -131,7 +149,8 @@ class HiddenStateProposer(Proposer):
 
     def _feed(self, sequences: Sequence[int]) -> None:
         """Gives the head what these sequences committed since they last drafted, as features."""
-        chunks = [(self._handles[i], *chunk) for i in sequences for chunk in self._pending.pop(i, [])]
+        pending = [(self._handles[i], self._pending.pop(i)) for i in sequences if i in self._pending]
+        chunks = [(handle, *chunk) for handle, rows in pending for chunk in rows.chunks]
         if not chunks:
             return
         layers = zip(*(states for *_, states in chunks), strict=True)
@@ -157,11 +176,11 @@ class HiddenStateProposer(Proposer):
             contiguous = own[-1] - own[0] + 1 == len(own)  # nearly always: a slice needs no copy
             chosen = slice(own[0], own[-1] + 1) if contiguous else own
             states = [_alone(scores.taps[layer][chosen]) for layer in self.taps]
-            if sum(len(kept) for kept, _ in self._pending.get(context.id, ())) > MAX_PENDING:
+            if context.id in self._pending and self._pending[context.id].count > MAX_PENDING:
                 self._feed([context.id])
                 self.net.prefill(self._handles[context.id])
             tokens = context.tokens[known + 1 : known + 1 + len(own)]
-            self._pending.setdefault(context.id, []).append((tokens, states))
+            self._pending.setdefault(context.id, PendingRows()).add(tokens, states)
             self._known[context.id] = known + len(own)
 
     def _cache_end(self, context: Context) -> None:
