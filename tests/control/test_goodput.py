@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput_controller import Goodput
+from foretoken.control.goodput import floors
+from foretoken.control.goodput_controller import Goodput, never
 from foretoken.control.ledger import Ledger
 from foretoken.control.survival import Survival
 from foretoken.core.draft import Draft
@@ -17,8 +18,8 @@ from foretoken.costs.tuning import Tuning
 from .world import PLAIN, World, chance, flat
 
 
-def world(right, max_tokens: int = 16, **kwargs) -> World:
-    return World(Goodput(max_tokens, CostModel()), right, **kwargs)
+def world(right, max_tokens: int = 16, prunes=never, **kwargs) -> World:
+    return World(Goodput(max_tokens, CostModel(), prunes=prunes), right, **kwargs)
 
 
 def seconds(controller, right, tokens: int = 1500, **kwargs) -> float:
@@ -244,3 +245,40 @@ def test_forgotten_requests_leave_nothing_behind():
     one.end(member)
     assert controller.num_known == 0
     assert flat(1) == PLAIN
+
+
+# Floors
+
+
+def test_a_token_pays_from_the_share_of_a_token_that_its_seconds_are_worth():
+    costs = CostModel()
+    costs.calibrate({1: 0.020, 5: 0.0208, 9: 0.040, 17: 0.040}, {1: 0.0005, 16: 0.008})
+    below = floors(16, 1, 1.0, 1, 100.0, costs)
+    assert below[:4] == pytest.approx([0.07] * 4)  # 0.2 ms for the row and 0.5 ms to draft it, at 100 tokens per second
+    assert below[4] == pytest.approx(0.53)
+    assert below[8:] == pytest.approx([0.05] * 8)
+
+
+def test_a_row_that_costs_much_pays_as_a_step_to_rows_that_cost_nothing():
+    costs = CostModel()
+    costs.calibrate({1: 0.020, 2: 0.030, 17: 0.030}, {16: 0.0})
+    assert floors(1, 1, 1.0, 1, 50.0, costs)[0] == pytest.approx(0.5)
+    assert floors(2, 1, 1.0, 1, 50.0, costs)[0] < 0.3
+
+
+@pytest.mark.parametrize("prunes", [True, False])
+def test_only_what_leaves_out_what_does_not_pay_is_told_what_does(prunes):
+    one = world(chance(0.8), prunes=lambda context: prunes)
+    one.warm_up(one.controller.costs)
+    member = one.contexts[one.add()]
+    one.run(100)
+    assert bool(member.floors) == prunes
+    assert not prunes or max(one.drafted) == 16
+
+
+def test_a_request_with_its_own_draft_length_has_no_floors():
+    one = world(chance(0.8), prunes=lambda context: True)
+    one.warm_up(one.controller.costs)
+    member = one.contexts[one.add(depth=3)]
+    one.run(40)
+    assert member.floors == () and max(one.drafted) == 3

@@ -43,7 +43,12 @@ def test_one_size_gives_a_slope():
 
 def test_more_never_takes_less_beyond_what_was_measured():
     curve = of({1: 1.0, 4: 0.9})
-    assert curve.at(40) == pytest.approx(0.9)
+    assert curve.at(40) == pytest.approx(0.95)
+
+
+def test_that_more_seems_to_take_less_is_chance():
+    curve = of({1: 1.0, 4: 1.2, 5: 1.0, 8: 1.4})
+    assert curve.over(np.array([1.0, 4.0, 4.5, 5.0, 8.0])) == pytest.approx([1.0, 1.1, 1.1, 1.1, 1.4])
 
 
 def test_below_the_smallest_nothing_takes_less_than_its_share():

@@ -157,10 +157,12 @@ def test_requests_whose_drafts_are_pruned_get_their_whole_budget(pair: LLM) -> N
     controller, proposer = pair.engine.controller, pair.engine.proposer
     assert isinstance(controller, Goodput) and controller.max_tokens == 16
 
-    def pruned(method: str | None, depth: int | None = None) -> bool:
-        return controller.prunes(Context(10**6, [1], 1, SamplingLaw(), Streams(0), depth=depth, method=method))
+    def pruned(method: str | None, depth: int | None = None, temperature: float = 1.0) -> bool:
+        law = SamplingLaw(temperature=temperature)
+        return controller.prunes(Context(10**6, [1], 1, law, Streams(0), depth=depth, method=method))
 
     assert pruned(None) and pruned("auto") and not pruned("draft_model") and not pruned(None, depth=4)
+    assert pruned("draft_model", temperature=0.0)
     pair.use_method("draft_model")
     try:
         assert not pruned(None) and pruned("auto")

@@ -30,6 +30,7 @@ class Decision:
         worst: Seconds that a step loses if all draft tokens are rejected. Requests' own draft lengths do not count.
         trial: Identifier of the request whose draft is a trial.
         parts: Which part of the proposer drafts, by index of the request; where it is missing, all of it.
+        floors: See ``Context.floors``, by index of the request.
     """
 
     budgets: list[int]
@@ -37,6 +38,7 @@ class Decision:
     worst: float = 0.0
     trial: int | None = None
     parts: Mapping[int, DraftPart] = field(default_factory=dict)
+    floors: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Capped(Controller):
             self.held = self._decision(contexts, limits)
             for i, context in enumerate(contexts):
                 context.part = self.held.parts.get(i, DraftPart.ALL)
+                context.floors = self.held.floors.get(i, ())
         elif not drafting and self._age % (self.tuning.skipped + 1) and self.held.steps - self._age > self.tuning.awake:
             self.resting = True
             if self.ledger:

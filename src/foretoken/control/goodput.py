@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,11 +42,15 @@ class Allocation:
         lengths: Number of nodes by index in the batch, of those that draft.
         worst: Seconds that the step loses if all nodes are rejected; 0 where losses are not bounded.
         short: Seconds of the best allocation's worst case, if it would pay but loses more than is allowed, else 0.
+        rate: Expected tokens per second, of all requests of the step.
+        floors: See ``Context.floors``, by index in the batch.
     """
 
     lengths: dict[int, int]
     worst: float = 0.0
     short: float = 0.0
+    rate: float = 0.0
+    floors: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
 def goodput(
@@ -90,7 +94,31 @@ def goodput(
             count = best(limit) if limit else 0
         worst = float(losses[count - 1]) if count else 0.0
     nodes = enumerate(np.bincount(owners[:count]).tolist())
-    return Allocation({candidates.places[i]: length for i, length in nodes if length}, worst, short)
+    rate = float((batch + gains[count - 1]) / seconds[count - 1]) if count else 0.0
+    return Allocation({candidates.places[i]: length for i, length in nodes if length}, worst, short, rate)
+
+
+def floors(length: int, count: int, rows: float, batch: int, rate: float, costs: CostModel) -> list[float]:
+    """Returns the probability of acceptance from which a token of a chain pays, by depth.
+
+    A token pays if it brings more tokens than are usual in the seconds of its row and of drafting it. Where several
+    rows together take hardly longer than one, a token also pays as a step to those below it.
+
+    Args:
+        length: Largest number of tokens of the chain.
+        count: Number of requests that draft.
+        rows: Rows of the pass without the chain.
+        batch: Number of requests in the step.
+        rate: Usual tokens per second of the step.
+        costs: Measured seconds.
+    """
+    sizes = np.arange(length + 1.0)
+    drafting = costs.draft_table(sizes, np.full(length + 1, count)) / count
+    seconds = drafting + costs.step_table(batch, rows + sizes)
+    further = np.cumsum(
+        costs.tuning.next_rank ** np.arange(length)
+    )  # tokens of 1, 2, ... more, if the first is accepted
+    return [float((rate * (seconds[k + 1 :] - seconds[k]) / further[: length - k]).min()) for k in range(length)]
 
 
 def promising(length: int, missed: float, batch: int, forced: int, costs: CostModel, free: bool = False) -> bool:

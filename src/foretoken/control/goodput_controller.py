@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from foretoken.control.capped import Batch, Capped, Decision, affordable, requested, worst_case
-from foretoken.control.goodput import Allocation, LengthCandidates, goodput, promising
+from foretoken.control.goodput import Allocation, LengthCandidates, floors, goodput, promising
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.control.survival import Survival, acceptance
@@ -84,6 +84,7 @@ class Goodput(Capped):
         contexts, budgets, tuning = batch.contexts, requested(batch.contexts, batch.caps), self.tuning
         missed = dict(zip(batch.own, batch.missed, strict=True))
         worst, short, waits, chosen = 0.0, 0.0, [float(tuning.hold_none)], dict[int, DraftPart]()
+        below: dict[int, Sequence[float]] = {}
         trials: list[tuple[dict[int, float], dict[int, DraftPart]]] = []
         for parts in self._sides(batch):
             idle = {i: 0.0 if part is DraftPart.FREE else missed[i] for i, part in parts.items() if not budgets[i]}
@@ -91,6 +92,7 @@ class Goodput(Capped):
             best = self._allocate(batch, idle, sum(budgets), parts, worst)
             for i, length in best.lengths.items():
                 budgets[i], chosen[i] = length, parts[i]
+            below.update(best.floors)
             worst, short = worst + best.worst, short or best.short
             trials.append(({i: seconds for i, seconds in idle.items() if not budgets[i]}, parts))
         steps: float = tuning.hold if chosen else tuning.hold_none
@@ -103,14 +105,14 @@ class Goodput(Capped):
                 losses = worst + self._trial_losses(batch, place, idle[place], parts[place])
                 if length := affordable(losses, batch.allowed):
                     budgets[place], chosen[place] = length, parts[place]
-                    return Decision(budgets, 1, trial=contexts[place].id, parts=chosen)
+                    return Decision(budgets, 1, trial=contexts[place].id, parts=chosen, floors=below)
                 steps = min(steps, self.steps_until(float(losses[0]), batch.allowed))
             left = [self._left(self._record(contexts[i], parts[i])) for i in idle]
             waits += [max(count, quiet) for count in left if count > 0 or quiet]  # the others wait for the ledger
         if not all(context.generated for context in contexts):
-            return Decision(budgets, 1, worst, parts=chosen)
+            return Decision(budgets, 1, worst, parts=chosen, floors=below)
         least = min(self._least_steps(len(contexts)), tuning.hold_long if chosen else tuning.hold_none)
-        return Decision(budgets, max(least, min(steps, *waits)), worst, parts=chosen)
+        return Decision(budgets, max(least, min(steps, *waits)), worst, parts=chosen, floors=below)
 
     def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
         super().observe(contexts, steps)
@@ -207,7 +209,15 @@ class Goodput(Capped):
         drafting = self.costs.draft_seconds(max(lengths.values()), len(lengths), free=free)
         proposing = np.full(sum(lengths.values()), drafting + sum(missed[i] for i in lengths))
         loss = float(worst_case(self.costs, len(batch.contexts), proposing)[-1])
-        return Allocation(lengths, loss) if loss <= allowed else best
+        if loss > allowed:
+            return best
+        rows = len(batch.contexts) + forced + sum(best.lengths.values())
+        count = len(lengths)
+        below = {
+            i: floors(lengths[i], count, rows - best.lengths[i], len(batch.contexts), best.rate, self.costs)
+            for i in whole
+        }
+        return Allocation(lengths, loss, rate=best.rate, floors=below)
 
     def _left(self, record: Record) -> int:
         """Returns the number of steps until a request's next trial."""

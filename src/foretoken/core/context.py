@@ -33,6 +33,8 @@ class Context:
         adapter: Key of the LoRA adapter with which the target computes the sequence. None is none.
         num_proposer_tokens: Number of leading tokens that the proposer has processed. Kept by the engine.
         part: Which part of the proposer drafts for it at present. Kept by the controller.
+        floors: By depth, the probability of acceptance from which a token of a greedy chain pays at present; deeper
+            ones take the last. Where there are none, budgets are drafted whole. Kept by the controller.
     """
 
     id: int
@@ -49,6 +51,7 @@ class Context:
     adapter: str | None = None
     num_proposer_tokens: int = 0
     part: DraftPart = DraftPart.ALL
+    floors: Sequence[float] = ()
 
     @property
     def missed_tokens(self) -> int:

@@ -23,12 +23,14 @@ class Draft:
         parents: Index of each node's parent. -1 is the root, the last committed token.
         law: How the tokens were drawn. It decides which verifier is exact.
         scores: [n]. Confidence (log-probability) for controllers and viewers, or None. Verifiers never read it.
+        levels: Passes of the model that drafted it, where it ended before its budget was spent.
     """
 
     tokens: Tensor
     parents: tuple[int, ...]
     law: ProposalLaw = field(default_factory=PointMass)
     scores: Tensor | None = None
+    levels: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.parents) != self.tokens.shape[0]:

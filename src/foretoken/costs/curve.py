@@ -100,9 +100,25 @@ class Curve:
         nearest: Array = seconds[np.maximum(np.searchsorted(known, sizes, "right") - 1, 0)]
         return np.minimum(self.over(sizes), nearest)
 
+    def _rising(self) -> list[tuple[float, float]]:
+        """Returns sizes and seconds that never fall: neighbours that seem to fall have their common mean.
+
+        A larger size takes no less time, so that it seems to is chance (isotonic regression). Otherwise chance would
+        decide what a further row takes where rows take almost nothing.
+        """
+        pools: list[tuple[float, float, list[int]]] = []  # mean, weight, sizes
+        for size, (mean, weight) in sorted(self._points.items()):
+            sizes = [size]
+            while pools and pools[-1][0] >= mean:
+                before, more, smaller = pools.pop()
+                mean, weight = (before * more + mean * weight) / (more + weight), more + weight
+                sizes = smaller + sizes
+            pools.append((mean, weight, sizes))
+        return [(float(size), mean) for mean, _, sizes in pools for size in sizes]
+
     def _interpolation(self) -> tuple[Array, Array]:
         """Returns the sizes and seconds between which ``over`` interpolates."""
-        points = [(float(size), mean) for size, (mean, _) in sorted(self._points.items())]
+        points = self._rising()
         if self._origin:
             points = [(0.0, 0.0), *points]
         (first, low), (last, high) = points[0], points[-1]

@@ -67,8 +67,11 @@ class CostModel:
                 self._since_plain = 0
         free = all(step.part is DraftPart.FREE for step in drafting)
         drafted = any(len(step.draft) for step in steps)
-        if drafting and (drafted or free):  # a search that found nothing took its time, a model was not ready
-            self._observe_drafting(max(step.budget for step in drafting), len(drafting), timings, free)
+        levels = [step.draft.levels for step in drafting]
+        # A search that found nothing took its time, and so did a chain that ended at once; another model was not ready.
+        if drafting and (drafted or free or any(levels)):
+            depth = max(level or step.budget for level, step in zip(levels, drafting, strict=True))
+            self._observe_drafting(depth, len(drafting), timings, free)
         if drafting and drafted:
             plain = self.plain_seconds(len(steps))
             if decode_only and plain and timings.total:  # no step with drafts is shorter than one without

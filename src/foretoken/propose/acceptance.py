@@ -95,6 +95,15 @@ class ScoredRates(NodeRates):
     def bases(self, key: DraftKind, draft: Draft) -> list[float]:
         return claims(draft)
 
+    def chance(self, claim: float) -> float:
+        """Returns P(node accepted | its parent accepted) of one node that the model takes to be ``claim``."""
+        rate = self._prior.chance(claim) if isinstance(self._prior, ScoredRates) else claim
+        return self._mean(self._cells.get((0, 0), {}).get(bisect_right(_CLAIMS, claim)), rate)
+
+    def learn(self, claim: float, accepted: bool) -> None:
+        """Counts one node that the model took to be ``claim``."""
+        self.add((0, 0), bisect_right(_CLAIMS, claim), accepted)
+
 
 def claims(draft: Draft) -> list[float]:
     """Returns P(node accepted | its parent accepted) of every node, as the draft's own scores have it."""

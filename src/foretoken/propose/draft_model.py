@@ -27,6 +27,7 @@ from foretoken.propose.base import BuildContext, Method, Observation, Proposer
 from foretoken.propose.growers import Grower, GrowthConfig, begin, grow_at_once, is_drawn
 from foretoken.propose.stopping import base as stopping
 from foretoken.propose.stopping.base import Stop
+from foretoken.propose.stopping.paying import PayingChains
 
 _log = logging.getLogger(__name__)
 PREFILL_CHUNK = 1024  # tokens of the draft's prefill per step; bounds the latency added to other requests
@@ -77,6 +78,7 @@ class DraftModel(Proposer):
         self.vocab_size = vocab_size or model.vocab_size
         self.uses_floor = self.config.tree != "chain"
         self.stop: Stop | None = stopping.make(self.config.draft_stop, model)
+        self.paying = PayingChains()
         self._handles: dict[int, Handle] = {}
         self._drafts: dict[int, Draft] = {}  # drafts whose outcome the stop learns
 
@@ -103,6 +105,9 @@ class DraftModel(Proposer):
             self._drafts.update((contexts[i].id, results[i]) for i in growers)
         return results
 
+    def prunes(self, context: Context) -> bool:
+        return context.law.greedy and self.config.tree == "chain" and self.stop is None
+
     def caught_up(self, context: Context) -> bool:
         handle = self._handles.get(context.id)
         return handle is not None and len(handle.tokens) == len(context.tokens)
@@ -113,6 +118,8 @@ class DraftModel(Proposer):
                 # In a mixture another member's draft may have been verified.
                 if self._drafts.pop(context.id, None) is observation.step.draft:
                     self.stop.observe(context, observation.step)
+        for context, observation in zip(contexts, observations, strict=True):
+            self.paying.observe(context, observation.step)
         known = [
             (handle, observation.step.tokens)
             for context, observation in zip(contexts, observations, strict=True)
@@ -151,6 +158,7 @@ class DraftModel(Proposer):
         handle = self._handles.pop(context.id, None)
         if handle is not None:
             self.model.close(handle)
+        self.paying.forget(context)
         if self.stop is not None:
             self._drafts.pop(context.id, None)
             self.stop.forget(context)
@@ -211,7 +219,9 @@ class DraftModel(Proposer):
 
     def _grower(self, shape: GrowthConfig, context: Context, law: Law, budget: int) -> Grower:
         gate = None if self.stop is None else self.stop.begin(context)
-        return begin(shape, context, budget, self._fit, law, gate=gate, floor=self.floor)
+        # In a mixture, whose floor it is, another draft may be verified.
+        paying = self.paying.begin(context) if context.floors and not self.floor else None
+        return begin(shape, context, budget, self._fit, law, gate=gate, paying=paying, floor=self.floor)
 
 
 class ParallelDraftModel(DraftModel):
@@ -230,6 +240,9 @@ class ParallelDraftModel(DraftModel):
                 "draft_stop ends a draft between passes, and parallel_drafting has only one; choose one"
             )
         self.mask_token = mask_token
+
+    def prunes(self, context: Context) -> bool:
+        return False
 
     def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> None:
         handles = [handle for handle, _ in active]

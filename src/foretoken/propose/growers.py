@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -23,6 +23,7 @@ from foretoken.core.law import PointMass, ProposalLaw, Sampled
 from foretoken.core.streams import Purpose, Stream
 from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind, expected_acceptance
 from foretoken.propose.stopping.base import Gate
+from foretoken.propose.stopping.paying import PayingDraft
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
 
 TreeKind = Literal["chain", "top_k", "ranked", DrawnTreeKind]
@@ -100,6 +101,7 @@ class Chain:
     Attributes:
         drawn: The tokens are random draws, so the verifier needs their distributions.
         gate: Decides before each draw whether the chain ends.
+        paying: Decides so by what the next token is worth.
         floor: Estimated probability of acceptance below which nothing is drawn.
         reach: Estimated probability that the next token is accepted.
     """
@@ -111,6 +113,7 @@ class Chain:
     stream: Stream
     drawn: bool
     gate: Gate | None = None
+    paying: PayingDraft | None = None
     floor: float = 0.0
     reach: float = 1.0
     stopped: bool = False
@@ -130,7 +133,10 @@ class Chain:
         certain = rows.certain(0)
         # If no token is possible the chain ends before the draw: dropping a drawn token would change the distribution.
         impossible = math.isnan(rows[0][0]) if certain is None else certain < 0
-        self.stopped = impossible or self._gated(rows, logits, hidden) or self._unlikely(rows)
+        unpaid = (
+            not impossible and certain is not None and self.paying is not None and self.paying.ends(logits[0], certain)
+        )
+        self.stopped = impossible or unpaid or self._gated(rows, logits, hidden) or self._unlikely(rows)
         if self.stopped:
             return
         self.tokens.append(self.stream.categorical(rows[0], len(self.tokens)) if certain is None else certain)
@@ -139,7 +145,8 @@ class Chain:
 
     def draft(self) -> Draft:
         law: ProposalLaw = Sampled(torch.stack(self.rows)) if self.rows else PointMass()
-        return Draft.chain(self.tokens, law)
+        chain = Draft.chain(self.tokens, law)
+        return replace(chain, levels=len(self.tokens) + 1) if self.stopped else chain
 
     def _unlikely(self, rows: NodeDistributions) -> bool:
         """Returns whether a drawn token would be accepted too seldom, by the distribution that it comes from."""
@@ -241,6 +248,7 @@ def begin(
     law: Law,
     greedy_rank: Rank | None = None,
     gate: Gate | None = None,
+    paying: PayingDraft | None = None,
     floor: float = 0.0,
 ) -> Grower:
     """Returns the grower of a draft of ``budget`` nodes for ``context``, which draws from ``law`` or ranks by it.
@@ -250,6 +258,7 @@ def begin(
         greedy_rank: Ranks for a greedy request whose law needs no history. None ranks by ``law`` at temperature 1:
             which other token could be the target's argmax depends on the probabilities at temperature 1.
         gate: May end a chain early. A tree always uses its budget.
+        paying: Likewise.
     """
     shared = context.exactness is Exactness.TRAJECTORY
     streams, position = context.streams, context.generated
@@ -257,7 +266,7 @@ def begin(
     drawn = is_drawn(context, law)
     steps, width = config.steps(budget, drawn), config.top_k
     if config.tree == "chain" or config.is_chain(drawn):  # the first tells the type checker what is left
-        return Chain(context, steps, law, widen, stream, drawn=drawn, gate=gate, floor=floor)
+        return Chain(context, steps, law, widen, stream, drawn=drawn, gate=gate, paying=paying, floor=floor)
     ranking = law.with_temperature(1.0) if law.greedy else law
 
     def distributions(logits: Tensor, tree: Growth) -> Tensor:
