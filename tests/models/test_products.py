@@ -21,7 +21,7 @@ from foretoken.models.runners.native.packing import Packed, pack
 from .products import PRODUCTS, SOURCES
 from .test_native import LEVELS, needs_kernels
 
-OUTPUTS, INPUTS, ROWS = 80, 512, 34
+OUTPUTS, INPUTS, ROWS = 80, 768, 40
 
 
 def random(*shape: int) -> Tensor:

@@ -75,13 +75,15 @@ void OF_CACHE(foretoken_floor)(const ModelSpec* m, void* workspace, int rows, in
     const Widest widest(*m);
     const Word* words = w.normed.room<Word>(rows * widest.words);
     const float* scales = w.scales.room<float>(rows * widest.scales);
+    const Word* arranged = w.arranged.room<Word>(rows * widest.words);
     const auto known = w.experts.active_by_rows.find(rows);
     const std::vector<int32_t>* active = known == w.experts.active_by_rows.end() ? nullptr : &known->second;
     in_parallel(threads, [&](Member& member) {
         const ReleasedTiles released;
         alignas(64) float sink[BLOCKS * LANES];
         auto all = [&](const Matrix& p) {
-            const Input x{(Word*)words, (float*)scales, input_stride(p), p.scale_words()};
+            Input x{(Word*)words, (float*)scales, input_stride(p), p.scale_words()};
+            if (arranges(p, rows)) x.arranged = arranged;
             Loop units = member.begin(p.units, units_at_once(p, rows, member.threads));
             functions(p).rows(p, x, rows, units, {sink, 0, false, 1.0f, 0.0f, 0});
             member.end(units);

@@ -11,6 +11,7 @@
 
 #include <vector>
 
+#include "arranged.hpp"
 #include "levels.hpp"
 
 // Rows of a tile, which takes both blocks of a unit at once, so that memory is read in order and inputs are loaded once for both.
@@ -171,15 +172,6 @@ inline void pick_grouped(int rows, const Matrix& w, const Word* x, const GroupMe
                          TileOf tile, Store& store) {
     if (rows == R) grouped_tile<V, SMALL, R>(w, x, meta, row, unit, tile, store);
     else if constexpr (R > 1) pick_grouped<V, SMALL, R - 1>(rows, w, x, meta, row, unit, tile, store);
-}
-
-// Writes up to R rows of x [rows][stride] as [words][rows], so that a word's operands are at constant distances from one address.
-template <int R>
-inline void side_by_side(const Word* x, int64_t stride, int64_t words, int rows, Word* to) {
-    if (rows == R)
-        for (int64_t k = 0; k < words; k++, to += R)
-            each<R>([&](auto r) __attribute__((always_inline)) { to[r()] = x[r() * stride + k]; });
-    else if constexpr (R > 1) side_by_side<R - 1>(x, stride, words, rows, to);
 }
 
 // Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread takes.

@@ -12,7 +12,9 @@ void multiply(const Matrix& w, const Input& x, int rows, Units work, Store store
     else {
         constexpr Kind kind = (Kind)KIND;
         if constexpr (in_chunks(kind, CHUNK_ROWS))
-            if (in_chunks(kind, rows)) return chunked_product<kind>(w, x.words, x.stride, x.scales, rows, work, store);
+            if (in_chunks(kind, rows)) return chunked_product<kind, false>(w, x.words, x.stride, x.scales, rows, work, store);
+        if constexpr (in_arranged_chunks(kind, MANY_ROWS))
+            if (x.arranged) return chunked_product<kind, true>(w, x.arranged, 0, x.scales, rows, work, store);
         if constexpr (kind == PACKED) packed_product(w, x.words, x.stride, rows, work, store);
         else product<kind>(w, x.words, x.stride, x.scales, rows, work, store);
     }

@@ -11,18 +11,28 @@ struct Input {
     Word* words;
     float* scales;
     int64_t stride, scale_stride;
+    const Word* arranged = nullptr;  // the same rows as tiles of many rows read them, where `arranges` says so
 };
 
 constexpr bool is_float(Kind kind) { return kind == F32 || kind == BF16 || kind == PACKED; }
 constexpr bool is_grouped(int kind) { return kind >= GROUPED; }
 constexpr int KIND_COUNT = GROUPED + GROUPED_KINDS;
 inline bool is_float(const Matrix& w) { return is_float((Kind)w.kind); }
+inline bool arranges(const Matrix& w, int rows) { return !is_grouped(w.kind) && in_arranged_chunks((Kind)w.kind, rows); }
 inline int64_t input_stride(const Matrix& w) { return w.steps * input_words((Kind)w.kind); }  // words of an input row
 
 // Zeroes the words of a row after its first `count` numbers of a float kind.
 inline void clear_tail(const Matrix& w, int64_t count, Word* words) {
     const Kind kind = (Kind)w.kind;
     for (int64_t k = count / per_word(kind) * input_words(kind); k < input_stride(w); k++) words[k] = 0;
+}
+
+// Arranges tile `t` of an input's rows, for a matrix with the same kind and steps as `w`.
+inline void arrange(const Matrix& w, const Input& x, const RowTiles& tiles, int t, Word* to) {
+    const int first = tiles.first(t), words = input_words((Kind)w.kind);
+    to += first * w.steps * words;
+    if (words == 1) side_by_side<CHUNK_ROWS>(x.words + first * x.stride, x.stride, w.steps, tiles.height(t), to);
+    else side_by_side<CHUNK_ROWS, 2>(x.words + first * x.stride, x.stride, w.steps, tiles.height(t), to);
 }
 
 // Stores sixteen floats of an input row of a float kind; `at` counts numbers.
@@ -76,6 +86,11 @@ struct RowStore {
         store(at, low);
         store(at + block_stride, high);
     }
+    // Prefetches what will be stored to.
+    void ask(int row, int64_t unit) const {
+        const float* at = to + row * row_stride + (unit - first_unit) * unit_stride;
+        prefetch(at), prefetch(at + block_stride);
+    }
     Floats soft(Floats v) const {
         return floats(cap) * hyperbolic_tangent(v / floats(cap));
     }
@@ -104,6 +119,11 @@ struct ActivatedStore {
         if (gated) return keep(row, unit * LANES, limit != 0.0f ? clamped_gate(low, high, limit, slope) : activate(low * ::floats(gate_factor), activation) * high);
         keep(row, unit * BLOCKS * LANES, activate(low, activation));
         if (unit * BLOCKS * LANES + LANES < stride) keep(row, unit * BLOCKS * LANES + LANES, activate(high, activation));
+    }
+    void ask(int row, int64_t unit) const {
+        const int64_t at = (unit - first_unit) * (gated ? 1 : BLOCKS) * LANES;
+        if (is_float(down)) prefetch(words + row * input_stride(down) + at / per_word((Kind)down.kind) * input_words((Kind)down.kind));
+        else prefetch(floats + row * stride + at);
     }
     void keep(int row, int64_t at, Floats v) const {
         if (is_float(down)) put_floats(down, words + row * input_stride(down), at, v);

@@ -25,13 +25,13 @@ struct DenseMlp {
         const Added added = p.added_to_normed(number, &LoraLayer::up, norm);
         p.clear_tails(mlp.down, ACTIVATED, mlp.inner);  // before `normed`, which the product must follow at once
         const Input x = p.normed(mlp.up, norm);
-        Loop units = p.member.begin(mlp.up.units, units_at_once(mlp.up, p.b.rows, p.member.threads));
         const bool gated = mlp.gated;
         ActivatedStore store{mlp.down, p.inputs[ACTIVATED], inner, mlp.inner, p.m.activation, gated};
         store.added = added;
         store.gate_factor = p.m.gate_factor;
-        functions(mlp.up).activated(mlp.up, x, p.b.rows, units, store);
-        p.member.end(units);
+        p.share(mlp.up, x, p.b.rows, [&](const Input& input, Loop& units) {
+            functions(mlp.up).activated(mlp.up, input, p.b.rows, units, store);
+        });
     }
 
     // Adds the output to the residual stream.

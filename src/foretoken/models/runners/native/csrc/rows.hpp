@@ -18,13 +18,14 @@ struct Rows {
     const int64_t width;     // of a row of the residual stream
     float *hidden, *branch;  // the residual stream; what is normalized before it is added
     Word *own, *inputs[3];   // this thread's copies of rows; rows of products' inputs
+    Word* arranged;          // the input of the current product, if it has many rows
     float* input_scales;
     Lora lora;
 
     Rows(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
         : m(m), b(b), member(member), widest(m), width(padded(m.hidden, 32)), hidden((float*)w.hidden.data),
           branch((float*)w.branch.data), own((Word*)w.own_words[member.thread].data),
-          inputs{(Word*)w.normed.data, (Word*)w.attended.data, (Word*)w.activated.data}, input_scales((float*)w.scales.data),
+          inputs{(Word*)w.normed.data, (Word*)w.attended.data, (Word*)w.activated.data}, arranged((Word*)w.arranged.data), input_scales((float*)w.scales.data),
           lora(w, member) {}
 
     // Allocates the memory, before threads start.
@@ -36,6 +37,7 @@ struct Rows {
         w.branch.room<float>(b.rows * width);
         w.scales.room<float>(b.rows * widest.scales);
         for (Buffer* input : {&w.normed, &w.attended, &w.activated}) input->room<Word>(b.rows * widest.words);
+        if (b.rows >= MANY_ROWS) w.arranged.room<Word>(b.rows * widest.words);
         if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_attention.resize(threads);
         for (int t = 0; t < threads; t++)
             w.own_words[t].room<Word>(REPEATED_ROWS * (widest.words + widest.scales) +
@@ -90,10 +92,21 @@ struct Rows {
     // Memory of this thread for a row, a latent of queries or a layer's own input, or for two rows of an EAGLE-3 head.
     float* own_row() const { return (float*)(own + REPEATED_ROWS * (widest.words + widest.scales)); }
 
-    void multiply(const Matrix& w, const Input& x, int rows, const RowStore& store) const {
+    // Calls f(input, units) with the rows of x and the units of the matrix that this thread multiplies.
+    template <class F>
+    void share(const Matrix& w, Input x, int rows, F f) const {
+        if (arranges(w, rows)) {
+            const RowTiles tiles(rows, CHUNK_ROWS);
+            member.each(tiles.count, 1, [&](int64_t t) { arrange(w, x, tiles, (int)t, arranged); });
+            x.arranged = arranged;
+        }
         Loop units = member.begin(w.units, units_at_once(w, rows, member.threads));
-        functions(w).rows(w, x, rows, units, store);
+        f(x, units);
         member.end(units);
+    }
+
+    void multiply(const Matrix& w, const Input& x, int rows, const RowStore& store) const {
+        share(w, x, rows, [&](const Input& input, Loop& units) { functions(w).rows(w, input, rows, units, store); });
     }
 
     // Adds a product times a factor to the residual stream. A norm is that of the product, or of the sum.

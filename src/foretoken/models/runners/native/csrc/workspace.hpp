@@ -152,7 +152,7 @@ struct ExpertRoom {
 
 // Buffers of one model. The names are those of the pass and its blocks.
 struct Workspace {
-    Buffer hidden, embedded, branch, aside, qkv, queries, mixed, inner, scales, normed, attended, activated;
+    Buffer hidden, embedded, branch, aside, qkv, queries, mixed, inner, scales, normed, attended, activated, arranged;
     Buffer recurrent, prepared, recurrent_mixed;
     Buffer layer_inputs, gated_inputs;
     Buffer latent_queries, absorbed, head_words, head_scales, latent_mixes;
