@@ -5,6 +5,7 @@
 // keys alone, wherever these lie and whatever else is in the pass, and so does its result. Meanwhile the next page is asked for.
 #pragma once
 
+#include "arranged.hpp"
 #include "attention_rows.hpp"
 
 // What comes next in memory, asked for a few lines at a time.
@@ -20,7 +21,10 @@ class Attention : AttentionRows<kv> {
     using Base = AttentionRows<kv>;
     using Base::m, Base::b, Base::layer, Base::layout, Base::start, Base::prefix, Base::keys_of;
     static constexpr int MIX_QUERIES = ONE_REGISTER ? 6 : 3, MIX_VECTORS = ONE_REGISTER ? 4 : 2;  // whose sums stay in registers
-    static constexpr int ROW_WORDS = PAGE / 2;  // of a query's weights of one page, as bytes
+    static constexpr int TALL_QUERIES = ONE_REGISTER ? 12 : 3, TALL_VECTORS = 2;  // of more queries, to convert values less often
+    // Weights are rounded to bfloat16, so that one instruction adds the values of two keys.
+    static constexpr bool PAIRED = kv == BF16 && BF16_PRODUCTS;
+    static constexpr int ROW_WORDS = PAGE / 2;  // of a query's weights of one page, as bytes or bfloat16
 
    public:
     // memory: this thread's own, of `numbers` floats.
@@ -28,7 +32,7 @@ class Attention : AttentionRows<kv> {
               float* memory)
         : Base{m, b, layer, layout, all_queries}, scores(memory), sums(scores + TILE_QUERIES * PAGE),
           mixed(sums + TILE_QUERIES * LANES), bytes((Word*)(mixed + TILE_QUERIES * layer.head_dim)),
-          queries(bytes + (kv == INT8 ? TILE_QUERIES * ROW_WORDS : 0)) {}
+          queries(bytes + (kv == INT8 || PAIRED ? TILE_QUERIES * ROW_WORDS : 0)) {}
 
     static int64_t numbers(const ModelSpec& m) {
         return TILE_QUERIES * (PAGE + LANES + ROW_WORDS + largest_of_layers(m, [&](const AttentionSpec& layer) {
@@ -51,7 +55,7 @@ class Attention : AttentionRows<kv> {
             ahead = from + PAGE < end_prefix ? next_page() : Ahead();
             if (from < end_prefix) score();
             branched = score_branches();
-            for (int q = 0; q < count; q++) weigh(q);
+            for (int row = first; row < last; row++) weigh(row);
             mix();
         }
         for (int q = 0; q < count; q++) {
@@ -66,7 +70,7 @@ class Attention : AttentionRows<kv> {
     float* const scores;  // [TILE_QUERIES][PAGE]; then the weights of keys, relative to the largest so far
     float* const sums;    // [TILE_QUERIES][LANES]; of the weights
     float* const mixed;   // [TILE_QUERIES][head_dim]; of values
-    Word* const bytes;    // [TILE_QUERIES][ROW_WORDS]; of an int8 cache: weights times scales of values
+    Word* const bytes;    // [TILE_QUERIES][ROW_WORDS]; of an int8 cache: weights times scales of values; or paired weights
     Word* const queries;  // [TILE_QUERIES][words of a head]
     float tops[TILE_QUERIES];            // largest scores so far
     WholeRow query_rows[TILE_QUERIES], weight_rows[TILE_QUERIES];  // of an int8 cache
@@ -113,8 +117,8 @@ class Attention : AttentionRows<kv> {
         return {at, at + 2 * layout.half_words * sizeof(Word)};
     }
 
-    // Lines to ask for at each of about eight moments of a page.
-    int some_lines() const { return int(2 * layout.half_words * sizeof(Word) / 64 / 8); }
+    // Lines to ask for at each of about eight moments of a page, or for each query.
+    int some_lines() const { return int(2 * layout.half_words * sizeof(Word) / 64 / std::max(8, count)); }
 
     void score() {
         ahead.ask(some_lines());
@@ -124,14 +128,14 @@ class Attention : AttentionRows<kv> {
             });
         } else {
             this->score_page(pages, kv_head, page, queries, count,
-                             [&](int q, int key, Floats score) { store(scores + q * PAGE + key, score); });
+                             [to = scores](int q, int key, Floats score) { store(to + q * PAGE + key, score); });
         }
     }
 
     // Scores of an int8 cache; block: of sixteen keys.
     Floats byte_scores(int q, int block, Floats sums) const {
         const float* scales = layout.scales(half(block * LANES / PAGE, false)) + block * LANES % PAGE;
-        return this->scaled(sums * load(scales) * floats(query_rows[q].scale));
+        return this->scale()(sums * load(scales) * floats(query_rows[q].scale));
     }
 
     // Computes the scores of keys after the prefix in the current page. Returns whether there are any.
@@ -158,33 +162,41 @@ class Attention : AttentionRows<kv> {
         return any;
     }
 
-    // Turns the scores of a query into weights, exp(score - largest so far), and adds them up.
-    void weigh(int q) {
-        ahead.ask(some_lines());
-        const int row = row_of(q), low = first_in_page(row), high = end_in_page(row);
-        float* weights = scores + q * PAGE;
-        if (low < high) {
-            if (layer.relative) shift(weights, row, low, high, layer.relative + head_of(q) * (2 * m.farthest + 1));
-            if (m.biases) slant(weights, row, low, high, m.biases + head_of(q) * m.bias_stride);
-            std::fill(weights, weights + low, -INFINITY), std::fill(weights + high, weights + PAGE, -INFINITY);
-            soften(q, weights);
-        } else {
-            std::fill(weights, weights + PAGE, 0.0f);
+    // Turns the scores of a row's queries into weights, exp(score - largest so far), and adds them up.
+    void weigh(int row) {
+        const int low = first_in_page(row), high = end_in_page(row);
+        for (int q = (row - first) * group, end = q + group; q < end; q++) {
+            ahead.ask(some_lines());
+            float* weights = scores + q * PAGE;
+            if (low < high) {
+                if (layer.relative) shift(weights, row, low, high, layer.relative + head_of(q) * (2 * m.farthest + 1));
+                if (m.biases) slant(weights, row, low, high, m.biases + head_of(q) * m.bias_stride);
+                std::fill(weights, weights + low, -INFINITY), std::fill(weights + high, weights + PAGE, -INFINITY);
+                soften(q, weights);
+            } else if constexpr (PAIRED) {
+                std::fill(bytes + q * ROW_WORDS, bytes + (q + 1) * ROW_WORDS, 0);
+            } else {
+                std::fill(weights, weights + PAGE, 0.0f);
+            }
+            if constexpr (kv == INT8) weigh_bytes(q, weights);
         }
-        if constexpr (kv == INT8) weigh_bytes(q, weights);
     }
 
     void soften(int q, float* weights) {
-        Floats largest = floats(tops[q]);
-        for (int i = 0; i < PAGE; i += LANES) largest = largest_of(largest, load(weights + i));
+        constexpr int VECTORS = PAGE / LANES;
+        Floats largest = floats(tops[q]), all[VECTORS];
+        each<VECTORS>([&](auto i) __attribute__((always_inline)) {
+            all[i()] = load(weights + i() * LANES), largest = largest_of(largest, all[i()]);
+        });
         if (const float top = largest_lane(largest); top > tops[q]) raise(q, top);
         const Floats top = floats(tops[q]);
         Floats sum = load(sums + q * LANES);
-        for (int i = 0; i < PAGE; i += LANES) {
-            const Floats score = load(weights + i), e = keep(different(score, floats(-INFINITY)), exponential(score - top));
+        each<VECTORS>([&](auto i) __attribute__((always_inline)) {
+            const Floats e = keep(different(all[i()], floats(-INFINITY)), exponential(all[i()] - top));
             sum = sum + e;
-            store(weights + i, e);
-        }
+            if constexpr (PAIRED) put<BF16>(bytes + q * ROW_WORDS, i() * LANES, e);
+            else store(weights + i() * LANES, e);
+        });
         store(sums + q * LANES, sum);
     }
 
@@ -245,68 +257,87 @@ class Attention : AttentionRows<kv> {
             }
             return;
         }
-        const int width = MIX_VECTORS * LANES;
-        for (int at = 0; at < layer.head_dim; at += width) {
-            const int vectors = std::min(layer.head_dim - at, width) / LANES;
-            if (branched) {
-                for (int q = 0; q < count; q++) pick_vectors<MIX_VECTORS>(vectors, 1, q, at, prefix_in_page(row_of(q)));
-                continue;
-            }
-            for (int q = 0; q < count; q += MIX_QUERIES) {
+        if (branched) return mix_branched();
+        const Word* values = half(page, true);
+        const int64_t words = layout.key_words;
+        auto value = [values, words](int key) __attribute__((always_inline)) { return values + key * words; };
+        if (count > MIX_QUERIES) mix_some<TALL_QUERIES, TALL_VECTORS>(0, count, PAGE, value);
+        else mix_some<MIX_QUERIES, MIX_VECTORS>(0, count, PAGE, value);
+    }
+
+    // The same where some rows have keys after their prefix.
+    void mix_branched() {
+        const Word* values = half(page, true);
+        const int64_t words = layout.key_words;
+        for (int q = 0; q < count; q++) {
+            const int row = row_of(q), before = prefix_in_page(row), end = std::max(end_in_page(row), before);
+            auto value = [&, values, words](int key) {
+                return key < before || key >= end ? values + key * words : layout.value(pages, kv_head, branch(row, key));
+            };
+            mix_some<1, MIX_VECTORS>(q, 1, PAIRED ? end + end % 2 : end, value);
+        }
+    }
+
+    // Adds the first keys of the page for `many` queries, Q queries and V vectors at once. value(key): where its value is.
+    template <int Q, int V, class Value>
+    void mix_some(int from, int many, int keys, const Value& value) {
+        const RowTiles tiles(many, Q);
+        const int dim = layer.head_dim;
+        for (int at = 0; at < dim; at += V * LANES)
+            for (int t = 0; t < tiles.count; t++) {
+                const int q = from + tiles.first(t);
                 ahead.ask(some_lines());
-                pick_vectors<MIX_VECTORS>(vectors, std::min(count - q, MIX_QUERIES), q, at, PAGE);
+                const MixTile tile{PAIRED ? (const float*)bytes + q * ROW_WORDS : scores + q * PAGE, mixed + q * dim + at, dim, at, keys};
+                pick_mix<Q, V>(tiles.height(t), std::min((dim - at) / LANES, V), tile, value);
             }
-        }
-        for (int q = 0; branched && q < count; q++) {
-            const int row = row_of(q);
-            for (int i = std::max(prefix_in_page(row), first_in_page(row)); i < end_in_page(row); i++)
-                add(mixed + q * layer.head_dim, scores[q * PAGE + i], layout.value(pages, kv_head, branch(row, i)));
-        }
     }
 
-    template <int V>
-    void pick_vectors(int vectors, int count, int q, int at, int keys) {
-        if (vectors == V) pick_mix<MIX_QUERIES, V>(count, q, at, keys);
-        else if constexpr (V > 1) pick_vectors<V - 1>(vectors, count, q, at, keys);
+    struct MixTile {
+        const float* weights;  // [queries][PAGE], or paired weights [queries][ROW_WORDS]
+        float* to;             // [queries][stride]
+        int64_t stride;
+        int at, keys;          // number of a value where `to` begins; keys of the page
+    };
+
+    template <int Q, int V, class Value>
+    static void pick_mix(int count, int vectors, const MixTile& tile, const Value& value) {
+        if (count == Q && vectors == V) return mix_tile<Q, V>(tile, value);
+        if constexpr (Q > 1)
+            if (count < Q) return pick_mix<Q - 1, V>(count, vectors, tile, value);
+        if constexpr (V > 1) pick_mix<Q, V - 1>(count, vectors, tile, value);
     }
 
-    // The first keys of the page for Q queries times V vectors of each value row.
-    template <int Q, int V>
-    void pick_mix(int count, int q, int at, int keys) {
-        if (count == Q) {
-            Floats sums[Q][V];
-            for (int i = 0; i < Q; i++)
-                for (int v = 0; v < V; v++) sums[i][v] = load(mixed + (q + i) * layer.head_dim + at + v * LANES);
-            const float* weights = scores + q * PAGE;
-            const Word* value = half(page, true);
-            for (int key = 0; key < keys; key++, value += layout.key_words) {
+    template <int Q, int V, class Value>
+    static void mix_tile(MixTile tile, Value value) {
+        Floats sums[Q][V];
+        each<Q>([&](auto q) __attribute__((always_inline)) {
+            each<V>([&](auto v) __attribute__((always_inline)) { sums[q()][v()] = load(tile.to + q() * tile.stride + v() * LANES); });
+        });
+        if constexpr (PAIRED) {
+            const Word* weight = (const Word*)tile.weights;
+            for (int key = 0; key < tile.keys; key += 2, weight++) {
+                Ints parts[V];
+                get_pairs(value(key), value(key + 1), tile.at, parts);
+                each<Q>([&](auto q) __attribute__((always_inline)) {
+                    each<V>([&](auto v) __attribute__((always_inline)) {
+                        sums[q()][v()] = Unit<BF16>::add(sums[q()][v()], parts[v()], weight + q() * ROW_WORDS);
+                    });
+                });
+            }
+        } else {
+            const float* weight = tile.weights;
+            for (int key = 0; key < tile.keys; key++, weight++) {
                 Floats parts[V];
-                get_values<kv>(value, at, parts);
-#pragma GCC unroll 6
-                for (int i = 0; i < Q; i++) {
-                    Floats weight = floats(weights[i * PAGE + key]);
-                    for (int v = 0; v < V; v++) sums[i][v] = multiply_add(weight, parts[v], sums[i][v]);
-                }
+                get_values<kv>(value(key), tile.at, parts);
+                each<Q>([&](auto q) __attribute__((always_inline)) {
+                    const Floats own = floats(weight[q() * PAGE]);
+                    each<V>([&](auto v) __attribute__((always_inline)) { sums[q()][v()] = multiply_add(own, parts[v()], sums[q()][v()]); });
+                });
             }
-            for (int i = 0; i < Q; i++)
-                for (int v = 0; v < V; v++) store(mixed + (q + i) * layer.head_dim + at + v * LANES, sums[i][v]);
-        } else if constexpr (Q > 1) {
-            pick_mix<Q - 1, V>(count, q, at, keys);
         }
-    }
-
-    void add(float* out, float weight, const Word* value) const {
-        auto some = [&](int at, auto& parts) __attribute__((always_inline)) {
-            get_values<kv>(value, at, parts);
-            for (const Floats& part : parts) {
-                store(out + at, multiply_add(floats(weight), part, load(out + at)));
-                at += LANES;
-            }
-        };
-        Floats two[2], one[1];
-        int at = 0;
-        for (; at + 2 * LANES <= layer.head_dim; at += 2 * LANES) some(at, two);
-        if (at < layer.head_dim) some(at, one);
+        each<Q>([&](auto q) __attribute__((always_inline)) {
+            each<V>([&](auto v) __attribute__((always_inline)) { store(tile.to + q() * tile.stride + v() * LANES, sums[q()][v()]); });
+        });
     }
 
     void add_bytes(int q, int block, Floats sums) {

@@ -52,12 +52,16 @@ struct AttentionRows {
 
     const Word* query(int row, int head) const { return all_queries + ((int64_t)row * m.heads + head) * layout.query_words; }
 
-    Floats scaled(Floats v) const {
-        v = v * floats(m.scale);
-        if (m.score_cap == 0.0f) return v;
-        Floats cap = floats(m.score_cap);
-        return cap * hyperbolic_tangent(v / cap);
-    }
+    // Makes scores of products. Copied to where scores are stored: what is read through `this` is read again after each store.
+    struct Scale {
+        float factor, cap;
+        Floats operator()(Floats v) const {
+            v = v * floats(factor);
+            return cap == 0.0f ? v : floats(cap) * hyperbolic_tangent(v / floats(cap));
+        }
+    };
+
+    Scale scale() const { return {m.scale, m.score_cap}; }
 
     // The keys of a page from cache row `from` on, as a packed matrix with one output per key.
     Matrix keys_of_page(Word* const* pages, int kv_head, int64_t from) const {
@@ -70,7 +74,7 @@ struct AttentionRows {
     void score_page(Word* const* pages, int kv_head, int64_t page, const Word* queries, int count, Score score) const {
         Units whole(Share(0, PAGE / LANES / BLOCKS));
         product<kv>(keys_of_page(pages, kv_head, page * PAGE), queries, layout.query_words, no_scales, count, whole,
-                    [&](int q, int64_t unit, Floats low, Floats high) {
+                    [score, scaled = scale()](int q, int64_t unit, Floats low, Floats high) {
                         score(q, int(unit * BLOCKS * LANES), scaled(low));
                         score(q, int(unit * BLOCKS * LANES + LANES), scaled(high));
                     });
@@ -84,6 +88,7 @@ struct AttentionRows {
         keys.units = 1;
         alignas(64) float lanes[BLOCKS * LANES];
         Units whole(Share(0, 1));
+        const Scale scaled = scale();
         product<kv>(keys, queries, layout.query_words, no_scales, count, whole, [&](int q, int64_t, Floats low, Floats high) {
             store(lanes, scaled(low));
             store(lanes + LANES, scaled(high));

@@ -85,6 +85,24 @@ INLINE void get_values(const Word* value, int at, Floats (&to)[V]) {
     for (int v = 2 * pairs; v < V; v++) to[v] = get<kv>(value, at + v * LANES);
 }
 
+#ifdef __AVX512BF16__
+// Reads V vectors of the values of two rows from number `at` on, which is a multiple of 32: words of both rows' numbers.
+template <int V>
+INLINE void get_pairs(const Word* first, const Word* second, int at, Ints (&to)[V]) {
+    const __mmask32 upper = 0xaaaaaaaa;
+    each<V / 2>([&](auto pair) __attribute__((always_inline)) {
+        const Ints a = load_ints(first + at / 2 + pair() * LANES), b = load_ints(second + at / 2 + pair() * LANES);
+        to[2 * pair()] = _mm512_mask_mov_epi16(a, upper, _mm512_slli_epi32(b, 16));
+        to[2 * pair() + 1] = _mm512_mask_mov_epi16(_mm512_srli_epi32(a, 16), upper, b);
+    });
+    for (int v = V / 2 * 2; v < V; v++) {
+        const uint16_t *a = (const uint16_t*)first + at + v * LANES, *b = (const uint16_t*)second + at + v * LANES;
+        to[v] = or_bits(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a)),
+                        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b)), 16));
+    }
+}
+#endif
+
 // Writes and moves rows of a cache of one kind.
 template <Kind kv>
 struct CacheRows {
