@@ -115,9 +115,8 @@ def floors(length: int, count: int, rows: float, batch: int, rate: float, costs:
     sizes = np.arange(length + 1.0)
     drafting = costs.draft_table(sizes, np.full(length + 1, count)) / count
     seconds = drafting + costs.step_table(batch, rows + sizes)
-    further = np.cumsum(
-        costs.tuning.next_rank ** np.arange(length)
-    )  # tokens of 1, 2, ... more, if the first is accepted
+    # tokens of 1, 2, ... more, if the first is accepted
+    further = np.cumsum(costs.tuning.next_rank ** np.arange(length))
     return [float((rate * (seconds[k + 1 :] - seconds[k]) / further[: length - k]).min()) for k in range(length)]
 
 

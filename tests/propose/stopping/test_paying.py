@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from foretoken.core.context import Context
@@ -14,6 +16,7 @@ from foretoken.models.base import Scores
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Observation
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.stopping.paying import PayingChains
 
 DRAFT = ToyModel(vocab_size=7, order=2, seed=1, sharpness=2.0)
 PROMPT = [1, 2, 3, 4]
@@ -90,6 +93,14 @@ def test_a_token_that_was_left_out_and_right_is_learned_from() -> None:
         verified(proposer, own, draft, len(draft), likeliest if not len(draft) else 0)
         proposer.forget(own)
     assert len(drafted(proposer, context(0.25))) > 0
+
+
+def test_a_token_far_below_the_likeliest_has_no_chance() -> None:
+    """A request's bias or grammar may choose such a token; that is no overflow."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PayingChains().begin(context(1e-9)).ends(torch.tensor([200.0, -200.0, 0.0]), 1)
+    assert not PayingChains().begin(context(1e-9)).ends(torch.tensor([200.0, -200.0, 0.0]), 0)
 
 
 def test_only_chains_without_a_rule_of_their_own_leave_out_what_does_not_pay() -> None:

@@ -46,8 +46,7 @@ class PayingDraft:
             token: The candidate, which has the largest of them unless the request's parameters change them.
         """
         floor = self.floors[min(len(self.claims), len(self.floors) - 1)]
-        scores = logits.float().cpu().numpy()
-        self.claims.append(float(1.0 / np.exp(scores - scores[token]).sum()))
+        self.claims.append(_probability(logits, token))
         self.candidates.append(token)
         self.reach *= self.rates.chance(self.claims[-1])
         return self.reach < floor
@@ -87,3 +86,12 @@ class PayingChains:
         """Drops the state of a sequence that has ended. Unknown sequences are ignored."""
         self._requests.pop(context.id, None)
         self._drafts.pop(context.id, None)
+
+
+def _probability(logits: Tensor, token: int) -> float:
+    """Returns the softmax of logits [V] at ``token``."""
+    if logits.device.type != "cpu":  # one number is copied from the device
+        return float(logits.float().log_softmax(0)[token].exp())
+    scores = logits.float().numpy()  # torch would wake threads that then compete with those of the compiled kernels
+    weights = np.exp(scores - scores.max())
+    return float(weights[token] / weights.sum())
