@@ -16,26 +16,27 @@ Indices = np.ndarray[Any, np.dtype[np.intp]]
 
 
 class Curve:
-    """Mean seconds of each measured size, linear between them. Jagged curves are kept as they are.
+    """Mean seconds of each measured size, linear between them.
 
-    Beyond the largest measured size the slope of the whole curve continues. Below the smallest, a size takes at least
-    its proportional share: another row makes no other row more expensive.
+    Below the smallest measured size, a size takes at least its proportional share: another row makes no other row more
+    expensive.
 
     Args:
         origin: Size 0 takes no time, so that one measured size gives a slope.
-        last_slope: Continue the slope of the last two sizes instead of the whole curve's. For exact measurements.
+        exact: Every size was measured carefully. A jagged curve is then kept as it is, and the slope of its last two
+            sizes continues. Otherwise seconds between sizes never fall, and the slope of the whole curve continues.
         tuning: Constants.
     """
 
-    def __init__(self, *, origin: bool = False, last_slope: bool = False, tuning: Tuning = TUNING) -> None:
-        self._origin, self._last_slope, self._tuning = origin, last_slope, tuning
+    def __init__(self, *, origin: bool = False, exact: bool = False, tuning: Tuning = TUNING) -> None:
+        self._origin, self._exact, self._tuning = origin, exact, tuning
         self._points: dict[int, tuple[float, float]] = {}  # by size: mean seconds, weight in observations
         self._line: tuple[Array, Array] | None = None  # sizes and seconds to interpolate, None after a change
 
     @staticmethod
-    def of(points: Mapping[int, float], *, last_slope: bool = False) -> Curve:
+    def of(points: Mapping[int, float], *, exact: bool = False) -> Curve:
         """Returns the curve through seconds by size."""
-        curve = Curve(last_slope=last_slope)
+        curve = Curve(exact=exact)
         for size, seconds in points.items():
             curve.put(size, seconds)
         return curve
@@ -118,12 +119,13 @@ class Curve:
 
     def _interpolation(self) -> tuple[Array, Array]:
         """Returns the sizes and seconds between which ``over`` interpolates."""
-        points = self._rising()
+        measured = [(float(size), seconds) for size, seconds in self.points().items()]
+        points = measured if self._exact else self._rising()
         if self._origin:
             points = [(0.0, 0.0), *points]
         (first, low), (last, high) = points[0], points[-1]
         if len(points) > 1:
-            start, seconds_there = points[-2] if self._last_slope else points[0]
+            start, seconds_there = points[-2] if self._exact else points[0]
             slope = max(0.0, (high - seconds_there) / (last - start))
         else:
             slope = self._tuning.row_share * low / (1.0 + self._tuning.row_share * (first - 1.0))

@@ -105,7 +105,7 @@ class MeasuredCosts:
             raise KeyError(f"no passes over {batch} sequences were measured")
         nearest = min((abs(cost.context - context), cost.context) for cost in known)[1]
         points = {cost.rows: cost.seconds.median for cost in known if cost.context == nearest}
-        return Curve.of(points, last_slope=True).at(rows)
+        return Curve.of(points, exact=True).at(rows)
 
     def merged(self, passes: Sequence[PassCost]) -> MeasuredCosts:
         """Returns the costs with ``passes``, which replace older ones of the same shape."""
