@@ -104,6 +104,9 @@ def floors(length: int, count: int, rows: float, batch: int, rate: float, costs:
     A token pays if it brings more tokens than are usual in the seconds of its row and of drafting it. Where several
     rows together take hardly longer than one, a token also pays as a step to those below it.
 
+    All chains of a batch are priced alike: a row costs what another row for each of them costs, divided by their
+    number. The seconds between neighbouring sizes of a large pass would be mostly the noise of their measurement.
+
     Args:
         length: Largest number of tokens of the chain.
         count: Number of requests that draft.
@@ -112,12 +115,15 @@ def floors(length: int, count: int, rows: float, batch: int, rate: float, costs:
         rate: Usual tokens per second of the step.
         costs: Measured seconds.
     """
-    sizes = np.arange(length + 1.0)
-    drafting = costs.draft_table(sizes, np.full(length + 1, count)) / count
-    seconds = drafting + costs.step_table(batch, rows + sizes)
-    # tokens of 1, 2, ... more, if the first is accepted
-    further = np.cumsum(costs.tuning.next_rank ** np.arange(length))
-    return [float((rate * (seconds[k + 1 :] - seconds[k]) / further[: length - k]).min()) for k in range(length)]
+    drafting = costs.draft_table(np.arange(length + 1.0), np.full(length + 1, count))
+    further = np.cumsum(costs.tuning.next_rank ** np.arange(length))  # tokens of 1, 2, ..., if the first is accepted
+    passes = costs.step_table(batch, rows + np.arange(count * length + 1.0))
+    below = []
+    for depth in range(length):
+        longer = passes[depth::count][: length - depth + 1]
+        added = (longer[1:] - longer[0] + drafting[depth + 1 :] - drafting[depth]) / count
+        below.append(float((rate * added / further[: len(added)]).min()))
+    return below
 
 
 def promising(length: int, missed: float, batch: int, forced: int, costs: CostModel, free: bool = False) -> bool:

@@ -201,23 +201,44 @@ class Goodput(Capped):
         caps, seconds = [batch.caps[i] for i in payable], [missed[i] for i in payable]
         candidates = LengthCandidates(payable, caps, seconds, accepted, exists, free)
         best = goodput(candidates, len(batch.contexts), forced, self.costs, allowed)
-        whole = {i for i in best.lengths if parts[i] is not DraftPart.MODEL and self.prunes(batch.contexts[i])}
-        if not whole:
+        if not any(self._whole(batch, i, parts[i]) for i in best.lengths):
             return best
-        # Where drafts are pruned, the largest lengths, if these may be lost.
-        lengths = {i: batch.caps[i] if i in whole else length for i, length in best.lengths.items()}
-        drafting = self.costs.draft_seconds(max(lengths.values()), len(lengths), free=free)
-        proposing = np.full(sum(lengths.values()), drafting + sum(missed[i] for i in lengths))
-        loss = float(worst_case(self.costs, len(batch.contexts), proposing)[-1])
-        if loss > allowed:
+        whole = [i for i in payable if self._whole(batch, i, parts[i])]
+        return self._lengthened(best, whole, batch, forced, sum(missed[i] for i in payable), allowed, free)
+
+    def _whole(self, batch: Batch, place: int, part: DraftPart) -> bool:
+        """Returns whether what does not pay is left out of a request's draft, so that it may be long."""
+        return part is not DraftPart.MODEL and self.prunes(batch.contexts[place])
+
+    def _lengthened(
+        self, best: Allocation, whole: list[int], batch: Batch, forced: int, missed: float, allowed: float, free: bool
+    ) -> Allocation:
+        """Returns an allocation with the largest lengths that may be lost, and with what a token has to be worth.
+
+        Args:
+            best: The best lengths on average, which stay where no longer ones may be lost.
+            whole: Indices of the requests whose drafts may be longer, or begin.
+            batch: The requests.
+            forced: Draft tokens of other requests.
+            missed: Seconds of catching up.
+            allowed: Seconds that the step may lose.
+            free: No model drafts.
+        """
+        size, longest = len(batch.contexts), max(batch.caps[i] for i in whole)
+        while longest >= max(best.lengths.values()):
+            lengths = best.lengths | {i: max(best.lengths.get(i, 0), min(batch.caps[i], longest)) for i in whole}
+            drafting = self.costs.draft_seconds(max(lengths.values()), len(lengths), free=free)
+            proposing = np.full(sum(lengths.values()), drafting + missed)
+            loss = float(worst_case(self.costs, size, proposing)[-1])
+            if loss <= allowed:
+                break
+            longest //= 2
+        else:
             return best
-        rows = len(batch.contexts) + forced + sum(best.lengths.values())
-        count = len(lengths)
-        below = {
-            i: floors(lengths[i], count, rows - best.lengths[i], len(batch.contexts), best.rate, self.costs)
-            for i in whole
-        }
-        return Allocation(lengths, loss, rate=best.rate, floors=below)
+        rows, count = size + forced + sum(best.lengths.values()), len(lengths)
+        kinds = {i: (lengths[i], rows - best.lengths.get(i, 0)) for i in whole}
+        known = {kind: floors(kind[0], count, kind[1], size, best.rate, self.costs) for kind in set(kinds.values())}
+        return Allocation(lengths, loss, rate=best.rate, floors={i: known[kind] for i, kind in kinds.items()})
 
     def _left(self, record: Record) -> int:
         """Returns the number of steps until a request's next trial."""
