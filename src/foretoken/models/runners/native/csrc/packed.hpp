@@ -82,7 +82,7 @@ inline void packed_tile(const Matrix& w, const Word* x, int64_t stride, int row,
     Floats low[R], high[R];
     each<R>([&](auto r) __attribute__((always_inline)) { low[r()] = high[r()] = U::zero(); });
     auto ahead = [&](int64_t p) __attribute__((always_inline)) {
-        for (int64_t i = 0; i < lines; i++) ask(next + (p * lines + i) * 64);
+        for (int64_t i = 0; i < lines; i++) ask<R < MOST_ROWS>(next + (p * lines + i) * 64);
     };
     each_step(w, unit, ahead, [&](int64_t k, Ints a, Ints b) __attribute__((always_inline)) {
         each<R>([&](auto r) __attribute__((always_inline)) {
@@ -112,7 +112,7 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
     for (Share one = share; one.first < share.last; one.first++) {
         one.last = one.first + 1;
         const uint8_t* next = (const uint8_t*)w.data + one.last * w.steps / 2 * PAIR_BYTES;
-        auto ahead = [&](int64_t p) { for (int i = 0; i < PAIR_LINES; i++) ask(next + p * PAIR_BYTES + i * 64); };
+        auto ahead = [&](int64_t p) { for (int i = 0; i < PAIR_LINES; i++) ask<false>(next + p * PAIR_BYTES + i * 64); };
         each_step(w, one.first, ahead, [&](int64_t k, Ints a, Ints b) __attribute__((always_inline)) {
             store_ints(restored + k * LANES, a);
             store_ints(restored + (w.steps + k) * LANES, b);
@@ -132,7 +132,7 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
 // the others, 16 KiB at a time, was slower: 16 rows 0.73, 24 rows 0.70, 34 rows 0.78, 128 rows 0.94.
 template <class Store>
 inline void packed_product(const Matrix& w, const Word* x, int64_t stride, int rows, Units& work, Store store) {
-    constexpr int TALLEST = ONE_REGISTER ? MOST_ROWS : BOTH_ROWS;
+    constexpr int TALLEST = ONE_REGISTER ? tallest(BF16) : BOTH_ROWS;
     Share share(0, 0);
     if (TILES) {
         while (work.next(share)) restored_product(w, x, stride, rows, share, store);
