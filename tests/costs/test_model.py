@@ -69,6 +69,46 @@ def test_at_best_rows_that_were_never_tried_cost_nothing():
     assert costs.pass_ratio(rows, 1, optimistic=True) == pytest.approx([1.0, 1.5, 1.5])
 
 
+def drafted(costs: CostModel, depth: int, propose: float, missed: int = 0) -> None:
+    """One step that drafts ``depth`` tokens."""
+    timings = Timings(propose, 0.03, 0.0, 0.0, 1, missed_tokens=missed)
+    costs.observe([StepOutput(0, 5, Draft.chain([0] * depth), Verdict((), 0), (0,), timings, budget=depth)])
+
+
+def test_one_catching_up_that_took_far_too_long_teaches_nothing_and_three_do():
+    costs = CostModel()
+    for _ in range(4):
+        drafted(costs, 4, 0.004)
+        drafted(costs, 4, 0.004 + 0.001, missed=100)
+    usual = costs.missed_seconds(100)
+    assert usual == pytest.approx(0.001, rel=0.3)
+    for _ in range(2):
+        drafted(costs, 4, 2.0, missed=100)
+    assert costs.missed_seconds(100) == pytest.approx(usual)
+    for _ in range(4):
+        drafted(costs, 4, 2.0, missed=100)
+    assert costs.missed_seconds(100) > 0.5
+
+
+def test_the_faster_of_two_times_of_catching_up_counts_after_the_warm_up():
+    costs = CostModel()
+    drafted(costs, 1, 2.0, missed=32)
+    costs.calibrate({}, {1: 0.001}, missed=0.0001)
+    assert costs.missed_seconds(10) == pytest.approx(0.001)
+
+
+def test_what_the_warm_up_timed_is_doubted_until_a_request_has_drafted():
+    costs = CostModel()
+    costs.calibrate({1: 0.03}, {1: 0.1})
+    for _ in range(10):
+        costs.refuse()
+    assert costs.draft_seconds(1, 1) < 0.02
+    drafted(costs, 1, 0.1)
+    known = costs.draft_seconds(1, 1)
+    costs.refuse()
+    assert costs.draft_seconds(1, 1) == known > 0.05
+
+
 def test_only_what_is_no_prompt_and_no_drafting_counts():
     costs = CostModel()
     step_ = step(4, 0.03)

@@ -245,7 +245,8 @@ class Goodput(Capped):
         return record.wait - (self.step - record.since - 1)
 
     def _due(self, batch: Batch, idle: dict[int, float], drafted: int, parts: dict[int, DraftPart]) -> int | None:
-        """Returns the index of a request for a trial, the one that missed least. Doubles the waits if none would pay.
+        """Returns the index of a request for a trial, the one that missed least. Doubles the waits if none would pay,
+        and lets the cost model doubt what was measured.
 
         Args:
             batch: The requests.
@@ -260,6 +261,8 @@ class Goodput(Capped):
         free, batch_size = parts[place] is DraftPart.FREE, len(batch.contexts)
         if promising(batch.caps[place], idle[place], batch_size, drafted, self.costs, free):
             return place
+        if not free:
+            self.costs.refuse()
         for i in due:  # the others missed more
             record = self._record(batch.contexts[i], parts[i])
             record.since, record.wait = self.step, min(self.tuning.max_wait, 2 * record.wait)

@@ -65,6 +65,11 @@ class Curve:
         """Lets earlier observations of a size count as ``weight`` at most."""
         self._points = {size: (mean, min(weight, old)) for size, (mean, old) in self._points.items()}
 
+    def scale(self, factor: float) -> None:
+        """Multiplies all seconds by ``factor``."""
+        self._points = {size: (factor * mean, weight) for size, (mean, weight) in self._points.items()}
+        self._line = None
+
     def points(self) -> dict[int, float]:
         """Returns the mean seconds of each measured size."""
         return {size: mean for size, (mean, _) in sorted(self._points.items())}

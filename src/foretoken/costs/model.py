@@ -37,7 +37,9 @@ class CostModel:
         self._drafting: Curves = {}
         self._free_drafting: Curves = {}
         self._missed = (0.0, 0.0)  # seconds of catching up, tokens
-        self._disturbed = 0  # disturbed passes in a row
+        self._disturbed, self._delayed = 0, 0  # disturbed passes in a row, and steps that caught up
+        # Whether drafting was timed since the warm-up, and whether it seems faster than it was then.
+        self._confirmed = self._doubted = False
         self._since_plain = 0  # steps since a plain one was timed
         self._speedup = 1.0  # moving average over the steps with drafts
 
@@ -94,18 +96,30 @@ class CostModel:
             self.level *= seconds / fewer
         self._passes.add(rows, seconds / self.level)
 
-    def calibrate(self, passes: Mapping[int, float], drafting: Mapping[int, float]) -> None:
+    def calibrate(self, passes: Mapping[int, float], drafting: Mapping[int, float], missed: float = math.inf) -> None:
         """Replaces what was learned in the warm-up by its medians, which count until real steps show better ones.
 
         Args:
             passes: Seconds by rows.
             drafting: Seconds of one request's draft by depth.
+            missed: Most seconds of catching up on a token.
         """
         for rows, seconds in passes.items():
             self._passes.put(rows, seconds / self.level)
         for depth, seconds in drafting.items():
             _curve(self._drafting, 1, self.tuning).put(depth, seconds)
+        seconds, tokens = self._missed
+        self._missed = min(seconds, missed * tokens) if tokens else 0.0, tokens
         self.discount()
+
+    def refuse(self) -> None:
+        """Lets drafting seem a little faster, after it was refused because of the seconds that it took in the warm-up.
+
+        While nothing is drafted nothing is timed, and what other programs delayed then would be believed for ever.
+        """
+        if not self._confirmed:
+            self._doubted = True
+            self._scale_drafting(self.tuning.refused)
 
     def discount(self) -> None:
         """Lets everything learned so far count little beside what follows."""
@@ -116,7 +130,7 @@ class CostModel:
         seconds, tokens = self._missed
         scale = max(1.0, tokens / 64.0)
         self._missed = seconds / scale, tokens / scale
-        self._since_plain = 0
+        self._since_plain, self._confirmed = 0, False
 
     def describe(self) -> dict[str, Any]:
         """Returns what was learned, as JSON: seconds at the machine's present speed.
@@ -215,14 +229,29 @@ class CostModel:
     def _curves(self, free: bool) -> Curves:
         return self._free_drafting if free else self._drafting
 
+    def _scale_drafting(self, factor: float) -> None:
+        """Multiplies the seconds of drafting and of catching up by ``factor``."""
+        for curve in self._drafting.values():
+            curve.scale(factor)
+        seconds, tokens = self._missed
+        self._missed = factor * seconds, tokens
+
     def _observe_drafting(self, depth: int, count: int, timings: Timings, free: bool) -> None:
         """Learns from the time of drafting, of which the missed tokens have a part."""
         missed, seconds, bits = timings.missed_tokens, timings.propose, count.bit_length()
         if missed <= self.tuning.slack:
+            if not free:
+                expected = self.draft_seconds(depth, count)
+                if self._doubted and expected:  # one time shows how wrong the others are
+                    self._scale_drafting(seconds / expected)
+                self._confirmed, self._doubted = True, False
             _curve(self._curves(free), bits, self.tuning).add(depth, seconds)
             return
         if self._drafting:
-            catching_up = max(0.0, seconds - self.draft_seconds(depth, count))
+            catching_up, usual = max(0.0, seconds - self.draft_seconds(depth, count)), self.missed_seconds(missed)
+            self._delayed = self._delayed + 1 if usual and catching_up > self.tuning.disturbed * usual else 0
+            if 0 < self._delayed < self.tuning.passing:
+                return
         else:
             step = seconds / (depth + missed / self.tuning.missed_per_step)
             _curve(self._drafting, bits, self.tuning).add(depth, step * depth)

@@ -55,6 +55,7 @@ class Tuning:
     trial_hope: float = 0.8  # acceptance rate at which a trial must pay off to be made at all
     min_wait: int = 8  # steps without drafts before the first trial; doubles after each trial that fails
     max_wait: int = 256  # steps
+    refused: float = 0.8  # of the warm-up's seconds of drafting that are believed after a trial was refused
     doubt: float = 0.25  # weight of earlier evidence after a trial that went well: the text has changed
 
     # How long a decision holds for the same requests.

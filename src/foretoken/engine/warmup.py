@@ -5,6 +5,7 @@ The cost of an oversized draft model shows here, not in a request. The kernels a
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import defaultdict
@@ -24,7 +25,6 @@ from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
 _PROMPT = 32  # tokens
-_COLD = 8  # tokens of the first run, which is not timed
 _FIRST = (0, 1)  # prefill, and the proposer's catching up
 _COARSE = (0, 1, 2, 4, 8, 16)  # depths that are always timed; costs between them are interpolated
 _FINE = (6, 7, 12)  # timed as well unless _SECONDS are over
@@ -114,18 +114,20 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
     timed = proposer.timed_part
     passes: dict[int, float] = {}
     drafting: dict[int, float] = {}
+    missed = math.inf
     if timed is None or target.has_experts:
         script = _Script([*_FIRST, *(sweep * sweeps)], CostModel(), synthetic=True)
         _run(target, _Synthetic(target.vocab_size), script, length)
         passes = script.pass_seconds
     if timed is not None:
-        # Memory is allocated in the first run, which would make catching up look slow.
-        _run(target, timed, _Script(_FIRST, CostModel()), min(_COLD, length))
+        # Memory is allocated in the first run, which makes catching up look slow, as a slow moment does in the second.
+        first = CostModel()
+        _run(target, timed, _Script(_FIRST, first), length)
         script = _Script([*_FIRST, *(sweep * sweeps)], costs)
         _run(target, timed, script, length)
         drafting = {depth: median(seconds) for depth, seconds in script.drafting.items()}
-        passes = passes or script.pass_seconds
-    costs.calibrate(passes, drafting)
+        passes, missed = passes or script.pass_seconds, first.missed_seconds(1) or missed
+    costs.calibrate(passes, drafting, missed)
 
 
 def _run(target: Model, proposer: Proposer, script: _Script, length: int) -> None:
