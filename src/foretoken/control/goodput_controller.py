@@ -204,7 +204,8 @@ class Goodput(Capped):
         if not any(self._whole(batch, i, parts[i]) for i in best.lengths):
             return best
         whole = [i for i in payable if self._whole(batch, i, parts[i])]
-        return self._lengthened(best, whole, batch, forced, sum(missed[i] for i in payable), allowed, free)
+        catching_up = sum(missed[i] for i in {*best.lengths, *whole})
+        return self._lengthened(best, whole, batch, forced, catching_up, allowed, free)
 
     def _whole(self, batch: Batch, place: int, part: DraftPart) -> bool:
         """Returns whether what does not pay is left out of a request's draft, so that it may be long."""

@@ -207,9 +207,9 @@ class DraftModel(Proposer):
             handle = self.model.open(context.tokens, context.source, context.cache_salt, adapter)
             self._handles[context.id] = handle
             handle.truncate(handle.cached + PREFILL_CHUNK)
-        elif (start := len(handle.tokens)) < len(context.tokens) and len(handle.pending) < PREFILL_CHUNK:
-            end = start + PREFILL_CHUNK - len(handle.pending)
-            self.model.commit([handle], [context.tokens[start:end]])
+        elif not handle.pending:
+            start = len(handle.tokens)
+            self.model.commit([handle], [context.tokens[start : start + PREFILL_CHUNK]])
         return handle
 
     def _law(self, context: Context) -> Law:
