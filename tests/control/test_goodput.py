@@ -287,8 +287,7 @@ def test_a_request_with_its_own_draft_length_has_no_floors():
 def test_a_warm_up_that_other_programs_delayed_does_not_stop_drafting_for_ever():
     one = world(chance(0.9), step=0.0005)
     one.warm_up(one.controller.costs)
-    for curve in one.controller.costs._drafting.values():
-        curve.scale(200.0)
+    one.controller.costs.drafting.scale(200.0)
     for _ in range(12):
         member = one.add()
         one.run(64)

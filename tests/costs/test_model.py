@@ -80,33 +80,33 @@ def test_one_catching_up_that_took_far_too_long_teaches_nothing_and_three_do():
     for _ in range(4):
         drafted(costs, 4, 0.004)
         drafted(costs, 4, 0.004 + 0.001, missed=100)
-    usual = costs.missed_seconds(100)
+    usual = costs.drafting.missed(100)
     assert usual == pytest.approx(0.001, rel=0.3)
     for _ in range(2):
         drafted(costs, 4, 2.0, missed=100)
-    assert costs.missed_seconds(100) == pytest.approx(usual)
+    assert costs.drafting.missed(100) == pytest.approx(usual)
     for _ in range(4):
         drafted(costs, 4, 2.0, missed=100)
-    assert costs.missed_seconds(100) > 0.5
+    assert costs.drafting.missed(100) > 0.5
 
 
 def test_the_faster_of_two_times_of_catching_up_counts_after_the_warm_up():
     costs = CostModel()
     drafted(costs, 1, 2.0, missed=32)
     costs.calibrate({}, {1: 0.001}, missed=0.0001)
-    assert costs.missed_seconds(10) == pytest.approx(0.001)
+    assert costs.drafting.missed(10) == pytest.approx(0.001)
 
 
 def test_what_the_warm_up_timed_is_doubted_until_a_request_has_drafted():
     costs = CostModel()
     costs.calibrate({1: 0.03}, {1: 0.1})
     for _ in range(10):
-        costs.refuse()
-    assert costs.draft_seconds(1, 1) < 0.02
+        costs.drafting.refuse()
+    assert costs.drafting.seconds(1, 1) < 0.02
     drafted(costs, 1, 0.1)
-    known = costs.draft_seconds(1, 1)
-    costs.refuse()
-    assert costs.draft_seconds(1, 1) == known > 0.05
+    known = costs.drafting.seconds(1, 1)
+    costs.drafting.refuse()
+    assert costs.drafting.seconds(1, 1) == known > 0.05
 
 
 def test_only_what_is_no_prompt_and_no_drafting_counts():

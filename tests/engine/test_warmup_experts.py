@@ -34,6 +34,6 @@ def test_tokens_of_timed_passes_differ(has_experts: bool, costless: bool) -> Non
     target, costs = Watched(has_experts), CostModel()
     proposer = Lookup() if costless else DraftModel(ToyModel(vocab_size=50, order=1, seed=4, max_length=2000))
     warm_up(target, proposer, costs, 16)
-    assert costs.known and costs.pass_seconds(17) > 0 and costs.ready is not costless
+    assert costs.known and costs.pass_seconds(17) > 0 and costs.drafting.known is not costless
     widest = [draft for draft in target.drafts if len(draft) == 16]
     assert all(len(set(draft.ids)) > 8 for draft in widest[:3]) and bool(widest) >= (costless or has_experts)

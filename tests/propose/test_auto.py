@@ -109,10 +109,10 @@ def test_warm_up_times_the_model_of_a_mixture() -> None:
     model = DraftModel(target.perturbed(0.1))
     mixture = Mixture([Member("recycling", Recycling(8), free=True), Member("draft_model", model, free=False)], costs)
     warm_up(target, mixture, costs, 8)
-    assert costs.ready and costs.known
+    assert costs.drafting.known and costs.known
     alone = CostModel()
     warm_up(target, Mixture([Member("recycling", Recycling(8), free=True)], alone), alone, 8)
-    assert alone.known and not alone.ready
+    assert alone.known and not alone.drafting.known
 
 
 def test_what_only_the_first_draft_takes_is_not_catching_up() -> None:
@@ -129,7 +129,7 @@ def test_what_only_the_first_draft_takes_is_not_catching_up() -> None:
 
     target, costs = ToyModel(vocab_size=8, order=2, seed=3, max_length=512), CostModel()
     warm_up(target, Cold(target.perturbed(0.1)), costs, 4)
-    assert 0.0 < costs.missed_seconds(32) < 0.02
+    assert 0.0 < costs.drafting.missed(32) < 0.02
 
 
 def test_each_part_drafts_without_the_others(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

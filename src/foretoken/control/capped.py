@@ -160,8 +160,8 @@ class Capped(Controller):
         if not own:
             return Decision(budgets, self.tuning.hold_none)
         own.sort(key=lambda i: contexts[i].missed_tokens)
-        if self.costs.ready:
-            missed = [self.costs.missed_seconds(contexts[i].missed_tokens) for i in own]
+        if self.costs.drafting.known:
+            missed = [self.costs.drafting.missed(contexts[i].missed_tokens) for i in own]
             return self.decide(Batch(contexts, limits, allowed, own, missed))
         first = next((i for i in own if contexts[i].generated), None)
         if first is None or allowed <= 0.0:
@@ -198,7 +198,7 @@ def drafting_seconds(
         free: No model drafts.
     """
     first = ranks == 0
-    drafting = costs.draft_table(np.maximum.accumulate(ranks) + 1, np.cumsum(first), free=free)
+    drafting = costs.drafting.table(np.maximum.accumulate(ranks) + 1, np.cumsum(first), free=free)
     return drafting, np.cumsum(np.where(first, np.asarray(missed)[owners], 0.0))
 
 

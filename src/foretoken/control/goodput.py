@@ -115,7 +115,7 @@ def floors(length: int, count: int, rows: float, batch: int, rate: float, costs:
         rate: Usual tokens per second of the step.
         costs: Measured seconds.
     """
-    drafting = costs.draft_table(np.arange(length + 1.0), np.full(length + 1, count))
+    drafting = costs.drafting.table(np.arange(length + 1.0), np.full(length + 1, count))
     further = np.cumsum(costs.tuning.next_rank ** np.arange(length))  # tokens of 1, 2, ..., if the first is accepted
     passes = costs.step_table(batch, rows + np.arange(count * length + 1.0))
     below = []
@@ -139,7 +139,7 @@ def promising(length: int, missed: float, batch: int, forced: int, costs: CostMo
     """
     depths = np.arange(1.0, min(length, 64) + 1.0)
     passes = costs.step_table(batch, batch + forced + depths, optimistic=True)
-    drafting = costs.draft_table(depths, np.ones(len(depths)), free=free)
+    drafting = costs.drafting.table(depths, np.ones(len(depths)), free=free)
     seconds = drafting + missed / costs.tuning.horizon + passes
     value = (batch + np.cumsum(costs.tuning.trial_hope**depths)) / seconds
     return bool(value.max() > costs.tuning.margin * batch / _without_drafts(batch, forced, costs))

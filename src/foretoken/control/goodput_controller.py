@@ -177,7 +177,7 @@ class Goodput(Capped):
         """Returns whether a request may draft: before its first token, only if that hardly delays it."""
         if batch.contexts[place].generated:
             return True
-        added = self.costs.draft_seconds(batch.caps[place], 1, free=part is DraftPart.FREE) + missed
+        added = self.costs.drafting.seconds(batch.caps[place], 1, free=part is DraftPart.FREE) + missed
         return added <= self.tuning.first_token * self.costs.plain_seconds(len(batch.contexts))
 
     def _allocate(
@@ -204,31 +204,37 @@ class Goodput(Capped):
         if not any(self._whole(batch, i, parts[i]) for i in best.lengths):
             return best
         whole = [i for i in payable if self._whole(batch, i, parts[i])]
-        catching_up = sum(missed[i] for i in {*best.lengths, *whole})
-        return self._lengthened(best, whole, batch, forced, catching_up, allowed, free)
+        return self._lengthened(best, candidates, whole, batch, forced, allowed)
 
     def _whole(self, batch: Batch, place: int, part: DraftPart) -> bool:
         """Returns whether what does not pay is left out of a request's draft, so that it may be long."""
         return part is not DraftPart.MODEL and self.prunes(batch.contexts[place])
 
     def _lengthened(
-        self, best: Allocation, whole: list[int], batch: Batch, forced: int, missed: float, allowed: float, free: bool
+        self,
+        best: Allocation,
+        candidates: LengthCandidates,
+        whole: Collection[int],
+        batch: Batch,
+        forced: int,
+        allowed: float,
     ) -> Allocation:
         """Returns an allocation with the largest lengths that may be lost, and with what a token has to be worth.
 
         Args:
             best: The best lengths on average, which stay where no longer ones may be lost.
-            whole: Indices of the requests whose drafts may be longer, or begin.
-            batch: The requests.
+            candidates: The requests whose lengths they are.
+            whole: Indices in the batch of those whose drafts may be longer, or begin.
+            batch: The requests of the step.
             forced: Draft tokens of other requests.
-            missed: Seconds of catching up.
             allowed: Seconds that the step may lose.
-            free: No model drafts.
         """
+        drafts = {*best.lengths, *whole}
+        missed = sum(seconds for i, seconds in zip(candidates.places, candidates.missed, strict=True) if i in drafts)
         size, longest = len(batch.contexts), max(batch.caps[i] for i in whole)
         while longest >= max(best.lengths.values()):
             lengths = best.lengths | {i: max(best.lengths.get(i, 0), min(batch.caps[i], longest)) for i in whole}
-            drafting = self.costs.draft_seconds(max(lengths.values()), len(lengths), free=free)
+            drafting = self.costs.drafting.seconds(max(lengths.values()), len(lengths), free=candidates.free)
             proposing = np.full(sum(lengths.values()), drafting + missed)
             loss = float(worst_case(self.costs, size, proposing)[-1])
             if loss <= allowed:
@@ -263,7 +269,7 @@ class Goodput(Capped):
         if promising(batch.caps[place], idle[place], batch_size, drafted, self.costs, free):
             return place
         if not free:
-            self.costs.refuse()
+            self.costs.drafting.refuse()
         for i in due:  # the others missed more
             record = self._record(batch.contexts[i], parts[i])
             record.since, record.wait = self.step, min(self.tuning.max_wait, 2 * record.wait)
@@ -272,7 +278,7 @@ class Goodput(Capped):
     def _trial_losses(self, batch: Batch, place: int, missed: float, part: DraftPart) -> Array:
         """Returns the seconds that trials of 1, 2, ... tokens lose if all are rejected."""
         depths = np.arange(1.0, min(self.tuning.trial, batch.caps[place]) + 1.0)
-        drafting = self.costs.draft_table(depths, np.ones(len(depths)), free=part is DraftPart.FREE)
+        drafting = self.costs.drafting.table(depths, np.ones(len(depths)), free=part is DraftPart.FREE)
         return worst_case(self.costs, len(batch.contexts), drafting + missed)
 
     def _learn(self, record: Record, step: StepOutput) -> None:

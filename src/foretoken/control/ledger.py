@@ -68,9 +68,9 @@ def _loss(own: Sequence[StepOutput], steps: Sequence[StepOutput], plain: float, 
             [step.budget for step in steps if step.budget],
             not any(s.budget and s.part is not DraftPart.FREE for s in steps),
         )
-        drafting = costs.draft_seconds(max(budgets, default=0), len(budgets), free=free)
-        drafting += costs.missed_seconds(timings.missed_tokens)
-        expected = costs.pass_seconds(rows) + (drafting if costs.ready else timings.propose)
+        drafting = costs.drafting.seconds(max(budgets, default=0), len(budgets), free=free)
+        drafting += costs.drafting.missed(timings.missed_tokens)
+        expected = costs.pass_seconds(rows) + (drafting if costs.drafting.known else timings.propose)
         seconds = min(timings.total, costs.tuning.charged * expected)
         # Plain steps timed while the machine was slower would make a loss look like a gain.
         share = (timings.total - timings.propose) / timings.total

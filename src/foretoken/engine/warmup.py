@@ -126,7 +126,7 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
         script = _Script([*_FIRST, *(sweep * sweeps)], costs)
         _run(target, timed, script, length)
         drafting = {depth: median(seconds) for depth, seconds in script.drafting.items()}
-        passes, missed = passes or script.pass_seconds, first.missed_seconds(1) or missed
+        passes, missed = passes or script.pass_seconds, first.drafting.missed(1) or missed
     costs.calibrate(passes, drafting, missed)
 
 
