@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from foretoken.bench.peers import export
 from foretoken.bench.peers.protocol import OWN_CHOICE, Setup
 from foretoken.bench.peers.registry import GGUF_TYPES, OURS, Peer
 from foretoken.bench.race import Entrant
 from foretoken.bench.setting import cores
+from foretoken.control.config import GoodputConfig, parse
 from foretoken.core.errors import ForetokenError
 from foretoken.models.formats.gguf.names import is_gguf
 from foretoken.speculation import AUTO, SpeculativeConfig
@@ -140,7 +142,8 @@ def _label(config: Config) -> str:
 
 def _depths(config: Config, depths: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the depths to race: the configuration's own if it names one or chooses it."""
-    if not config or config.get("method") == AUTO or config.get("control") == "goodput":
+    control: Any = config.get("control", "fixed")
+    if not config or config.get("method") == AUTO or isinstance(parse(control), GoodputConfig):
         return (OWN_CHOICE,)
     depth = config.get("num_speculative_tokens")
     return (int(str(depth)),) if depth is not None else depths
