@@ -71,7 +71,7 @@ INLINE void each_step(const Matrix& w, int64_t unit, Ahead ahead, Step step) {
 }
 
 // One unit times `R` rows in registers, as `register_tile`. A unit's only tile prefetches a little ahead; of several tiles,
-// each prefetches its part of the next unit.
+// each prefetches its part of the next unit. Below eight rows prefetching into the second level of caches was slower.
 template <int R, class Store>
 inline void packed_tile(const Matrix& w, const Word* x, int64_t stride, int row, int64_t unit, TileOf tile, Store& store) {
     using U = Unit<BF16>;
@@ -128,7 +128,8 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
 // itself; for tiles of AMX, a unit is restored once for all rows. More than BOTH_ROWS rows with narrow registers: chunks.hpp.
 //
 // Measured on two cores of a Zen 4, products of a matrix of 0.3 G weights in turns, raw time over this: 1 row 1.44, 4 rows
-// 1.46, 8 rows 1.33, 12 rows 1.06, 16 rows 0.97, 20 to 34 rows 0.90 to 0.91. A first tile that keeps what it restored for
+// 1.46, 16 rows 0.97, 20 to 34 rows 0.90 to 0.91. In tiles of at most twelve rows, 9 to 12 rows take 0.8 of what they took in
+// two tiles of eight. A first tile that keeps what it restored for
 // the others, 16 KiB at a time, was slower: 16 rows 0.73, 24 rows 0.70, 34 rows 0.78, 128 rows 0.94.
 template <class Store>
 inline void packed_product(const Matrix& w, const Word* x, int64_t stride, int rows, Units& work, Store store) {

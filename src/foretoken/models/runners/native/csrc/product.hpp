@@ -172,7 +172,8 @@ inline void register_tile(const Matrix& w, const Word* x, int64_t stride, const 
     }
 }
 
-// One block after the other times `R` rows in registers. Each block prefetches its part of what comes next.
+// One block after the other times `R` rows in registers. Each block prefetches its part of what comes next: where several tiles
+// take turns into the first level of caches, since into the second it was 3 to 8 % slower (AVX2).
 template <Kind kind, int R, class Store>
 inline void narrow_tile(const Matrix& w, const Word* x, int64_t stride, const float* scales, int row, int64_t unit,
                         TileOf tile, Store& store) {
