@@ -7,7 +7,7 @@ import torch
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
-from foretoken.models.decoder import Decoder
+from foretoken.models.decoder import Decoder, evenly
 from foretoken.models.runners.linear import AMX_ROWS, can_pack
 
 from .plain import one_by_one
@@ -221,6 +221,32 @@ def test_more_rows_than_one_kernel_takes(kind: str) -> None:
     for i, (draft, scores) in enumerate(zip(drafts, together, strict=True)):
         alone = model.open(tokens(40, seed=20 + i))
         assert torch.equal(model.score([alone], [draft])[0].logits, scores.logits)
+
+
+@pytest.mark.parametrize("most", [1, 30, 60])
+def test_a_batch_that_takes_several_passes(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder(kind)
+    passes, run = [], model.runner.run
+    monkeypatch.setattr(model.runner, "run", lambda plan, *rest: (passes.append(len(plan.parts)), run(plan, *rest))[1])
+    expected = model.score(*neighbours(model, 20), taps=(1, 2))
+    assert passes == [3]
+    model.runner.pass_rows = most
+    handles, drafts = neighbours(model, 20)
+    got = model.score(handles, drafts, taps=(1, 2))
+    assert passes[1:] == ([1, 1, 1] if most < 60 else [2, 1])
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one.logits, other.logits) and one.first == other.first == 0
+        assert one.taps[1].shape[0] >= 20 and all(torch.equal(one.taps[i], other.taps[i]) for i in (1, 2))
+    model.commit(handles, [[*draft.ids[:1], 7] for draft in drafts])
+    assert [handle.cached for handle in handles] == [20, 21, 21]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "ends"),
+    [([], 4, []), ([9], 4, [1]), ([70] * 8, 512, [4, 8]), ([1, 1, 1], 1, [1, 2, 3]), ([5, 1, 1, 5], 6, [2, 4])],
+)
+def test_a_batch_is_divided_evenly(sizes: list[int], most: int, ends: list[int]) -> None:
+    assert [some.stop for some in evenly(sizes, most)] == ends
 
 
 def test_soft_caps_and_windows(kind: str) -> None:

@@ -7,7 +7,9 @@ on proposer, draft length or batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +170,34 @@ class Decoder(Model):
             self._resume(handle)
         firsts = [handle.cached for handle in handles]
         earlier = [self._prefill(handle, taps) for handle in handles]
-        plan = PassPlan.of(handles, drafts, [growing(h, d) for h, d in zip(handles, drafts, strict=True)])
+        scored = [growing(handle, draft) for handle, draft in zip(handles, drafts, strict=True)]
         firsts = [min(first, handle.cached) for first, handle in zip(firsts, handles, strict=True)]
+        rows = [len(h.pending) + len(draft) - done for h, draft, done in zip(handles, drafts, scored, strict=True)]
+        scores: list[Scores] = []
+        for some in evenly(rows, self.runner.pass_rows):
+            plan = PassPlan.of(handles[some], drafts[some], scored[some])
+            scores += self._score(plan, handles[some], drafts[some], taps, firsts[some], earlier[some])
+        return scores
+
+    def _score(
+        self,
+        plan: PassPlan,
+        handles: Sequence[Handle],
+        drafts: Sequence[Draft],
+        taps: Sequence[int],
+        firsts: Sequence[int],
+        earlier: Sequence[Sequence[Mapping[int, Tensor]]],
+    ) -> list[Scores]:
+        """Computes one pass.
+
+        Args:
+            plan: its rows.
+            handles: its sequences.
+            drafts: their drafts.
+            taps: see ``Model.score``.
+            firsts: position of the first row that this call computes of each sequence.
+            earlier: taps of the rows that it has computed before, in order.
+        """
         result = self._run(plan, taps, logits=True)
         assert result.logits is not None
         for handle, draft in zip(handles, drafts, strict=True):
@@ -215,6 +243,17 @@ class Decoder(Model):
                 "shorten the prompt, lower max_tokens, or raise max_model_len"
             )
         return self.runner.run(plan, taps, logits)
+
+
+def evenly(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Yields slices of neighbours that have about ``most`` in all each, or less, and about alike."""
+    everything = max(1, sum(sizes))
+    share = everything / math.ceil(everything / most)
+    before = accumulate(sizes, initial=0)
+    middles = ((at, start + size / 2) for at, (start, size) in enumerate(zip(before, sizes, strict=False)))
+    for _, some in groupby(middles, lambda middle: int(middle[1] / share)):
+        places = [at for at, _ in some]
+        yield slice(places[0], places[-1] + 1)
 
 
 def _cache(

@@ -91,11 +91,13 @@ class Runner(Protocol):
         batch_invariant: see ``Model``.
         chunk_invariant: see ``Model``.
         joint_rows: a sequence with more pending rows than this is prefilled by itself.
+        pass_rows: about the most rows of a pass that several sequences share.
     """
 
     batch_invariant: bool
     chunk_invariant: bool
     joint_rows: int
+    pass_rows: int
 
     @property
     def kv_bytes_per_token(self) -> int:

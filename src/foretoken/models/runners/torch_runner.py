@@ -46,7 +46,7 @@ class TorchRunner(DecoderOnly):
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
     """
 
-    joint_rows = 32
+    joint_rows, pass_rows = 32, 512
     chunk_invariant = False  # a chunk of one prompt is computed by other kernels than rows that share a pass
 
     def __init__(

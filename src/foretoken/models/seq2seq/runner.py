@@ -63,7 +63,7 @@ class Seq2SeqRunner(WithoutAdapters):
         device: device of weights and KV cache.
     """
 
-    joint_rows = 32
+    joint_rows, pass_rows = 32, 512
     chunk_invariant = False
 
     def __init__(self, weights: Seq2SeqWeights, dtype: torch.dtype, device: torch.device) -> None:

@@ -50,6 +50,7 @@ class CudaRunner(TorchRunner):
 
     chunk_invariant = True
     joint_rows = MAX_ROWS  # any cut gives the same bits: the last chunk of a prompt shares the pass of the first step
+    pass_rows = 4096  # bounds the memory of a pass
 
     def __init__(
         self,

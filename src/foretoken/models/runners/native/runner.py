@@ -64,6 +64,7 @@ class NativeRunner(DecoderOnly):
 
     batch_invariant = chunk_invariant = True
     joint_rows = 256  # any cut gives the same bits, so the last chunk of a prompt shares the pass of the first step
+    pass_rows = 512  # inputs of more rows leave the caches while each unit of weights is multiplied
 
     def __init__(
         self,
