@@ -9,6 +9,7 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder, evenly
 from foretoken.models.runners.linear import AMX_ROWS, can_pack
+from foretoken.models.runners.pass_plan import PassPlan
 
 from .plain import one_by_one
 from .tiny import only_runner
@@ -239,6 +240,26 @@ def test_a_batch_that_takes_several_passes(kind: str, most: int, monkeypatch: py
         assert one.taps[1].shape[0] >= 20 and all(torch.equal(one.taps[i], other.taps[i]) for i in (1, 2))
     model.commit(handles, [[*draft.ids[:1], 7] for draft in drafts])
     assert [handle.cached for handle in handles] == [20, 21, 21]
+
+
+def test_a_step_whose_second_pass_fails_leaves_no_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder(kind)
+    expected = [scores.logits for scores in model.score(*neighbours(model, 20))]
+    model.runner.pass_rows, run, passes = 1, model.runner.run, []
+
+    def failing(plan: PassPlan, *rest: object) -> object:
+        passes.append(plan)
+        if len(passes) == 2:
+            raise MemoryError
+        return run(plan, *rest)  # type: ignore[arg-type]
+
+    handles, drafts = neighbours(model, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.runner, "run", failing)
+        with pytest.raises(MemoryError):
+            model.score(handles, drafts)
+    model.commit(handles, [[]] * 3)
+    assert all(torch.equal(a.logits, b) for a, b in zip(model.score(handles, drafts), expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -51,21 +51,22 @@ class StepTimes:
 def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> StepTimes:
     """Times decode steps of one prompt after another through ``LLM.stream``."""
     drafter: Any = getattr(llm.engine.proposer, "model", None)
-    passes = _Timed(drafter.score) if drafter is not None else None
-    if passes is not None:
-        drafter.score = passes
+    watch = _Stopwatch()
+    names = ("score", "chains") if drafter is not None else ()
+    for name in names:
+        setattr(drafter, name, watch.timed(getattr(drafter, name)))
     sums = dict.fromkeys(("steps", "tokens", "total", "target", "draft", "propose", "verify", "commit"), 0.0)
     try:
         for prompt in prompts:
             pieces = iter(llm.stream(prompt, params))
             next(pieces, None)
             while True:
-                before, started = passes.seconds if passes else 0.0, perf_counter()
+                before, started = watch.seconds, perf_counter()
                 piece = next(pieces, None)
                 wall = perf_counter() - started
                 if piece is None:
                     break
-                drafting, laps = (passes.seconds if passes else 0.0) - before, piece.step.timings
+                drafting, laps = watch.seconds - before, piece.step.timings
                 parts = {
                     "steps": 1,
                     "tokens": len(piece.token_ids),
@@ -79,20 +80,25 @@ def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> Step
                 for name, value in parts.items():
                     sums[name] += value
     finally:
-        if passes is not None:
-            del drafter.score
+        for name in names:
+            delattr(drafter, name)
     return StepTimes(**sums | {"steps": int(sums["steps"]), "tokens": int(sums["tokens"])})  # type: ignore[arg-type]
 
 
-class _Timed:
-    """Wraps a function and sums the seconds spent inside it."""
+class _Stopwatch:
+    """Sums the seconds spent inside functions."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call, self.seconds = call, 0.0
+    def __init__(self) -> None:
+        self.seconds = 0.0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        started = perf_counter()
-        try:
-            return self.call(*args, **kwargs)
-        finally:
-            self.seconds += perf_counter() - started
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``call``, whose seconds are added."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            started = perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += perf_counter() - started
+
+        return measured

@@ -75,6 +75,11 @@ class SamplingLaw:
         return self.penalizes or self._forbids
 
     @property
+    def adjusts(self) -> bool:
+        """Whether anything changes the logits before a token is chosen."""
+        return self.needs_history or bool(self.logit_bias)
+
+    @property
     def penalizes(self) -> bool:
         """Whether any penalty is set."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
@@ -88,7 +93,7 @@ class SamplingLaw:
         """See ``Law``."""
         scores = self._scores(logits, histories)
         if not self.greedy and (kernels := native.for_rows(scores)):
-            return kernels.rows(scores, self._kept)
+            return kernels.rows(scores, self.kept)
         if self.greedy:
             probs = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         elif scores.is_cpu and 0 < self.top_k <= scores.shape[-1] // BLOCK:
@@ -102,11 +107,12 @@ class SamplingLaw:
         if not self.greedy and logits.dtype != torch.float64:
             scores = self._scores(logits, histories)
             if kernels := native.for_rows(scores):
-                return kernels.chances(scores, tokens, self._kept)
+                return kernels.chances(scores, tokens, self.kept)
         return at_tokens(self.probs(logits, histories), tokens)
 
     @property
-    def _kept(self) -> native.Filter:
+    def kept(self) -> native.Filter:
+        """Temperature and filters, for the kernels."""
         return native.Filter(self.temperature, self.min_p, self.top_k, self.top_p)
 
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
@@ -157,7 +163,7 @@ class SamplingLaw:
         """
         if logits.dtype != torch.float64:
             logits = logits.float()
-        if self.needs_history or self.logit_bias:
+        if self.adjusts:
             return self._adjust(logits.clone(), histories)
         return logits
 

@@ -136,6 +136,10 @@ class PrivateStream:
         # Rounding can put the point past the end; the last token with any mass is then the right one.
         return drawn if drawn < weights.shape[-1] else int(weights.nonzero()[-1])
 
+    def uniforms(self, count: int) -> list[float]:
+        """Returns the numbers of the first ``count`` categorical draws."""
+        return [self._uniform(2 * index + 1) for index in range(count)]
+
     def _uniform(self, counter: int) -> float:
         # 52 bits and a half: never 0, and never 1, which 53 bits could round to.
         return ((splitmix(self.key + counter * GOLDEN) >> 12) + 0.5) * 2.0**-52
@@ -166,6 +170,10 @@ class SharedStream:
     def race(self, weights: Tensor, index: int) -> Tensor:
         """Returns weights / E, float64 [V]. The largest entry wins; the next largest are the likeliest alternatives."""
         return weights.double() / exponentials(self._key(index), weights.shape[-1], weights.device)
+
+    def keys(self, count: int) -> list[int]:
+        """Returns the keys of the first ``count`` categorical draws."""
+        return [self._key(index) for index in range(count)]
 
     def _key(self, index: int) -> int:
         return stream_key(self.seed, Purpose.SHARED, self.position + index)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.chains import ChainRequest, ModelChain
 
 NO_ENCODER = "this model has no encoder that could read a source; give it the whole text as its prompt"
 NO_SOURCE = "this model is an encoder-decoder; give it a text for its encoder"
@@ -258,6 +259,27 @@ class Model(ABC):
         if bool(source) != self.takes_source:
             raise InvalidRequest(NO_ENCODER if source else NO_SOURCE)
         check_source(source, self.source_length)
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether ``chains`` may be called."""
+        return False
+
+    def chains(self, handles: Sequence[Handle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        """Drafts a chain for each sequence in one call, after its pending tokens.
+
+        The rows of its tokens are cached, as ``score`` of the chain would cache them. Only the last token of a chain
+        that did not end early has none.
+
+        Args:
+            handles: sequences of this model; what was drafted in them is dropped.
+            requests: their chains. The ends have the same bounds.
+            vocab: tokens from this number on are not drafted.
+
+        Raises:
+            InvalidRequest: a chain may reach beyond ``max_length``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts level by level; see drafts_chains")
 
     def share(self, other: Model) -> bool:
         """Shares a part that both models have in common, so that ``other`` alone computes it.

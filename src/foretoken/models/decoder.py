@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores, growing
+from foretoken.models.chains import ChainRequest, ModelChain
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
 from foretoken.models.formats.grouped import GroupedWeights
@@ -208,6 +209,37 @@ class Decoder(Model):
         slots = [handle.slot for handle in handles]
         return [Scores(*scores) for scores in zip(logits, tapped, firsts, slots, strict=True)]
 
+    @property
+    def drafts_chains(self) -> bool:
+        return self.runner.computes_chains
+
+    def chains(self, handles: Sequence[Handle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        drafts = [Draft.empty()] * len(handles)
+        for handle, draft in zip(handles, drafts, strict=True):
+            self._resume(handle)
+            self._prefill(handle, ())
+            growing(handle, draft)
+        self._shorten(handles)
+        plan = PassPlan.of(handles, drafts, [0] * len(handles))
+        self._check_reach(max(part.end + each.limit - 1 for part, each in zip(plan.parts, requests, strict=True)))
+        chains = self.runner.chains(plan, requests, vocab)
+        for handle, chain in zip(handles, chains, strict=True):
+            handle.cached = len(handle.tokens)
+            handle.nodes[:] = chain.tokens if chain.ended else chain.tokens[:-1]  # the last one is in no pass
+            handle.parents[:] = range(-1, len(handle.nodes) - 1)
+        return chains
+
+    def _shorten(self, handles: Sequence[Handle]) -> None:
+        """Computes all pending rows but the last of each sequence, if a pass does not take them all."""
+        groups = list(evenly([len(handle.pending) for handle in handles], self.runner.pass_rows))
+        for some in groups if len(groups) > 1 else ():
+            longer = [handle for handle in handles[some] if len(handle.pending) > 1]
+            if longer:
+                parts = [Handle(handle.slot, handle.tokens[:-1], handle.cached) for handle in longer]
+                self._run(PassPlan.of(parts, [Draft.empty()] * len(parts), [0] * len(parts)), (), logits=False)
+            for handle in longer:
+                handle.cached = len(handle.tokens) - 1
+
     def unembed(self, hidden: Tensor) -> Tensor:
         return self.runner.unembed(hidden)
 
@@ -237,16 +269,22 @@ class Decoder(Model):
         return tapped
 
     def _run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        if plan.reach > self.max_length:
+        self._check_reach(plan.reach)
+        return self.runner.run(plan, taps, logits)
+
+    def _check_reach(self, reach: int) -> None:
+        if reach > self.max_length:
             raise InvalidRequest(
-                f"a sequence reaches {plan.reach} tokens, beyond the {self.max_length} this model was opened with; "
+                f"a sequence reaches {reach} tokens, beyond the {self.max_length} this model was opened with; "
                 "shorten the prompt, lower max_tokens, or raise max_model_len"
             )
-        return self.runner.run(plan, taps, logits)
 
 
 def evenly(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Yields slices of neighbours that have about ``most`` in all each, or less, and about alike."""
+    """Yields slices of neighbours, about alike: as many as there would have to be if none had more than ``most``.
+
+    Where single sizes are large, some may have more.
+    """
     everything = max(1, sum(sizes))
     share = everything / math.ceil(everything / most)
     before = accumulate(sizes, initial=0)

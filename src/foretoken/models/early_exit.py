@@ -85,6 +85,10 @@ class EarlyExit(Decoder):
         if leaving.adapter is not None:
             self._adapter = product(leaving.adapter.to(self.device, self.dtype))
 
+    @property
+    def drafts_chains(self) -> bool:
+        return self._adapter is None and super().drafts_chains
+
     def _run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         if self._adapter is None or not logits:
             return super()._run(plan, taps, logits)

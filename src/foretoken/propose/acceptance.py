@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from foretoken.core.draft import Draft
+from foretoken.models.chains import ChainEnd
 
 # Observations share a rate within a bucket between two of these bounds:
 _PLACES = (1, 2, 3, 4, 6, 9, 16)  # index of the node in its draft
@@ -99,6 +100,19 @@ class ScoredRates(NodeRates):
         """Returns P(node accepted | its parent accepted) of one node that the model takes to be ``claim``."""
         rate = self._prior.chance(claim) if isinstance(self._prior, ScoredRates) else claim
         return self._mean(self._cells.get((0, 0), {}).get(bisect_right(_CLAIMS, claim)), rate)
+
+    def end(self, floors: Sequence[float]) -> ChainEnd:
+        """Returns where a chain ends whose tokens are accepted at these rates: see ``ChainEnd``."""
+        lines = [self._line(bucket) for bucket in range(len(_CLAIMS) + 1)]
+        return ChainEnd(_CLAIMS, [base for base, _ in lines], [slope for _, slope in lines], floors)
+
+    def _line(self, bucket: int) -> tuple[float, float]:
+        """Returns the rate of a claim in this bucket as a number, and another that the claim is multiplied with."""
+        base, slope = self._prior._line(bucket) if isinstance(self._prior, ScoredRates) else (0.0, 1.0)
+        cell = self._cells.get((0, 0), {}).get(bucket)
+        if cell is None:
+            return base, slope
+        return self._mean(cell, base), slope * self._strength / (cell[1] + self._strength)
 
     def learn(self, claim: float, accepted: bool) -> None:
         """Counts one node that the model took to be ``claim``."""

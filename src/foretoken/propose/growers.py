@@ -20,7 +20,10 @@ from foretoken.core.distributions import Law, NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
-from foretoken.core.streams import Purpose, Stream
+from foretoken.core.native import sampling
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import PrivateStream, Purpose, SharedStream, Stream
+from foretoken.models.chains import ChainRequest, Draws, ModelChain
 from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind, expected_acceptance
 from foretoken.propose.stopping.base import Gate
 from foretoken.propose.stopping.paying import PayingDraft
@@ -126,6 +129,28 @@ class Chain:
 
     def growing(self) -> Draft:
         return Draft.chain(self.tokens)
+
+    def request(self) -> ChainRequest | None:
+        """Returns what a model is asked for that drafts the chain at once; None where each token needs a look."""
+        law, stream, budget = self.law, self.stream, self.budget
+        if not isinstance(law, SamplingLaw) or law.adjusts or self.gate is not None:
+            return None
+        if law.greedy:
+            return ChainRequest(budget, end=None if self.paying is None else self.paying.end)
+        if sampling.chooser() is None or (self.floor and self.drawn):
+            return None
+        if isinstance(stream, SharedStream):
+            return ChainRequest(budget, Draws(law.kept, keys=stream.keys(budget), rows=self.drawn))
+        if isinstance(stream, PrivateStream):
+            return ChainRequest(budget, Draws(law.kept, uniforms=stream.uniforms(budget), rows=self.drawn))
+        return None
+
+    def take(self, chain: ModelChain) -> None:
+        """Takes over a chain that a model drafted at once."""
+        self.tokens, self.stopped = chain.tokens, chain.ended
+        self.rows = [] if chain.rows is None else list(chain.rows)
+        if self.paying is not None:
+            self.paying.candidates, self.paying.claims = chain.candidates, chain.probabilities
 
     def extend(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         logits = self.widen(logits)

@@ -26,7 +26,9 @@ _MAX_FLOAT = torch.finfo(torch.float32).max
 _log = logging.getLogger(__name__)
 
 
-class _Filter(Structure):
+class FilterSpec(Structure):
+    """Parameters of a row for the kernels."""
+
     _fields_ = [("inverse", c_float), ("floor", c_float), ("top_k", c_int32), ("top_p", c_float)]
 
 
@@ -42,12 +44,19 @@ class Filter(NamedTuple):
     top_k: int
     top_p: float
 
+    def spec(self, vocabulary: int) -> FilterSpec:
+        """Returns these numbers for the kernels."""
+        floor = math.log(self.min_p) if self.min_p > 0.0 else -math.inf
+        top_k = min(max(self.top_k, 0), vocabulary)  # a larger one would overflow 32 bits
+        return FilterSpec(min(1.0 / self.temperature, _MAX_FLOAT), floor, top_k, self.top_p)
+
 
 class Kernels:
     """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
 
     def rows(self, logits: Tensor, kept: Filter) -> Tensor:
         """Returns probabilities, float32 [rows, V]. A row that contains NaN or whose maximum is not finite is NaN."""
@@ -74,11 +83,9 @@ class Kernels:
     def _distributions(self, logits: Tensor, kept: Filter) -> ctypes.Array[_Distribution]:
         rows, vocabulary = logits.shape
         distributions = (_Distribution * rows)()
-        floor = math.log(kept.min_p) if kept.min_p > 0.0 else -math.inf
-        top_k = min(max(kept.top_k, 0), vocabulary)  # a larger one would overflow 32 bits
-        filters = _Filter(min(1.0 / kept.temperature, _MAX_FLOAT), floor, top_k, kept.top_p)
+        filters, threads = kept.spec(vocabulary), torch.get_num_threads()
         self._library.foretoken_distributions(
-            logits.data_ptr(), logits.stride(0), rows, vocabulary, filters, distributions, torch.get_num_threads()
+            logits.data_ptr(), logits.stride(0), rows, vocabulary, filters, distributions, threads
         )
         return distributions
 
@@ -121,7 +128,7 @@ def _kernels(*_: str | None) -> Kernels | None:
         _log.info("sampling uses torch operators: %s", why)
         return None
     pointer, wide, number = c_void_p, c_int64, c_int32
-    distributions, filters = POINTER(_Distribution), POINTER(_Filter)
+    distributions, filters = POINTER(_Distribution), POINTER(FilterSpec)
     library.foretoken_distributions.argtypes = [pointer, wide, wide, wide, filters, distributions, number]
     library.foretoken_rows.argtypes = [pointer, wide, wide, wide, distributions, pointer, number]
     library.foretoken_chances.argtypes = [pointer, wide, wide, distributions, POINTER(c_int64), POINTER(c_float)]
@@ -132,6 +139,12 @@ def _kernels(*_: str | None) -> Kernels | None:
     library.foretoken_race.argtypes = [pointer, number, wide, c_uint64, number]
     library.foretoken_race.restype = wide
     return Kernels(library)
+
+
+def chooser() -> int | None:
+    """Returns the address of the kernel that draws a token by logits, for other kernels; None without kernels."""
+    known = kernels()
+    return None if known is None else known.chooser
 
 
 def for_rows(logits: Tensor) -> Kernels | None:

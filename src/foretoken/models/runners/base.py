@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import NO_ENCODER
+from foretoken.models.chains import ChainRequest, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import NO_NORMS, BranchFactors
 from foretoken.models.formats.lora.tensors import AdapterLayer
@@ -37,12 +38,15 @@ class Pass:
     taps: dict[int, Tensor] = field(default_factory=dict)
 
 
-class WithoutAdapters:
-    """Base class of runners that compute no LoRA adapters.
+class BasicRunner:
+    """Base class of runners. By itself it computes neither LoRA adapters nor whole chains.
 
     Attributes:
         not_compiled: why the compiled kernels do not compute the model.
+        computes_chains: see ``Runner``.
     """
+
+    computes_chains = False
 
     not_compiled = "the kernels run on CPUs"
 
@@ -66,8 +70,12 @@ class WithoutAdapters:
         """Never called: there are no adapters."""
         raise NotImplementedError
 
+    def chains(self, plan: PassPlan, requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        """Not called while ``computes_chains`` is false."""
+        raise NotImplementedError
 
-class DecoderOnly(WithoutAdapters):
+
+class DecoderOnly(BasicRunner):
     """Base class of runners without an encoder, and with nothing but a KV cache."""
 
     @property
@@ -92,12 +100,14 @@ class Runner(Protocol):
         chunk_invariant: see ``Model``.
         joint_rows: a sequence with more pending rows than this is prefilled by itself.
         pass_rows: about the most rows of a pass that several sequences share.
+        computes_chains: whether ``chains`` may be called.
     """
 
     batch_invariant: bool
     chunk_invariant: bool
     joint_rows: int
     pass_rows: int
+    computes_chains: bool
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -201,4 +211,13 @@ class Runner(Protocol):
             taps: layers whose hidden states are returned; see ``Pass.taps``.
             logits: whether logits are computed. A pass without ``logits`` and ``taps`` is a chunk of one prompt, whose
                 cut depends on that sequence alone.
+        """
+
+    def chains(self, plan: PassPlan, requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        """Computes every row of the plan, and the chains behind it.
+
+        Args:
+            plan: rows without drafts, the last of each sequence an output.
+            requests: the chain of each sequence. Their ends have the same bounds.
+            vocab: tokens from this number on are not drafted.
         """

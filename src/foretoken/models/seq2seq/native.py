@@ -44,6 +44,7 @@ class NativeSeq2SeqRunner(NativeRunner):
         between = Ends(embedding, ends.last, head, bias, _floats(ends.positions), ends.norm)
         decoder, layers = a.of_side("decoder"), weights.layers("decoder")
         super().__init__(decoder, layers, between, dtype, compress=compress, kv_cache_dtype=kv_cache_dtype)
+        self.computes_chains = False  # every pass also needs the sources
         encoder = a.of_side("encoder")
         stack = self.stack(encoder, weights.layers("encoder"), weights.ends("encoder"), dtype, compress)
         self.encoder = Encoder(stack.states)

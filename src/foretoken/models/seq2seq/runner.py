@@ -20,7 +20,7 @@ from foretoken.models.families.layers import UNBOUNDED
 from foretoken.models.families.seq2seq import Stack
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.attention import KEY_MULTIPLE, Geometry, attend, look_up
-from foretoken.models.runners.base import Pass, WithoutAdapters
+from foretoken.models.runners.base import BasicRunner, Pass
 from foretoken.models.runners.linear import can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.seq2seq.encoder import Encoder, SourceSlots
@@ -54,7 +54,7 @@ class AttentionMasks:
     keys: int
 
 
-class Seq2SeqRunner(WithoutAdapters):
+class Seq2SeqRunner(BasicRunner):
     """A runner of torch operators, for every device and dtype that torch supports.
 
     Args:

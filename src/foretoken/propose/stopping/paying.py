@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
+from foretoken.models.chains import ChainEnd
 from foretoken.propose.acceptance import ScoredRates
 
 
@@ -50,6 +51,11 @@ class PayingDraft:
         self.candidates.append(token)
         self.reach *= self.rates.chance(self.claims[-1])
         return self.reach < floor
+
+    @property
+    def end(self) -> ChainEnd:
+        """Where a chain ends that is drafted at once, as ``ends`` has it."""
+        return self.rates.end(self.floors)
 
     def learn(self, step: StepOutput) -> None:
         """Learns from the outcome of the draft."""

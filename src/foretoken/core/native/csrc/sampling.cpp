@@ -406,4 +406,16 @@ int64_t foretoken_race(const void* w, int wide, int64_t n, uint64_t key, int thr
     return wide ? winner((const double*)w, n, key, threads) : winner((const float*)w, n, key, threads);
 }
 
+// Draws a token from the distribution of logits [n], which `row` receives. noise: the key of a race, or a number u. Returns -1
+// where no token is possible.
+int64_t foretoken_choose(const float* logits, int64_t n, const Filter* f, int races, const void* noise, float* row, int threads) {
+    Distribution dist;
+    foretoken_distributions(logits, n, 1, n, f, &dist, threads);
+    if (std::isnan(dist.over)) return -1;
+    foretoken_rows(logits, n, 1, n, &dist, row, threads);
+    if (races) return foretoken_race(row, 0, n, *(const uint64_t*)noise, threads);
+    double total;
+    return foretoken_draw(row, 0, n, *(const double*)noise, &total, threads);
+}
+
 }  // extern "C"

@@ -284,6 +284,23 @@ class BatchSpec(Structure):
     ]
 
 
+class SamplerSpec(Structure):
+    """How the tokens of a chain are drawn; without ``kept`` they are the likeliest."""
+
+    _fields_ = [*((name, c_void_p) for name in ("kept", "noise", "rows")), ("races", c_int32), ("keeps", c_int32)]
+
+
+class ChainSpec(Structure):
+    """Chains behind the sequences of a pass, for ``foretoken_chains``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("limits", "floors", "bases", "slopes", "bounds")),
+        *((name, c_void_p) for name in ("tokens", "probabilities", "counts", "tried")),
+        *((name, c_void_p) for name in ("samplers", "choose")),
+        *((name, c_int32) for name in ("longest", "buckets", "vocab")),
+    ]
+
+
 class DecoderFunctions:
     """The functions of csrc/decoder.cpp for one kind of KV cache."""
 
@@ -295,6 +312,8 @@ class DecoderFunctions:
         self.foretoken_close.argtypes = [pointer]
         self.foretoken_run = library[f"foretoken_run_{cache:d}"]
         self.foretoken_run.argtypes = [model, batch, pointer, narrow]
+        self.foretoken_chains = library[f"foretoken_chains_{cache:d}"]
+        self.foretoken_chains.argtypes = [model, batch, POINTER(ChainSpec), pointer, narrow]
         self.foretoken_remember = library[f"foretoken_remember_{cache:d}"]
         self.foretoken_remember.argtypes = [model, pointer, narrow, pointer, pointer, narrow]
         self.foretoken_move = library[f"foretoken_move_{cache:d}"]

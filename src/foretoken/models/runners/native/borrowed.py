@@ -41,6 +41,7 @@ class BorrowingRunner(NativeRunner):
     ) -> None:
         self._lender = lender
         super().__init__(architecture, layers, ends, dtype, Entry())
+        self.computes_chains = False  # its rows do not see each other
         for number, layer in enumerate(lenders):
             own = self._spec.layers[number].attention
             own.cache_at, own.scales_at = lender.place_of(layer)
@@ -51,7 +52,7 @@ class BorrowingRunner(NativeRunner):
         super()._begin(architecture, dtype, entry, kv_cache_dtype)
         self._cache_kind = self._lender._cache_kind
 
-    def _page_addresses(self, plan: PassPlan) -> array[int]:
+    def _page_addresses(self, plan: PassPlan, further: Sequence[int]) -> array[int]:
         return array("Q", [self._lender.addresses(part.slot) for part in plan.parts])
 
     def _beside(self, plan: PassPlan) -> dict[str, array[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from time import perf_counter
 from typing import Self
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native.build import KernelsUnavailable
+from foretoken.models.chains import ChainRequest, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
@@ -28,6 +29,7 @@ from foretoken.models.runners.native.bindings import (
 )
 from foretoken.models.runners.native.build import Kind, library, packing_library
 from foretoken.models.runners.native.cache import WeightCache
+from foretoken.models.runners.native.chain_arrays import ChainArrays
 from foretoken.models.runners.native.describe import MLPS, Description
 from foretoken.models.runners.native.image import WeightImage
 from foretoken.models.runners.native.kv_cache import cache_kind, token_bytes
@@ -123,6 +125,7 @@ class NativeRunner(DecoderOnly):
         self._library = library(self.kinds, self._cache_kind)
         self._workspace = self._library.foretoken_open()
         self._pages = self._new_pages()
+        self.computes_chains = self._state_shape() is None  # recurrent layers need a plan of every pass
         self.threads = torch.get_num_threads()
 
     def __del__(self) -> None:
@@ -215,39 +218,47 @@ class NativeRunner(DecoderOnly):
         return self._pages.nbytes()
 
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        a, outputs = self._architecture, len(plan.outputs)
-        self._positions.reserve(plan.reach)
-        logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if logits else None
+        a = self._architecture
+        logits_out = torch.empty(len(plan.outputs), padded(a.vocab, UNIT)) if logits else None
         tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
-        arrays = pass_arrays(plan)
-        arrays |= self._beside(plan)
-        arrays["pages"] = self._page_addresses(plan)
+        arrays = self._arrays(plan)
         arrays["tap_layers"] = array("i", tapped)
         arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
-        if self._adapted:
-            arrays["adapters"] = self._adapters_of(plan.parts)
         features = plan.features.float().contiguous() if plan.features is not None else None
         steps = self._pages.plan(plan.parts)
-        batch = BatchSpec(
-            **{name: values.buffer_info()[0] for name, values in arrays.items()},
-            features=features.data_ptr() if features is not None else None,
-            logits=logits_out.data_ptr() if logits_out is not None else None,
-            replay=replay_pointer(steps) if steps is not None else None,
-            rows=len(plan.tokens),
-            sequences=len(plan.parts),
-            output_count=outputs,
-            tap_count=len(tapped),
-            reach=plan.reach,
-            source_reach=max(arrays.get("source_lengths", (0,))),
-        )
+        batch = _batch(plan, arrays, logits_out)
+        if features is not None:
+            batch.features = features.data_ptr()
+        if steps is not None:
+            batch.replay = replay_pointer(steps)
+        batch.tap_count, batch.source_reach = len(tapped), max(arrays.get("source_lengths", (0,)))
         if self._library.foretoken_run(self._spec, batch, self._workspace, self.threads):
-            raise MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")
+            raise _no_memory(plan)
         self._pages.finish()
         return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped)
 
-    def _page_addresses(self, plan: PassPlan) -> array[int]:
-        """Returns the address of each sequence's pages, with room for its new rows."""
-        return array("Q", [self._pages.reserve(p.slot, p.first, p.end) for p in plan.parts])
+    def chains(self, plan: PassPlan, requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        logits = torch.empty(len(requests), padded(self._architecture.vocab, UNIT))
+        arrays, chains = self._arrays(plan, [request.limit for request in requests]), ChainArrays(requests, vocab)
+        batch = _batch(plan, arrays, logits)
+        if self._library.foretoken_chains(self._spec, batch, chains.spec(), self._workspace, self.threads):
+            raise _no_memory(plan)
+        return chains.results()
+
+    def _arrays(self, plan: PassPlan, further: Sequence[int] | None = None) -> dict[str, array[int]]:
+        """Returns the arrays of a pass, with room for its rows and for ``further`` ones of each sequence."""
+        further = further or [0] * len(plan.parts)
+        self._positions.reserve(max(part.end + rows for part, rows in zip(plan.parts, further, strict=True)))
+        arrays = pass_arrays(plan) | self._beside(plan)
+        arrays["pages"] = self._page_addresses(plan, further)
+        if self._adapted:
+            arrays["adapters"] = self._adapters_of(plan.parts)
+        return arrays
+
+    def _page_addresses(self, plan: PassPlan, further: Sequence[int]) -> array[int]:
+        """Returns the address of each sequence's pages, with room for its new rows and ``further`` ones."""
+        pages = [self._pages.reserve(p.slot, p.first, p.end + n) for p, n in zip(plan.parts, further, strict=True)]
+        return array("Q", pages)
 
     def addresses(self, slot: int) -> int:
         """Returns the address of the pages of a slot, for a pass that reads them (``borrowed.py``)."""
@@ -324,3 +335,19 @@ class NativeRunner(DecoderOnly):
         started = perf_counter()
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
         return perf_counter() - started
+
+
+def _batch(plan: PassPlan, arrays: Mapping[str, array[int]], logits: Tensor | None) -> BatchSpec:
+    """Returns a pass for the kernels. Arrays and logits must outlive it."""
+    return BatchSpec(
+        **{name: values.buffer_info()[0] for name, values in arrays.items()},
+        logits=logits.data_ptr() if logits is not None else None,
+        rows=len(plan.tokens),
+        sequences=len(plan.parts),
+        output_count=len(plan.outputs),
+        reach=plan.reach,
+    )
+
+
+def _no_memory(plan: PassPlan) -> MemoryError:
+    return MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")

@@ -1,5 +1,5 @@
 // The library's functions for Python, for one kind of cache. build.py links them with library.cpp and kinds of weights.
-#include "pass.hpp"
+#include "chains.hpp"
 
 namespace {
 
@@ -9,6 +9,19 @@ constexpr Kind CACHE = (Kind)FORETOKEN_KV;
 struct ReleasedTiles {
     ~ReleasedTiles() { release_tiles(); }
 };
+
+// Runs one pass. Returns false if memory is short.
+bool pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
+    try {
+        Pass<CACHE>::reserve(m, b, w, threads);
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    return in_parallel(threads, [&](Member& member) {
+        const ReleasedTiles released;
+        Pass<CACHE>(m, b, w, member).run();
+    });
+}
 
 }  // namespace
 
@@ -25,16 +38,17 @@ void OF_CACHE(foretoken_close)(void* workspace) { delete (Workspace*)workspace; 
 
 // Runs one pass. Returns 0, or 1 if memory is short.
 int OF_CACHE(foretoken_run)(const ModelSpec* m, const BatchSpec* b, void* workspace, int threads) {
-    Workspace& w = *(Workspace*)workspace;
+    return pass(*m, *b, *(Workspace*)workspace, threads) ? 0 : 1;
+}
+
+// Runs the pass `b` over pending tokens, and the passes of the chains behind them. Returns 0, or 1 if memory is short.
+int OF_CACHE(foretoken_chains)(const ModelSpec* m, const BatchSpec* b, const ChainSpec* chains, void* workspace, int threads) {
+    auto run = [&](const BatchSpec& level) { return pass(*m, level, *(Workspace*)workspace, threads); };
     try {
-        Pass<CACHE>::reserve(*m, *b, w, threads);
+        return Chains(*m, *b, *chains, threads).run(run) ? 0 : 1;
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    return in_parallel(threads, [&](Member& member) {
-        const ReleasedTiles released;
-        Pass<CACHE>(*m, *b, w, member).run();
-    }) ? 0 : 1;
 }
 
 // Writes the keys and values of an encoder's states [rows][hidden] to the pages of a source, for all layers. Returns 0, or 1
