@@ -23,7 +23,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
-from foretoken.propose.growers import Chain
+from foretoken.propose.chain import Chain
 from foretoken.verify import VERIFIERS, choose
 
 from .enumerate import Branching, Text, outcomes, total_variation

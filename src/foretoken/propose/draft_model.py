@@ -19,13 +19,13 @@ from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle, Model, Scores
-from foretoken.models.chains import ChainRequest
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer, resolve
 from foretoken.models.heads.kinds import heads_method
 from foretoken.models.heads.mask_token import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
-from foretoken.propose.growers import Chain, Grower, GrowthConfig, begin, grow_at_once, is_drawn
+from foretoken.propose.chain import draft_at_once
+from foretoken.propose.growers import Grower, GrowthConfig, begin, grow_at_once, is_drawn
 from foretoken.propose.stopping import base as stopping
 from foretoken.propose.stopping.base import Stop
 from foretoken.propose.stopping.paying import PayingChains
@@ -171,7 +171,7 @@ class DraftModel(Proposer):
             active: The sequences and their drafts.
             levels: Maximum depth of each draft.
         """
-        if self._grown_at_once(active):
+        if draft_at_once(self.model, active, self.vocab_size):
             return
         taps = (self.model.num_layers,) if self.stop is not None and self.stop.hidden else ()
         while active := [(handle, grower) for handle, grower in active if not grower.done]:
@@ -179,24 +179,6 @@ class DraftModel(Proposer):
             scores = self.model.score([handle for handle, _ in active], drafts, taps)
             for (_, grower), score in zip(active, scores, strict=True):
                 grower.extend(score.logits, self._hidden(score))
-
-    def _grown_at_once(self, active: Sequence[tuple[Handle, Grower]]) -> bool:
-        """Drafts all chains in one call, if the model can. One that needs a look at every token keeps all from it:
-        passes for it would come on top of the others'.
-        """
-        if not self.model.drafts_chains:
-            return False
-        vocab = min(self.model.vocab_size, self.vocab_size)
-        chains: list[tuple[Chain, ChainRequest]] = []
-        for _, grower in active:
-            request = grower.request() if isinstance(grower, Chain) else None
-            if request is None or not isinstance(grower, Chain) or (request.draws and vocab < self.vocab_size):
-                return False
-            chains.append((grower, request))
-        drafted = self.model.chains([handle for handle, _ in active], [request for _, request in chains], vocab)
-        for (grower, _), chain in zip(chains, drafted, strict=True):
-            grower.take(chain)
-        return True
 
     def _hidden(self, score: Scores) -> Tensor | None:
         """Returns the last states of the rows that have logits, [rows, H], if they were tapped."""

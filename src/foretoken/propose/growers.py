@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-import torch
 from torch import Tensor
 
 from foretoken.core.checks import integer
 from foretoken.core.context import Context, Exactness
-from foretoken.core.distributions import Law, NodeDistributions
+from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import PointMass, ProposalLaw, Sampled
-from foretoken.core.native import sampling
-from foretoken.core.sampling import SamplingLaw
-from foretoken.core.streams import PrivateStream, Purpose, SharedStream, Stream
-from foretoken.models.chains import ChainRequest, Draws, ModelChain
-from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind, expected_acceptance
+from foretoken.core.streams import Purpose
+from foretoken.propose.chain import Chain, Widen
+from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
 from foretoken.propose.stopping.base import Gate
 from foretoken.propose.stopping.paying import PayingDraft
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
@@ -32,8 +28,6 @@ from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, lik
 TreeKind = Literal["chain", "top_k", "ranked", DrawnTreeKind]
 TREE_STEPS = 8  # default depth of a tree
 
-# Maps logits [rows, Vd] over the draft's vocabulary to [rows, V] over the target's.
-Widen = Callable[[Tensor], Tensor]
 # Returns likely children from the draft's logits [frontier, Vd] at the tree's frontier.
 Rank = Callable[[Tensor, Tree], Candidates]
 
@@ -95,100 +89,6 @@ class Grower(Protocol):
     def draft(self) -> Draft:
         """Returns the draft."""
         ...
-
-
-@dataclass(slots=True)
-class Chain:
-    """A chain of drawn tokens; under a greedy law each is the argmax.
-
-    Attributes:
-        drawn: The tokens are random draws, so the verifier needs their distributions.
-        gate: Decides before each draw whether the chain ends.
-        paying: Decides so by what the next token is worth.
-        floor: Estimated probability of acceptance below which nothing is drawn.
-        reach: Estimated probability that the next token is accepted.
-    """
-
-    context: Context
-    budget: int
-    law: Law
-    widen: Widen
-    stream: Stream
-    drawn: bool
-    gate: Gate | None = None
-    paying: PayingDraft | None = None
-    floor: float = 0.0
-    reach: float = 1.0
-    stopped: bool = False
-    tokens: list[int] = field(default_factory=list)
-    rows: list[Tensor] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        return self.stopped or len(self.tokens) >= self.budget
-
-    def growing(self) -> Draft:
-        return Draft.chain(self.tokens)
-
-    def request(self) -> ChainRequest | None:
-        """Returns what a model is asked for that drafts the chain at once; None where each token needs a look."""
-        law, stream, budget = self.law, self.stream, self.budget
-        if not isinstance(law, SamplingLaw) or law.adjusts or self.gate is not None:
-            return None
-        if law.greedy:
-            return ChainRequest(budget, end=None if self.paying is None else self.paying.end)
-        if sampling.chooser() is None or (self.floor and self.drawn):
-            return None
-        if isinstance(stream, SharedStream):
-            return ChainRequest(budget, Draws(law.kept, keys=stream.keys(budget), rows=self.drawn))
-        if isinstance(stream, PrivateStream):
-            return ChainRequest(budget, Draws(law.kept, uniforms=stream.uniforms(budget), rows=self.drawn))
-        return None
-
-    def take(self, chain: ModelChain) -> None:
-        """Takes over a chain that a model drafted at once."""
-        self.tokens, self.stopped = chain.tokens, chain.ended
-        self.rows = [] if chain.rows is None else list(chain.rows)
-        if self.paying is not None:
-            self.paying.candidates, self.paying.claims = chain.candidates, chain.probabilities
-
-    def extend(self, logits: Tensor, hidden: Tensor | None = None) -> None:
-        logits = self.widen(logits)
-        rows = self._rows(self.law, logits)
-        certain = rows.certain(0)
-        # If no token is possible the chain ends before the draw: dropping a drawn token would change the distribution.
-        impossible = math.isnan(rows[0][0]) if certain is None else certain < 0
-        unpaid = (
-            not impossible and certain is not None and self.paying is not None and self.paying.ends(logits[0], certain)
-        )
-        self.stopped = impossible or unpaid or self._gated(rows, logits, hidden) or self._unlikely(rows)
-        if self.stopped:
-            return
-        self.tokens.append(self.stream.categorical(rows[0], len(self.tokens)) if certain is None else certain)
-        if self.drawn:
-            self.rows.append(rows[0])
-
-    def draft(self) -> Draft:
-        law: ProposalLaw = Sampled(torch.stack(self.rows)) if self.rows else PointMass()
-        chain = Draft.chain(self.tokens, law)
-        return replace(chain, levels=len(self.tokens) + 1) if self.stopped else chain
-
-    def _unlikely(self, rows: NodeDistributions) -> bool:
-        """Returns whether a drawn token would be accepted too seldom, by the distribution that it comes from."""
-        if not self.floor or not self.drawn:
-            return False
-        self.reach *= expected_acceptance(rows[0])
-        return self.reach < self.floor
-
-    def _gated(self, rows: NodeDistributions, logits: Tensor, hidden: Tensor | None) -> bool:
-        """Returns whether the gate ends the chain here."""
-        if self.gate is None:
-            return False
-        tested = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
-        return self.gate.stops(tested[0], None if hidden is None else hidden[0])
-
-    def _rows(self, law: Law, logits: Tensor) -> NodeDistributions:
-        return NodeDistributions(law, logits, lambda row: self.context.history(self.tokens))
 
 
 @dataclass(slots=True)
