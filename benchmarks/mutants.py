@@ -90,7 +90,9 @@ def run(mutant: Mutant) -> Outcome:
     """
     source, started = mutant.planted(), time.perf_counter()
     with copied_source() as copy:
-        (copy / PACKAGE.name / mutant.file).write_text(source, encoding="utf-8")
+        file = copy / PACKAGE.name / mutant.file
+        file.unlink()  # of kernels it is a link to the source itself
+        file.write_text(source, encoding="utf-8")
         killed_by = first_failure(mutant.tests, copy)
     return Outcome(mutant, killed_by, time.perf_counter() - started)
 
