@@ -141,8 +141,9 @@ def draft_at_once(model: Model, active: Sequence[tuple[Handle, object]], vocab_s
     vocab = min(model.vocab_size, vocab_size)
     chains: list[tuple[Chain, ChainRequest]] = []
     for _, grower in active:
-        request = grower.request() if isinstance(grower, Chain) else None
-        if request is None or not isinstance(grower, Chain) or (request.draws and vocab < vocab_size):
+        if not isinstance(grower, Chain) or (request := grower.request()) is None:
+            return False
+        if request.draws and vocab < vocab_size:  # rows would lack tokens of the target
             return False
         chains.append((grower, request))
     drafted = model.chains([handle for handle, _ in active], [request for _, request in chains], vocab)
