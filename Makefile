@@ -4,6 +4,7 @@
 #   make test-fast  the tests that take seconds
 #   make check      formatting, lint, types and the import rule
 #   make docs       the documentation as a site, in site/; broken links and unknown names are errors
+#   make real       two real pretrained models (350 MB), for tests and benchmarks; REAL=smollm2 only the smaller
 #   make wheel      wheels with compiled kernels for the platforms WHEELS, in dist/; Zig compiles them (100 MB, in pip's cache)
 #   make peers      OpenVINO GenAI, vLLM and llama.cpp, each in an environment of its own, for the race (gigabytes)
 #   make bench      one table of all benchmarks (hours; a second start goes on where the first one ended)
@@ -19,6 +20,7 @@ PIP_ARGS ?=
 # Of src/foretoken/core/native/toolchain.py: those that there are kernels for.
 WHEELS ?= linux-x86_64
 PEERS ?= openvino vllm llamacpp
+REAL ?= smollm2 gemma3
 RESULTS ?= benchmarks/results
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -q $(PIP_ARGS) -c constraints.txt
@@ -31,7 +33,7 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check docs format wheel peers bench install clean
+.PHONY: help demo test test-fast check docs format real wheel peers bench install clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -57,6 +59,9 @@ docs: $(DEV)
 format: $(DEV)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+real: $(RUNTIME)
+	@$(BIN)/python -m foretoken.zoo.real $(REAL)
 
 wheel: $(RUNTIME)
 	@for platform in $(WHEELS); do \

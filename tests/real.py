@@ -1,0 +1,16 @@
+"""Real pretrained models in tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foretoken.zoo.real import real_model_path
+
+
+def real_model(name: str) -> Path:
+    """Returns the path of a model that ``make real`` fetched; without it the test is skipped."""
+    if not (file := real_model_path(name)).exists():
+        pytest.skip(f"{file.name} is not there; `make real` fetches it")
+    return file
