@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.json_schema import subschemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # By default llguidance forces the tokenizer's own tokenization of forced text. The last such option takes effect.
 _FREE = '\n%llguidance {"no_forcing": true}\n'
 _FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Formats that llguidance has patterns for. All others are annotations, as JSON Schema says; pydantic writes "path".
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 _CANNOT_GO_ON = "structured_outputs cannot be followed any further"
 # Several times llguidance's defaults, which a schema of 2,000 objects exceeds.
 LIMITS: dict[str, Any] = {
@@ -233,8 +236,8 @@ def lark_of(spec: Mapping[str, Any]) -> str:
 def _json(schema: Any, whitespace: bool) -> str:
     """Returns the Lark grammar of a JSON schema, which is given as an object or as JSON. Raises InvalidRequest."""
     try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-        written = json.dumps(schema)
+        written = schema if isinstance(schema, str) else json.dumps(schema)
+        schema = json.loads(written)  # of an object a copy, which is changed below
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"structured_outputs['json'] is not JSON: {error}") from error
     if schema is True:
@@ -243,6 +246,10 @@ def _json(schema: Any, whitespace: bool) -> str:
         raise InvalidRequest(
             f"structured_outputs['json'] must be a JSON schema: an object or true, got {written[:200]}"
         )
+    for _, part in subschemas(schema):
+        part.pop("uniqueItems", None)  # no grammar can compare items
+        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+            del part["format"]
     own = schema.get("x-guidance")
     options = {"whitespace_flexible": True} if whitespace else _FIXED
     schema = schema | {"x-guidance": (own if isinstance(own, dict) else {}) | options}
