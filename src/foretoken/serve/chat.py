@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from foretoken.outputs import StreamPiece
+from foretoken.outputs import CompletionOutput, StreamPiece
 from foretoken.serve.answers import ChatChoice, ChatCompletion, ChatLogprobs
 from foretoken.serve.chat_schema import ChatRequest, NamedTool
 from foretoken.serve.generation import Generation
@@ -67,7 +67,7 @@ class ChatWriter:
             events += parser.finish()
         choices = [self.silent(number) | {"delta": delta} for delta in deltas_of(events)]
         if piece.output is not None:
-            reason = self._reason(parser, piece.output.finish_reason)
+            reason = self._reason(parser, piece.output)
             choices.append(self.silent(number) | {"finish_reason": reason, "stop_reason": piece.output.stop_reason})
         if choices:  # log-probabilities and ids are in the chunk of their tokens' text, or in a later one
             choices[0] |= waiting.taken(bool(self._body.logprobs), bool(self._body.return_token_ids))
@@ -93,7 +93,7 @@ class ChatWriter:
             "index": number,
             "message": cast("Any", message_of(events)),
             "logprobs": {"content": logprobs, "refusal": None} if self._body.logprobs else None,
-            "finish_reason": cast("Any", self._reason(parser, output.finish_reason)),
+            "finish_reason": cast("Any", self._reason(parser, output)),
             "stop_reason": output.stop_reason,
         }
         if self._body.return_token_ids:
@@ -105,13 +105,16 @@ class ChatWriter:
             return []
         return list(chat_logprobs(self._token_text, tokens, entries or (), self._body.top_logprobs or 0))
 
-    def _reason(self, parser: OutputParser, reason: str | None) -> str | None:
+    def _reason(self, parser: OutputParser, output: CompletionOutput) -> str | None:
         """Returns OpenAI's finish reason.
 
-        It is "tool_calls" after complete calls that the model chose; for a function that the client named it is "stop".
+        It is "tool_calls" after complete calls that the model chose; for a function that the client named, or after a
+        call that a stop string cut, it is "stop".
         """
         named = isinstance(self._body.tool_choice, NamedTool)
-        return "tool_calls" if reason == "stop" and parser.calls and not named else reason
+        cut = parser.cut and isinstance(output.stop_reason, str)
+        called = output.finish_reason == "stop" and parser.calls and not cut and not named
+        return "tool_calls" if called else output.finish_reason
 
 
 class _Waiting:

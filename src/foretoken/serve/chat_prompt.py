@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.chat_schema import ChatRequest, Message
-from foretoken.serve.tool_choice import offered, parsed_arguments
+from foretoken.serve.parsers.values import object_of
+from foretoken.serve.tool_choice import offered
+
+_ID_LENGTH = 9  # of calls in Mistral's templates
 
 
 def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
@@ -42,7 +46,7 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
         )
     try:
         text: str = tokenizer.apply_chat_template(
-            [_templated(message) for message in body.messages],
+            _adapted([_templated(message) for message in body.messages], used if isinstance(used, str) else ""),
             tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
             chat_template=template,
             add_generation_prompt=generates,
@@ -64,6 +68,40 @@ def _templated(message: Message) -> dict[str, Any]:
         templated["content"] = "\n".join(part.text for part in message.content)
     templated.setdefault("content", "")
     templated["role"] = "system" if message.role == "developer" else message.role
+    if not templated.get("tool_calls"):
+        templated.pop("tool_calls", None)  # some templates take an empty list for a call
     for call in templated.get("tool_calls", ()):
-        call["function"]["arguments"] = parsed_arguments(call["function"]["arguments"])
+        call["function"]["arguments"] = object_of(call["function"]["arguments"])
     return templated
+
+
+def _adapted(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Returns the messages in the form that a template demands of calls: by Mistral's check of ids, or by Llama 3's."""
+    if f"length != {_ID_LENGTH}" in template:
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                call["id"] = call.get("id", "")[-_ID_LENGTH:]
+            if "tool_call_id" in message:
+                message["tool_call_id"] = message["tool_call_id"][-_ID_LENGTH:]
+    if "single tool-calls" in template:
+        return _one_call_each(messages)
+    return messages
+
+
+def _one_call_each(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Divides messages of several calls into messages of one, each before its result."""
+    divided: list[dict[str, Any]] = []
+    pending: list[dict[str, Any]] = []  # messages of further calls, until their results come
+    for message in messages:
+        if message["role"] == "tool":
+            identifier = message.get("tool_call_id")
+            called = [each for each in pending if each["tool_calls"][0].get("id") == identifier]
+            divided += called[:1]
+            pending = [each for each in pending if each not in called[:1]]
+        else:
+            divided += pending
+            first, *others = message.get("tool_calls") or [None]
+            pending = [{**message, "content": "", "tool_calls": [call]} for call in others]
+            message = {**message, "tool_calls": [first]} if first else message
+        divided.append(message)
+    return divided + pending

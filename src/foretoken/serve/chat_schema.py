@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from foretoken.serve.schema import Body, Content, Count, Generate, Loose, Object, first_wrong
+from foretoken.serve.strict_schema import check_strict
 
 Metadata = Annotated[
     dict[str, str],
@@ -34,7 +35,7 @@ class ToolCall(Loose):
 
 
 class Message(Loose):
-    """One message. Only an assistant's message with tool calls may lack ``content``."""
+    """One message. Only an assistant's message with tool calls or reasoning may lack ``content``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -45,7 +46,7 @@ class Message(Loose):
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
             raise PydanticCustomError("content", "content is missing; only an assistant's tool calls go without")
         return self
 
@@ -57,6 +58,11 @@ class Function(Body):
     description: str | None = None
     parameters: Object | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _closed(self) -> Function:
+        check_strict(self.strict, self.parameters, f"function {self.name!r}")
+        return self
 
 
 class Tool(Body):
@@ -104,6 +110,11 @@ class JsonSchema(Body):
     description: str | None = None
     schema_: Annotated[Object | None, Field(alias="schema")] = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _closed(self) -> JsonSchema:
+        check_strict(self.strict, self.schema_, f"response_format {self.name!r}")
+        return self
 
 
 class TextFormat(Body):

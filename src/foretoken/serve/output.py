@@ -58,6 +58,11 @@ class OutputParser(Protocol):
         """Number of calls so far."""
         ...
 
+    @property
+    def cut(self) -> bool:
+        """Whether the output ended within the arguments of a call."""
+        ...
+
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """Returns the events that are certain after ``text``, whose tokens are ``tokens``."""
         ...
@@ -72,6 +77,7 @@ class TextParser:
 
     calls = 0
     reasoning_tokens = 0
+    cut = False
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """See ``OutputParser``."""
@@ -136,6 +142,10 @@ class Blocks:
                     changes += [*self.end(), self._start(kind, new_call_id())]
                 changes.append(self._grow(event.text))
         return changes
+
+    def start_text(self) -> list[BlockChange]:
+        """Starts a block of text. Returns the change."""
+        return [self._start("text", new_call_id())]
 
     def end(self) -> list[BlockChange]:
         """Ends the last block. Returns the change."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any, cast
+from copy import deepcopy
+from typing import Any
 
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.json_schema import subschemas
 from foretoken.serve.chat_schema import AllowedTools, ChatRequest, NamedTool, Tool
 from foretoken.serve.errors import invalid
 
@@ -72,23 +72,9 @@ def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str
 
 
 def _moved(schema: Any, place: str) -> Any:
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: place + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
-        for key, value in schema.items()
-    }
-
-
-def parsed_arguments(arguments: str) -> Any:
-    """Returns a call's arguments as an object, as chat templates expect them. Raises InvalidRequest."""
-    try:
-        return cast("Any", json.loads(arguments)) if arguments.strip() else {}
-    except ValueError as error:
-        raise InvalidRequest(f"messages: the arguments of a tool call are not JSON ({error})") from error
-    except RecursionError as error:
-        raise InvalidRequest("messages: the arguments of a tool call are nested too deeply") from error
+    """Returns a copy of ``schema`` whose references to itself are references to ``place``."""
+    moved = deepcopy(schema)
+    for _, part in subschemas(moved):
+        if isinstance(part.get("$ref"), str) and part["$ref"].startswith("#"):
+            part["$ref"] = place + part["$ref"][1:]
+    return moved

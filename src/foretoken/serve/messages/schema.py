@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from foretoken.serve.chat_schema import (
@@ -22,6 +22,7 @@ from foretoken.serve.chat_schema import (
 from foretoken.serve.messages.blocks import InputMessageBlocks, Text
 from foretoken.serve.messages.conversion import continues, messages_of
 from foretoken.serve.schema import Body, Count, Object, Sampling, Strings
+from foretoken.serve.strict_schema import check_strict
 
 
 def _only_custom(tool: Any) -> Any:
@@ -48,6 +49,11 @@ class CustomTool(Body):
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
     input_examples: JsonValue = None
+
+    @model_validator(mode="after")
+    def _closed(self) -> CustomTool:
+        check_strict(self.strict, self.input_schema, f"tool {self.name!r}")
+        return self
 
 
 class ToolUse(Body):

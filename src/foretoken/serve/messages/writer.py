@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from foretoken.serve.generation import Generation
 from foretoken.serve.intake import PreparedRequest
 from foretoken.serve.messages.schema import MessagesRequest
 from foretoken.serve.output import Block, BlockChange, Blocks
+from foretoken.serve.parsers.values import object_of
 from foretoken.serve.sse import event
 
 
@@ -88,10 +88,10 @@ class MessageWriter:
                 "stop_reason": "model_context_window_exceeded" if self._cut else "max_tokens",
                 "stop_sequence": None,
             }
+        if isinstance(by, str) and (self._parser.cut or not self._parser.calls):
+            return {"stop_reason": "stop_sequence", "stop_sequence": by}
         if self._parser.calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
-        if isinstance(by, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": by}
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
@@ -141,16 +141,7 @@ def _whole(block: Block) -> dict[str, Any]:
         return _empty(block) | {"text": block.text}
     if block.kind == "reasoning":
         return _empty(block) | {"thinking": block.text, "signature": _signature(block)}
-    return _empty(block) | {"input": _input(block.text)}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Returns a call's arguments; nothing where they are cut."""
-    try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return _empty(block) | {"input": object_of(block.text)}
 
 
 def _signature(block: Block) -> str:

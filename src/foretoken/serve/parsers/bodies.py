@@ -37,20 +37,34 @@ class Writer:
         self.schemas = schemas
         self.calls = 0
         self.events: list[OutputEvent] = []
+        self._arguments: list[str] = []  # of the last call
 
     def take(self) -> list[OutputEvent]:
         """Returns the events since the last time."""
         events, self.events = self.events, []
         return events
 
+    @property
+    def cut(self) -> bool:
+        """Whether the arguments of the last call are not complete JSON."""
+        try:
+            json.loads("".join(self._arguments) if self.calls else "{}")
+        except RecursionError:
+            return False
+        except ValueError:
+            return True
+        return False
+
     def start(self, name: str) -> None:
         """Begins a call."""
+        self._arguments = []
         self.events.append(ToolCallStarted(self.calls, new_call_id(), name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:
         """Adds to the arguments of the last call."""
         if text:
+            self._arguments.append(text)
             self.events.append(ToolCallDelta(self.calls - 1, text))
 
     def call(self, name: str, arguments: Any) -> None:

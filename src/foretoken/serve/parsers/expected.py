@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretoken.params import SamplingParams
-from foretoken.serve.chat_schema import ChatRequest
+from foretoken.serve.chat_schema import ChatRequest, NamedTool
 from foretoken.serve.output import OutputParser, TextParser
 from foretoken.serve.parsers.bodies import Schemas
 from foretoken.serve.parsers.formats import FORCED, FORMATS, HARMONY, REASONING_FORMATS, OutputFormat
@@ -28,6 +28,7 @@ class ExpectedOutput:
         opened: Whether the prompt ends within reasoning.
         end_token: The token that ends reasoning, if it is one.
         dropped: Special tokens that the text holds and that are no part of the format.
+        named: The function that must be called, if the request names one.
     """
 
     format: OutputFormat = field(default_factory=OutputFormat)
@@ -35,6 +36,7 @@ class ExpectedOutput:
     opened: bool = False
     end_token: int | None = None
     dropped: tuple[str, ...] = ()
+    named: str | None = None
 
     def parser(self) -> OutputParser:
         """Returns a parser of one answer."""
@@ -46,7 +48,7 @@ class ExpectedOutput:
             return HarmonyParser()
         answer: OutputParser = TextParser()
         if self.schemas is not None:
-            answer = ToolParser(FORMATS[self.format.calls], self.schemas)
+            answer = ToolParser(FORMATS[self.format.calls], self.schemas, self.named)
         if self.format.reasoning is None:
             return answer
         return ReasoningParser(REASONING_FORMATS[self.format.reasoning], answer, self.opened, self.end_token)
@@ -68,7 +70,8 @@ def expect(
     tools = offered(chat)
     schemas = {tool.function.name: _types(tool.function.parameters) for tool in tools} if tools else None
     if forced:
-        return ExpectedOutput(FORCED, schemas), params
+        named = chat.tool_choice.function.name if isinstance(chat.tool_choice, NamedTool) else None
+        return ExpectedOutput(FORCED, schemas, named=named), params
     opened = params.structured_outputs is None and format.opened_by(prompt)  # a grammar holds from the first token on
     special: list[str] = list(getattr(tokenizer, "all_special_tokens", ()))
     end_token = _end_token(format, tokenizer)

@@ -137,7 +137,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
 }
 """How functions are called, by the names that vLLM gives its parsers. ``auto`` reads Hermes' and Llama 3's form."""
 
-FORMATS = CALL_FORMATS | {"forced": CallFormat(bare={"{": JsonBody, "[": JsonBody})}
+FORMATS = CALL_FORMATS | {"forced": CallFormat(bare={"{": JsonBody, "[": JsonBody}, only_calls=True)}
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),

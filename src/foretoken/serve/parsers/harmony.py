@@ -37,6 +37,11 @@ class HarmonyParser:
         """See ``OutputParser``."""
         return self._writer.calls
 
+    @property
+    def cut(self) -> bool:
+        """See ``OutputParser``."""
+        return self._writer.cut
+
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """See ``OutputParser``."""
         self._held += text

@@ -6,7 +6,7 @@ import json
 import re
 
 from foretoken.serve.parsers.bodies import Writer
-from foretoken.serve.parsers.values import ValueEnd
+from foretoken.serve.parsers.values import ValueEnd, is_unicode
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", *_ARGUMENTS)
@@ -129,7 +129,7 @@ class _Call:
         if key == "name":
             self._take_name(value)
         elif key in _ARGUMENTS:
-            self._take_arguments(value if isinstance(value, str) else "{}")
+            self._take_arguments(value if isinstance(value, str) and is_unicode(value) else "{}")
         return True
 
     def _read_brackets(self, end: ValueEnd) -> bool:
@@ -145,7 +145,7 @@ class _Call:
         return True
 
     def _take_name(self, name: object) -> None:
-        if not isinstance(name, str) or (self._strict and name not in self._writer.schemas):
+        if not isinstance(name, str) or not is_unicode(name) or (self._strict and name not in self._writer.schemas):
             raise ValueError("no function")
         if self.name is not None:
             return

@@ -60,6 +60,11 @@ class ReasoningParser:
         """See ``OutputParser``."""
         return self._answer.calls
 
+    @property
+    def cut(self) -> bool:
+        """See ``OutputParser``."""
+        return self._answer.cut
+
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """See ``OutputParser``."""
         self._held += text

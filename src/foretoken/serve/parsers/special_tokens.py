@@ -26,6 +26,11 @@ class WithoutTokens:
         return self._parser.calls
 
     @property
+    def cut(self) -> bool:
+        """See ``OutputParser``."""
+        return self._parser.cut
+
+    @property
     def reasoning_tokens(self) -> int:
         """See ``OutputParser``."""
         return self._parser.reasoning_tokens

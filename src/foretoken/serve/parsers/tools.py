@@ -21,11 +21,13 @@ class CallFormat:
         opens: For each tag that opens a call, what reads the text behind it.
         ignored: Tags around calls that carry nothing.
         bare: For each character with which a call without a tag may begin the answer, what reads it.
+        only_calls: Whether a grammar allows nothing but calls; a call that was cut before its name is then no content.
     """
 
     opens: Mapping[str, Callable[[Writer], CallBody]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     bare: Mapping[str, Callable[[Writer], CallBody]] = field(default_factory=dict)
+    only_calls: bool = False
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -45,12 +47,13 @@ class ToolParser:
     Args:
         format: How the family writes calls.
         schemas: The functions that exist, with the JSON schema of their arguments.
+        named: The function that the request names; it is called even if the answer was cut before its name.
     """
 
     reasoning_tokens = 0
 
-    def __init__(self, format: CallFormat, schemas: Schemas) -> None:
-        self._format, self._writer = format, Writer(schemas)
+    def __init__(self, format: CallFormat, schemas: Schemas, named: str | None = None) -> None:
+        self._format, self._writer, self._named = format, Writer(schemas), named
         self._held, self._skipped = "", ""
         self._place, self._bare = _Place.BEFORE, bool(format.bare)
         self._body: CallBody | None = None
@@ -60,6 +63,11 @@ class ToolParser:
     def calls(self) -> int:
         """See ``OutputParser``."""
         return self._writer.calls
+
+    @property
+    def cut(self) -> bool:
+        """See ``OutputParser``."""
+        return self._writer.cut
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """See ``OutputParser``."""
@@ -77,6 +85,8 @@ class ToolParser:
         elif self._place is _Place.AFTER:
             held = "" if not held.strip(self._space) else held
         self._content(self._skipped + held)
+        if self._named is not None and not self.calls:
+            self._writer.start(self._named)
         return self._writer.take()
 
     @property
@@ -152,5 +162,5 @@ class ToolParser:
         return True
 
     def _content(self, text: str) -> None:
-        if text:
+        if text and not self._format.only_calls:
             self._writer.events.append(TextDelta(text))

@@ -13,7 +13,34 @@ _NULLS = ("null", "none")
 
 def dumps(value: Any) -> str:
     """Returns a value as JSON, in the form in which models write arguments."""
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or is_unicode(text) else json.dumps(value)
+
+
+def is_unicode(text: str) -> bool:
+    """Returns whether ``text`` can be encoded: JSON may escape half of a surrogate pair, which no answer can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def object_of(arguments: str) -> dict[str, Any]:
+    """Returns a call's arguments as an object; an empty one if they are no JSON object, for instance because of a cut.
+
+    One bad call in its history must not end a conversation: vLLM replaces such arguments by an empty object, too.
+    """
+    try:
+        value = json.loads(arguments, parse_constant=_no_constant)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # 1e999 is read as infinity
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def schema_types(schema: Any) -> set[str]:

@@ -60,7 +60,7 @@ def _messages(items: Iterable[Item]) -> list[Message]:
             messages += turn.ended()
         match item:
             case ReasoningItem():
-                turn.add_reasoning(item.text)
+                turn.reasoning.append(item.text)
             case FunctionCallItem():
                 turn.calls.append(
                     ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
@@ -68,8 +68,6 @@ def _messages(items: Iterable[Item]) -> list[Message]:
             case FunctionCallOutputItem():
                 messages.append(Message(role="tool", content=text_of(item.output), tool_call_id=item.call_id))
             case InputMessage(role="assistant"):
-                if turn.calls:  # text behind calls is a message of its own
-                    messages += turn.ended()
                 turn.text.append(text_of(item.content))
             case InputMessage():
                 messages.append(Message(role=item.role, content=text_of(item.content)))
@@ -77,7 +75,7 @@ def _messages(items: Iterable[Item]) -> list[Message]:
 
 
 class _Turn:
-    """What the model wrote in one turn, as far as it is known."""
+    """What the model wrote in one turn."""
 
     def __init__(self) -> None:
         self._clear()
@@ -87,20 +85,15 @@ class _Turn:
         self.calls: list[ToolCall] = []
         self.reasoning: list[str] = []
 
-    def add_reasoning(self, text: str) -> None:
-        if text:
-            self.reasoning.append(text)
-
     def ended(self) -> list[Message]:
         """Returns its message, if there is one, and begins the next turn."""
-        if not (self.text or self.calls):
-            self._clear()
+        if not (self.text or self.calls or self.reasoning):
             return []
         message = Message(
             role="assistant",
-            content="\n".join(self.text) if self.text else None,
+            content="\n".join(self.text) if self.text or not self.calls else None,
             tool_calls=self.calls or None,
-            reasoning_content="\n".join(self.reasoning) or None,
+            reasoning_content="\n".join(filter(None, self.reasoning)) or None,
         )
         self._clear()
         return [message]

@@ -93,6 +93,8 @@ class ResponseWriter:
         if last:
             events += self._parser.finish()
         changes = self._blocks.add(events)
+        if last and not self._blocks.all:
+            changes += self._blocks.start_text()  # the conversation needs a turn of the model
         for change in changes:
             if change.what == "grew" and change.block.kind == "text":
                 self._logprobs.setdefault(change.block.index, []).extend(self._waiting)
@@ -130,7 +132,8 @@ class ResponseWriter:
     def _ended(self, block: Block) -> str:
         output = self._final.output if self._final is not None else None
         last = block.index == len(self._blocks.all) - 1
-        if last and (output is None or output.finish_reason != "stop"):
+        cut = block.kind == "call" and self._parser.cut
+        if last and (output is None or output.finish_reason != "stop" or cut):
             return "incomplete"
         return "completed"
 
