@@ -6,6 +6,7 @@ import builtins
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from pydantic import BaseModel, SecretStr
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest
@@ -100,6 +102,54 @@ def allows(grammars: Grammars, kind: str, text: str) -> bool:
 def test_texts_of_a_grammar_are_allowed_and_others_are_not(grammars, kind, good, bad):
     assert allows(grammars, kind, good)
     assert not allows(grammars, kind, bad)
+
+
+class Collected(BaseModel):
+    """Types whose JSON schemas have keywords and formats that llguidance refuses."""
+
+    numbers: set[int]
+    words: frozenset[str]
+    folder: Path
+    secret: SecretStr
+    data: bytes
+    pattern: re.Pattern[str]
+
+
+def test_pydantics_sets_and_paths_are_followed(grammars):
+    good = {"numbers": [1, 2], "words": ["a"], "folder": "/tmp", "secret": "s", "data": "b", "pattern": "x+"}
+    text = json.dumps(good)
+    Collected.model_validate_json(text)
+    mask = fresh(grammars, {"json": Collected.model_json_schema()}, spelled(grammars, text))
+    assert END in ids(mask)
+    mask = fresh(grammars, {"json": Collected.model_json_schema()}, spelled(grammars, '{"numbers": ["'))
+    assert mask is None or not mask.any()
+
+
+def test_formats_that_are_no_annotations_are_those_of_llguidance(local):
+    named = [
+        "path",
+        "file-path",
+        "binary",
+        "password",
+        "regex",
+        "json-pointer",
+        "uri-reference",
+        "ipv4network",
+        "uuid4",
+    ]
+    for format in (*matching.FORMATS, *named):
+        restricted = 'start: %json {"type": "string", "format": "' + format + '"}'
+        known = not LLMatcher(local.vocabulary.load(), restricted, log_level=0).is_error()
+        assert known == (format in matching.FORMATS), format
+        assert fresh(local, {"json": {"type": "string", "format": format}}, []) is not None
+
+
+def test_data_in_a_schema_is_left_as_it_is(local):
+    value = {"format": "path", "uniqueItems": True}
+    schema = {"properties": {"format": {"const": value}}, "required": ["format"], "additionalProperties": False}
+    given = json.dumps(schema)
+    assert END in ids(fresh(local, {"json": schema}, spelled(local, json.dumps({"format": value}))))
+    assert json.dumps(schema) == given
 
 
 def test_every_tokenization_is_allowed(grammars, pair):

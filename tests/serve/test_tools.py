@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
+from tests.serve.conftest import Running
 
 from foretoken.serve.chat import message_of
+from foretoken.serve.chat_schema import ChatRequest, Function, Tool
 from foretoken.serve.parsers.expected import ExpectedOutput
 from foretoken.serve.parsers.formats import FORCED, OutputFormat
+from foretoken.serve.tool_choice import forced
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 BARE = '{"name": "add", "parameters": {"a": "\\"{", "b": {}}}'
@@ -156,3 +161,73 @@ def test_demands_that_cannot_be_met(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**{**ASKED, "tools": tools}, tool_choice=choice)
         assert caught.value.param == "tool_choice"
+
+
+OPEN: Any = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}, "additionalProperties": False}
+CLOSED: Any = {**OPEN, "properties": {"a": {**OPEN["properties"]["a"], "additionalProperties": False}}}
+
+
+def strict_bodies(schema: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Requests of each API with a strict schema."""
+    user = [{"role": "user", "content": "x"}]
+    function = {"name": "f", "parameters": schema, "strict": True}
+    form = {"name": "f", "schema": schema, "strict": True}
+    tool = {"name": "f", "input_schema": schema, "strict": True}
+    return [
+        ("chat/completions", {"messages": user, "tools": [{"type": "function", "function": function}]}),
+        ("chat/completions", {"messages": user, "response_format": {"type": "json_schema", "json_schema": form}}),
+        ("responses", {"input": "x", "tools": [{"type": "function", **function}]}),
+        ("responses", {"input": "x", "text": {"format": {"type": "json_schema", **form}}}),
+        ("messages", {"messages": user, "tools": [tool]}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "schema, path",
+    [
+        (OPEN, "('properties', 'a')"),
+        ({**OPEN, "additionalProperties": True}, "()"),
+        ({}, "()"),
+        ({**CLOSED, "$defs": {"b": {"type": ["object", "null"]}}}, "('$defs', 'b')"),
+        ({"$ref": "#/$defs/b", "$defs": {"b": {"properties": {}}}}, "('$defs', 'b')"),
+    ],
+)
+def test_strict_objects_must_be_closed(server: Running, schema: Any, path: str) -> None:
+    for route, body in strict_bodies(schema):
+        answer = server.post({**body, "max_tokens" if route != "responses" else "max_output_tokens": 1}, route)
+        assert answer.status_code == 400, (route, answer.text)
+        message = answer.json()["error"]["message"]
+        assert f"In context={path}, 'additionalProperties' is required to be supplied and to be false" in message
+
+
+def test_strict_objects_that_are_closed_are_served(server: Running) -> None:
+    for route, body in strict_bodies(CLOSED):
+        answer = server.post({**body, "max_tokens" if route != "responses" else "max_output_tokens": 1}, route)
+        assert answer.status_code == 200, (route, answer.text)
+
+
+def test_references_move_with_a_schema_and_data_does_not() -> None:
+    parameters = {"properties": {"a": {"$ref": "#/$defs/b"}, "$ref": {"const": {"$ref": "#"}}}, "$defs": {"b": {}}}
+    tool = Tool(type="function", function=Function(name="f", parameters=parameters))
+    chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    schema = forced(chat.model_copy(update={"tools": [tool], "tool_choice": "required"}))
+    assert schema is not None
+    assert schema["$defs"]["f"]["properties"] == {"a": {"$ref": "#/$defs/f/$defs/b"}, "$ref": {"const": {"$ref": "#"}}}
+
+
+class Filed(BaseModel):
+    numbers: set[Literal[1, 2]]
+    folder: Path
+
+
+def test_sets_and_paths_are_parsed(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "x"}]
+    for seed in range(9):
+        asked: Any = {"messages": messages, "model": "stdlib", "max_completion_tokens": 60, "seed": seed}
+        try:
+            parsed_one = client.chat.completions.parse(**asked, response_format=Filed).choices[0].message.parsed
+        except openai.LengthFinishReasonError:
+            continue
+        assert isinstance(parsed_one, Filed) and isinstance(parsed_one.folder, Path)
+        return
+    raise AssertionError("no answer was complete")
