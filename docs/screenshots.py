@@ -25,6 +25,7 @@ from foretoken.serve.listening import bind
 from foretoken.serve.run import Server
 from foretoken.serve.worker import Worker
 from foretoken.train.widen.checkpoint import scaled
+from foretoken.zoo.real import real_model_path
 
 IMAGES = Path(__file__).parent / "img"
 DESKTOP = {"width": 1000, "height": 900}
@@ -33,12 +34,9 @@ WAIT = 180_000  # milliseconds
 
 
 @contextmanager
-def served(size: str) -> Iterator[str]:
-    """The address of a server of the bundled pair."""
-    target = zoo.path("target") if size == "none" else scaled(size)
-    llm = LLM(target, zoo.path("draft"), methods=("eagle3", "ngram"), enable_prefix_caching=True, isolate_failures=True)
+def served(llm: LLM, name: str) -> Iterator[str]:
+    """The address of a server."""
     worker = Worker(llm)
-    name = target.name if size == "none" else f"{zoo.path('target').name} widened to {size.upper()}"
     server = Server(create_app(worker, ServerSettings(model_names=(name,))), worker)
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -50,6 +48,13 @@ def served(size: str) -> Iterator[str]:
             thread.join()
 
 
+def bundled(size: str) -> tuple[LLM, str]:
+    """The bundled pair and its name on the page."""
+    target = zoo.path("target") if size == "none" else scaled(size)
+    llm = LLM(target, zoo.path("draft"), methods=("eagle3", "ngram"), enable_prefix_caching=True, isolate_failures=True)
+    return llm, target.name if size == "none" else f"{zoo.path('target').name} widened to {size.upper()}"
+
+
 @contextmanager
 def raced(browser: Browser, address: str, viewport: dict[str, int], scheme: str, **fields: str) -> Iterator[Page]:
     """The page after a race with ``fields``, which are given by their ids."""
@@ -57,7 +62,7 @@ def raced(browser: Browser, address: str, viewport: dict[str, int], scheme: str,
     with browser.new_context(**options) as context:
         page = context.new_page()
         page.goto(address)
-        expect(page.locator("#method option").nth(1)).to_be_attached(timeout=WAIT)
+        expect(page.locator("#method option").first).to_be_attached(timeout=WAIT)
         page.select_option("#method", fields.pop("method"))
         for name, value in {"max-tokens": "64", **fields}.items():
             page.fill(f"#{name}", value)
@@ -76,9 +81,11 @@ def visit(page: Page) -> None:
 
 
 def main(size: str) -> None:
-    """Takes all pictures."""
+    """Takes all pictures; that of a conversation if the model is there."""
     IMAGES.mkdir(exist_ok=True)
-    with served(size) as address, sync_playwright() as playwright:
+    if (chat := real_model_path("smollm2")).exists():
+        shoot_chat(LLM(chat, speculative_config={"method": "ngram"}, enable_prefix_caching=True, isolate_failures=True))
+    with served(*bundled(size)) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
         with raced(browser, address, DESKTOP, "light", method="draft_model", depth="6") as page:
             visit(page)
@@ -96,6 +103,20 @@ def main(size: str) -> None:
             visit(page)
             page.mouse.move(0, 0)
             shoot(page, "phone", "body", "#speculative")
+        browser.close()
+
+
+def shoot_chat(llm: LLM) -> None:
+    """Takes the picture of the second turn of a conversation."""
+    with served(llm, "SmolLM2-135M-Instruct") as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
+        with raced(browser, address, DESKTOP, "light", method="ngram", depth="4", system="You answer briefly.") as page:
+            page.fill("#prompt", "Now repeat that as a list.")
+            page.click("#go")
+            expect(page.locator("#result")).to_be_hidden(timeout=WAIT)
+            expect(page.locator("#result")).to_be_visible(timeout=WAIT)
+            page.mouse.move(0, 0)
+            shoot(page, "chat", "body", "#speculative")
         browser.close()
 
 

@@ -222,7 +222,7 @@ def test_the_model_has_a_name(server: Running, client: openai.OpenAI) -> None:
 def test_models_are_listed_with_their_limits_and_methods(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["stdlib", "other"]
     extra = client.models.retrieve("stdlib").model_extra
-    assert extra["max_model_len"] == 8192
+    assert extra["max_model_len"] == 8192 and extra["chat"] is False
     assert extra["speculation"] == {"default": "draft_model", "methods": ["draft_model", "prediction", "ngram"]}
 
 

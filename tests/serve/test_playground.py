@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.real import real_model
+from tests.serve.conftest import running
+
+from foretoken import LLM
+from foretoken.serve.limits import ServerSettings
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -16,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install Debian's chromium"),
 ]
 
+TURNS = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
 WAIT = 30_000  # milliseconds, on a busy machine
 expect = sync_api.expect
@@ -32,6 +39,13 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def site(server: Any) -> str:
     return f"{server.url}/"
+
+
+@pytest.fixture(scope="module")
+def chat_site(spare: LLM) -> Iterator[str]:
+    """A page of the same model with a template that marks turns."""
+    with running(spare, ServerSettings(model_names=("stdlib",), chat_template=TURNS)) as server:
+        yield f"{server.url}/"
 
 
 class Sight:
@@ -51,7 +65,7 @@ class Sight:
 
     def _asked(self, request: Any) -> None:
         self.addresses.append(request.url)
-        if request.url.endswith("/v1/completions"):
+        if request.url.endswith("/completions"):
             self.bodies.append(json.loads(request.post_data))
 
     def race(self, **fields: Any) -> None:
@@ -80,16 +94,29 @@ def contexts(browser: Any) -> Callable[[dict[str, Any]], Any]:
     return context
 
 
-@pytest.fixture
-def sight(contexts: Callable[[dict[str, Any]], Any], site: str, request: pytest.FixtureRequest) -> Iterator[Sight]:
-    """The page as a visitor finds it; ``parametrize`` it indirectly with a browser context's options."""
-    options = {"reduced_motion": "reduce", "viewport": {"width": 1240, "height": 900}, **getattr(request, "param", {})}
+@contextmanager
+def visited(contexts: Callable[[dict[str, Any]], Any], site: str, options: dict[str, Any]) -> Iterator[Sight]:
+    options = {"reduced_motion": "reduce", "viewport": {"width": 1240, "height": 900}, **options}
     seen = Sight(contexts(options), site)
     yield seen
     assert all(address.startswith(site) for address in seen.addresses), "something was fetched from elsewhere"
     seen.page.evaluate("localStorage.clear()")
     seen.page.close()
     assert not seen.complaints
+
+
+@pytest.fixture
+def sight(contexts: Callable[[dict[str, Any]], Any], site: str, request: pytest.FixtureRequest) -> Iterator[Sight]:
+    """The page as a visitor finds it; ``parametrize`` it indirectly with a browser context's options."""
+    with visited(contexts, site, getattr(request, "param", {})) as seen:
+        yield seen
+
+
+@pytest.fixture
+def talk(contexts: Callable[[dict[str, Any]], Any], chat_site: str, request: pytest.FixtureRequest) -> Iterator[Sight]:
+    """The page of a chat model, with options as for ``sight``."""
+    with visited(contexts, chat_site, getattr(request, "param", {})) as seen:
+        yield seen
 
 
 def overflow(page: Any) -> int:
@@ -246,6 +273,94 @@ def test_fits_and_follows_the_theme(sight):
     assert bright() != before
 
 
+def turn(seen: Sight, message: str | None, **fields: Any) -> list[dict[str, Any]]:
+    """Sends a message, or asks for the last turn again; returns the bodies of both lanes."""
+    before = len(seen.bodies)
+    for name, value in {"max-tokens": 24, "depth": 4, **fields}.items():
+        seen.page.fill(f"#{name}", str(value))
+    if message is not None:
+        seen.page.fill("#prompt", message)
+    seen.page.click("#go" if message is not None else "#again")
+    expect(seen.page.locator("#result")).to_be_hidden(timeout=WAIT)
+    expect(seen.page.locator("#result")).to_be_visible(timeout=WAIT)
+    return [body for body in seen.bodies[before:] if body["max_tokens"] != 1]
+
+
+def test_a_chat_model_is_raced_in_a_conversation(talk):
+    page = talk.page
+    assert page.inner_text("#prompt-name") == "Message" and "sky" in page.input_value("#prompt")
+    ours, plain = turn(talk, "One?", system="Be brief.", seed=7)
+    system, one = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"}
+    assert ours["messages"] == plain["messages"] == [system, one] and "prompt" not in plain
+    assert ours["stream"] and ours["return_steps"] and plain["speculative_tokens"] == 0
+    expect(page.locator("#same")).to_contain_text("identical")
+    first = talk.text("speculative")
+    assert first == talk.text("plain") != "" and page.locator("#speculative-text .accepted").count() > 1
+    assert page.text_content("#speculative-text .said.user") == "You: One?" and page.input_value("#prompt") == ""
+    assert page.locator("#tree .node").count() > 1 and page.locator("#positions .bar").count() >= 1
+    page.hover("#speculative-text .accepted")
+    expect(page.locator("#tip")).to_contain_text("draft, accepted")
+    expect(page.locator("#earlier")).to_be_hidden()
+
+    ours, _ = turn(talk, "Two?", system="")
+    answer, two = {"role": "assistant", "content": first}, {"role": "user", "content": "Two?"}
+    assert ours["messages"] == [one, answer, two]
+    assert page.locator("#turns .said").all_inner_texts()[0].endswith("One?")
+    assert page.locator("#turns .said.assistant").all_text_contents() == [f"Model: {first}"]
+    (again, _), second = turn(talk, None, depth=3), talk.text("speculative")
+    assert again == {**ours, "speculative_tokens": 3}
+    assert turn(talk, "Three?")[0]["messages"][3:] == [
+        {"role": "assistant", "content": second},
+        {"role": "user", "content": "Three?"},
+    ]
+    page.click("#anew")
+    expect(page.locator("#earlier")).to_be_hidden()
+    assert page.locator("#speculative-text .token").count() == 0 and "sky" in page.input_value("#prompt")
+    assert turn(talk, "One?")[0]["messages"] == [one]
+
+
+def test_a_turn_that_was_stopped_or_refused_is_no_part_of_the_conversation(talk):
+    page = talk.page
+    turn(talk, "One?")
+    page.fill("#max-tokens", "400")
+    page.fill("#prompt", "Stopped?")
+    page.click("#go")
+    expect(page.locator("#speculative-text .token").nth(3)).to_be_attached(timeout=WAIT)
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    assert page.input_value("#prompt") == "Stopped?"
+    page.route("**/v1/chat/completions", with_answer({"status": 400, "json": {"error": {"message": "planted"}}}))
+    page.click("#go")
+    expect(page.get_by_role("alert")).to_contain_text("planted")
+    page.unroute("**/v1/chat/completions")
+    talk.complaints.clear()  # the browser itself notes refused requests
+    asked = [message["content"] for message in turn(talk, "Two?")[0]["messages"] if message["role"] == "user"]
+    assert asked == ["One?", "Two?"]
+
+
+@pytest.mark.parametrize("talk", [{"viewport": {"width": 360, "height": 740}}], ids=["phone"], indirect=True)
+def test_a_conversation_fits_a_phone(talk):
+    for message in ("One? " * 40, "x" * 300):
+        turn(talk, message)
+        assert overflow(talk.page) <= 0
+
+
+def test_a_model_without_turns_completes_prompts(sight):
+    page = sight.page
+    assert page.inner_text("#prompt-name") == "Prompt" and "def read_lines" in page.input_value("#prompt")
+    for hidden in ("#system-field", "#anew", "#again", "#earlier"):
+        expect(page.locator(hidden)).to_be_hidden()
+
+
+@pytest.mark.real
+def test_a_real_chat_model_is_raced_in_a_conversation(contexts):
+    llm = LLM(real_model("smollm2"), speculative_config={"method": "ngram"}, isolate_failures=True)
+    with running(llm) as server, visited(contexts, f"{server.url}/", {}) as seen:
+        ours, _ = turn(seen, "Correct and repeat: Teh fox jumps ovr the dog.")
+        expect(seen.page.locator("#same")).to_contain_text("identical")
+        assert [message["role"] for message in ours["messages"]] == ["user"] and seen.text("plain")
+
+
 ANSWERS = [
     ({"status": 401, "json": {"error": {"message": "no key"}}}, "asks for an API key"),
     ({"status": 429, "headers": {"Retry-After": "3"}, "json": {}}, "Try again in 3 s"),
@@ -308,10 +423,23 @@ def test_controls_have_names_and_the_tab_key_reaches_them(sight):
 
 PURE = """async () => {
   const { Parser } = await import("/sse.js");
-  const { align, rejected, statistics } = await import("/trace.js");
+  const { Trace, align, rejected, statistics } = await import("/trace.js");
   const tokens = (...texts) => texts.map((text) => ({ text }));
   const shared = ({ pieces, left }) => [pieces.map((piece) => [piece.text, piece.tokens.length]), left.length];
   const parser = new Parser();
+  const chunk = (delta, ...texts) => ({
+    choices: [{ delta }], ...(texts.length ? { steps: [{ draft: [], tokens: tokens(...texts) }] } : {}),
+  });
+  const chats = [
+    [chunk({ role: "assistant", content: "" }), chunk({ content: "a" }), chunk({ content: "b" }), chunk({}, "a", "b")],
+    [chunk({ role: "assistant" }), chunk({ reasoning_content: "h" }, "<t>", "h"), chunk({ content: "a" }, "</t>", "a")],
+  ];
+  const spoken = chats.map((chunks) => {
+    const trace = new Trace();
+    chunks.forEach((each, at) => trace.push(each, at));
+    trace.close();
+    return trace;
+  });
   const node = (parent, accepted) => ({ parent, accepted });
   const chain = [node(-1, true), node(0, false), node(1, false)];
   return {
@@ -325,6 +453,9 @@ PURE = """async () => {
     rejected: [
       rejected(chain), rejected([node(-1, true)]), rejected([node(-1, false), node(-1, true), node(0, false)]),
     ],
+    chat: spoken.map(({ text, reasoning, answer }) => [text, reasoning, answer]),
+    attributed: spoken.map((trace) => trace.events.flatMap(({ pieces }) =>
+      pieces.map((piece) => [piece.text, piece.tokens.map((token) => token.text).join("")]))),
     statistics: statistics([{ draft: chain, tokens: [1, 2] }, { draft: [], tokens: [1] }]),
   };
 }"""
@@ -339,6 +470,9 @@ def test_the_pure_parts(sight):
     assert got["blanks"] == [[[" foo", 1], [" bar", 1]], 0]
     assert got["held"] == [[["fo", 1]], 2]
     assert got["rejected"] == [[1, 2], [], []]
+    assert got["chat"] == [["ab", "", "ab"], ["h\n\na", "h", "a"]]
+    assert got["attributed"][0] == [["a", "a"], ["b", "b"]]
+    assert ["h", "h"] in got["attributed"][1] and "".join(text for text, _ in got["attributed"][1]) == "h\n\na"
     assert got["statistics"] == {
         "steps": 2,
         "drafts": 1,

@@ -265,7 +265,10 @@ class Speculation(TypedDict):
 
 
 class ServedModel(TypedDict):
-    """One name under which the model is served, or one of its LoRA adapters, whose parent is the model."""
+    """One name under which the model is served, or one of its LoRA adapters, whose parent is the model.
+
+    ``chat`` is whether the model has a chat template that marks the turns of a conversation.
+    """
 
     id: str
     object: Literal["model"]
@@ -274,6 +277,7 @@ class ServedModel(TypedDict):
     root: str
     parent: str | None
     max_model_len: int
+    chat: bool
     speculation: Speculation
 
 

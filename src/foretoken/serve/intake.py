@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
 from foretoken.core.bad_words import BadWords
-from foretoken.core.errors import ContextLengthExceeded
+from foretoken.core.errors import ContextLengthExceeded, InvalidRequest
 from foretoken.engine.prompts import PromptTokenizer
 from foretoken.params import SamplingParams
 from foretoken.serve.chat_prompt import render
-from foretoken.serve.chat_schema import ChatForm, ChatRequest, Earlier, Function, References
+from foretoken.serve.chat_schema import ChatForm, ChatRequest, Earlier, Function, Message, References
 from foretoken.serve.errors import CONTEXT_LENGTH, invalid
 from foretoken.serve.fill_in import fill_in_prompt
 from foretoken.serve.limits import ServerSettings
@@ -127,6 +127,16 @@ class Intake:
         template = settings.chat_template or getattr(self.tokenizer.tokenizer, "chat_template", None)
         shown = template if isinstance(template, str) else None
         return chosen_format(shown, settings.tool_call_parser, settings.reasoning_parser)
+
+    @cached_property
+    def marks_turns(self) -> bool:
+        """Whether there is a chat template, and it adds more to a message than line breaks."""
+        try:
+            message = Message(role="user", content="x")
+            chat = ChatRequest.model_construct(messages=[message])
+            return render(self.tokenizer.tokenizer, chat, self.settings.chat_template).strip() != "x"
+        except InvalidRequest:
+            return False
 
     def tokenized_bad_words(self, prepared: PreparedRequest[B]) -> PreparedRequest[B]:
         """Returns ``prepared`` with the tokens of its bad words. Raises InvalidRequest."""

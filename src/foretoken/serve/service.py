@@ -87,6 +87,7 @@ class Service:
             "root": self.adapters.paths.get(name, llm.model),
             "parent": self.settings.model_names[0] if name in self.adapters.paths else None,
             "max_model_len": self.intake.max_model_len,
+            "chat": self.intake.marks_turns,
             "speculation": {"default": llm.methods[0], "methods": list(llm.methods)},
         }
 

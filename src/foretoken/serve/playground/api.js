@@ -14,7 +14,7 @@ function headers(key) {
   return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
 }
 
-/** The first model served: {id, max_model_len, speculation: {default, methods}}. */
+/** The first model served: {id, max_model_len, chat, speculation: {default, methods}}. */
 export async function model(key) {
   const answer = await ask("v1/models", { headers: headers(key) });
   const first = (await answer.json()).data?.[0];
@@ -27,9 +27,9 @@ export async function speculation(key) {
   return (await ask("v1/speculation", { headers: headers(key) })).json();
 }
 
-/** Yields the chunks of one streamed completion. */
+/** Yields the chunks of one streamed completion, or of an answer in a conversation if the body has messages. */
 export async function* complete(body, key, signal) {
-  const answer = await ask("v1/completions", {
+  const answer = await ask(body.messages ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: headers(key),
     signal,

@@ -2,21 +2,28 @@
 
 import { Problem, model } from "./api.js";
 import { pace, speed } from "./charts.js";
+import { Conversation } from "./conversation.js";
 import { $, calm, el } from "./dom.js";
 import { watch } from "./live.js";
 import { fresh, gradeOf, play, record, requests, warm } from "./race.js";
 import { NAMES, Stage, longest, result } from "./stage.js";
 import { hide } from "./tip.js";
 
-const EXAMPLES = {
+const CODE = {
   function: 'def read_lines(path):\n    """Return the lines of a file, without their ends."""\n',
   class: 'class Stack:\n    """A last-in, first-out queue."""\n\n    def __init__(self):\n',
   script: 'import argparse\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(',
 };
+const MESSAGES = {
+  explain: "Why is the sky blue? Answer in three sentences.",
+  correct: "Correct the spelling and repeat the text: Teh quick brown fox jumps ovr the lazy dog, becuase teh dog is slow.",
+  code: "Write a Python function that counts how often each word occurs in a text.",
+};
 const stage = new Stage();
+const talk = new Conversation();
 let served = null; // the model's entry in /v1/models
 let running = null; // the AbortController of what goes on
-let last = null; // the finished race: {prompt, grade, traces, shared}
+let last = null; // the finished race: {shown, grade, traces, shared}
 
 /** Tells what goes on. What the page shows elsewhere in large letters is only spoken. */
 function say(words, shown = true) {
@@ -37,10 +44,13 @@ function sliders() {
   $("top-p-value").textContent = $("top-p").value;
 }
 
-function settings() {
+/** again: whether the last turn of the conversation is answered once more. */
+function settings(again) {
+  const [prompt, system] = [again ? talk.question : $("prompt").value, $("system").value.trim()];
   return {
     model: served.id,
-    prompt: $("prompt").value,
+    prompt,
+    messages: served.chat ? (again ? talk.messages(system) : talk.ask(prompt, system)) : null,
     method: $("method").value,
     depth: Number($("depth").value),
     temperature: Number($("temperature").value),
@@ -61,7 +71,24 @@ async function meet() {
   $("method").disabled = !options.length;
   if (!options.length) $("method").append(el("option", { value: "" }, "none loaded"));
   if (served.max_model_len) $("max-tokens").max = served.max_model_len;
+  offer(served.chat ? MESSAGES : CODE);
   $("about").textContent = `${served.id}: a cheap draft proposes, the target verifies, the text stays the target’s own.`;
+}
+
+/** Makes the form one for messages or for code, with examples that fit; what the user has typed stays. */
+function offer(examples) {
+  const chat = examples === MESSAGES;
+  document.body.dataset.kind = chat ? "chat" : "text";
+  $("prompt-name").textContent = chat ? "Message" : "Prompt";
+  $("prompt").rows = chat ? 4 : 8;
+  for (const node of [$("system-field"), $("again"), $("anew")]) node.hidden = !chat;
+  $("examples").replaceChildren(...Object.entries(examples).map(([name, prompt]) => {
+    const button = el("button", { type: "button", class: "chip" }, name);
+    button.addEventListener("click", () => ($("prompt").value = prompt));
+    return button;
+  }));
+  const known = ["", ...Object.values(CODE), ...Object.values(MESSAGES)];
+  if (!talk.question && known.includes($("prompt").value)) $("prompt").value = Object.values(examples)[0];
 }
 
 /** One lane, live. */
@@ -83,15 +110,15 @@ async function lane(name, body, traces, key, signal) {
   }
 }
 
-async function race(signal) {
+async function race(signal, again = false) {
   if (!served) await meet();
-  const chosen = settings();
+  const chosen = settings(again);
+  const shown = { prompt: chosen.prompt, asked: Boolean(chosen.messages) };
   const [key, together] = [$("key").value, $("mode").value === "together"];
   const bodies = requests(chosen);
   const grade = gradeOf(chosen);
   const traces = { speculative: fresh(), plain: fresh() };
-  last = null;
-  stage.reset(chosen.prompt, grade, traces, 0);
+  stage.reset(shown, grade, traces, 0);
   $("drafter").textContent = `${chosen.method || "no drafting"}, ${chosen.depth || "auto"}`;
   if (together) {
     say("Both lanes run.");
@@ -105,17 +132,22 @@ async function race(signal) {
       await lane(name, bodies[name], traces, key, signal);
     }
   }
-  last = { prompt: chosen.prompt, grade, traces, shared: together };
+  last = { shown, grade, traces, shared: together };
   $("replays").hidden = false;
+  if (served.chat) {
+    talk.answered(traces.speculative);
+    if (!again) $("prompt").value = "";
+    $("prompt").placeholder = "The next message";
+  }
   if (!together && !calm()) await replay(signal);
   else say(result(traces, grade, together), false);
 }
 
 async function replay(signal) {
-  const { prompt, grade, traces, shared } = last;
+  const { shown, grade, traces, shared } = last;
   const end = longest(traces);
   const rate = Number($("speed").value) || pace(end);
-  stage.reset(prompt, grade, traces, end);
+  stage.reset(shown, grade, traces, end);
   say(`Both recordings on one clock, ${speed(rate)}.`);
   await play(end, rate, signal, (now) => NAMES.forEach((name) => stage.until(name, now)));
   NAMES.forEach((name) => stage.until(name, Infinity));
@@ -150,6 +182,12 @@ function go() {
   else if ($("form").reportValidity()) during(race);
 }
 
+/** Nothing has been raced. */
+function empty() {
+  stage.reset({ prompt: "", asked: false }, "greedy", { speculative: fresh(), plain: fresh() }, 1);
+  say("");
+}
+
 function theme(choice) {
   if (choice) document.documentElement.dataset.theme = choice;
   try {
@@ -167,18 +205,23 @@ function start() {
     const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
     theme(now === "dark" ? "light" : "dark");
   });
-  $("prompt").value = EXAMPLES.function;
-  for (const [name, prompt] of Object.entries(EXAMPLES)) {
-    const button = el("button", { type: "button", class: "chip" }, name);
-    button.addEventListener("click", () => ($("prompt").value = prompt));
-    $("examples").append(button);
-  }
   $("settings").addEventListener("input", sliders);
   $("form").addEventListener("submit", (event) => {
     event.preventDefault();
     go();
   });
   $("replay").addEventListener("click", () => running || during(replay));
+  $("again").addEventListener("click", () => running || during((signal) => race(signal, true)));
+  $("anew").addEventListener("click", () => {
+    if (running) return;
+    talk.clear();
+    $("prompt").placeholder = "";
+    last = null;
+    $("replays").hidden = true;
+    empty();
+    offer(MESSAGES);
+    $("prompt").focus();
+  });
   const { root } = stage.lanes.speculative;
   $("struck").addEventListener("change", () => root.classList.toggle("struck", $("struck").checked));
   $("key").addEventListener("change", () => meet().then(() => complain(null), complain));
@@ -192,7 +235,7 @@ function start() {
     }
   });
   sliders();
-  stage.reset("", "greedy", { speculative: fresh(), plain: fresh() }, 1);
+  empty();
   meet().catch(complain);
 }
 

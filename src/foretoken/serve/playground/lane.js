@@ -1,5 +1,6 @@
 // One lane: a text that grows, coloured by origin, above its own figures.
 
+import { said } from "./conversation.js";
 import { $, el, rate, seconds } from "./dom.js";
 import { tell, walkable } from "./tip.js";
 import { rejected } from "./trace.js";
@@ -17,13 +18,13 @@ export class Lane {
     walkable(this.box);
   }
 
-  /** An empty lane for `prompt`. grade: as in why.js. */
-  reset(prompt, grade) {
+  /** An empty lane for `prompt`. asked: whether it is a message that is answered. grade: as in why.js. */
+  reset({ prompt, asked }, grade) {
     this.grade = grade;
     this.tokens = 0;
     this.tabbable = false;
     const shown = (prompt.length > PROMPT ? "…" : "") + prompt.slice(-PROMPT);
-    this.box.replaceChildren(el("span", { class: "prompt" }, shown));
+    this.box.replaceChildren(shown && asked ? said("user", shown) : el("span", { class: "prompt" }, shown));
     this.figures.replaceChildren();
     this.state("");
   }

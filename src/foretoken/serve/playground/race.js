@@ -6,10 +6,12 @@ import { Trace } from "./trace.js";
 /**
  * The requests of both lanes, from the settings of the form.
  *
- * settings: {model, prompt, method, depth (0: the engine's choice), temperature, topP, maxTokens, seed (null: none)}
+ * settings: {model, prompt, messages (null: complete the prompt), method, depth (0: the engine's choice), temperature,
+ *   topP, maxTokens, seed (null: none)}
  */
-export function requests({ model, prompt, method, depth, temperature, topP, maxTokens, seed }) {
-  const common = { model, prompt, max_tokens: maxTokens, temperature, top_p: topP, ...(seed === null ? {} : { seed }) };
+export function requests({ model, prompt, messages, method, depth, temperature, topP, maxTokens, seed }) {
+  const common = { model, ...(messages ? { messages } : { prompt }), max_tokens: maxTokens, temperature, top_p: topP,
+    ...(seed === null ? {} : { seed }) };
   return {
     plain: { ...common, speculative_tokens: 0 },
     speculative: {

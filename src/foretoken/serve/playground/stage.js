@@ -23,15 +23,15 @@ export class Stage {
     this.steps = [];
   }
 
-  /** Empties everything. traces: {speculative, plain}, which may be growing. grade: as in why.js. */
-  reset(prompt, grade, traces, whole) {
+  /** Empties everything. shown: as in lane.js. traces: {speculative, plain}, which may be growing. grade: as in why.js. */
+  reset(shown, grade, traces, whole) {
     Object.assign(this, { grade, traces, whole, steps: [], step: -1, drawn: 0, follow: true, dirty: true });
     this.shown = { speculative: 0, plain: 0 };
     this.nows = { speculative: null, plain: null };
     this.ends = { speculative: null, plain: null };
     this.gap = REFRESH;
     this.last = performance.now();
-    for (const lane of Object.values(this.lanes)) lane.reset(prompt, grade);
+    for (const lane of Object.values(this.lanes)) lane.reset(shown, grade);
     this.tree.reset();
     $("step-said").textContent = HINT;
     $("result").hidden = true;

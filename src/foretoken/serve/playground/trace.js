@@ -90,28 +90,44 @@ export function statistics(steps) {
 export class Trace {
   events = [];
   steps = [];
-  text = "";
+  text = ""; // all of it, as the lane shows it
+  reasoning = ""; // in a conversation, the part before the answer
+  answer = "";
   tokens = 0;
   finish = null; // the API's finish_reason
   #left = [];
+  #held = ""; // text whose step comes in a later chunk
 
   /** Takes a chunk that came `at` seconds after the request; returns its event. */
   push(chunk, at) {
     const choice = chunk.choices?.[0];
     const steps = (chunk.steps ?? []).map((record) => this.#step(record));
-    const text = choice?.text ?? "";
-    const { pieces, left } = align([...this.#left, ...steps.flatMap((step) => step.tokens)], text);
-    this.#left = left;
-    this.text += text;
+    this.#held += this.#read(choice);
     this.finish = choice?.finish_reason ?? this.finish;
+    if (!steps.length) return this.#keep({ at, pieces: [], steps });
+    const { pieces, left } = align([...this.#left, ...steps.flatMap((step) => step.tokens)], this.#held);
+    this.#left = left;
+    this.#held = "";
     return this.#keep({ at, pieces, steps });
+  }
+
+  /** The new text of a choice: of a completion, or the delta of a conversation's answer. */
+  #read(choice) {
+    const { content, reasoning_content: reasoning } = choice?.delta ?? { content: choice?.text };
+    const gap = content && this.reasoning && !this.answer ? "\n\n" : "";
+    const text = (reasoning ?? "") + gap + (content ?? "");
+    this.reasoning += reasoning ?? "";
+    this.answer += content ?? "";
+    this.text += text;
+    return text;
   }
 
   /** What remains when the stream has ended: tokens that show no text of their own, as end marks. */
   close() {
     const left = this.#left.filter((token) => !token.text.includes(PART));
-    this.#left = [];
     const pieces = left.map((token) => ({ text: "", tokens: [token], end: true }));
+    if (this.#held) pieces.unshift({ text: this.#held, tokens: [] });
+    [this.#left, this.#held] = [[], ""];
     return this.#keep({ at: this.seconds, pieces, steps: [] });
   }
 
