@@ -280,8 +280,8 @@ def turn(seen: Sight, message: str | None, **fields: Any) -> list[dict[str, Any]
         seen.page.fill(f"#{name}", str(value))
     if message is not None:
         seen.page.fill("#prompt", message)
+    seen.page.evaluate("document.getElementById('result').hidden = true")  # that of the turn before
     seen.page.click("#go" if message is not None else "#again")
-    expect(seen.page.locator("#result")).to_be_hidden(timeout=WAIT)
     expect(seen.page.locator("#result")).to_be_visible(timeout=WAIT)
     return [body for body in seen.bodies[before:] if body["max_tokens"] != 1]
 
