@@ -8,7 +8,8 @@ the original checkpoint does, which in a few places is not what llama.cpp does (
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,20 +109,22 @@ class _Vocabulary:
         padding = {i for i, k in enumerate(self.kinds) if k == _UNUSED and self.tokens[i] == f"[PAD{i}]"}
         return {token: i for i, token in enumerate(self.tokens) if i not in padding}
 
-    def add_to(self, tokenizer: Tokenizer, strips: bool = False) -> None:
+    def of_kind(self, kind: int) -> list[str]:
+        """Returns the texts of the tokens of a type that are not empty."""
+        return [token for token, k in zip(self.tokens, self.kinds, strict=True) if k == kind and token]
+
+    def add_to(self, tokenizer: Tokenizer, strips: bool = False, normalized: bool = False) -> None:
         """Adds the tokens that are never split: control tokens as special ones, and user-defined ones.
 
         Args:
             tokenizer: has all tokens in its model.
             strips: whether special tokens remove the spaces after them.
+            normalized: whether user-defined tokens are searched in the normalized text.
         """
-        control, own = (
-            [token for token, k in zip(self.tokens, self.kinds, strict=True) if k == kind and token]
-            for kind in (_CONTROL, _USER_DEFINED)
-        )
+        control = self.of_kind(_CONTROL)
         stripping = {token for token in control if strips and token not in _NOT_STRIPPED}
         tokenizer.add_special_tokens([AddedToken(t, rstrip=t in stripping, normalized=False) for t in control])
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in own])
+        tokenizer.add_tokens([AddedToken(token, normalized=normalized) for token in self.of_kind(_USER_DEFINED)])
 
     def token(self, header: Header, key: str) -> str | None:
         """Returns the text of a special token by its role, such as ``eos``; None if the file has no such token."""
@@ -165,51 +168,64 @@ def splits(pre: PreTokenizer) -> dict[str, Any]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
-    """Returns a SentencePiece BPE, built as transformers converts it."""
-    architecture = str(header.metadata.get("general.architecture"))
-    # llama.cpp stores the spaces of user-defined tokens as spaces, the checkpoint as SentencePiece does.
+    """Returns a SentencePiece BPE."""
+    # llama.cpp's converter stores the spaces of user-defined tokens as spaces, SentencePiece as U+2581.
     spelled = [
         token.replace(" ", SPACE) if kind == _USER_DEFINED else token
         for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
     ]
     vocabulary = _Vocabulary(spelled, vocabulary.kinds)
-    ids = vocabulary.ids()
     scores = header.array("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(spelled) or architecture.startswith("gemma"):
-        scores = [-float(i) for i in range(len(spelled))]  # Gemma's pieces are merged in the order of their ids
+    if scores is None or len(scores) != len(spelled):
+        scores = [-float(i) for i in range(len(spelled))]
     stored = header.array("tokenizer.ggml.merges")
-    merges = [tuple(merge.split(" ", 1)) for merge in stored] if stored else list(_merges(vocabulary, ids, scores))
+    merges = [tuple(merge.split(" ", 1)) for merge in stored] if stored else list(_merges(vocabulary, scores))
     prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     decoders = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
         *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
     ]
-    prepend = {"type": "Prepend", "prepend": SPACE}
     tokenizer = _with_parts(
-        normalizer={"type": "Sequence", "normalizers": [prepend, spaces]} if prefix else spaces,
+        normalizer={"type": "Sequence", "normalizers": list(_spaces(vocabulary, prefix))},
         pre_tokenizer=None,
         post_processor=_template(vocabulary, header, True),
         decoder={"type": "Sequence", "decoders": decoders},
     )
-    tokenizer.model = BPE(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=vocabulary.token(header, "unknown"))
-    vocabulary.add_to(tokenizer, strips=architecture == "phi3")
+    unknown = vocabulary.token(header, "unknown")
+    tokenizer.model = BPE(vocabulary.ids(), merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    vocabulary.add_to(tokenizer, strips=header.metadata.get("general.architecture") == "phi3", normalized=True)
     return tokenizer
 
 
-def _merges(vocabulary: _Vocabulary, ids: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of pieces that SentencePiece merges, in descending order of the result's score."""
-    pairs = []
-    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
-        if kind not in (_NORMAL, _USER_DEFINED):
-            continue
-        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
-        pairs += [(-scores[i], ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids]
-    pairs.sort(key=lambda pair: (pair[0], -len(pair[3]), -len(pair[4]), pair[1], pair[2]))
-    for *_, left, right in pairs:
-        yield left, right
+def _spaces(vocabulary: _Vocabulary, prefix: bool) -> Iterator[dict[str, Any]]:
+    """Yields the normalizers that spell spaces, and the one before a text, as SentencePiece does.
+
+    User-defined tokens are searched in the normalized text, because SentencePiece does not distinguish spaces from
+    U+2581. ``tokenizers`` normalizes their texts by the same rules, which must not put a space before them.
+    """
+    if prefix:
+        yield {"type": "Prepend", "prepend": SPACE}
+    yield {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    if prefix and (user_defined := vocabulary.of_kind(_USER_DEFINED)):
+        alone = rf"\A{SPACE}(?=(?:{'|'.join(map(re.escape, user_defined))})\z)"
+        yield {"type": "Replace", "pattern": {"Regex": alone}, "content": ""}
+
+
+def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> Iterator[tuple[str, str]]:
+    """Yields the pairs of pieces that SentencePiece merges, in descending order of the result's score.
+
+    Only normal pieces are merged: user-defined ones are taken from the text before.
+    """
+    pieces = {i: token for i, token in enumerate(vocabulary.tokens) if vocabulary.kinds[i] == _NORMAL}
+    known = set(pieces.values())
+    for i in sorted(pieces, key=lambda i: -scores[i]):
+        token = pieces[i]
+        for at in range(len(token) - 1, 0, -1):
+            left, right = token[:at], token[at:]
+            if left in known and right in known:
+                yield left, right
 
 
 def _template(vocabulary: _Vocabulary, header: Header, bos: bool) -> dict[str, Any] | None:
