@@ -215,7 +215,7 @@ def _spelled(backend: Tokenizer, byte_level: bool) -> tuple[list[bytes | None], 
     added = backend.get_added_tokens_decoder()
     spelled: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
     for token, index in vocabulary.items():
-        if index in added:
+        if index in added and (added[index].special or byte_level):
             spelled[index] = None if added[index].special else added[index].content.encode()
         elif byte_level:
             known = all(character in _BYTES for character in token)

@@ -33,7 +33,7 @@ def exported_config(config: Mapping[str, Any], path: Path, names: Collection[str
 
     exported = {**config, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]}
     ids = special_ids(Header.read(path))
-    exported |= {key: value for key, value in ids.items() if value or value == 0}
+    exported |= {key: value for key, value in ids.items() if value not in (None, [])}
     if len(ends := ids["eos_token_id"]) == 1:
         exported["eos_token_id"] = ends[0]
     if config["model_type"] != "qwen2" and any(name.endswith("self_attn.q_proj.bias") for name in names):
@@ -47,7 +47,7 @@ def exported_config(config: Mapping[str, Any], path: Path, names: Collection[str
 def save_tokenizer(path: Path, folder: Path) -> None:
     """Writes the tokenizer of a GGUF file and its generation settings into a folder."""
     load_tokenizer(path).save_pretrained(folder)
-    ids = {key: value for key, value in special_ids(Header.read(path)).items() if value}
+    ids = {key: value for key, value in special_ids(Header.read(path)).items() if value not in (None, [])}
     write_json(folder / "generation_config.json", ids)
 
 

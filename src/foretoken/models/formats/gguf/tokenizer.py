@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,41 @@ from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS, PreToken
 from foretoken.models.formats.tokenizer import PlainTokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # types of tokens
+_NONE = 2**32 - 1  # id of a special token that a model does not have
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi 3's other special tokens remove the spaces after them
 
 
+# Texts of the control tokens that end a sequence, a turn or a message. Files of many chat models name only ``eos``,
+# so llama.cpp recognises these tokens by their texts.
+ENDS = {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>"}
+ENDS |= {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<EOT>", "_<EOT>", "[EOT]"}
+ENDS |= {"<end_of_utterance>", "<|eom_id|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<|tool_response>"}
+ENDS |= {"[e~["}
+# Models with these tokens write several messages a turn, each of which ends with ``<|end|>``.
+_ENDS_OF_CHANNELS = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
+
+
 def special_ids(header: Header) -> dict[str, Any]:
     """Returns the special token ids as generation_config.json has them.
 
-    Texts end with the token of the end of the sequence, of a turn (``eot``) or of a message (``eom``).
+    A sequence ends with the tokens that the file names as the end of a sequence, a turn (``eot``) or a message
+    (``eom``), and with control tokens that have the text of one.
     """
-    ids = {name: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
-    ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
-    return {"eos_token_id": list(dict.fromkeys(ends)), "bos_token_id": ids["bos"]}
+    ends = [special_id(header, role) for role in ("eos", "eot", "eom")]
+    if header.metadata.get("tokenizer.ggml.tokens") is not None:
+        ends += _Vocabulary.read(header).ends()
+    return {
+        "eos_token_id": list(dict.fromkeys(i for i in ends if i is not None)),
+        "bos_token_id": special_id(header, "bos"),
+    }
+
+
+def special_id(header: Header, role: str) -> Any:
+    """Returns the id of a special token by its role, such as ``eos``, as the file stores it; None for no token."""
+    stored = header.metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return None if stored in (_NONE, -1) else stored
 
 
 def gguf_tokenizer(header: Header) -> PlainTokenizer:
@@ -94,6 +116,7 @@ class _Vocabulary:
         self.kinds = kinds
 
     @staticmethod
+    @lru_cache(maxsize=2)  # a target and a draft model
     def read(header: Header) -> _Vocabulary:
         """Reads the vocabulary. Raises ModelLoadError if there is none."""
         tokens = header.array("tokenizer.ggml.tokens")
@@ -108,6 +131,18 @@ class _Vocabulary:
         """Returns the id of every token; rows that only pad the embedding have none."""
         padding = {i for i, k in enumerate(self.kinds) if k == _UNUSED and self.tokens[i] == f"[PAD{i}]"}
         return {token: i for i, token in enumerate(self.tokens) if i not in padding}
+
+    def ends(self) -> list[int]:
+        """Returns the ids of control tokens with the text of an end of a sequence, a turn or a message."""
+        tokens = self.of_kind(_CONTROL)
+        texts = ENDS.intersection(tokens)
+        if any(texts >= ends for ends in _ENDS_OF_CHANNELS):
+            texts.discard("<|end|>")
+        return [
+            i
+            for i, (token, k) in enumerate(zip(self.tokens, self.kinds, strict=True))
+            if k == _CONTROL and token in texts
+        ]
 
     def of_kind(self, kind: int) -> list[str]:
         """Returns the texts of the tokens of a type that are not empty."""
@@ -128,8 +163,8 @@ class _Vocabulary:
 
     def token(self, header: Header, key: str) -> str | None:
         """Returns the text of a special token by its role, such as ``eos``; None if the file has no such token."""
-        i = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if i is None or i == 2**32 - 1:
+        i = special_id(header, key)
+        if i is None:
             return None
         if not isinstance(i, int) or not 0 <= i < len(self.tokens):
             raise ModelLoadError(f"{header.path} has {key}_token_id = {shortened(i)} of {len(self.tokens)} tokens")

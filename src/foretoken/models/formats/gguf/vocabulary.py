@@ -11,7 +11,7 @@ from gguf import GGUFWriter, TokenType
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS
-from foretoken.models.formats.gguf.tokenizer import SPACE, splits
+from foretoken.models.formats.gguf.tokenizer import ENDS, SPACE, splits
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _UNRANKED = -1000.0  # score of tokens that no merge leads to, as llama.cpp's converter writes it
@@ -131,8 +131,9 @@ def _add_special(writer: GGUFWriter, tokenizer: Any, content: Mapping[str, Any],
         if i is not None:
             getattr(writer, f"add_{key}_token_id")(i)
     first = eos if eos in ends or not ends else ends[0]
-    others = [i for i in dict.fromkeys(ends) if i != first]
-    if len(others) > 2:
+    special = {token["id"] for token in content["added_tokens"] if token["special"] and token["content"] in ENDS}
+    others = sorted((i for i in dict.fromkeys(ends) if i != first), key=special.__contains__)
+    if any(i not in special for i in others[2:]):  # the others are recognised by their texts
         raise InvalidRequest(f"texts of this model end with {len(others) + 1} tokens; a GGUF file names at most 3")
     for key, i in zip(("eos", "eot", "eom"), (first, *others), strict=False):
         if i is not None:
