@@ -17,6 +17,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import atomic_directory
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
 from foretoken.engine.assemble import Assembler
+from foretoken.engine.chat_template import apply_template, own_template
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.prefill_pace import PromptRows
@@ -241,14 +242,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: LoraChoice = None,
     ) -> list[RequestOutput]:
-        """Applies the tokenizer's chat template to one conversation or several, and completes them."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidRequest(f"the tokenizer of {self.model} has no chat template; use generate()")
+        """Applies the tokenizer's chat template to one conversation or several, and completes them.
+
+        Raises:
+            InvalidRequest: The model has no valid chat template, or the messages do not fit it.
+        """
+        own_template(self.tokenizer, self.model, "use generate()")
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
         prompts: list[Prompt] = [
-            self.tokenizer.apply_chat_template(list(c), add_generation_prompt=True, return_dict=False)
-            for c in conversations
+            apply_template(self.tokenizer, c, add_generation_prompt=True, return_dict=False) for c in conversations
         ]
         return self.generate(prompts, sampling_params, lora_request=lora_request)
 

@@ -79,7 +79,8 @@ def chat(
     json_lines: Annotated[bool, typer.Option(help="Print one JSON object a line instead.")] = False,
 ) -> None:
     """Talk to a model. /help lists commands that change settings. Without a terminal it reads one message a line."""
-    from foretoken.cli.conversation import Conversation, read_template
+    from foretoken.cli.conversation import Conversation
+    from foretoken.engine.chat_template import read_template
 
     config, template = models.config, read_template(wanted.chat_template)
     settings = wanted.settings(rejected)

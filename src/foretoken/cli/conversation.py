@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.engine.chat_template import apply_template, own_template
 
 
 class Conversation:
@@ -15,15 +15,12 @@ class Conversation:
     tokens of prompt and answer together, and ``model`` is a name for error messages.
 
     Raises:
-        InvalidRequest: There is no template.
+        InvalidRequest: There is no valid template.
     """
 
     def __init__(self, tokenizer: Any, max_length: int, model: str, template: str | None = None) -> None:
-        if template is None and not getattr(tokenizer, "chat_template", None):
-            raise InvalidRequest(
-                f"the tokenizer of {model} has no chat template, so there is no telling how it wants a conversation "
-                "written; give one with --chat-template FILE, or use foretoken generate"
-            )
+        if template is None:
+            own_template(tokenizer, model, "give one with --chat-template FILE, or use foretoken generate")
         self._tokenizer, self._max_length, self._template = tokenizer, max_length, template
         self.system: str | None = None
         self.turns: list[dict[str, str]] = []
@@ -74,25 +71,8 @@ class Conversation:
         self.turns, self._from = [], 0
 
     def _prompt(self, turns: list[dict[str, str]]) -> list[int]:
-        from jinja2.exceptions import TemplateError
-
         options = {} if self._template is None else {"chat_template": self._template}
-        try:
-            ids: list[int] = self._tokenizer.apply_chat_template(
-                [*self._instructions, *turns], add_generation_prompt=True, return_dict=False, **options
-            )
-        except TemplateError as error:
-            raise InvalidRequest(f"the chat template refused the conversation: {error}") from error
+        ids: list[int] = apply_template(
+            self._tokenizer, [*self._instructions, *turns], add_generation_prompt=True, return_dict=False, **options
+        )
         return ids
-
-
-def read_template(file: Path | None) -> str | None:
-    """Returns the template in ``file``. Raises InvalidRequest if it is not a text file."""
-    if file is None:
-        return None
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(
-            f"cannot read the chat template {file}: {error}; expected a Jinja file in UTF-8"
-        ) from error

@@ -15,6 +15,7 @@ from foretoken.cli.options import load
 from foretoken.cli.theme import ColorMode
 from foretoken.core.checks import check_keys, integer, parse_size, shown
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.engine.chat_template import read_template
 from foretoken.serve.parsers.formats import check_parsers
 
 if TYPE_CHECKING:
@@ -152,11 +153,7 @@ def _entry(given: Any, folder: Path) -> ModelEntry:
         options["lora"] = checked_adapters(given["lora_modules"])
     settings = {name: given[name] for name in _SETTINGS if name in given}
     if "chat_template" in settings:
-        template = folder / settings["chat_template"]
-        try:
-            settings["chat_template"] = template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"cannot read the chat template {template}: {error}") from error
+        settings["chat_template"] = read_template(folder / settings["chat_template"])
     return ModelEntry(
         given["model"], given.get("draft_model"), tuple(names), given.get("max_waiting"), options, settings
     )

@@ -13,6 +13,7 @@ from foretoken.cli.lora import adapters
 from foretoken.cli.options import MaxModelLen, RuntimeOptions, TensorParallel, WeightFormat
 from foretoken.core.checks import parse_size
 from foretoken.core.errors import InvalidRequest
+from foretoken.engine.chat_template import read_template
 from foretoken.serve.access.records import read_keys
 from foretoken.serve.parsers.formats import check_parsers
 from foretoken.serve.tls import TlsFiles, tls_files
@@ -112,7 +113,7 @@ class ChatFormatOptions:
         """Returns fields of ``ServerSettings``. Raises InvalidRequest."""
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         return {
-            "chat_template": None if self.chat_template is None else _text(self.chat_template),
+            "chat_template": read_template(self.chat_template),
             "tool_call_parser": self.tool_call_parser,
             "reasoning_parser": self.reasoning_parser,
         }
@@ -232,10 +233,3 @@ def response_store(text: str | None) -> dict[str, int | None]:
     if int(text) < 1:
         raise InvalidRequest("--response-store must be at least 1; leave it out to keep none")
     return {"stored_responses": int(text)}
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read the chat template {file}: {error}; expected a text file in UTF-8") from error

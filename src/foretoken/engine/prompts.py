@@ -117,7 +117,11 @@ class PromptTokenizer:
     source_limit: ContextLimit | None = None
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """Returns a prompt in tokens. Raises InvalidRequest for an empty prompt and for ids outside the vocabulary."""
+        """Returns a prompt in tokens; of an empty one the token for the beginning of a text (BOS).
+
+        Raises:
+            InvalidRequest: An id is outside the vocabulary, or the prompt is empty and there is no BOS.
+        """
         if not self.start:
             text, ids = self._one(prompt, self.limit)
             return TokenizedPrompt(text, ids)
@@ -212,13 +216,21 @@ class PromptTokenizer:
             ids = self.checked(list(prompt), "a prompt")
         else:
             ids = self._text(text, "the prompt", limit)
-        if text == "" or not ids:
-            raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
-        return text, ids
+        return text, ids or [self._bos()]
+
+    def _bos(self) -> int:
+        """Returns the token from which an empty prompt continues. Raises InvalidRequest if there is none."""
+        bos: int | None = getattr(self.tokenizer, "bos_token_id", None)
+        if bos is None:
+            raise InvalidRequest(
+                "the prompt is empty, and this model has no token for the beginning of a text (BOS) to continue from; "
+                "give at least one token"
+            )
+        return self.known([bos], "the beginning of a text")[0]
 
     def _beginning(self, prompt: Prompt | None) -> list[int]:
         """Returns the decoder's first tokens: the start and the decoder prompt, which may begin with the start."""
-        if prompt is None:
+        if prompt is None or prompt in ("", [], ()):
             return list(self.start)
         if isinstance(prompt, str):
             return [*self.start, *self._text(prompt, "the decoder's prompt", self.limit, add_special_tokens=False)]

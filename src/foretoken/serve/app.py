@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from foretoken import __version__
+from foretoken.engine.chat_template import check_template
 from foretoken.serve.access.keyring import KeyRing
 from foretoken.serve.access.rates import RATE_HEADERS
 from foretoken.serve.errors import add_handlers
@@ -65,9 +66,11 @@ def create_app(
         guarded: Whether the app checks keys and limits; not so behind an app that has.
 
     Raises:
-        InvalidRequest: The key file of the settings cannot be read.
+        InvalidRequest: The key file of the settings cannot be read, or their chat template is not valid Jinja.
     """
     settings = settings or ServerSettings()
+    if settings.chat_template is not None:
+        check_template(settings.chat_template, "chat_template")
     service = Service(worker, settings)
 
     @asynccontextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.engine.chat_template import apply_template, own_template
 from foretoken.serve.chat_schema import ChatRequest, Message
 from foretoken.serve.parsers.values import object_of
 from foretoken.serve.tool_choice import offered
@@ -22,11 +23,9 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
         body: The request.
         template: A template in place of the tokenizer's own.
     """
-    used = template or getattr(tokenizer, "chat_template", None)
-    if not used:
-        raise InvalidRequest(
-            "this model has no chat template; use /v1/completions, or start the server with --chat-template"
-        )
+    used = template or own_template(
+        tokenizer, "this model", "use /v1/completions, or start the server with --chat-template"
+    )
     tools = offered(body)
     if tools and body.tool_choice in (None, "auto") and isinstance(used, str) and "tools" not in used:
         raise InvalidRequest("tools cannot be told to this model: its chat template does not mention them")
@@ -44,20 +43,16 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other: a message is continued, or begun"
         )
-    try:
-        text: str = tokenizer.apply_chat_template(
-            _adapted([_templated(message) for message in body.messages], used if isinstance(used, str) else ""),
-            tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-            chat_template=template,
-            add_generation_prompt=generates,
-            continue_final_message=continues,
-            tokenize=False,
-            **own,
-        )
-    except InvalidRequest:
-        raise
-    except Exception as error:  # templates raise what they like, some on purpose
-        raise InvalidRequest(f"messages do not fit the chat template: {error}") from error
+    text: str = apply_template(
+        tokenizer,
+        _adapted([_templated(message) for message in body.messages], used if isinstance(used, str) else ""),
+        tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+        chat_template=template,
+        add_generation_prompt=generates,
+        continue_final_message=continues,
+        tokenize=False,
+        **own,
+    )
     return text
 
 

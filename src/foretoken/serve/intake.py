@@ -302,7 +302,8 @@ class Intake:
 
 
 def _each(prompt: Any) -> list[str | list[int]]:
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
+    """Returns the prompts of a request. An empty list is one prompt without tokens."""
+    if not prompt or isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return cast("list[str | list[int]]", prompt)
 

@@ -245,12 +245,7 @@ class CompletionRequest(Generate):
 
     refused: ClassVar[dict[str, str]] = {"use_beam_search": "tokens are sampled one by one; leave it out"}
 
-    prompt: (
-        str
-        | Annotated[Strings, Field(min_length=1)]
-        | Annotated[TokenIds, Field(min_length=1)]
-        | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
-    )
+    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     best_of: Choices | None = None
     echo: bool | None = None
     logprobs: Count | None = None

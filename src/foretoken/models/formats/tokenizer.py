@@ -10,6 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from foretoken.core.errors import ModelLoadError
+
 # Keys of tokenizer_config.json that PlainTokenizer handles, or that do not change how it encodes.
 _KEYS = {"backend", "is_local", "local_files_only", "tokenizer_class", "model_max_length"}
 _KEYS |= {"eos_token", "bos_token", "unk_token", "pad_token"}
@@ -96,8 +98,11 @@ class PlainTokenizer:
 
     @cached_property
     def full(self) -> Any:
-        """The tokenizer of transformers."""
-        return self._build()
+        """The tokenizer of transformers. Raises ModelLoadError if one of its files is broken."""
+        try:
+            return self._build()
+        except Exception as error:  # transformers raises bare exceptions for broken files
+            raise ModelLoadError(f"the tokenizer cannot be loaded with transformers ({error})") from error
 
 
 def _from_folder(path: Path) -> Any:

@@ -1,0 +1,77 @@
+"""Chat templates in Jinja: read from files, checked before they are needed, and applied to conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.errors import ForetokenError, InvalidRequest
+
+
+def read_template(file: Path | None) -> str | None:
+    """Returns the template in ``file``. Raises InvalidRequest if it is not a text file, or not valid Jinja."""
+    if file is None:
+        return None
+    try:
+        template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(
+            f"cannot read the chat template {file}: {error}; expected a Jinja file in UTF-8"
+        ) from error
+    check_template(template, f"the chat template {file}")
+    return template
+
+
+def check_template(template: str | Mapping[str, str] | None, name: str) -> None:
+    """Raises InvalidRequest if a template is not valid Jinja.
+
+    Args:
+        template: a template, or several by their names.
+        name: its name in the message.
+    """
+    from jinja2.exceptions import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # has the tags that transformers adds
+
+    for text in template.values() if isinstance(template, Mapping) else [template]:
+        if not isinstance(text, str):
+            continue
+        try:
+            _compile_jinja_template(text)
+        except TemplateSyntaxError as error:
+            raise InvalidRequest(f"{name} is not valid Jinja (line {error.lineno}: {error.message})") from error
+
+
+def own_template(tokenizer: Any, model: str, advice: str) -> Any:
+    """Returns the chat template of a tokenizer, or several by their names.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        model: the model's name in the message.
+        advice: alternatives to this template, for the message.
+
+    Raises:
+        InvalidRequest: there is none, or it is not valid Jinja.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise InvalidRequest(f"{model} has no chat template; {advice}")
+    try:
+        check_template(template, f"the chat template of {model}")
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{error}; {advice}") from error
+    return template
+
+
+def apply_template(tokenizer: Any, messages: Iterable[Any], **options: Any) -> Any:
+    """Returns what the tokenizer's ``apply_chat_template`` returns.
+
+    Raises:
+        InvalidRequest: the template refuses the messages, or fails for them.
+    """
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except ForetokenError:
+        raise
+    except Exception as error:  # templates raise exceptions of any class, some on purpose
+        raise InvalidRequest(f"messages do not fit the chat template: {error}") from error
