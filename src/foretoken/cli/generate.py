@@ -120,7 +120,7 @@ class _Page:
         from foretoken.report.trace import Tracer
 
         self._llm, self._params, self._file = llm, params, file
-        ids = llm.tokenizer.encode(prompt)
+        ids = llm.requests.tokenize(prompt).ids
         self._tracers = [Tracer(llm.tokenizer, ids) for _ in range(params.n)]
 
     def push(self, piece: StreamPiece) -> None:
@@ -167,7 +167,7 @@ def _stream(
 
     out = console(color)
     writer = TextWriter(out)
-    origins = [Origins(llm.tokenizer, llm.tokenizer.encode(prompt)) for _ in range(params.n)]
+    origins = [Origins(llm.tokenizer, llm.requests.tokenize(prompt).ids) for _ in range(params.n)]
     later: dict[int, list[Span]] = {index: [] for index in range(1, params.n)}
     done: list[CompletionOutput] = []
     started = perf_counter()

@@ -10,9 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.formats.tokenizer import encode
+from foretoken.models.formats.tokenizer import SPACE, encode
 
-_SPACE = "▁"  # sentencepiece's space
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _INVALID = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as decoded by "surrogateescape"
 _BLANK = (b" ", b"\n", b"\t", b"\r")
@@ -222,5 +221,5 @@ def _spelled(backend: Tokenizer, byte_level: bool) -> tuple[list[bytes | None], 
             spelled[index] = bytes(_BYTES[character] for character in token) if known else None
         else:
             match = _BYTE.fullmatch(token)
-            spelled[index] = bytes([int(match[1], 16)]) if match else token.replace(_SPACE, " ").encode()
+            spelled[index] = bytes([int(match[1], 16)]) if match else token.replace(SPACE, " ").encode()
     return spelled, {index: token.content for index, token in added.items() if token.special}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,10 +13,15 @@ from tokenizers import Tokenizer
 
 from foretoken.core.errors import ModelLoadError
 
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
+
 # Keys of tokenizer_config.json that PlainTokenizer handles, or that do not change how it encodes.
 _KEYS = {"backend", "is_local", "local_files_only", "tokenizer_class", "model_max_length"}
 _KEYS |= {"eos_token", "bos_token", "unk_token", "pad_token"}
 _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")  # bytes that the handler "surrogateescape" could not decode
 _LONG = 4096  # characters; shorter texts are encoded in less time than another thread waits for the GIL
 
 
@@ -76,7 +82,33 @@ class PlainTokenizer:
         plain = isinstance(token_ids, list | tuple) and all(isinstance(token, int) for token in token_ids)
         if options or not plain:
             return self.full.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
-        return self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if _REPLACEMENT not in text or "ByteFallback" not in self._decoders:
+            return text
+        special = self._special_ids if skip_special_tokens else ()
+        return self._with_bytes([token for token in token_ids if token not in special])
+
+    def _with_bytes(self, token_ids: list[int]) -> str:
+        """Returns the text of tokens and bytes as SentencePiece does: each byte that is not UTF-8 becomes U+FFFD.
+
+        ``tokenizers`` replaces all bytes of a run, those of whole characters as well.
+        """
+        data = bytearray()
+        for token in filter(None, map(self._fast.id_to_token, token_ids)):
+            byte = _BYTE.fullmatch(token)
+            data += bytes.fromhex(byte[1]) if byte else token.replace(SPACE, " ").encode()
+        text = _NOT_UTF8.sub(_REPLACEMENT, data.decode("utf-8", "surrogateescape"))
+        return text.removeprefix(" ") if "Strip" in self._decoders else text
+
+    @cached_property
+    def _decoders(self) -> set[str]:
+        """The types of the decoder's steps."""
+        state = json.loads(self._fast.decoder.__getstate__()) if self._fast.decoder is not None else {}
+        return {step["type"] for step in state.get("decoders", [state] if state else [])}
+
+    @cached_property
+    def _special_ids(self) -> set[int]:
+        return {i for i, token in self._fast.get_added_tokens_decoder().items() if token.special}
 
     def get_vocab(self) -> dict[str, int]:
         """Returns the id of every token, added tokens included."""

@@ -21,11 +21,10 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
 from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from foretoken.models.formats.tokenizer import PlainTokenizer
+from foretoken.models.formats.tokenizer import SPACE, PlainTokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # types of tokens
 _NONE = 2**32 - 1  # id of a special token that a model does not have
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi 3's other special tokens remove the spaces after them
 
@@ -223,7 +222,7 @@ def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
         *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
     ]
     tokenizer = _with_parts(
-        normalizer={"type": "Sequence", "normalizers": list(_spaces(vocabulary, prefix))},
+        normalizer={"type": "Sequence", "normalizers": list(_spaces(vocabulary, header, prefix))},
         pre_tokenizer=None,
         post_processor=_template(vocabulary, header, True),
         decoder={"type": "Sequence", "decoders": decoders},
@@ -234,12 +233,14 @@ def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
     return tokenizer
 
 
-def _spaces(vocabulary: _Vocabulary, prefix: bool) -> Iterator[dict[str, Any]]:
+def _spaces(vocabulary: _Vocabulary, header: Header, prefix: bool) -> Iterator[dict[str, Any]]:
     """Yields the normalizers that spell spaces, and the one before a text, as SentencePiece does.
 
     User-defined tokens are searched in the normalized text, because SentencePiece does not distinguish spaces from
     U+2581. ``tokenizers`` normalizes their texts by the same rules, which must not put a space before them.
     """
+    if header.metadata.get("tokenizer.ggml.remove_extra_whitespaces") is True:
+        yield {"type": "Replace", "pattern": {"Regex": r"\A +| +\z| +(?= )"}, "content": ""}
     if prefix:
         yield {"type": "Prepend", "prepend": SPACE}
     yield {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}

@@ -11,7 +11,8 @@ from gguf import GGUFWriter, TokenType
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS
-from foretoken.models.formats.gguf.tokenizer import ENDS, SPACE, splits
+from foretoken.models.formats.gguf.tokenizer import ENDS, splits
+from foretoken.models.formats.tokenizer import SPACE
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _UNRANKED = -1000.0  # score of tokens that no merge leads to, as llama.cpp's converter writes it
