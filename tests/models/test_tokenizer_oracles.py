@@ -105,7 +105,7 @@ def check_equal(
         ids = expected(text)
         assert ours.encode(text, add_special_tokens=False) == ids, text
         assert ours.decode(ids) == decoded(ids), text
-        if len(ids) < 50:
+        if compared % 4 == 0 and len(ids) < 50:
             assert streamed(ours, ids) == decoded(ids), text
         compared += 1
     assert compared >= COUNT

@@ -83,11 +83,8 @@ def sentencepiece_of(file: Path) -> SentencePieceProcessor:
         model += _bytes(1, piece)
     byte_fallback = any(kind == TokenType.BYTE for kind in kinds)
     model += _bytes(2, _integer(3, 2) + _integer(4, len(tokens)) + _integer(35, byte_fallback))  # trainer_spec: BPE
-    settings = (
-        header.metadata.get(f"tokenizer.ggml.{key}") for key in ("add_space_prefix", "remove_extra_whitespaces")
-    )
-    prefix, collapsed = (value is True for value in settings)
-    model += _bytes(3, _bytes(1, b"identity") + _integer(3, prefix) + _integer(4, collapsed))  # normalizer_spec
+    prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    model += _bytes(3, _bytes(1, b"identity") + _integer(3, prefix) + _integer(4, 0))  # normalizer_spec
     return SentencePieceProcessor(model_proto=bytes(model))
 
 

@@ -222,7 +222,7 @@ def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
         *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
     ]
     tokenizer = _with_parts(
-        normalizer={"type": "Sequence", "normalizers": list(_spaces(vocabulary, header, prefix))},
+        normalizer={"type": "Sequence", "normalizers": list(_spaces(vocabulary, prefix))},
         pre_tokenizer=None,
         post_processor=_template(vocabulary, header, True),
         decoder={"type": "Sequence", "decoders": decoders},
@@ -233,14 +233,12 @@ def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
     return tokenizer
 
 
-def _spaces(vocabulary: _Vocabulary, header: Header, prefix: bool) -> Iterator[dict[str, Any]]:
+def _spaces(vocabulary: _Vocabulary, prefix: bool) -> Iterator[dict[str, Any]]:
     """Yields the normalizers that spell spaces, and the one before a text, as SentencePiece does.
 
     User-defined tokens are searched in the normalized text, because SentencePiece does not distinguish spaces from
     U+2581. ``tokenizers`` normalizes their texts by the same rules, which must not put a space before them.
     """
-    if header.metadata.get("tokenizer.ggml.remove_extra_whitespaces") is True:
-        yield {"type": "Replace", "pattern": {"Regex": r"\A +| +\z| +(?= )"}, "content": ""}
     if prefix:
         yield {"type": "Prepend", "prepend": SPACE}
     yield {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
