@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.real import real_model
 
 from foretoken import LLM, ForetokenError, SamplingParams
 from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import SpeculativeConfig
 
@@ -294,6 +296,49 @@ def test_bad_words_and_bias_hold_under_speculation(llm: LLM) -> None:
 def test_chat_needs_a_template(llm: LLM) -> None:
     with pytest.raises(ForetokenError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}", r"is not valid Jinja \(line 1: .*use generate\(\)"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "messages do not fit the chat template: roles must alternate",
+        ),
+    ],
+)
+def test_errors_of_a_chat_template(llm: LLM, monkeypatch: pytest.MonkeyPatch, template: str, words: str) -> None:
+    monkeypatch.setattr(getattr(llm.tokenizer, "full", llm.tokenizer), "chat_template", template)
+    with pytest.raises(InvalidRequest, match=words):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_an_empty_prompt_continues_from_bos(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty: list[Any] = ["", [], {"prompt": ""}, {"prompt_token_ids": []}]
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    monkeypatch.setattr(llm.tokenizer, "bos_token_id", 5, raising=False)
+    begun, other = llm.generate([[5], "abc"], params)
+    outputs = llm.generate([*empty, "abc", ""], params)
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        *[begun.outputs[0].token_ids] * 4,
+        other.outputs[0].token_ids,
+        begun.outputs[0].token_ids,
+    ]
+    assert outputs[0].prompt == "" and outputs[0].prompt_token_ids == (5,)
+    monkeypatch.setattr(llm.tokenizer, "bos_token_id", None)
+    for prompt in empty:
+        with pytest.raises(InvalidRequest, match=r"the prompt is empty, and this model has no token .*\(BOS\)"):
+            llm.generate([prompt, "abc"], params)
+    assert not llm.engine.busy
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_an_empty_prompt_of_a_real_model_continues_from_bos() -> None:
+    smollm2, params = LLM(real_model("smollm2"), speculative_config={"method": "none"}), SamplingParams(max_tokens=4)
+    empty, begun = smollm2.generate(["", [1]], params)
+    assert empty.prompt_token_ids == (1,) and empty.outputs[0].token_ids == begun.outputs[0].token_ids
 
 
 @pytest.mark.slow

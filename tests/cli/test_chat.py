@@ -145,6 +145,8 @@ def test_without_a_template_the_error_names_the_option(run, pair):
 
 def test_bad_options_are_refused_before_anything_is_loaded(run, tmp_path):
     assert "cannot read the chat template" in run("chat", "--chat-template", str(tmp_path / "none")).err
+    (tmp_path / "broken").write_text("{{ messages[0].")
+    assert "is not valid Jinja (line 1" in run("chat", "--chat-template", str(tmp_path / "broken")).err
     assert "temperature must be" in run("chat", "--model", "/nowhere", "--temperature", "-1").err
 
 

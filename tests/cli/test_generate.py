@@ -37,6 +37,19 @@ def test_text_alone_goes_to_standard_output(run, names):
     assert "\x1b" not in result.out + result.err
 
 
+def test_an_empty_prompt_continues_from_bos(run, pair, tmp_path):
+    folder = shutil.copytree(pair.target, tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "bos_token": settings["eos_token"]}))
+    for prompt in ("", "-"):
+        for more in (("--json",), ("--html", str(tmp_path / "page.html")), ()):
+            told = run("generate", prompt, "--model", str(folder), *LENGTH, *more)
+            assert told.code == 0 and "token" in told.out + told.err, told.err
+    told = run("generate", "", "--model", str(pair.target), *LENGTH)
+    assert told.code == 1 and "the prompt is empty, and this model has no token for the beginning" in told.err
+
+
 def test_json_is_one_object(run, names):
     result = run("generate", "def f(x):", *names, *LENGTH, "--speculative-tokens", "4", "--json")
     record = json.loads(result.out)

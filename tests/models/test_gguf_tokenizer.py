@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken import zoo
 from foretoken.core.errors import ModelLoadError
-from foretoken.models.formats.checkpoint import load_generation_settings, load_tokenizer
+from foretoken.models.formats.checkpoint import eos_ids, load_generation_settings, load_tokenizer
 from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS
 from foretoken.models.formats.tokenizer import PlainTokenizer
 
@@ -282,11 +282,52 @@ def test_texts_end_with_the_tokens_that_the_file_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "tokens, kinds, ends",
+    [
+        (["<eos>", "<end_of_turn>"], "ec", ["<eos>", "<end_of_turn>"]),
+        (
+            ["</s>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"],
+            "eccc",
+            ["</s>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"],
+        ),
+        (["<eos>", "</s>", "<end_of_turn>"], "euu", ["<eos>"]),  # tags of HTML in Gemma's vocabulary
+        (["<|endoftext|>", "<|end|>"], "ec", ["<|endoftext|>", "<|end|>"]),  # Phi 3
+        (["<|return|>", "<|end|>", "<|call|>"], "ecc", ["<|return|>", "<|call|>"]),  # gpt-oss
+        (["<|flush|>", "<|end|>", "<|calls|>"], "ecc", ["<|flush|>", "<|calls|>"]),
+        (["<eos>", "<bos>", "<unused0>", "<start_of_turn>"], "eccc", ["<eos>"]),
+    ],
+)
+def test_texts_end_with_control_tokens_that_end_a_turn(
+    tokens: list[str], kinds: str, ends: list[str], tmp_path: Path
+) -> None:
+    """kinds: e the file's eos, c a control token, u a user-defined one."""
+    of = {"e": TokenType.CONTROL, "c": TokenType.CONTROL, "u": TokenType.USER_DEFINED}
+    settings: dict[str, Any] = {"pre": "gpt-2", "merges": ["a b"], "eos_token_id": 3}
+    words = ["a", "b", "ab", *tokens]
+    file = written(tmp_path / "model.gguf", "gpt2", words, [1, 1, 1, *(of[kind] for kind in kinds)], **settings)
+    (found,) = load_generation_settings(file)
+    assert [words[i] for i in found.eos_token_id] == ends
+    assert [words[i] for i in eos_ids(file, load_tokenizer(file), len(words))] == sorted(ends, key=words.index)
+
+
+def test_an_id_of_no_token_is_none(tmp_path: Path) -> None:
+    none = {f"{role}_token_id": 2**32 - 1 for role in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    settings: dict[str, Any] = {"pre": "gpt-2", "merges": ["a b"], "add_bos_token": True, "add_eos_token": True}
+    file = written(tmp_path / "model.gguf", "gpt2", ["a", "b", "ab"], [1, 1, 1], **settings, **none)
+    (found,) = load_generation_settings(file)
+    ours = load_tokenizer(file)
+    assert found.eos_token_id == [] and found.bos_token_id is None
+    assert ours.eos_token_id is None and ours.bos_token_id is None and eos_ids(file, ours, 3) == []
+    assert ours.encode("ab") == [2]
+
+
+@pytest.mark.parametrize(
     "model, settings, message",
     [
         ("gpt2", {"pre": "unheard-of", "merges": ["a b"]}, "'unheard-of'.*tokenizer="),
         ("gpt2", {"merges": ["a b"]}, "None.*tokenizer="),
         ("bert", {}, "'bert'.*tokenizer="),
+        ("t5", {}, "'t5'.*tokenizer="),
         ("gpt2", {"pre": "gpt-2", "merges": ["a x"]}, "no tokenizer loads"),
         ("gpt2", {"pre": "gpt-2", "merges": ["ab"]}, "no tokenizer loads"),
         ("llama", {"eos_token_id": 3, "scores": [0.0, 0.0, 0.0]}, "eos_token_id = 3 of 3 tokens"),

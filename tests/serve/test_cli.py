@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -32,6 +33,15 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(capsys, "--port", port)
+
+
+def test_a_broken_chat_template_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    (tmp_path / "models.json").write_text('[{"model": "/none", "chat_template": "broken.jinja"}]')
+    for option, file in (("--chat-template", "broken.jinja"), ("--model-config", "models.json")):
+        assert "broken.jinja is not valid Jinja (line 1" in refused(capsys, "--port", "0", option, str(tmp_path / file))
 
 
 @pytest.mark.parametrize("flags, shares", [([], False), (["--share-cache-across-keys"], True)])

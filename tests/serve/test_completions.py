@@ -46,6 +46,21 @@ def test_a_streamed_completion_has_openais_shape(client: openai.OpenAI) -> None:
     assert len({c.id for c in chunks}) == 1 and {c.object for c in chunks} == {"text_completion"}
 
 
+def test_empty_prompts_continue_from_bos(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare.tokenizer, "bos_token_id", 5, raising=False)
+    with running(spare) as server:
+
+        def texts(prompt: object) -> list[str]:
+            answer = server.post({"prompt": prompt, "temperature": 0, "max_tokens": 8})
+            assert answer.status_code == 200, answer.text
+            return [choice["text"] for choice in answer.json()["choices"]]
+
+        (begun,), (other,) = texts([5]), texts("x = ")
+        for prompt in ("", [], [""], [[]]):
+            assert texts(prompt) == [begun], prompt
+        assert texts(["", "x = "]) == [begun, other] and texts([[5], []]) == [begun, begun]
+
+
 def test_prompts_of_every_kind(client: openai.OpenAI, llm: LLM) -> None:
     ids = llm.tokenizer.encode(PROMPT)
     wanted = client.completions.create(**GREEDY).choices[0].text

@@ -12,7 +12,10 @@ import pytest
 from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM
+from foretoken.core.errors import InvalidRequest
+from foretoken.serve.app import create_app
 from foretoken.serve.limits import ServerSettings
+from foretoken.serve.worker import Worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
@@ -48,8 +51,10 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
             "'1' is not a token id (pattern ^[0-9]{1,9}$) with a number from",
         ),
         ({**OK, "logit_bias": {"99999999": 1}}, None, "vocabulary"),
-        ({**OK, "prompt": []}, "prompt", "at least 1 item"),
-        ({**OK, "prompt": ""}, None, "empty"),
+        ({**OK, "prompt": []}, None, "the prompt is empty, and this model has no token for the beginning"),
+        ({**OK, "prompt": ""}, None, "the prompt is empty, and this model has no token for the beginning"),
+        ({**OK, "prompt": ["x", ""]}, None, "the prompt is empty"),
+        ({**OK, "prompt": [[5], []]}, None, "the prompt is empty"),
         ({**OK, "prompt": [10**8]}, None, "expected"),
         ({**OK, "prompt": "\ud800"}, None, "surrogate"),
         ({**OK, "min_tokens": 3}, "min_tokens", "exceeds max_tokens"),
@@ -276,6 +281,22 @@ def test_requests_without_a_valid_key_are_refused(limited: Running) -> None:
     assert httpx.get(f"{limited.url}/health").status_code == httpx.get(f"{limited.url}/").status_code == 200
     assert limited.post(OK, headers=KEY).status_code == 200
     assert limited.post(OK, headers={"Authorization": "Bearer größe".encode()}).status_code == 200
+
+
+def test_broken_templates_are_refused_at_the_start(spare: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"chat_template is not valid Jinja \(line 1"):
+        create_app(Worker(spare), ServerSettings(chat_template="{% for m in messages %}"))
+
+
+def test_a_broken_template_of_the_model_is_no_fault_of_the_messages(
+    spare: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare.tokenizer.full, "chat_template", "{% for m in messages %}")
+    with running(spare) as server:
+        error = error_of(server.post(CHAT, "chat/completions"), 400)
+        assert error["message"].startswith("the chat template of this model is not valid Jinja (line 1")
+        assert error["message"].endswith("use /v1/completions, or start the server with --chat-template")
+        assert server.post(OK).status_code == 200
 
 
 def test_own_template_without_tools(limited: Running) -> None:
