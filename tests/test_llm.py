@@ -336,7 +336,10 @@ def test_an_empty_prompt_continues_from_bos(llm: LLM, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.real
 def test_an_empty_prompt_of_a_real_model_continues_from_bos() -> None:
-    smollm2, params = LLM(real_model("smollm2"), speculative_config={"method": "none"}), SamplingParams(max_tokens=4, temperature=0.0)
+    smollm2, params = (
+        LLM(real_model("smollm2"), speculative_config={"method": "none"}),
+        SamplingParams(max_tokens=4, temperature=0.0),
+    )
     empty, begun = smollm2.generate(["", [1]], params)
     assert empty.prompt_token_ids == (1,) and empty.outputs[0].token_ids == begun.outputs[0].token_ids
 

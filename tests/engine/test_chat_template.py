@@ -79,13 +79,14 @@ def test_templates_of_checkpoints_are_checked(
 @pytest.mark.parametrize(
     "template, words",
     [
-        ("{{ raise_exception('only one user') }}", "only one user"),
-        ("{{ messages[9].content }}", "has no element 9"),
-        ("{{ messages[0].content + 1 }}", "concatenate str"),
-        ("{% if messages %}{{ messages | capitalise }}{% endif %}", "capitalise"),  # found only when it is applied
+        ("{{ raise_exception('only one user') }}", "messages do not fit the chat template: only one user"),
+        ("{{ messages[9].content }}", "messages do not fit the chat template: .*has no element 9"),
+        ("{{ messages[0].content + 1 }}", "messages do not fit the chat template: .*concatenate str"),
+        # An unknown filter in a branch is found only when the branch is taken.
+        ("{% if messages %}{{ messages | capitalise }}{% endif %}", "the chat template is broken: .*capitalise"),
     ],
 )
 def test_errors_of_applied_templates_are_invalid_requests(template: str, words: str, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(InvalidRequest, match=f"messages do not fit the chat template: .*{words}"):
+    with pytest.raises(InvalidRequest, match=words):
         apply_template(tokenizer, messages, chat_template=template, tokenize=False)

@@ -107,6 +107,8 @@ def check_equal(
         assert ours.decode(ids) == decoded(ids), text
         if compared % 4 == 0 and len(ids) < 50:
             assert streamed(ours, ids) == decoded(ids), text
+        if compared % 50 == 0:
+            assert ours.full.encode(text, add_special_tokens=False) == ids, text
         compared += 1
     assert compared >= COUNT
 

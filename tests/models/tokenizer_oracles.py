@@ -104,10 +104,11 @@ def byte_level_of(file: Path) -> Tokenizer:
 
 
 def control_tokens(file: Path) -> re.Pattern[str]:
-    """Returns a pattern of the control tokens of a GGUF file, which are plain text to SentencePiece."""
+    """Returns a pattern of the unknown and control tokens of a GGUF file, which are plain text to SentencePiece."""
     header = Header.read(file)
     tokens, kinds = (header.array(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    special = (TokenType.UNKNOWN, TokenType.CONTROL)
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind in special]
     return re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
 
 

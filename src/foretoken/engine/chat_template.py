@@ -74,4 +74,8 @@ def apply_template(tokenizer: Any, messages: Iterable[Any], **options: Any) -> A
     except ForetokenError:
         raise
     except Exception as error:  # templates raise exceptions of any class, some on purpose
-        raise InvalidRequest(f"messages do not fit the chat template: {error}") from error
+        from jinja2.exceptions import TemplateRuntimeError, UndefinedError
+
+        broken = isinstance(error, TemplateRuntimeError) and not isinstance(error, UndefinedError)
+        problem = "the chat template is broken" if broken else "messages do not fit the chat template"
+        raise InvalidRequest(f"{problem}: {error}") from error

@@ -201,11 +201,17 @@ def _tamed(state: dict[str, Any]) -> bool:
             spaced |= bool(cutter.get("add_prefix_space"))
             cutter["add_prefix_space"] = False
     spaced |= any(n["type"] == "Prepend" for n in normalizers)
-    kept = [n for n in normalizers if n["type"] != "Prepend"]
+    kept = [n for n in normalizers if n["type"] != "Prepend" and not _removes_prefix(n)]
     state["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
     state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cutters} if cutters else None
     state.update(post_processor=None, truncation=None, padding=None)
     return spaced
+
+
+def _removes_prefix(normalizer: Mapping[str, Any]) -> bool:
+    """Returns whether a normalizer removes the space that ``Prepend`` put before a token's text."""
+    pattern = normalizer.get("pattern")
+    return isinstance(pattern, Mapping) and str(pattern.get("Regex")).startswith(rf"\A{SPACE}")
 
 
 def _spelled(backend: Tokenizer, byte_level: bool) -> tuple[list[bytes | None], dict[int, str]]:

@@ -23,7 +23,7 @@ from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from foretoken.models.formats.tokenizer import SPACE, PlainTokenizer
 
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # types of tokens
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
 _NONE = 2**32 - 1  # id of a special token that a model does not have
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi 3's other special tokens remove the spaces after them
@@ -143,19 +143,19 @@ class _Vocabulary:
             if k == _CONTROL and token in texts
         ]
 
-    def of_kind(self, kind: int) -> list[str]:
-        """Returns the texts of the tokens of a type that are not empty."""
-        return [token for token, k in zip(self.tokens, self.kinds, strict=True) if k == kind and token]
+    def of_kind(self, *kinds: int) -> list[str]:
+        """Returns the texts of the tokens of these types that are not empty."""
+        return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds and token]
 
     def add_to(self, tokenizer: Tokenizer, strips: bool = False, normalized: bool = False) -> None:
-        """Adds the tokens that are never split: control tokens as special ones, and user-defined ones.
+        """Adds the tokens that are never split: user-defined ones, and as special tokens control ones and the unknown one.
 
         Args:
             tokenizer: has all tokens in its model.
             strips: whether special tokens remove the spaces after them.
             normalized: whether user-defined tokens are searched in the normalized text.
         """
-        control = self.of_kind(_CONTROL)
+        control = self.of_kind(_UNKNOWN, _CONTROL)
         stripping = {token for token in control if strips and token not in _NOT_STRIPPED}
         tokenizer.add_special_tokens([AddedToken(t, rstrip=t in stripping, normalized=False) for t in control])
         tokenizer.add_tokens([AddedToken(token, normalized=normalized) for token in self.of_kind(_USER_DEFINED)])
