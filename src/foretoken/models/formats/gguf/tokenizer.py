@@ -148,7 +148,7 @@ class _Vocabulary:
         return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds and token]
 
     def add_to(self, tokenizer: Tokenizer, strips: bool = False, normalized: bool = False) -> None:
-        """Adds the tokens that are never split: user-defined ones, and as special tokens control ones and the unknown one.
+        """Adds the tokens that are never split: control and unknown ones as special tokens, and user-defined ones.
 
         Args:
             tokenizer: has all tokens in its model.
