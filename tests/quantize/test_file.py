@@ -222,16 +222,35 @@ def test_the_bundled_target_comes_back_whole(tmp_path: Path) -> None:
     assert ends == [[0]]
 
 
-def test_a_file_with_a_start_token_becomes_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_file_with_a_start_token_becomes_a_folder(start: int, tmp_path: Path) -> None:
     source = checkpoint("qwen2", tmp_path / "source")
     quantize_checkpoint(source, tmp_path / "small.gguf", "F16")
     header = Header.read(tmp_path / "small.gguf")
-    started = replace(header, metadata={**header.metadata, "tokenizer.ggml.bos_token_id": 3})
+    started = replace(header, metadata={**header.metadata, "tokenizer.ggml.bos_token_id": start})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Header, "read", staticmethod(lambda path: started))
         quantize_checkpoint(tmp_path / "small.gguf", tmp_path / "folder", "bfloat16")
     config = json.loads((tmp_path / "folder" / "config.json").read_text())
-    assert config["bos_token_id"] == 3 and config["eos_token_id"] == 0
+    assert config["bos_token_id"] == start and config["eos_token_id"] == 0
+    assert json.loads((tmp_path / "folder" / "generation_config.json").read_text())["bos_token_id"] == start
+
+
+def test_ends_that_are_recognised_by_their_texts_need_no_name(tmp_path: Path) -> None:
+    """A GGUF file names three at most."""
+    source = checkpoint("qwen2", tmp_path / "source", vocab_size=VOCABULARY + 8)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+    ends = ["<|im_end|>", "<|eot_id|>", "<|stop|>", "<|halt|>", "<|over|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": ends})
+    tokenizer.save_pretrained(source)
+    ids = [0, *tokenizer.convert_tokens_to_ids(ends)]
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[:5]}))
+    quantize_checkpoint(source, tmp_path / "model.gguf", "F16")
+    (settings,) = load_generation_settings(tmp_path / "model.gguf")
+    assert sorted(settings.eos_token_id) == sorted(ids[:5])
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(InvalidRequest, match="end with 6 tokens; a GGUF file names at most 3"):
+        quantize_checkpoint(source, tmp_path / "second.gguf", "F16")
 
 
 @pytest.mark.parametrize("architecture", ["olmoe", "qwen3moe"])
