@@ -11,10 +11,10 @@ from typing import Any
 
 from foretoken import zoo
 from foretoken.control.config import GoodputConfig
+from foretoken.core.artifacts import MODEL, Destination
 from foretoken.core.checks import integer, shown
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.files import atomic_directory
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.chat_template import apply_template, own_template
@@ -282,11 +282,21 @@ class LLM:
         """Frees the memory of unloaded adapters that no request uses any more. Not to be called during a step."""
         self.adapters.sweep(lambda: self.engine.adapters_in_use)
 
-    def save_draft(self, folder: str | Path) -> None:
-        """Writes the adapted draft model as a checkpoint. Raises InvalidRequest without ``adapt``."""
+    def save_draft(self, folder: str | Path, force: bool = False) -> None:
+        """Writes the adapted draft model as a checkpoint.
+
+        Args:
+            folder: Folder to write.
+            force: Whether to replace an earlier model there.
+
+        Raises:
+            InvalidRequest: The LLM was opened without ``adapt``, or ``folder`` must not be written.
+            WriteError: A file could not be written.
+        """
         if not isinstance(self._proposer, Adaptive):
             raise InvalidRequest("there is no adapted draft model; open the LLM with adapt=True")
-        with atomic_directory(Path(folder).expanduser().absolute()) as partial:
+        inputs = [Path(name) for name in (self.model, self.draft_model) if name is not None]
+        with Destination.checked(Path(folder), MODEL, inputs, force).folder() as partial:
             self._proposer.save(partial)
 
     def use_method(self, method: str) -> None:

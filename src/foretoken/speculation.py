@@ -12,12 +12,13 @@ import torch
 
 from foretoken.control.base import Controller
 from foretoken.control.config import Control, FixedConfig, GoodputConfig, build, max_tokens, parse
+from foretoken.core.artifacts import heads_method
 from foretoken.core.checks import check_keys, integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_config, resolve
-from foretoken.models.heads.kinds import heads_method, shipped_methods
+from foretoken.models.heads.kinds import shipped_methods
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.auto import AUTO as AUTO
 from foretoken.propose.auto import Auto

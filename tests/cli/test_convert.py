@@ -24,7 +24,7 @@ def test_there_and_back(run, tmp_path):
     before, after = _tensors(source), _tensors(tmp_path / "c")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert run("convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "vllm").code == 0  # ours to replace
+    assert run("convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "vllm", "--force").code == 0
 
 
 def test_a_shared_vocabulary_head_is_written_out(run, tiny_pair, tmp_path):

@@ -51,9 +51,12 @@ def test_the_bundled_target_is_the_default(run, pair, files, tmp_path):
 def test_an_existing_datastore_is_replaced_and_other_folders_are_not(run, pair, files, tmp_path):
     out = tmp_path / "store"
     assert build(run, pair, out, files).code == 0
-    assert build(run, pair, out, files / "a.py").code == 0
-    refused = build(run, pair, files, files / "a.py")
+    refused = build(run, pair, out, files / "a.py")
     assert (refused.code, "--force" in refused.err) == (1, True)
+    assert build(run, pair, out, files / "a.py", extra=("--force",)).code == 0
+    for extra in ((), ("--force",)):
+        refused = build(run, pair, files, tmp_path / "data" / "a.py", extra=extra)
+        assert (refused.code, "contains" in refused.err) == (1, True)
 
 
 @pytest.mark.parametrize("kind", ["missing", "no text files", "empty"])

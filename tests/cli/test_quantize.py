@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from tests.models.heads import tiny
 
 from foretoken import zoo
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer
@@ -47,7 +49,7 @@ def test_text_from_a_file_or_standard_input_tells_the_loss(run, tmp_path):
 
 @pytest.mark.slow
 def test_refusals_are_one_line_and_leave_nothing(run, tmp_path):
-    (tmp_path / "there").mkdir()
+    tiny.save(tmp_path / "there", {"model_type": "llama"}, {"x": torch.zeros(1)})
     (tmp_path / "file.gguf").write_bytes(b"x")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     q, gguf = str(tmp_path / "q"), str(tmp_path / "q.gguf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.
         assert f"foretoken train {role} h --model t" in card
         assert "mean acceptance length at temperature 1" in card
         assert json.loads((head / "zoo.json").read_text()) == {"name": "h", "role": role}
+        shutil.rmtree(head)
     with pytest.raises(InvalidRequest, match="layer numbers"):
         invoke("train", "eagle3", tmp_path / "x", *data, "--taps", "low")
     with pytest.raises(InvalidRequest, match="expected one of eagle3"):
@@ -73,8 +75,9 @@ def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.
 def test_what_cannot_be_done_is_refused_before_any_work(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
-    with pytest.raises(InvalidRequest, match="--force"):
-        invoke("train", "target", tmp_path / "mine", *RUN)
+    for force in ((), ("--force",)):
+        with pytest.raises(InvalidRequest, match="mine holds files that are no checkpoint"):
+            invoke("train", "target", tmp_path / "mine", *RUN, "--data", texts, *force)
     with pytest.raises(InvalidRequest, match="choose one"):
         invoke("train", "target", tmp_path / "t", "--steps", 2, "--minutes", 1)
     with pytest.raises(InvalidRequest, match="same folder"):

@@ -90,7 +90,6 @@ def race(
     from foretoken.bench.peers.registry import check_quantization, chosen
     from foretoken.bench.setting import setting
 
-    report.check()
     configs = pair.configs
     candidates = chosen(peers)
     quantization = check_quantization(quantization) if quantization else None

@@ -94,7 +94,6 @@ def bench_serve(
     from foretoken.bench.http_workloads import run_workload
     from foretoken.bench.setting import setting
 
-    report.check()
     if url is not None and server_options:
         raise InvalidRequest("--server-options are for a server that is started; leave out --url or them")
     load.check()

@@ -81,7 +81,6 @@ def bench_table(
     from foretoken.bench.setting import setting
     from foretoken.models.formats.checkpoint import load_tokenizer
 
-    report.check()
     candidates = chosen(peers)
     cells = list(dict.fromkeys(cell for parts in only or [""] for cell in CELLS if not parts or cell.has(parts)))
     if not cells:

@@ -9,7 +9,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from foretoken.cli.files import check_places, write_json
+from foretoken.cli.files import check_output_file, write_json
+from foretoken.core.artifacts import JSON
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -188,8 +189,7 @@ def _save(chat: Chat, argument: str) -> str:
     if not argument:
         raise InvalidRequest("/save takes the name of a file; it becomes JSON with the messages and the figures")
     file = Path(argument).expanduser()
-    check_places(save=file)
-    write_json(file, chat.record)
+    write_json(check_output_file(file, JSON), chat.record)
     return f"saved {len(chat.conversation.messages)} messages to {file}"
 
 

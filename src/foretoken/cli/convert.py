@@ -32,32 +32,31 @@ def convert(
         str | None,
         typer.Option(help="The target: to write out its vocabulary head, or to settle which layers are tapped."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace DST whatever it holds.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace earlier heads of the same kind in DST.")] = False,
 ) -> None:
     """Write heads in another engine's format. The tensors stay bit-equal."""
     from safetensors.torch import save_file
 
+    from foretoken.core.artifacts import MODEL, Destination, kind_of
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import resolve
-    from foretoken.train.files import PROVENANCE, atomic_directory, check_output, write_json
+    from foretoken.train.files import PROVENANCE, write_json
     from foretoken.train.shipped import ship
 
     source = source.expanduser().absolute()
-    if out.expanduser().absolute() == source:
-        raise InvalidRequest("SRC and DST are the same folder; name another DST")
-    out = check_output(out, force)
     if to == "checkpoint":
         if target is None:
             raise InvalidRequest("--to checkpoint writes the target with the layer in it; name the target by --target")
-        ship(source, resolve(target), out)
-        print(f"{out}: the target with the layer in it")
+        print(f"{ship(source, resolve(target), out, force)}: the target with the layer in it")
         return
+    inputs = (source, None if target is None else resolve(target))
+    destination = Destination.checked(out, kind_of(source) or MODEL, inputs, force)
     config, tensors = _converted(source, to, target)
-    with atomic_directory(out) as folder:
+    with destination.folder() as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         write_json(folder / "config.json", config)
         write_json(folder / PROVENANCE, {"converted_from": source.name, "dialect": to})
-    print(f"{out}: {len(tensors)} tensors for {to}")
+    print(f"{destination.path}: {len(tensors)} tensors for {to}")
 
 
 def _converted(source: Path, to: str, target: str | None) -> Written:

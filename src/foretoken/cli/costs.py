@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.files import check_places, publish
+from foretoken.cli.files import publish
 from foretoken.cli.options import Color, Json, KVCacheDtype, Output, Quantization, WeightFormat
 from foretoken.cli.theme import ColorMode, print_facts, wide_console
 
@@ -43,7 +43,6 @@ def costs(
     from foretoken.core.errors import InvalidRequest
     from foretoken.train.widen.checkpoint import scaled
 
-    check_places(output=output)
     chosen = [part.strip() for part in parts.split(",")]
     if unknown := [part for part in chosen if part not in PARTS]:
         raise InvalidRequest(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")

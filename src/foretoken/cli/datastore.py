@@ -18,21 +18,23 @@ def build_datastore(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     data: Annotated[list[Path], typer.Option(help="A text file, or a folder of .py, .md and .txt (repeatable).")],
     model: Annotated[str | None, typer.Option(help="The target it is for: its tokenizer is used. [bundled]")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT whatever it holds.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier datastore in OUT.")] = False,
     as_json: Json = False,
 ) -> None:
     """Build a datastore: then --speculative-config '{"method": "retrieval", "model": "OUT"}'."""
     import json
 
     from foretoken import zoo
+    from foretoken.core.artifacts import DATASTORE, Destination
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.propose.datastore import DatastoreWriter
-    from foretoken.train.files import PROVENANCE, atomic_directory, check_output, write_json
+    from foretoken.train.files import PROVENANCE, write_json
     from foretoken.train.progress import Reporter
 
-    out, files = check_output(out, force), _files(data)
-    tokenizer = load_tokenizer(resolve(model) if model is not None else zoo.path("target"))
-    with atomic_directory(out) as folder, Reporter("build-datastore") as reporter:
+    path = resolve(model) if model is not None else zoo.path("target")
+    destination, files = Destination.checked(out, DATASTORE, (path, *data), force), _files(data)
+    tokenizer = load_tokenizer(path)
+    with destination.folder() as folder, Reporter("build-datastore") as reporter:
         writer = DatastoreWriter(folder, tokenizer)
         size, done = sum(file.stat().st_size for file in files), 0
         for texts in _batches(files):
@@ -43,6 +45,7 @@ def build_datastore(
             reporter.update(min(1.0, done / max(1, size)), f"{writer.tokens / 1e6:.1f} M tokens")
         writer.close()
         write_json(folder / PROVENANCE, {"model": model or "bundled target", "data": data, "files": len(files)})
+    out = destination.path
     facts = {"path": str(out), "tokens": writer.tokens, "documents": writer.documents, "bytes": writer.nbytes}
     text = f"{out}: {writer.tokens:,} tokens of {len(files):,} file(s), {writer.nbytes / 1e6:.1f} MB"
     print(json.dumps(facts) if as_json else text)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.artifacts import HTML, JSON, JSON_LINES, Destination
 from foretoken.core.errors import InvalidRequest, WriteError
+from foretoken.core.files import atomic_file
 
 
 def standard_input(read: Callable[[], str]) -> str:
@@ -31,16 +34,63 @@ def _no_text(byte: int, position: int) -> InvalidRequest:
     )
 
 
-def check_places(**files: Path | None) -> None:
-    """Raises WriteError, before minutes of work, for a file that cannot be written. files: by the option's name."""
-    for option, file in files.items():
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            raise WriteError(f"--{option} {file}: expected the name of a file in a folder that exists")
+OUTPUT_FILES = {"output": JSON, "html_file": HTML, "record": JSON_LINES}
+"""The kind of file that is written, by the parameter of a command that names it."""
+
+
+def check_output_files(values: Mapping[str, object]) -> None:
+    """Refuses, before minutes of work, output files that are inputs of the command or hold something else.
+
+    Args:
+        values: Arguments and options of a command by the names of their parameters.
+
+    Raises:
+        InvalidRequest: An output is an input, another output, or a file of another kind.
+        WriteError: It is not the name of a file in a folder that exists.
+    """
+    inputs = [file for name, value in values.items() if name not in OUTPUT_FILES for file in _files_in(value)]
+    for name, kind in OUTPUT_FILES.items():
+        if (value := values.get(name)) is not None:
+            inputs.append(check_output_file(Path(str(value)), kind, inputs, f"--{name.removesuffix('_file')} "))
+
+
+def check_output_file(file: Path, kind: str, inputs: Sequence[Path] = (), option: str = "") -> Path:
+    """Returns ``file`` after checking that it may be written.
+
+    Raises:
+        InvalidRequest: It is an input, or exists and is of another kind.
+        WriteError: It is not the name of a file in a folder that exists.
+    """
+    made_with_its_folder = kind == JSON_LINES
+    if file.is_dir() or not (made_with_its_folder or file.absolute().parent.is_dir()):
+        raise WriteError(f"{option}{file}: expected the name of a file in a folder that exists")
+    return Destination.checked(file, kind, inputs, force=True).path
+
+
+def _files_in(value: object) -> Iterator[Path]:
+    """Yields the existing files and folders that the value of a parameter names.
+
+    A text may be a path, NAME=PATH, or JSON with paths in it.
+    """
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _files_in(each)
+    elif isinstance(value, str | Path):
+        text = str(value)
+        for name in {text, text.partition("=")[2]} - {""}:
+            with suppress(OSError, ValueError, RuntimeError):  # too long, or has no home folder
+                if (path := Path(name).expanduser()).exists():
+                    yield path
+        with suppress(ValueError, RecursionError):
+            if text.startswith(("{", "[")):
+                yield from _files_in(json.loads(text))
 
 
 def journal(output: Path | None) -> Path | None:
     """Returns the file that keeps the answers of a measurement that is under way, beside that of its result."""
-    return None if output is None else output.with_name(output.name + ".partial")
+    return None if output is None else check_output_file(output.with_name(output.name + ".partial"), JSON_LINES)
 
 
 def check_alone(options: Mapping[str, object]) -> None:
@@ -81,9 +131,13 @@ def publish(record: Any, show: Callable[[], object], as_json: bool, output: Path
 
 
 def write_text(file: Path, text: str) -> None:
-    """Writes text in UTF-8. Raises WriteError."""
+    """Writes text in UTF-8, whole or not at all. Raises WriteError."""
     try:
-        file.write_text(text, encoding="utf-8")
+        if file.exists() and not file.is_file():  # a device or pipe
+            file.write_text(text, encoding="utf-8")
+        else:
+            with atomic_file(file.resolve()) as partial:
+                partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise WriteError(f"cannot write {file}: {error.strerror}; choose another file") from error
 

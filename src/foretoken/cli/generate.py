@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.files import check_places, standard_input, write_text
+from foretoken.cli.files import standard_input, write_text
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import (
     Json,
@@ -89,7 +89,6 @@ def generate(
 ) -> None:
     """Continue a prompt, faster, with exactly the target's distribution."""
     config = models.config
-    check_places(html=html_file)
     params = wanted.params(LOGPROBS if html_file is not None else None)
     text = standard_input(sys.stdin.read) if prompt == "-" else prompt
     llm = load(

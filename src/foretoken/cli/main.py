@@ -19,6 +19,7 @@ from foretoken.cli.chat import chat
 from foretoken.cli.convert import convert
 from foretoken.cli.datastore import build_datastore
 from foretoken.cli.demo import demo
+from foretoken.cli.files import check_output_files
 from foretoken.cli.generate import generate
 from foretoken.cli.info import info
 from foretoken.cli.keys import app as keys_app
@@ -34,7 +35,11 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 
 
 class FiniteCommand(TyperCommand):
-    """A command that refuses "nan" and "inf", which Python parses as numbers and typer's bounds do not catch."""
+    """A command that refuses two things before its work begins.
+
+    These are "nan" and "inf", which Python parses as numbers and typer's bounds do not catch, and output files that
+    the command reads.
+    """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Raises InvalidRequest."""
@@ -44,6 +49,7 @@ class FiniteCommand(TyperCommand):
             for number in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(number, float) and not math.isfinite(number):
                     raise InvalidRequest(f"{parameter.opts[0]} must be a finite number, got {number}")
+        check_output_files(ctx.params)
         return rest
 
 

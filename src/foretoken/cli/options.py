@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.files import check_places, json_object, publish, write_text
+from foretoken.cli.files import json_object, publish, write_text
 from foretoken.cli.theme import ColorMode, console, waiting
 from foretoken.core.errors import InvalidRequest
 
@@ -96,10 +96,6 @@ class ReportOptions:
     output: Output = None
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")] = None
     color: Color = ColorMode.AUTO
-
-    def check(self) -> None:
-        """Raises WriteError, before minutes of work, for a file that cannot be written."""
-        check_places(output=self.output, html=self.html_file)
 
     def publish(self, record: Any, show: Callable[[], object], page: Callable[[], str]) -> None:
         """Prints and writes a result.

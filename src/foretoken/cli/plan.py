@@ -34,7 +34,6 @@ def plan(
     The target writes a sample after the prompts; every candidate is evaluated on it, and steps are timed here. With
     --endpoint, of any OpenAI-compatible server, from outside; exit code 3 says that nothing can be told, and why.
     """
-    report.check()
     if server.endpoint is not None:
         check_served(
             {

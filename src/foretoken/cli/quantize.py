@@ -34,7 +34,7 @@ def quantize(
         bool, typer.Option("--lm-head", help="Quantize the vocabulary head of a folder as well. GGUF always does.")
     ] = False,
     gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in SRC.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier DST of the same kind.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint with fewer bits a weight: compressed-tensors (vLLM) or GGUF (llama.cpp)."""

@@ -86,7 +86,6 @@ def simulate(
 
     Reports the speedup of each over plain decoding, and where pipelining starts to pay.
     """
-    report.check()
     from foretoken.plan.simulation import simulate as workers
     from foretoken.report.simulate import page
 

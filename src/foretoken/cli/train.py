@@ -35,7 +35,7 @@ Window = Annotated[int, typer.Option(help="Tokens per window.")]
 Rate = Annotated[float, typer.Option(help="The highest learning rate.")]
 Seed = Annotated[int, typer.Option(help="Of the weights and of the order of the windows.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT whatever it holds, and start again.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an earlier OUT of the same kind, and start again.")]
 Compile = Annotated[
     bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile; else if a C++ compiler is found.")
 ]
@@ -75,13 +75,11 @@ def target(
     as_json: Json = False,
 ) -> None:
     """Train a tokenizer and a small Llama from scratch (two hours on two cores for the bundled one)."""
-    from foretoken.train.files import check_run
     from foretoken.train.target import TARGET_CONFIG, TARGET_SHAPE, train_target
 
     config = config_of(TARGET_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
     shape = with_sizes(TARGET_SHAPE, sizes)
-    out = check_run(out, resume, force)
-    show(out, train_target(out, corpus_of(corpus), shape, config, resume), as_json)
+    show(out, train_target(out, corpus_of(corpus), shape, config, resume, force=force), as_json)
 
 
 @app.command()
@@ -114,7 +112,6 @@ def draft(
     """Distil a draft from TARGET (20 minutes on two cores for the bundled one)."""
     from foretoken.train.distillation import DistillConfig
     from foretoken.train.draft import DRAFT_CONFIG, train_draft
-    from foretoken.train.files import check_run
     from foretoken.train.target import DRAFT_SHAPE
 
     config = config_of(DRAFT_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
@@ -123,9 +120,8 @@ def draft(
     distill = DistillConfig(
         top, acceptance_share=acceptance_share, generated_share=share, disk_gigabytes=disk_gigabytes
     )
-    out = check_run(out, resume, force)
     path = target if target is not None else model_of(model)
-    show(out, train_draft(out, path, corpus_of(corpus), shape, config, resume, distill, device), as_json)
+    show(out, train_draft(out, path, corpus_of(corpus), shape, config, resume, distill, device, force), as_json)
 
 
 @app.command()
@@ -203,6 +199,7 @@ def show(out: Path, figures: dict[str, float], as_json: bool) -> None:
     """Prints the last evaluation."""
     import json
 
+    out = out.expanduser().absolute()
     if as_json:
         print(json.dumps({"path": str(out)} | figures))
     else:

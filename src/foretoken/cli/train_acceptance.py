@@ -55,13 +55,11 @@ def acceptance(
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import resolve
     from foretoken.train.acceptance_head import ACCEPTANCE_CONFIG, AcceptanceConfig, train_acceptance
-    from foretoken.train.files import check_run
 
     if draft_model is None and model is not None:
         raise InvalidRequest("--model is given without --draft-model; name the draft that the head is for")
     draft = zoo.path("draft") if draft_model is None else resolve(draft_model).absolute()
     config = config_of(ACCEPTANCE_CONFIG, steps, minutes, batch, window, learning_rate, seed, False, patience)
     settings = AcceptanceConfig(intermediate, windows, generated_share, held_out)
-    out = check_run(out, resume, force)
-    figures = train_acceptance(out, model_of(model), draft, corpus_of(data), config, settings, resume, device)
+    figures = train_acceptance(out, model_of(model), draft, corpus_of(data), config, settings, resume, device, force)
     show(out, figures, as_json)

@@ -156,7 +156,6 @@ def _dspark(
 
 
 def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
-    from foretoken.train.files import check_run
     from foretoken.train.head_config import HeadConfig
     from foretoken.train.heads import ROLES, head_config, train_head
 
@@ -172,10 +171,9 @@ def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
     same = ("windows", "writing_share", "disk_gigabytes", "held_out", "acceptance_share", "discount")
     data = HeadConfig(generated_share=share, **{name: given[name] for name in same})
     hold = given["hold"] if given["unfreeze"] else None
-    out = check_run(given["out"], given["resume"], given["force"])
     figures = train_head(
         role,
-        out,
+        given["out"],
         model_of(given["model"]),
         corpus_of(given["data"]),
         settings,
@@ -186,8 +184,9 @@ def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
         given["lessons"],
         hold,
         given["start"],
+        given["force"],
     )
-    show(out, figures, given["as_json"])
+    show(given["out"], figures, given["as_json"])
 
 
 def _numbers(text: str) -> list[int]:

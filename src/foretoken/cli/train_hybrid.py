@@ -74,11 +74,9 @@ def hybrid(
     as_json: Json = False,
 ) -> None:
     """Train a small model of Qwen3.5's layout: DeltaNet, attention, experts, MTP (three minutes on an H200)."""
-    from foretoken.train.files import check_run
     from foretoken.train.hybrid.recipe import HYBRID, HYBRID_CONFIG
     from foretoken.train.target import train_target
 
     config = config_of(HYBRID_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
-    out = check_run(out, resume, force)
     config, shape = replace(config, dropout=dropout), with_sizes(HYBRID.usual, sizes)
-    show(out, train_target(out, corpus_of(corpus), shape, config, resume, HYBRID, device), as_json)
+    show(out, train_target(out, corpus_of(corpus), shape, config, resume, HYBRID, device, force), as_json)

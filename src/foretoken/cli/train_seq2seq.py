@@ -67,13 +67,11 @@ def seq2seq(
     as_json: Json = False,
 ) -> None:
     """Train a small T5 from scratch to mend broken Python (34 minutes on one core for the bundled one)."""
-    from foretoken.train.files import check_run
     from foretoken.train.seq2seq import SEQ2SEQ_CONFIG, SEQ2SEQ_SHAPE, train_seq2seq
 
     config = config_of(SEQ2SEQ_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
     shape = with_sizes(SEQ2SEQ_SHAPE, sizes)
-    out = check_run(out, resume, force)
-    show(out, train_seq2seq(out, corpus_of(corpus), shape, config, resume), as_json)
+    show(out, train_seq2seq(out, corpus_of(corpus), shape, config, resume, force), as_json)
 
 
 @app.command("seq2seq-draft")
@@ -99,16 +97,16 @@ def seq2seq_draft(
 ) -> None:
     """Distil a draft from a T5 trained by ``train seq2seq`` (20 minutes on one core for the bundled one)."""
     from foretoken import zoo
-    from foretoken.train.files import check_run
     from foretoken.train.seq2seq_draft import SEQ2SEQ_DRAFT_CONFIG, SEQ2SEQ_DRAFT_SHAPE, train_seq2seq_draft
 
     config = config_of(
         SEQ2SEQ_DRAFT_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience
     )
     shape = with_sizes(SEQ2SEQ_DRAFT_SHAPE, sizes)
-    out = check_run(out, resume, force)
     path = zoo.path("seq2seq-target") if target is None else target.expanduser().absolute()
-    show(out, train_seq2seq_draft(out, path, corpus_of(corpus), shape, config, resume, acceptance_share), as_json)
+    show(
+        out, train_seq2seq_draft(out, path, corpus_of(corpus), shape, config, resume, acceptance_share, force), as_json
+    )
 
 
 @app.command("seq2seq-card")

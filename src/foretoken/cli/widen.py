@@ -10,6 +10,7 @@ import typer
 
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import Json
+from foretoken.core.artifacts import MODEL, Destination
 from foretoken.core.errors import InvalidRequest
 
 FIELDS = {
@@ -64,27 +65,20 @@ def widen(
         list[Path] | None, typer.Option(help="Heads for SRC, to be widened into DST/heads; may be repeated.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the rotation and of what fills up.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace DST whatever it holds.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier model in DST.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint that computes what SRC computes at the cost of a larger model."""
     import json
 
-    from foretoken.train.files import check_output
     from foretoken.train.widen import checkpoint as up
-    from foretoken.train.widen.heads import widen_head
 
-    out, source = check_output(out, force), source.expanduser().absolute()
-    if out == source:
-        raise InvalidRequest("SRC and DST are the same folder; name another DST")
+    source, heads = source.expanduser().absolute(), [folder.expanduser().absolute() for folder in head or ()]
+    Destination.checked(out, MODEL, (source, *heads), force)
     config = up.read_config(source)
     family = config["model_type"]
-    if head and family not in ("llama", "mistral"):
-        raise InvalidRequest(f"heads are widened for a Llama, not for a {family!r} model; leave --head out")
     shape = sizes.applied(up.like(size or up.USUAL.get(family, "0.7b"), config["head_dim"], family), family)
-    result = up.widen_checkpoint(source, out, shape, seed)
-    for folder in head or ():
-        widen_head(folder.expanduser().absolute(), source, out)
+    result = up.widen_checkpoint(source, out, shape, seed, heads, force)
     if as_json:
         print(json.dumps({"path": str(result.path), "parameters": result.parameters, "bytes": result.bytes}))
     else:

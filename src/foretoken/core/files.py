@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,24 +19,36 @@ from foretoken.core.errors import ForetokenError, ModelLoadError, WriteError
 AGAIN = "download or save it again"
 
 
+Check = Callable[[Path], None]
+"""Raises ForetokenError if the file or folder may not be replaced."""
+
+
+def _free(existing: Path) -> None:
+    """Allows to replace anything."""
+
+
 @contextmanager
-def atomic_directory(out: Path) -> Iterator[Path]:
+def atomic_directory(out: Path, check: Check = _free) -> Iterator[Path]:
     """Yields a temporary folder that replaces ``out`` once everything in it has been written.
 
-    A folder already at ``out`` is moved aside, and deleted only after the replacement has succeeded.
+    A folder already at ``out`` is moved aside, and deleted only after the replacement has succeeded. If the process is
+    killed in between, ``restore_interrupted`` moves it back.
+
+    Args:
+        out: Folder to write.
+        check: Called before what is at ``out`` at the end of the block is replaced.
 
     Raises:
         WriteError: A file could not be written.
     """
-    # The process id is in the name so that two processes that build the same folder do not delete each other's files.
-    partial, old = (out.with_name(f".{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
+    partial = _beside(out, "partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         for file in (f for f in partial.rglob("*") if f.is_file()):
             file.chmod(0o644)  # safetensors creates files that only their owner may read
-        _exchange(partial, out, old)
+        restore_interrupted(out)
+        _exchange(partial, out, check)
     except ForetokenError:
         raise
     except (OSError, SafetensorError) as error:
@@ -46,26 +60,49 @@ def atomic_directory(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_file(out: Path) -> Iterator[Path]:
-    """Yields the path of a temporary file that replaces ``out`` at the end of the block. An error deletes it."""
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+def atomic_file(out: Path, check: Check = _free) -> Iterator[Path]:
+    """Yields the path of a temporary file that replaces ``out`` at the end of the block. An error deletes it.
+
+    Args:
+        out: File to write. A file that is replaced keeps its permissions.
+        check: Called before what is at ``out`` at the end of the block is replaced.
+    """
+    partial = _beside(out, "partial")
     try:
         yield partial
+        if out.exists():
+            check(out)
+            partial.chmod(out.stat().st_mode & 0o777)
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _exchange(partial: Path, out: Path, old: Path) -> None:
-    shutil.rmtree(old, ignore_errors=True)
-    replaced = out.exists()
-    if replaced:
-        os.replace(out, old)
+def restore_interrupted(out: Path) -> None:
+    """Moves a folder back to ``out`` that a killed process had moved aside and could not replace."""
+    aside = list(out.parent.glob(f".{glob.escape(out.name)}.old-*"))
+    if aside and not out.exists():
+        os.replace(max(aside, key=lambda folder: folder.stat().st_mtime), out)
+
+
+def _beside(out: Path, what: str) -> Path:
+    # Unique, so that processes that write the same artifact, maybe on several machines, keep apart.
+    return out.with_name(f".{out.name}.{what}-{secrets.token_hex(4)}")
+
+
+def _exchange(partial: Path, out: Path, check: Check) -> None:
+    old = _beside(out, "old")
     try:
-        os.replace(partial, out)
+        if os.path.lexists(out):
+            check(out)
+            os.replace(out, old)
+            check(old)  # another process may have written it since
+        os.replace(partial, out)  # fails if another process has written it since
     except BaseException:
-        if replaced:
+        if old.exists() and not out.exists():
             os.replace(old, out)
+        elif out.exists():
+            shutil.rmtree(old, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
 

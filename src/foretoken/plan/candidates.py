@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.artifacts import heads_method
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_config, resolve
-from foretoken.models.heads.kinds import heads_method
 from foretoken.models.heads.mtp import has_mtp
 from foretoken.speculation import SpeculativeConfig, find
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.core.artifacts import heads_method
 from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.distributions import Law
@@ -20,7 +21,6 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer, resolve
-from foretoken.models.heads.kinds import heads_method
 from foretoken.models.heads.mask_token import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer

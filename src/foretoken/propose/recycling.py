@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
+from foretoken.core.artifacts import TABLE, Destination
 from foretoken.core.checks import integer
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
@@ -182,9 +183,14 @@ class Recycling(Proposer):
         self._seen.discard(context.id)
 
     def save(self, path: Path) -> None:
-        """Writes ``table`` as safetensors, for "model" of a later configuration. Raises WriteError."""
+        """Writes ``table`` as safetensors, for "model" of a later configuration. An earlier table is replaced.
+
+        Raises:
+            InvalidRequest: ``path`` is something else than a table.
+            WriteError: The file cannot be written.
+        """
         try:
-            with atomic_file(path) as partial:
+            with atomic_file(path, Destination.checked(path, TABLE, force=True).check) as partial:
                 save_file({_TENSOR: self.table}, partial)
         except (OSError, SafetensorError) as error:
             raise WriteError(f"cannot write {path}: {error}; free some space or choose another folder") from error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,10 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import ForetokenError, InvalidRequest, WriteError
-from foretoken.core.files import atomic_directory, atomic_file, write_json
+from foretoken.core.artifacts import GGUF, MODEL, Destination, kind_of
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import write_json
 from foretoken.models.formats.checkpoint import resolve
-from foretoken.models.formats.gguf.names import is_gguf
+from foretoken.models.formats.gguf.names import is_gguf, parts_of
 from foretoken.models.formats.memory import give_back
 from foretoken.quantize.calibration import Calibration, Losses
 from foretoken.quantize.exported import exported_config, save_tokenizer
@@ -85,26 +86,29 @@ def quantize_checkpoint(
             ``float16`` and ``float32`` a folder of floats.
         calibration: text like the model's use. Weights are then rounded by GPTQ; without, each to the nearest code.
         lm_head: whether the vocabulary head of a folder is quantized as well. GGUF files always quantize it.
-        force: whether ``out`` is replaced if it exists.
+        force: whether ``out`` is replaced if it holds an artifact of the same kind.
         gguf_file: name of a GGUF file in the folder or repository ``source``.
         progress: is called with the share that is done, from 0 to 1, and what is being done.
 
     Raises:
-        InvalidRequest: the scheme is unknown or does not fit the model, or ``out`` exists.
+        InvalidRequest: the scheme is unknown or does not fit the model, or ``out`` must not be written.
         ModelLoadError: the source cannot be read.
         WriteError: the result cannot be written.
     """
     started = time.perf_counter()
     chosen = Scheme.of(scheme)
     path = resolve(source, gguf_file)
-    target = _check_output(Path(out), path, chosen, force)
+    target = _destination(Path(out), path, chosen, force)
     model = SourceCheckpoint.open(path, chosen)
     text = None if calibration is None else model.calibration(calibration, chosen)
-    with _output(target, chosen) as partial, closing(_writer(model, partial, chosen, lm_head)) as writer:
+    place = target.file() if chosen.gguf else target.folder()
+    with place as partial, closing(_writer(model, partial, chosen, lm_head)) as writer:
         losses = stream(model, writer, text, lm_head and chosen.quantizer is not None, progress)
         writer.finish()
     seconds = time.perf_counter() - started
-    return QuantizedCheckpoint(target, chosen.name, _weight_bytes(path), _weight_bytes(target), seconds, losses)
+    return QuantizedCheckpoint(
+        target.path, chosen.name, _weight_bytes(path), _weight_bytes(target.path), seconds, losses
+    )
 
 
 def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -> CheckpointWriter:
@@ -166,36 +170,14 @@ def stream(
     return None if text is None else text.losses(before, after)
 
 
-def _check_output(out: Path, source: Path, scheme: Scheme, force: bool) -> Path:
-    """Returns the absolute path to write. Raises InvalidRequest if it may not be written."""
-    out = out.expanduser().absolute()
-    if out == source.absolute():
-        raise InvalidRequest("SRC and DST are the same; name another DST")
+def _destination(out: Path, source: Path, scheme: Scheme, force: bool) -> Destination:
+    """Returns the artifact to write. Raises InvalidRequest if it may not be written."""
     if is_gguf(out) != scheme.gguf:
         kind = "a file whose name ends with .gguf" if scheme.gguf else "a folder"
         raise InvalidRequest(f"scheme {scheme.name} is written to {kind}, and {out.name!r} is not the name of one")
-    if out.exists() and not force:
-        raise InvalidRequest(f"{out} exists; name another DST, or pass --force to replace it")
-    if out.exists() and out.is_dir() == scheme.gguf:
-        raise InvalidRequest(f"{out} is a {'folder' if scheme.gguf else 'file'}; name another DST")
-    return out
-
-
-@contextmanager
-def _output(out: Path, scheme: Scheme) -> Iterator[Path]:
-    """Yields the place to write to, which becomes ``out`` at the end. Raises WriteError."""
-    if not scheme.gguf:
-        with atomic_directory(out) as folder:
-            yield folder
-        return
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(out) as file:
-            yield file
-    except ForetokenError:
-        raise
-    except OSError as error:
-        raise WriteError(f"cannot write {out}: {error}; nothing was left behind") from error
+    held = kind_of(source)
+    kind = GGUF if scheme.gguf else MODEL if source.is_file() or held is None else held
+    return Destination.checked(out, kind, parts_of(source), force)
 
 
 def _weight_bytes(path: Path) -> int:

@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from foretoken.core.artifacts import ACCEPTANCE_HEAD
 from foretoken.core.checks import integer, number
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.propose.stopping.learned import EXTRA, MODEL_TYPE, features
 from foretoken.train.data import Corpus
-from foretoken.train.files import checkpoint_of, write_json
+from foretoken.train.files import check_run, checkpoint_of, lessons_of, write_json
 from foretoken.train.generated import PROMPTS, Prompts, prepare_windows
 from foretoken.train.head_config import HeadConfig, changed_options
 from foretoken.train.lessons import Teacher, capped
@@ -116,6 +117,7 @@ def train_acceptance(
     settings: AcceptanceConfig | None = None,
     resume: bool = False,
     device: str = "auto",
+    force: bool = False,
 ) -> dict[str, float]:
     """Trains the head of a pair and writes it to ``out``.
 
@@ -128,6 +130,7 @@ def train_acceptance(
         settings: Size and training data of the head.
         resume: Continues an interrupted run.
         device: "auto", "cpu" or "cuda".
+        force: Replaces an earlier head at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
@@ -138,8 +141,9 @@ def train_acceptance(
         TrainingError: Files cannot be written, or the loss diverges.
     """
     settings, started = settings or AcceptanceConfig(), time.monotonic()
+    run = check_run(out, ACCEPTANCE_HEAD, (target, draft, *corpus.paths), resume, force)
     check_vocabulary(load_tokenizer(target), draft)
-    folder = out.with_name(out.name + ".lessons")
+    folder = lessons_of(run.path)
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     where = resolve_device(device)
@@ -151,15 +155,15 @@ def train_acceptance(
         head = Classifier(examples["train"].x.shape[1], settings.intermediate)
         head.standardise(examples["train"].x)
         head.to(where)
-        trainer = Trainer(head, config, checkpoint_of(out), lambda row: -row["loss_greedy"] - row["loss_drawn"])
+        trainer = Trainer(head, config, checkpoint_of(run.path), lambda row: -row["loss_greedy"] - row["loss_drawn"])
         if resume:
             trainer.resume()
         trainer.elapsed += time.monotonic() - started if config.minutes is not None and not trainer.step else 0.0
         trainer.run(_batches(examples["train"], trainer, where), _loss(head), lambda: _evaluated(head, examples, where))
     finally:
-        if not checkpoint_of(out).exists():
+        if not checkpoint_of(run.path).exists():
             shutil.rmtree(folder, ignore_errors=True)
-    what = f"acceptance {out.name} --model {target.name} --draft-model {draft.name} {settings.arguments()}"
+    what = f"acceptance {run.path.name} --model {target.name} --draft-model {draft.name} {settings.arguments()}"
     card = provenance(
         command_line(what, config, corpus.name, "--data"),
         config,
@@ -173,7 +177,7 @@ def train_acceptance(
         tokens=len(examples["train"].chance),
         parameters=sum(t.numel() for t in head.tensors().values()),
     )
-    figures = write_trained(out, trainer, card, partial(_save, head))
+    figures = write_trained(run, trainer, card, partial(_save, head))
     shutil.rmtree(folder, ignore_errors=True)
     return figures
 

@@ -7,7 +7,7 @@ import json
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +31,15 @@ class Corpus:
     """Texts of training and of held-out files.
 
     The split hashes the relative name of each file, so that adding a file moves no other.
+
+    Attributes:
+        paths: the user's files and folders; empty for the standard library.
     """
 
     name: str
     train: tuple[str, ...]
     held_out: tuple[str, ...]
+    paths: tuple[Path, ...] = ()
 
 
 def standard_library() -> Corpus:
@@ -65,7 +69,7 @@ def from_files(paths: list[Path]) -> Corpus:
     corpus = _split("user files", Path("."), files) if files else Corpus("", (), ())
     if (count := len(corpus.train) + len(corpus.held_out)) < 2:
         raise InvalidRequest(f"found {count} text file(s); at least two are needed, one of them to hold out")
-    return corpus
+    return replace(corpus, paths=tuple(paths))
 
 
 def _split(name: str, root: Path, files: list[Path]) -> Corpus:

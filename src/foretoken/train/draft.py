@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.loading import resolve_device
 from foretoken.train.data import Corpus, encode, held_out_batches
@@ -22,7 +23,7 @@ from foretoken.train.distillation import (
     distillation_loss,
     full_distillation_loss,
 )
-from foretoken.train.files import checkpoint_of
+from foretoken.train.files import check_run, checkpoint_of, distributions_of
 from foretoken.train.live_teacher import live_windows
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter, quiet_transformers
@@ -46,6 +47,7 @@ def train_draft(
     resume: bool = False,
     distill: DistillConfig = DISTILL,
     device: str = "cpu",
+    force: bool = False,
 ) -> dict[str, float]:
     """Distils a draft from a target and writes it to ``out``.
 
@@ -60,15 +62,17 @@ def train_draft(
         resume: Continues an interrupted run.
         distill: Settings of the target's distributions and of the loss.
         device: "auto", "cpu" or "cuda".
+        force: Replaces an earlier model at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
 
     Raises:
         ModelLoadError: The target cannot be loaded.
-        InvalidRequest: The settings are not valid.
+        InvalidRequest: The settings are not valid, or ``out`` must not be written.
         TrainingError: Files cannot be written, or the loss diverges.
     """
+    run = check_run(out, MODEL, (target, *corpus.paths), resume, force)
     where = resolve_device(device)
     teacher, tokenizer = load_teacher(target)
     teacher.to(where)
@@ -79,10 +83,10 @@ def train_draft(
         )
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
     model = new_model(shape, tokenizer, config.seed).to(where)
-    trainer = Trainer(model, config, checkpoint_of(out), lambda row: row["overlap"])
+    trainer = Trainer(model, config, checkpoint_of(run.path), lambda row: row["overlap"])
     if resume:
         trainer.resume()
-    store = out.with_name(out.name + ".distributions")
+    store = distributions_of(run.path)
     lessons = _live if where.type == "cuda" else partial(_on_disk, store)
     taught = lessons(teacher, model, trainer, stream, distill)
     trainer.shorten(taught.seconds)
@@ -91,7 +95,9 @@ def train_draft(
         return measure(teacher, model, [batch.to(where) for batch in held_out])
 
     trainer.run(taught.batches, taught.loss, evaluate)
-    what = f"draft {out.name} {target.name} {distill.arguments()}{' --device cuda' if where.type == 'cuda' else ''}"
+    what = (
+        f"draft {run.path.name} {target.name} {distill.arguments()}{' --device cuda' if where.type == 'cuda' else ''}"
+    )
     card = provenance(
         command_line(f"{what} {shape.arguments(DRAFT_SHAPE)}", config, corpus.name),
         config,
@@ -106,7 +112,7 @@ def train_draft(
         distill=asdict(distill),
         **trainer.history[-1],
     )
-    figures = write_trained(out, trainer, card, lambda folder: save(model, tokenizer, folder))
+    figures = write_trained(run, trainer, card, lambda folder: save(model, tokenizer, folder))
     shutil.rmtree(store, ignore_errors=True)
     return figures
 

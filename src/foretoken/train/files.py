@@ -1,14 +1,15 @@
-"""Output folders of training runs. They are written whole or not at all, and other folders are not overwritten."""
+"""Outputs of training runs: the artifact, and what lies beside it until a run is finished."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from foretoken.core.artifacts import CHECKPOINT, DISTRIBUTIONS, TRAINING_TEXT, Destination
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.files import atomic_directory, write_json
+from foretoken.core.files import write_json
 
-__all__ = ["PROVENANCE", "atomic_directory", "check_output", "check_run", "checkpoint_of", "write_json"]
+__all__ = ["PROVENANCE", "check_run", "checkpoint_of", "distributions_of", "lessons_of", "write_json"]
 
 PROVENANCE = "provenance.json"
 
@@ -18,40 +19,45 @@ def checkpoint_of(out: Path) -> Path:
     return out.with_name(out.name + ".checkpoint")
 
 
-def check_output(out: Path, force: bool = False) -> Path:
-    """Returns the absolute path of ``out`` after checking that a run may write it.
+def lessons_of(out: Path) -> Path:
+    """Returns the folder of text and hidden states of a run that writes ``out``."""
+    return out.with_name(out.name + ".lessons")
+
+
+def distributions_of(out: Path) -> Path:
+    """Returns the folder of the target's distributions of a run that writes ``out``."""
+    return out.with_name(out.name + ".distributions")
+
+
+def check_run(
+    out: Path, kind: str, inputs: Iterable[Path | None] = (), resume: bool = False, force: bool = False
+) -> Destination:
+    """Returns the destination of a training run. An earlier checkpoint of a run that is not resumed is deleted.
 
     Args:
-        out: Output folder.
-        force: Allows folders that no training run wrote.
+        out: Folder of the artifact.
+        kind: Its kind.
+        inputs: Files and folders that the run reads.
+        resume: Whether to continue an interrupted run.
+        force: Whether to replace an artifact of the same kind, and to start again where a run was interrupted.
 
     Raises:
-        InvalidRequest: ``out`` is a file, a folder that no training run wrote, or not writable.
+        InvalidRequest: ``out`` or a file beside it must not be written, or a checkpoint of an interrupted run would be
+            lost.
     """
-    out = out.expanduser().absolute()
-    if not out.name:
-        raise InvalidRequest(f"{out} cannot be written to; name a folder that does not exist yet")
-    if out.exists() and not out.is_dir():
-        raise InvalidRequest(f"{out} is a file; name a folder that does not exist yet")
-    if out.is_dir() and any(out.iterdir()) and not (out / PROVENANCE).exists() and not force:
-        raise InvalidRequest(
-            f"{out} exists and holds something other than a model written by foretoken; "
-            "choose another folder, or pass --force to replace it"
-        )
-    parent = next(p for p in out.parents if p.exists())
-    if not os.access(parent, os.W_OK):
-        raise InvalidRequest(f"cannot write in {parent}; choose a folder you may write to")
-    return out
-
-
-def check_run(out: Path, resume: bool, force: bool) -> Path:
-    """As ``check_output``. Also raises InvalidRequest where the checkpoint of an interrupted run would be lost."""
-    out = check_output(out, force)
-    checkpoint = checkpoint_of(out)
+    sources = [source for source in inputs if source is not None]
+    result = Destination.checked(out, kind, sources, force)
+    checkpoint = checkpoint_of(result.path)
+    for beside, its_kind in (
+        (checkpoint, CHECKPOINT),
+        (lessons_of(result.path), TRAINING_TEXT),
+        (distributions_of(result.path), DISTRIBUTIONS),
+    ):
+        Destination.checked(beside, its_kind, sources, force=True)
     if checkpoint.exists() and not (resume or force):
         raise InvalidRequest(
             f"{checkpoint} is left from an interrupted run; pass --resume to continue it, or --force to start again"
         )
     if force and not resume:
         checkpoint.unlink(missing_ok=True)
-    return out
+    return result

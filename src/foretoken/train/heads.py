@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.core.artifacts import TRAINING_TEXT, Destination, heads_of
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.models.loading import resolve_device
@@ -26,7 +27,7 @@ from foretoken.train.cotrain import TARGET_RATE, CoTrained, text_loss
 from foretoken.train.data import Corpus
 from foretoken.train.distillation import acceptance_weight
 from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
-from foretoken.train.files import PROVENANCE, checkpoint_of, write_json
+from foretoken.train.files import PROVENANCE, check_run, checkpoint_of, lessons_of, write_json
 from foretoken.train.generated import Prompts, prepare_windows
 from foretoken.train.head_config import HEAD, HeadConfig, changed_options
 from foretoken.train.lessons import Head, Lessons, Teacher
@@ -95,6 +96,7 @@ def train_head(
     lessons: Path | None = None,
     hold: float | None = None,
     start: Path | None = None,
+    force: bool = False,
 ) -> dict[str, float]:
     """Trains a head and writes it to ``out``.
 
@@ -113,6 +115,7 @@ def train_head(
         hold: Trains the target too, with this weight of the penalty on changes of its distribution, and writes it to
             ``out/target``. None leaves the target as it is.
         start: Folder of an earlier head of the same shape, to continue from.
+        force: Replaces an earlier head at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
@@ -125,7 +128,11 @@ def train_head(
     settings = settings or ROLES[role].settings()
     config = config or head_config(role)
     started = time.monotonic()
-    with processes.joined(resolve_device(device)) as where, _lessons_folder(out, lessons, resume) as folder:
+    inputs = (target, start, *corpus.paths)
+    run = check_run(out, heads_of("eagle3" if role == "peagle" else role), (*inputs, lessons), resume, force)
+    if lessons is not None:
+        Destination.checked(lessons, TRAINING_TEXT, inputs, force=True)
+    with processes.joined(resolve_device(device)) as where, _lessons_folder(run.path, lessons, resume) as folder:
         teacher = Teacher(target, where, config.compile)
         _check_window(ROLES[role].make(settings, teacher, torch.ones(teacher.vocab)), config)  # before any work
         text = prepare_windows(target, where, corpus, folder, config, data)
@@ -135,7 +142,7 @@ def train_head(
         head.to(where)
         data_by_name = _lessons(teacher, head, text, folder, data)
         together = None if hold is None else CoTrained(head, teacher, hold).to(where)
-        trainer = Trainer(together or head, config, checkpoint_of(out), _length, _rate)
+        trainer = Trainer(together or head, config, checkpoint_of(run.path), _length, _rate)
         if resume:
             trainer.resume()
         trainer.shorten(time.monotonic() - started)
@@ -143,7 +150,7 @@ def train_head(
         evaluate = _evaluation(head, data_by_name, together, text["text"])
         trainer.run(_batches(head, data_by_name["train"], trainer, data), loss, evaluate)
         if processes.rank() == 0:
-            what = f"{role} {out.name} --model {target.name} {changed_options(settings)} {data.arguments()}"
+            what = f"{role} {run.path.name} --model {target.name} {changed_options(settings)} {data.arguments()}"
             what += f" --start {start.name}" if start is not None else ""
             what += f" --unfreeze --hold {hold:g}" if hold is not None else ""
             card = provenance(
@@ -160,7 +167,7 @@ def train_head(
                 preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
                 parameters=sum(t.numel() for t in head.tensors(teacher).values() if t.is_floating_point()),
             )
-            write_trained(out, trainer, card, partial(_save, head, teacher, together))
+            write_trained(run, trainer, card, partial(_save, head, teacher, together))
         return trainer.history[-1]
 
 
@@ -170,7 +177,7 @@ def _lessons_folder(out: Path, named: Path | None, resume: bool) -> Iterator[Pat
 
     One that the user did not name is emptied before a new run and removed after it, unless the run is interrupted.
     """
-    folder = named or out.with_name(out.name + ".lessons")
+    folder = named or lessons_of(out)
     own = named is None and processes.rank() == 0
     if own and not resume:
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from foretoken.train.files import PROVENANCE, atomic_directory, write_json
+from foretoken.core.artifacts import Destination
+from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.trainer import Trainer
 
@@ -48,7 +49,7 @@ def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: obj
 
 
 def write_trained(
-    out: Path, trainer: Trainer, card: dict[str, object], save: Callable[[Path], None]
+    out: Destination, trainer: Trainer, card: dict[str, object], save: Callable[[Path], None]
 ) -> dict[str, float]:
     """Writes what was trained, whole or not at all, and removes the checkpoint. Returns the last evaluation.
 
@@ -58,7 +59,7 @@ def write_trained(
         card: From ``provenance``.
         save: Writes the weights to a folder.
     """
-    with atomic_directory(out) as folder:
+    with out.folder() as folder:
         save(folder)
         write_json(folder / PROVENANCE, card)
     trainer.checkpoint.unlink(missing_ok=True)

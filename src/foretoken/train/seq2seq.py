@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 
+from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.train.data import Corpus
-from foretoken.train.files import checkpoint_of, write_json
+from foretoken.train.files import check_run, checkpoint_of, write_json
 from foretoken.train.optimization import TrainConfig, compiled
 from foretoken.train.progress import quiet_transformers
 from foretoken.train.provenance import command_line, provenance, write_trained
@@ -164,6 +165,7 @@ def train_seq2seq(
     shape: T5Shape = SEQ2SEQ_SHAPE,
     config: TrainConfig = SEQ2SEQ_CONFIG,
     resume: bool = False,
+    force: bool = False,
 ) -> dict[str, float]:
     """Trains a T5 on repair tasks with the bundled tokenizer. Ctrl-C leaves a checkpoint beside ``out``.
 
@@ -174,6 +176,7 @@ def train_seq2seq(
         config: Training configuration. A step has about ``batch * window`` target tokens, in rows of at most
             ``window``.
         resume: Continues an interrupted run.
+        force: Replaces an earlier model at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
@@ -182,13 +185,14 @@ def train_seq2seq(
         InvalidRequest: The settings are not valid.
         TrainingError: Files cannot be written, or the loss diverges.
     """
+    run = check_run(out, MODEL, corpus.paths, resume, force)
     tokenizer = bundled_tokenizer()
     tokens = config.batch * config.window
     data = snippets(corpus.train, tokenizer, config.window, config.seed)
     held = evaluation_batches(corpus, tokenizer, config)
     model = new_model(shape, tokenizer, config.seed, tied=False)
     trainer = Trainer(
-        model, replace(config, compile=False), checkpoint_of(out), lambda row: -row["held_out_loss"], rate_scale
+        model, replace(config, compile=False), checkpoint_of(run.path), lambda row: -row["held_out_loss"], rate_scale
     )
     if resume:
         trainer.resume()
@@ -200,7 +204,7 @@ def train_seq2seq(
     each = batches(data, tokens, config.seed, trainer.step)
     trainer.run(each, compiled_by_length(loss_fn, config), lambda: measure(model, held))
     card = provenance(
-        command_line(f"seq2seq {out.name} {shape.arguments(SEQ2SEQ_SHAPE)}", config, corpus.name),
+        command_line(f"seq2seq {run.path.name} {shape.arguments(SEQ2SEQ_SHAPE)}", config, corpus.name),
         config,
         trainer,
         role="seq2seq-target",
@@ -209,7 +213,7 @@ def train_seq2seq(
         parameters=model.num_parameters(),
         **trainer.history[-1],
     )
-    return write_trained(out, trainer, card, lambda folder: save(model, tokenizer, folder, tied=False))
+    return write_trained(run, trainer, card, lambda folder: save(model, tokenizer, folder, tied=False))
 
 
 def evaluation_batches(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> list[Batch]:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.train.data import Corpus
 from foretoken.train.distillation import acceptance_weight, agreement, full_distillation_loss
-from foretoken.train.files import checkpoint_of
+from foretoken.train.files import check_run, checkpoint_of
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import quiet_transformers
 from foretoken.train.provenance import command_line, provenance, write_trained
@@ -48,6 +49,7 @@ def train_seq2seq_draft(
     config: TrainConfig = SEQ2SEQ_DRAFT_CONFIG,
     resume: bool = False,
     acceptance_share: float = ACCEPTANCE_SHARE,
+    force: bool = False,
 ) -> dict[str, float]:
     """Distils a T5 with tied embeddings from a T5 target on repair tasks.
 
@@ -59,6 +61,7 @@ def train_seq2seq_draft(
         config: Training configuration, see ``train_seq2seq``.
         resume: Continues an interrupted run.
         acceptance_share: Last share of the run, which changes from KL to the acceptance loss.
+        force: Replaces an earlier model at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
@@ -68,6 +71,7 @@ def train_seq2seq_draft(
         InvalidRequest: The settings are not valid.
         TrainingError: Files cannot be written, or the loss diverges.
     """
+    run = check_run(out, MODEL, (target, *corpus.paths), resume, force)
     teacher, tokenizer = load_seq2seq(target).float(), bundled_tokenizer()
     teacher.set_attn_implementation("eager")  # as `new_model`
     if teacher.config.vocab_size != len(tokenizer):
@@ -78,7 +82,9 @@ def train_seq2seq_draft(
     data = snippets(corpus.train, tokenizer, config.window, config.seed)
     held = evaluation_batches(corpus, tokenizer, config)
     model = new_model(shape, tokenizer, config.seed, tied=True)
-    trainer = Trainer(model, replace(config, compile=False), checkpoint_of(out), lambda row: row["overlap"], rate_scale)
+    trainer = Trainer(
+        model, replace(config, compile=False), checkpoint_of(run.path), lambda row: row["overlap"], rate_scale
+    )
     if resume:
         trainer.resume()
 
@@ -93,7 +99,7 @@ def train_seq2seq_draft(
     each = batches(data, config.batch * config.window, config.seed + 1, trainer.step)
     weighted = ((*batch, acceptance_weight(trainer.progress(), acceptance_share)) for batch in each)
     trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure_pair(teacher, model, held))
-    what = f"seq2seq-draft {out.name} --target {target.name} --acceptance-share {acceptance_share:g}"
+    what = f"seq2seq-draft {run.path.name} --target {target.name} --acceptance-share {acceptance_share:g}"
     card = provenance(
         command_line(f"{what} {shape.arguments(SEQ2SEQ_DRAFT_SHAPE)}", config, corpus.name),
         config,
@@ -106,7 +112,7 @@ def train_seq2seq_draft(
         acceptance_share=acceptance_share,
         **trainer.history[-1],
     )
-    return write_trained(out, trainer, card, lambda folder: save(model, tokenizer, folder, tied=True))
+    return write_trained(run, trainer, card, lambda folder: save(model, tokenizer, folder, tied=True))
 
 
 def load_seq2seq(path: Path) -> T5ForConditionalGeneration:

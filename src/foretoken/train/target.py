@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.loading import resolve_device
 from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
-from foretoken.train.files import checkpoint_of
+from foretoken.train.files import check_run, checkpoint_of
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import quiet_transformers
 from foretoken.train.provenance import command_line, provenance, write_trained
@@ -167,6 +168,7 @@ def train_target(
     resume: bool = False,
     recipe: Recipe = LLAMA,
     device: str = "cpu",
+    force: bool = False,
 ) -> dict[str, float]:
     """Trains a tokenizer and a model, and writes them to ``out``. Ctrl-C leaves a checkpoint beside ``out``.
 
@@ -178,23 +180,25 @@ def train_target(
         resume: Continues an interrupted run.
         recipe: Family of the model.
         device: "auto", "cpu" or "cuda".
+        force: Replaces an earlier model at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
 
     Raises:
-        InvalidRequest: The settings are not valid.
+        InvalidRequest: The settings are not valid, or ``out`` must not be written.
         TrainingError: Files cannot be written, or the loss diverges.
     """
     if config.window > shape.max_position_embeddings:
         raise InvalidRequest(f"windows of {config.window} exceed the model's {shape.max_position_embeddings} positions")
+    run = check_run(out, MODEL, corpus.paths, resume, force)
     where = resolve_device(device)
     tokenizer = train_tokenizer(corpus)
     stream = encode(corpus.train, tokenizer)
     held_out = [b.to(where) for b in held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)]
     model = recipe.new(shape, tokenizer, config).to(where)
     config = replace(config, recorded=recipe.recordable and where.type == "cuda")
-    trainer = Trainer(model, config, checkpoint_of(out), lambda row: -row["held_out_loss"])
+    trainer = Trainer(model, config, checkpoint_of(run.path), lambda row: -row["held_out_loss"])
     if resume:
         trainer.resume()
 
@@ -209,7 +213,7 @@ def train_target(
     batches = windows(stream, config.batch, config.window, config.seed, trainer.step)
     trainer.run((batch.to(where) for batch in batches), loss_fn, evaluate)
     card = provenance(
-        command_line(f"{recipe.command} {out.name} {shape.arguments(recipe.usual)}", config, corpus.name),
+        command_line(f"{recipe.command} {run.path.name} {shape.arguments(recipe.usual)}", config, corpus.name),
         config,
         trainer,
         role=recipe.role,
@@ -218,7 +222,7 @@ def train_target(
         parameters=sum(p.numel() for p in model.parameters()),
         **trainer.history[-1],
     )
-    return write_trained(out, trainer, card, lambda folder: recipe.save(model, tokenizer, folder))
+    return write_trained(run, trainer, card, lambda folder: recipe.save(model, tokenizer, folder))
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

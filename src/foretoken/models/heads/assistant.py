@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core.artifacts import ASSISTANTS
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, Size, parse
 from foretoken.models.families.architecture import Architecture, unsupported
@@ -17,8 +18,6 @@ from foretoken.models.formats.layers import Source, read_ends, read_layer
 from foretoken.models.formats.weights import LayerWeights, NormWeight
 from foretoken.models.heads.files import check_shapes, open_head
 
-ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
-"""The type of the layers, by the checkpoint's ``model_type``."""
 _CENTROIDS, _ORDER = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from foretoken import zoo
+from foretoken.core.artifacts import HEADS_FOLDER
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import MAX_INT, shortened
 from foretoken.models.families.architecture import Architecture, unsupported
@@ -19,7 +20,6 @@ from foretoken.models.formats.prequantized import check_prequantized, read_int8,
 from foretoken.models.formats.reader import located
 from foretoken.models.formats.weight_files import INDEX, PICKLES, SINGLE
 
-FOLDER = "heads"  # a target's folder may contain heads for it, each in heads/<role>
 MAX_HEADS = 256  # heads of a checkpoint, and layers of a head; their tensors are listed before any is read
 # Of architectures that the native decoder does not compute.
 _OTHER_NAMES = (
@@ -41,7 +41,7 @@ def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
     if model is not None:
         return resolve(model)
     if target is not None:
-        own = target / FOLDER / role
+        own = target / HEADS_FOLDER / role
         if (own / "config.json").is_file():
             return own
         if target.resolve() == zoo.path("target").resolve() and any(m.role == role for m in zoo.list_models()):

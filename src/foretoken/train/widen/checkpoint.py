@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,20 @@ from typing import Any
 import torch
 
 from foretoken import zoo
+from foretoken.core.artifacts import MODEL, Destination
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
 from foretoken.core.schema import parse
 from foretoken.models.families.schema import CausalConfig
 from foretoken.models.families.table import FAMILIES
 from foretoken.models.formats.checkpoint import load_config
-from foretoken.train.files import PROVENANCE, atomic_directory, write_json
+from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.hybrid.shape import MODEL_TYPE, HybridShape
 from foretoken.train.progress import Reporter
 from foretoken.train.seq2seq import T5Shape
 from foretoken.train.shards import CheckpointPlan, ShardReader, ShardWriter, copy_companions, weights_sha256
 from foretoken.train.widen import hybrid as widen_hybrid
 from foretoken.train.widen import seq2seq as widen_seq2seq
-from foretoken.train.widen.heads import scale_bundled
+from foretoken.train.widen.heads import scale_bundled, widen_head
 from foretoken.train.widen.tensors import Copies, Widener, copies, layer_positions, query_heads, rotation
 
 _FORMAT = 1  # version of cached checkpoints
@@ -111,7 +112,9 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def widen_checkpoint(source: Path, out: Path, shape: AnyShape, seed: int = 0) -> Scaled:
+def widen_checkpoint(
+    source: Path, out: Path, shape: AnyShape, seed: int = 0, heads: Sequence[Path] = (), force: bool = False
+) -> Scaled:
     """Writes a wider Llama, T5 or hybrid that computes what the source does, up to rounding.
 
     Works in float64, one layer at a time, and writes the source's dtype with untied embeddings.
@@ -121,13 +124,18 @@ def widen_checkpoint(source: Path, out: Path, shape: AnyShape, seed: int = 0) ->
         out: Folder of the wide model.
         shape: Its size.
         seed: Seed of the rotation and of filler units.
+        heads: Folders of heads for the source, which are widened into ``out/heads``.
+        force: Whether to replace an earlier model at ``out``.
 
     Raises:
-        InvalidRequest: The source cannot be widened to ``shape``.
+        InvalidRequest: The source cannot be widened to ``shape``, or ``out`` must not be written.
         ModelLoadError: The source cannot be read.
         TrainingError: The disk has too little space.
     """
+    destination = Destination.checked(out, MODEL, (source, *heads), force)
     config = read_config(source)
+    if heads and config["model_type"] not in ("llama", "mistral"):
+        raise InvalidRequest(f"heads are widened for a Llama, not for a {config['model_type']!r} model")
     if isinstance(shape, T5Shape):
         plan = widen_seq2seq.plan(ShardReader(source), config, shape, seed)
     elif isinstance(shape, HybridShape):
@@ -139,7 +147,7 @@ def widen_checkpoint(source: Path, out: Path, shape: AnyShape, seed: int = 0) ->
     existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     if shutil.disk_usage(existing).free < needed:
         raise TrainingError(f"{out} needs {needed / 1e9:.1f} GB and the disk has less free; free some space")
-    with atomic_directory(out) as folder, Reporter("widening") as report:
+    with destination.folder() as folder, Reporter("widening") as report:
         writer = ShardWriter(folder)
         for name, tensor in plan.tensors:
             writer.add(name, tensor.to(plan.dtype))
@@ -156,7 +164,9 @@ def widen_checkpoint(source: Path, out: Path, shape: AnyShape, seed: int = 0) ->
             "parameters": writer.parameters,
         }
         write_json(folder / PROVENANCE, facts)
-    return Scaled(out, writer.parameters, writer.bytes)
+        for head in heads:
+            widen_head(head, source, folder)
+    return Scaled(destination.path, writer.parameters, writer.bytes)
 
 
 def scaled(like_name: str = "0.7b", model: str = "target") -> Path:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken import zoo
+from foretoken.core.artifacts import HEADS_FOLDER, Destination, heads_of
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import read_object
 from foretoken.models.heads.block import BlockHead, read_block
@@ -25,9 +26,8 @@ from foretoken.models.heads.block_dialects import write_block
 from foretoken.models.heads.blockwise import MODEL_TYPE, BlockwiseHeads, Feedforward, read_blockwise, write_blockwise
 from foretoken.models.heads.dialects import Written, write_eagle
 from foretoken.models.heads.eagle import MASK, EagleHead, default_taps, read_eagle
-from foretoken.models.heads.files import FOLDER
 from foretoken.models.heads.medusa import MedusaHeads, read_medusa, write_medusa
-from foretoken.train.files import PROVENANCE, atomic_directory, write_json
+from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.shards import ShardReader, weights_sha256
 from foretoken.train.widen.tensors import rotation
 
@@ -204,11 +204,11 @@ def widen_head(head: Path, source: Path, wide: Path) -> Path:
     digest = weights_sha256(head)
     config = read_object(head / "config.json")
     role = _role(config)
-    out = wide / FOLDER / role
+    out = wide / HEADS_FOLDER / role
     if _digest(out) == digest:
         return out
     config, tensors = _widened(role, head, Widening.of(source, wide))
-    with atomic_directory(out) as folder:
+    with Destination.checked(out, heads_of(role), (head, source), force=True).folder() as folder:
         save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
         write_json(folder / "config.json", config)
         write_json(folder / PROVENANCE, {"widened_from": head.name, "source_sha256": digest})
