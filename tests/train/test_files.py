@@ -36,6 +36,6 @@ def test_an_input_is_not_deleted_as_a_folder_beside_the_output(tmp_path: Path) -
     lessons = tmp_path / "out.lessons"
     lessons.mkdir()
     (lessons / "windows.pt").write_text("x")
-    with pytest.raises(InvalidRequest, match="reads"):
+    with pytest.raises(InvalidRequest, match="uses"):
         files.check_run(tmp_path / "out", MODEL, [lessons / "windows.pt"], force=True)
     files.check_run(tmp_path / "out", MODEL, force=True)

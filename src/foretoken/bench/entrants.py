@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ class Pairing:
     """The models of a race and its settings.
 
     Attributes:
+        draft: None if no method needs one.
         quantization: "" is bf16. Of a GGUF file, its type.
         weights: How one system stores the target.
     """
 
     target: Path
-    draft: Path
+    draft: Path | None
     depths: tuple[int, ...]
     batch: int = 1
     quantization: str = ""
@@ -42,7 +43,7 @@ class Pairing:
             system=peer.name,
             method=method,
             target=str(self.target),
-            draft=str(self.draft) if method in (AUTO, "draft_model") else "",
+            draft=str(self.draft) if self.draft is not None and method in _WITH_DRAFT else "",
             quantization=self.quantization,
             weights=self.weights,
             max_length=self.max_length,
@@ -51,7 +52,8 @@ class Pairing:
         )
 
 
-Config = dict[str, object]  # a speculative_config, as users write it; an empty one leaves the method to ``LLM``
+_WITH_DRAFT = (AUTO, "draft_model")  # methods that draft with a draft model
+Config = Mapping[str, object]  # a speculative_config, as users write it; an empty one leaves the method to ``LLM``
 UNNAMED = "default"  # the method of a row whose configuration names none
 
 
@@ -87,7 +89,7 @@ def peers(
     depths: dict[str, tuple[int, ...]] = {}
     for config in configs:  # a peer has one way to use a method, so it races at the first configuration's depths
         depths.setdefault(_method(config), _depths(config, pairing.depths))
-    gguf = is_gguf(pairing.target) or is_gguf(pairing.draft)
+    gguf = is_gguf(pairing.target) or (pairing.draft is not None and is_gguf(pairing.draft))
     for peer in candidates:
         if refusal := peer.refusal(pairing.batch, pairing.quantization, gguf):
             say(refusal)
@@ -118,13 +120,17 @@ def _converted(peer: Peer, pairing: Pairing) -> Pairing:
     """Returns the pair as files that ``peer`` loads. Only the target is quantized, by all."""
     weights = pairing.quantization if is_gguf(pairing.target) else peer.weights[pairing.quantization]
     pairing = replace(pairing, weights=weights)
-    if peer.name == "openvino":
-        return replace(
-            pairing, target=export.openvino(pairing.target, weights), draft=export.openvino(pairing.draft, "bf16")
-        )
-    if peer.name == "llamacpp":
-        return replace(pairing, target=export.gguf(pairing.target, weights), draft=export.gguf(pairing.draft, "BF16"))
+    if peer.name in ("openvino", "llamacpp"):
+        to_openvino = peer.name == "openvino"
+        convert: Callable[[Path, str], Path] = export.openvino if to_openvino else export.gguf
+        draft = None if pairing.draft is None else convert(pairing.draft, "bf16" if to_openvino else "BF16")
+        return replace(pairing, target=convert(pairing.target, weights), draft=draft)
     return replace(pairing, target=export.gguf(pairing.target, weights)) if weights in GGUF_TYPES else pairing
+
+
+def needs_draft(config: Config) -> bool:
+    """Returns whether a configuration drafts with a draft model and names none. Raises InvalidRequest."""
+    return _method(config) in _WITH_DRAFT and "model" not in config
 
 
 def _method(config: Config) -> str:

@@ -93,7 +93,7 @@ def race(
     configs = pair.configs
     candidates = chosen(peers)
     quantization = check_quantization(quantization) if quantization else None
-    target, draft = models_or_bundled(pair.target, pair.draft)
+    target, draft = models_or_bundled(pair.target, pair.draft, configs)
     quantization = _quantization(target, quantization)
     ids, source = _prompts(target, asked.prompts, asked.count)
     longest = max(map(len, ids)) + asked.max_tokens + 32
@@ -103,7 +103,7 @@ def race(
     rows = _race(pairing, configs, candidates, asked.tasks(ids), asked.repeats, notes)
     facts = setting() | {
         "target": target.name,
-        "draft": draft.name,
+        "draft": None if draft is None else draft.name,
         "prompts": f"{len(ids)} of {source}",
         "max_tokens": asked.max_tokens,
         "repeats": asked.repeats,

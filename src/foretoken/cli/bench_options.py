@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,11 +14,28 @@ PEERS = "transformers,openvino,vllm,llamacpp"
 Peers = Annotated[str, typer.Option(help="Comma-separated, or none.")]
 
 
-def models_or_bundled(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
-    """Returns target and draft, the bundled pair in place of what is not given. Raises InvalidRequest."""
+def models_or_bundled(
+    target: Path | None, draft: Path | None, configs: Sequence[Mapping[str, Any]]
+) -> tuple[Path, Path | None]:
+    """Returns target and draft, the bundled pair in place of what is not given.
+
+    Args:
+        target: The target, if given.
+        draft: The draft model, if given.
+        configs: The ways to speculate. The draft is None if it was not given and none of them needs one.
+
+    Raises:
+        InvalidRequest: A target without a draft model, which a configuration needs.
+    """
     from foretoken import zoo
+    from foretoken.bench.entrants import needs_draft
     from foretoken.train.widen.checkpoint import scaled
 
     if target is not None and draft is None:
-        raise InvalidRequest("--target was given without --draft; name its draft too")
+        if any(map(needs_draft, configs)):
+            raise InvalidRequest(
+                "--target was given without --draft; name its draft too, or a method without a draft model, such as "
+                """--speculative-config '{"method": "ngram"}'"""
+            )
+        return target, None
     return target or scaled("0.7b"), draft or zoo.path("draft")

@@ -74,7 +74,7 @@ def bench_table(
     """Race the default beside fixed configurations and peers, over prompts, temperatures, weights and batches."""
     from foretoken import __version__
     from foretoken.bench.entrants import Pairing
-    from foretoken.bench.grid import CELLS, GridRecord, run
+    from foretoken.bench.grid import CELLS, DEFAULT, GridRecord, run
     from foretoken.bench.grid_page import claims, grid_page, rich_table
     from foretoken.bench.peers.registry import chosen
     from foretoken.bench.peers.worker import start
@@ -85,10 +85,14 @@ def bench_table(
     cells = list(dict.fromkeys(cell for parts in only or [""] for cell in CELLS if not parts or cell.has(parts)))
     if not cells:
         raise InvalidRequest(f"no cell has all these parts; the cells are: {'; '.join(cell.name for cell in CELLS)}")
-    pairing = Pairing(*models_or_bundled(target, draft), ())
-    tokenizer = load_tokenizer(pairing.target)
     task = each.task()
-    facts: dict[str, Any] = {"version": __version__, "target": pairing.target.name, "draft": pairing.draft.name}
+    pairing = Pairing(*models_or_bundled(target, draft, [DEFAULT, *task.picked]), ())
+    tokenizer = load_tokenizer(pairing.target)
+    facts: dict[str, Any] = {
+        "version": __version__,
+        "target": pairing.target.name,
+        "draft": pairing.draft and pairing.draft.name,
+    }
     facts |= {"peers": [peer.name for peer in candidates], **asdict(task)}
     kept, notes = GridRecord(record, facts), wide_console(report.color, stderr=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.models.heads.dialects import Written
+
+
+_MEDUSA = re.compile(r"(medusa_heads?|blocks)\.|[0-9]+\.[0-9]+\.")  # names of tensors of Medusa heads
 
 
 def convert(
@@ -37,7 +41,7 @@ def convert(
     """Write heads in another engine's format. The tensors stay bit-equal."""
     from safetensors.torch import save_file
 
-    from foretoken.core.artifacts import MODEL, Destination, kind_of
+    from foretoken.core.artifacts import GGUF, MODEL, Destination, heads_of, kind_of
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import resolve
     from foretoken.train.files import PROVENANCE, write_json
@@ -49,8 +53,12 @@ def convert(
             raise InvalidRequest("--to checkpoint writes the target with the layer in it; name the target by --target")
         print(f"{ship(source, resolve(target), out, force)}: the target with the layer in it")
         return
+    held = kind_of(source)
+    kind = (
+        heads_of("mtp") if held in (None, MODEL, GGUF) else held
+    )  # of a model that ships MTP layers these are converted
     inputs = (source, None if target is None else resolve(target))
-    destination = Destination.checked(out, kind_of(source) or MODEL, inputs, force)
+    destination = Destination.checked(out, kind, inputs, force)
     config, tensors = _converted(source, to, target)
     with destination.folder() as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -60,6 +68,7 @@ def convert(
 
 
 def _converted(source: Path, to: str, target: str | None) -> Written:
+    from foretoken.core.artifacts import heads_method, kind_of
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.heads.block import read_block
     from foretoken.models.heads.block_dialects import BLOCK_DIALECTS, write_block
@@ -85,6 +94,11 @@ def _converted(source: Path, to: str, target: str | None) -> Written:
     if "fc.weight" in weights:
         head = read_eagle(source)
         return write_eagle(head, to, _taps(source, target) if target and not head.exact else None, target)
+    if heads_method(config) != "medusa" and not any(_MEDUSA.match(name) for name in weights):
+        raise InvalidRequest(
+            f"{source} is {kind_of(source)}, and convert writes EAGLE, MTP, DFlash, DSpark and Medusa heads in another "
+            "engine's format; foretoken quantize changes the format of a model"
+        )
     heads = read_medusa(source)
     if not heads.vocabulary and target is not None:
         heads = heads.with_vocabulary(_vocabulary(target, heads.blocks[0][0][0].dtype))

@@ -49,9 +49,10 @@ def check_output_files(values: Mapping[str, object]) -> None:
         WriteError: It is not the name of a file in a folder that exists.
     """
     inputs = [file for name, value in values.items() if name not in OUTPUT_FILES for file in _files_in(value)]
-    for name, kind in OUTPUT_FILES.items():
-        if (value := values.get(name)) is not None:
-            inputs.append(check_output_file(Path(str(value)), kind, inputs, f"--{name.removesuffix('_file')} "))
+    outputs = {name: Path(str(values[name])) for name in OUTPUT_FILES if values.get(name) is not None}
+    for name, file in outputs.items():
+        others = [other for other_name, other in outputs.items() if other_name != name]
+        check_output_file(file, OUTPUT_FILES[name], [*inputs, *others], f"--{name.removesuffix('_file')} ")
 
 
 def check_output_file(file: Path, kind: str, inputs: Sequence[Path] = (), option: str = "") -> Path:

@@ -20,7 +20,9 @@ app = typer.Typer(help="Train a target, distil a draft from it, write their card
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target.")]
 MaybeTarget = Annotated[Path | None, typer.Argument(metavar="[TARGET]", help="Folder of the target, or --model.")]
-Model = Annotated[str | None, typer.Option("--model", help="The target: a folder or hub name; else the bundled one.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="The target: a folder, GGUF file or hub name; else the bundled one.")
+]
 Patience = Annotated[int | None, typer.Option(help="Evaluations without improvement before stopping.")]
 Texts = Annotated[
     list[Path] | None,
@@ -120,7 +122,7 @@ def draft(
     distill = DistillConfig(
         top, acceptance_share=acceptance_share, generated_share=share, disk_gigabytes=disk_gigabytes
     )
-    path = target if target is not None else model_of(model)
+    path = model_of(str(target) if target is not None else model)
     show(out, train_draft(out, path, corpus_of(corpus), shape, config, resume, distill, device, force), as_json)
 
 
@@ -143,7 +145,7 @@ def card(
 
 
 def model_of(name: str | None) -> Path:
-    """Returns the folder of the target, by default the bundled one."""
+    """Returns the folder or GGUF file of the target, by default the bundled one."""
     from foretoken import zoo
     from foretoken.models.formats.checkpoint import resolve
 

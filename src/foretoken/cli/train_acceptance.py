@@ -31,7 +31,8 @@ def acceptance(
     out: Out,
     model: Model = None,
     draft_model: Annotated[
-        str | None, typer.Option("--draft-model", help="Its draft: a folder or hub name; else the bundled one.")
+        str | None,
+        typer.Option("--draft-model", help="Its draft: a folder, GGUF file or hub name; else bundled."),
     ] = None,
     data: Texts = None,
     steps: Steps = None,

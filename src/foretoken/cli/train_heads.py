@@ -14,6 +14,7 @@ from foretoken.cli.train import (
     Compile,
     Force,
     Minutes,
+    Model,
     Out,
     Resume,
     Seed,
@@ -28,7 +29,6 @@ from foretoken.cli.train_acceptance import app
 
 __all__ = ["app"]
 
-Model = Annotated[str | None, typer.Option("--model", help="The target: a folder or hub name; else the bundled one.")]
 MaskToken = Annotated[int | None, typer.Option(help="Token id of masked rows; else the rarest.")]
 Own = Annotated[int | None, typer.Option(help="Instead of the target's.")]
 

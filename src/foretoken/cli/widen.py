@@ -50,7 +50,7 @@ class WideSizes:
 
 @grouped
 def widen(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama, T5 or hybrid checkpoint.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama, T5 or hybrid, or a GGUF file.")],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     size: Annotated[
         str | None,
@@ -71,10 +71,12 @@ def widen(
     """Write a checkpoint that computes what SRC computes at the cost of a larger model."""
     import json
 
+    from foretoken.models.formats.checkpoint import resolve
     from foretoken.train.widen import checkpoint as up
 
-    source, heads = source.expanduser().absolute(), [folder.expanduser().absolute() for folder in head or ()]
+    heads = [folder.expanduser().absolute() for folder in head or ()]
     Destination.checked(out, MODEL, (source, *heads), force)
+    source = resolve(source).absolute()
     config = up.read_config(source)
     family = config["model_type"]
     shape = sizes.applied(up.like(size or up.USUAL.get(family, "0.7b"), config["head_dim"], family), family)

@@ -42,6 +42,7 @@ ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "ge
 """The type of the layers of an assistant, by the checkpoint's ``model_type``."""
 
 _NO_ARTIFACT = (None, OTHER_FILE, OTHER_FOLDER)
+_FILE_KINDS = (JSON, JSON_LINES, HTML, TABLE, GGUF, CHECKPOINT)
 _ALONE = (JSON, JSON_LINES, HTML, TABLE)  # never a part of another artifact
 # The first files of a folder that decide its kind, in this order.
 _FOLDERS = {
@@ -83,9 +84,12 @@ def heads_method(config: Mapping[str, Any]) -> str | None:
 
 def kind_of(path: Path) -> str | None:
     """Returns the kind of the artifact at ``path``; None for a missing path, an empty file or folder, or a device."""
-    if path.is_dir():
-        return _folder_kind(path)
-    return _file_kind(path) if path.is_file() else None
+    try:
+        if path.is_dir():
+            return _folder_kind(path)
+        return _file_kind(path) if path.is_file() else None
+    except PermissionError:
+        return OTHER_FOLDER if path.is_dir() else OTHER_FILE
 
 
 def _folder_kind(folder: Path) -> str | None:
@@ -154,7 +158,7 @@ class Destination:
         Args:
             path: File or folder to write. Links are followed.
             kind: Kind of the artifact.
-            inputs: Files and folders that the command reads; None for none.
+            inputs: Files and folders that the command uses otherwise; None for none.
             force: Whether to replace an artifact of the same kind.
 
         Raises:
@@ -167,7 +171,7 @@ class Destination:
         restore_interrupted(out.resolve())
         for source in inputs:
             if source is not None:
-                _check_input(out, source.expanduser().absolute())
+                _check_input(out, source.expanduser().absolute(), "file" if kind in _FILE_KINDS else "folder")
         result = cls(out, kind, force)
         result.check(out)
         if kind in _ALONE and out.is_file() and kind_of(out.parent) not in _NO_ARTIFACT:
@@ -208,18 +212,17 @@ class Destination:
             ) from error
 
 
-def _check_input(out: Path, source: Path) -> None:
+def _check_input(out: Path, source: Path, what: str) -> None:
     """Raises InvalidRequest if writing ``out`` would change or delete ``source``."""
     if _same(out, source):
-        what = "file" if out.is_file() else "folder"
-        raise InvalidRequest(f"{out} is the same {what} as {source}, which this command reads; name another output")
+        raise InvalidRequest(f"{out} is the same {what} as {source}, which this command uses; name another output")
     if any(_same(out, parent) for parent in source.resolve().parents):
-        raise InvalidRequest(f"{out} contains {source}, which this command reads; name another output")
+        raise InvalidRequest(f"{out} contains {source}, which this command uses; name another output")
     inside = list(_below(out, source))
     if inside and source.is_dir() and not out.is_file() and inside[0] != HEADS_FOLDER:
         held = kind_of(source)
         if held not in _NO_ARTIFACT:
-            raise InvalidRequest(f"{out} is inside {source}, {held} that this command reads; name another output")
+            raise InvalidRequest(f"{out} is inside {source}, {held} that this command uses; name another output")
 
 
 def _below(path: Path, folder: Path) -> Iterator[str]:

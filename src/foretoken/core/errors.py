@@ -1,8 +1,19 @@
 """Errors that a user can cause. The command line prints them as a single line."""
 
+from __future__ import annotations
+
+CONTEXT_LENGTH, ENCODER_LENGTH = "the model's context length is", "the encoder reads at most"
+_LONGEST = 300  # characters of another library's message
+
 
 class ForetokenError(Exception):
     """Base of all errors whose message names what is wrong, what was expected, and what to do."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns what another library's exception says, in one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
 
 
 class InvalidRequest(ForetokenError, ValueError):
@@ -19,6 +30,15 @@ class NoTokenAllowed(InvalidRequest):
 
 class ContextLengthExceeded(InvalidRequest):
     """A prompt or a prediction that exceeds the model's context length."""
+
+    @classmethod
+    def of(cls, what: str, tokens: int, limit: int, phrase: str = CONTEXT_LENGTH) -> ContextLengthExceeded:
+        """Returns the error for ``what``, such as "the prompt". phrase: words before the limit."""
+        together = ", prompt and output together; shorten it or raise max_model_len"
+        return cls(
+            f"{what} has {tokens} tokens; {phrase} {limit} tokens"
+            f"{together if phrase == CONTEXT_LENGTH else '; shorten it'}"
+        )
 
 
 class ModelLoadError(ForetokenError, OSError):

@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken.core.bad_words import BadWords
 from foretoken.core.checks import shown
-from foretoken.core.errors import ContextLengthExceeded, InvalidRequest
+from foretoken.core.errors import CONTEXT_LENGTH, ContextLengthExceeded, InvalidRequest
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -78,7 +78,7 @@ class ContextLimit:
 
     tokenizer: Any
     tokens: int
-    phrase: str = "the model's context length is"
+    phrase: str = CONTEXT_LENGTH
 
     @cached_property
     def characters(self) -> int:
@@ -90,7 +90,7 @@ class ContextLimit:
         if len(prompt) <= self.tokens:
             return
         if not isinstance(prompt, str):
-            raise ContextLengthExceeded(f"{what} has {len(prompt)} tokens; {self.phrase} {self.tokens} tokens")
+            raise ContextLengthExceeded.of(what, len(prompt), self.tokens, self.phrase)
         if len(prompt) > self.characters:
             raise ContextLengthExceeded(
                 f"{what} has {len(prompt)} characters; {self.phrase} {self.tokens} tokens, which are {self.characters} "

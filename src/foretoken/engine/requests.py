@@ -10,7 +10,7 @@ from typing import Any
 from foretoken.core.bad_words import BadWords
 from foretoken.core.checks import shown
 from foretoken.core.context import Context
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import ENCODER_LENGTH, InvalidRequest
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.detokenize import Detokenizer
 from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, TokenizedPrompt
@@ -105,7 +105,7 @@ class RequestBuilder:
     ) -> None:
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
         limit = None if max_length is None else ContextLimit(tokenizer, max_length)
-        source_limit = ContextLimit(tokenizer, source_length, "the encoder reads at most") if source_length else None
+        source_limit = ContextLimit(tokenizer, source_length, ENCODER_LENGTH) if source_length else None
         self.prompt_tokenizer = PromptTokenizer(tokenizer, vocab_size, tuple(start), limit, source_limit)
         self._methods, self._max_length, self._adapter_key = tuple(methods), max_length, adapter_key
         self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import ENCODER_LENGTH, ContextLengthExceeded, InvalidRequest
 from foretoken.models.chains import ChainRequest, ModelChain
 
 NO_ENCODER = "this model has no encoder that could read a source; give it the whole text as its prompt"
@@ -28,7 +28,7 @@ NO_SOURCE = "this model is an encoder-decoder; give it a text for its encoder"
 def check_source(source: Sequence[int], longest: int) -> None:
     """Raises InvalidRequest for a source of more than ``longest`` tokens."""
     if len(source) > longest:
-        raise InvalidRequest(f"the source has {len(source)} tokens and the encoder reads at most {longest}; shorten it")
+        raise ContextLengthExceeded.of("the prompt", len(source), longest, ENCODER_LENGTH)
 
 
 @dataclass(eq=False, slots=True)
@@ -252,10 +252,7 @@ class Model(ABC):
     def admit(self, prompt: Sequence[int], source: Sequence[int]) -> None:
         """Raises InvalidRequest for a prompt or source that the model could never open."""
         if len(prompt) >= self.max_length:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens and the model was opened with room for {self.max_length}, prompt "
-                "and output together; shorten it or raise max_model_len"
-            )
+            raise ContextLengthExceeded.of("the prompt", len(prompt), self.max_length)
         if bool(source) != self.takes_source:
             raise InvalidRequest(NO_ENCODER if source else NO_SOURCE)
         check_source(source, self.source_length)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
@@ -22,7 +23,7 @@ from foretoken.models.formats.fp8 import Fp8Weights
 from foretoken.models.formats.gguf.names import is_gguf
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
-from foretoken.models.formats.prequantized import check_prequantized, unpacked
+from foretoken.models.formats.prequantized import check_prequantized, rounded, unpacked
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.reader import located
 from foretoken.models.formats.weight_files import Weights
@@ -99,6 +100,8 @@ def load_model(
         _check_packed(runtime, quantization, path)
     if runtime is not None:
         tensors = unpacked(weights, config)
+        if quantization is not None:
+            _check_rounding(config, tensors, quantization, path)
         scheme = Quantizer.of(quantization or ("int8" if check_prequantized(config) else None))
         compiled = where.type == "cpu" and packs_groups(kind)
         compress = compiled and packs(runtime.decoder_of(config), kind, weight_format)
@@ -148,6 +151,28 @@ def _language_model(config: dict[str, Any], weights: Weights, path: Path) -> tup
 def report_language_model_alone(path: str) -> None:
     """Says once for each checkpoint that images and sound are not read."""
     _log.warning("%s is multimodal; its language model is loaded alone, so images and sound are not read", path)
+
+
+def _check_rounding(config: Mapping[str, Any], tensors: Mapping[str, Tensor], quantization: str, path: Path) -> None:
+    """Warns where weights are rounded a second time. Raises InvalidRequest where they are int8 and would stay so."""
+    if check_prequantized(config) and quantization != "int8":
+        raise InvalidRequest(
+            f"{path} is int8 already, so quantization={quantization!r} would change nothing; leave it out, or name the "
+            "checkpoint that it was made from"
+        )
+    if rounded(tensors):
+        report_second_rounding(str(path), quantization)
+
+
+@functools.cache
+def report_second_rounding(path: str, quantization: str) -> None:
+    """Warns once for each checkpoint that rounding twice loses more than once."""
+    _log.warning(
+        "%s is quantized already, and quantization=%r rounds its weights a second time, which changes the output more "
+        "than rounding once; leave it out, or name the checkpoint that it was made from",
+        path,
+        quantization,
+    )
 
 
 def _needed(

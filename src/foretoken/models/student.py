@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.core.errors import ModelLoadError
+from foretoken.core.errors import ModelLoadError, reason_of
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import load_config, open_weights
@@ -76,8 +76,7 @@ def _load(path: Path) -> Any:
         module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         missing, unexpected = module.load_state_dict(weights, strict=False)
     except (ValueError, KeyError, RuntimeError, OSError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelLoadError(f"the draft in {path} cannot be trained further ({reason})") from error
+        raise ModelLoadError(f"the draft in {path} cannot be trained further ({reason_of(error)})") from error
     module.tie_weights()
     if odd := [*unexpected, *(set(missing) - set(module._tied_weights_keys or ()))]:
         raise ModelLoadError(f"the draft in {path} cannot be trained further: its tensor {odd[0]!r} is odd or missing")

@@ -21,11 +21,8 @@ from foretoken.models.formats.checkpoint import (
     load_tokenizer,
     open_weights,
 )
-from foretoken.models.formats.gguf.blocks import FLOATS
-from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.names import is_gguf
-from foretoken.models.formats.packed import PackedWeights
-from foretoken.models.formats.prequantized import check_prequantized, unpacked
+from foretoken.models.formats.prequantized import check_prequantized, rounded, unpacked
 from foretoken.models.seq2seq.model import EncoderDecoder
 from foretoken.quantize.calibration import Calibration, calibrates
 from foretoken.quantize.file import Described
@@ -60,7 +57,7 @@ class SourceCheckpoint:
         if check_prequantized(config):
             raise InvalidRequest(f"{path} is int8 already; quantize the checkpoint that it was made from")
         tensors = unpacked(open_weights(path), config)
-        if scheme.quantizes and (isinstance(tensors, PackedWeights) or _has_blocks(path)):
+        if scheme.quantizes and rounded(tensors):
             raise InvalidRequest(
                 f"{path} is quantized already, and rounding twice loses more than once; quantize the checkpoint that "
                 "it was made from, or write it as bfloat16 first"
@@ -143,8 +140,3 @@ def _place(name: str) -> tuple[int, Any, str]:
         return 0, name, name
     layer = _LAYER.match(name)
     return (1, int(layer[1]), name) if layer else (2, name, name)
-
-
-def _has_blocks(path: Path) -> bool:
-    """Returns whether a GGUF file has quantized tensors."""
-    return is_gguf(path) and any(tensor.kind not in FLOATS for tensor in Header.read(path).tensors.values())

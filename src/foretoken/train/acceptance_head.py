@@ -26,6 +26,7 @@ from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.propose.stopping.learned import EXTRA, MODEL_TYPE, features
+from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.data import Corpus
 from foretoken.train.files import check_run, checkpoint_of, lessons_of, write_json
 from foretoken.train.generated import PROMPTS, Prompts, prepare_windows
@@ -123,8 +124,8 @@ def train_acceptance(
 
     Args:
         out: Folder of the head.
-        target: Folder of the target.
-        draft: Folder of the draft.
+        target: Folder or GGUF file of the target.
+        draft: Folder or GGUF file of the draft.
         corpus: Text.
         config: Training configuration. Its ``minutes`` include sampling text.
         settings: Size and training data of the head.
@@ -142,6 +143,7 @@ def train_acceptance(
     """
     settings, started = settings or AcceptanceConfig(), time.monotonic()
     run = check_run(out, ACCEPTANCE_HEAD, (target, draft, *corpus.paths), resume, force)
+    target, draft = checkpoint_folder(target), checkpoint_folder(draft)
     check_vocabulary(load_tokenizer(target), draft)
     folder = lessons_of(run.path)
     if not resume:

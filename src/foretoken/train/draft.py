@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foretoken.core.artifacts import MODEL
-from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.errors import InvalidRequest, ModelLoadError, reason_of
 from foretoken.models.loading import resolve_device
+from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.distillation import (
     DISTILL,
@@ -55,7 +56,7 @@ def train_draft(
 
     Args:
         out: Folder of the draft.
-        target: Folder of the target.
+        target: Folder or GGUF file of the target.
         corpus: Text. It must be split as it was for the target, or the held-out figures are meaningless.
         shape: Size of the draft.
         config: Training configuration. Its ``minutes`` include the pass over the target.
@@ -73,6 +74,7 @@ def train_draft(
         TrainingError: Files cannot be written, or the loss diverges.
     """
     run = check_run(out, MODEL, (target, *corpus.paths), resume, force)
+    target = checkpoint_folder(target)
     where = resolve_device(device)
     teacher, tokenizer = load_teacher(target)
     teacher.to(where)
@@ -126,9 +128,8 @@ def load_teacher(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
             model = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelLoadError(
-            f"cannot load the target {path}: {reason}; pass a folder written by 'foretoken train target'"
+            f"cannot load the target {path}: {reason_of(error)}; pass a folder written by 'foretoken train target'"
         ) from error
     return model.eval().requires_grad_(False), tokenizer
 

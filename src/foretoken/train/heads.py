@@ -20,6 +20,7 @@ from foretoken.core.artifacts import TRAINING_TEXT, Destination, heads_of
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.models.loading import resolve_device
+from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train import processes
 from foretoken.train.acceptance import chain_acceptance, figures, head_loss
 from foretoken.train.block_heads import DFlashHead, DFlashTrainConfig, DSparkHead, DSparkTrainConfig
@@ -103,7 +104,7 @@ def train_head(
     Args:
         role: A key of ``ROLES``.
         out: Folder of the head.
-        target: Folder of the target.
+        target: Folder or GGUF file of the target.
         corpus: Text. It must be split as it was for the target, or the held-out figures are too good.
         settings: Settings of the head, by default those of its role.
         config: Training configuration. Its ``minutes`` include sampling text and computing hidden states.
@@ -132,6 +133,7 @@ def train_head(
     run = check_run(out, heads_of("eagle3" if role == "peagle" else role), (*inputs, lessons), resume, force)
     if lessons is not None:
         Destination.checked(lessons, TRAINING_TEXT, inputs, force=True)
+    target = checkpoint_folder(target)
     with processes.joined(resolve_device(device)) as where, _lessons_folder(run.path, lessons, resume) as folder:
         teacher = Teacher(target, where, config.compile)
         _check_window(ROLES[role].make(settings, teacher, torch.ones(teacher.vocab)), config)  # before any work

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError, reason_of
 from foretoken.core.files import atomic_file
 from foretoken.train import processes
 from foretoken.train.optimization import compiled
@@ -40,8 +40,7 @@ class Teacher:
             with quiet_transformers():
                 self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, use_safetensors=True)
         except Exception as error:  # transformers raises many kinds
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ModelLoadError(f"cannot load {path}: {reason}; pass the folder of a checkpoint") from error
+            raise ModelLoadError(f"cannot load {path}: {reason_of(error)}; pass the folder of a checkpoint") from error
         self.model.to(device).eval().requires_grad_(False)
         self.path, self.device = path, device
         self.config: Any = self.model.config.get_text_config()

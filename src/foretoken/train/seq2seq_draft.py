@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.core.artifacts import MODEL
-from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.errors import InvalidRequest, ModelLoadError, reason_of
+from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.data import Corpus
 from foretoken.train.distillation import acceptance_weight, agreement, full_distillation_loss
 from foretoken.train.files import check_run, checkpoint_of
@@ -72,7 +73,7 @@ def train_seq2seq_draft(
         TrainingError: Files cannot be written, or the loss diverges.
     """
     run = check_run(out, MODEL, (target, *corpus.paths), resume, force)
-    teacher, tokenizer = load_seq2seq(target).float(), bundled_tokenizer()
+    teacher, tokenizer = load_seq2seq(checkpoint_folder(target)).float(), bundled_tokenizer()
     teacher.set_attn_implementation("eager")  # as `new_model`
     if teacher.config.vocab_size != len(tokenizer):
         raise InvalidRequest(
@@ -123,9 +124,8 @@ def load_seq2seq(path: Path) -> T5ForConditionalGeneration:
         with quiet_transformers():
             model = T5ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelLoadError(
-            f"cannot load the target {path}: {reason}; pass a folder written by 'foretoken train seq2seq'"
+            f"cannot load the target {path}: {reason_of(error)}; pass a folder written by 'foretoken train seq2seq'"
         ) from error
     return model.eval().requires_grad_(False)
 

@@ -9,6 +9,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.models.formats.checkpoint import load_config
 from foretoken.models.heads.mtp import HIDDEN_KEY
+from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.hybrid.shape import MODEL_TYPE
 from foretoken.train.shards import ShardReader, ShardWriter, copy_companions
@@ -19,7 +20,7 @@ def ship(layer: Path, target: Path, out: Path, force: bool = False) -> Path:
 
     Args:
         layer: Folder of ``foretoken train mtp``.
-        target: Folder of its target, a hybrid of Qwen3.5's layout.
+        target: Folder or GGUF file of its target, a hybrid of Qwen3.5's layout.
         out: Folder to write.
         force: Whether to replace an earlier model at ``out``.
 
@@ -28,6 +29,7 @@ def ship(layer: Path, target: Path, out: Path, force: bool = False) -> Path:
         ModelLoadError: One of them cannot be read.
     """
     destination = Destination.checked(out, MODEL, (layer, target), force)
+    target = checkpoint_folder(target)
     config, theirs, own = load_config(target), ShardReader(target), ShardReader(layer)
     names = {name for name in own.names if name.startswith("mtp.")}
     if config.get("model_type") != MODEL_TYPE:

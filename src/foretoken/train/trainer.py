@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foretoken.core.errors import TrainingError
+from foretoken.core.errors import TrainingError, reason_of
 from foretoken.core.files import atomic_file
 from foretoken.train import processes
 from foretoken.train.optimization import TrainConfig, compiled, optimizers
@@ -69,9 +69,8 @@ class Trainer:
                 optimizer.load_state_dict(saved)
             self.step, self.elapsed, self.history = state["step"], state["elapsed"], state["history"]
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TrainingError(
-                f"the checkpoint {self.checkpoint} is damaged or was written with other settings ({reason}); "
+                f"the checkpoint {self.checkpoint} is damaged or was written with other settings ({reason_of(error)}); "
                 "run with the settings it was started with, or pass --force to start again"
             ) from error
         return True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from foretoken.core.errors import ModelLoadError
+from foretoken.core.errors import ForetokenError, ModelLoadError, reason_of
 from foretoken.core.schema import Layers, Schema, Size, TokenId, TokenIds, parse, read_object
 from foretoken.models.formats.gguf.names import SPLIT_NAME, is_gguf
 from foretoken.models.formats.tokenizer import PlainTokenizer, is_plain
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from foretoken.models.formats.gguf.weights import GGUFWeights
 
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "vocab.txt", "merges.txt")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _FAST_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -254,10 +255,18 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except ForetokenError:
+        raise
     except Exception as error:  # tokenizers raise bare exceptions for broken files
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if is_gguf(path):
+            raise ModelLoadError(f"no tokenizer loads from {path}: {reason_of(error)}") from error
+        if not any((path / name).is_file() for name in ("config.json", *_TOKENIZER_FILES)):
+            raise ModelLoadError(
+                f"{path} is no checkpoint: it has neither config.json nor a tokenizer; expected the folder of a model "
+                "or a *.gguf file"
+            ) from error
         raise ModelLoadError(
-            f"no tokenizer loads from {path} ({reason}); expected tokenizer.json or the model's vocabulary files"
+            f"no tokenizer loads from {path}; expected tokenizer.json or vocabulary files: {reason_of(error)}"
         ) from error
 
 

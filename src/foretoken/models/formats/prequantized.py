@@ -182,6 +182,14 @@ def unpacked(
     return result
 
 
+def rounded(tensors: Mapping[str, Tensor]) -> bool:
+    """Returns whether tensors of a checkpoint hold codes, so that quantizing them rounds a second time.
+
+    Eight-bit floats do not count: checkpoints that were trained with them exist in no other form.
+    """
+    return isinstance(tensors, PackedWeights) or bool(getattr(tensors, "quantized", False))
+
+
 def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:
     """Returns the weight of the linear layer ``name``; None if it is not quantized.
 

@@ -22,6 +22,7 @@ from foretoken.core.schema import parse
 from foretoken.models.families.schema import CausalConfig
 from foretoken.models.families.table import FAMILIES
 from foretoken.models.formats.checkpoint import load_config
+from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.hybrid.shape import MODEL_TYPE, HybridShape
 from foretoken.train.progress import Reporter
@@ -120,7 +121,7 @@ def widen_checkpoint(
     Works in float64, one layer at a time, and writes the source's dtype with untied embeddings.
 
     Args:
-        source: Folder of the source.
+        source: Folder or GGUF file of the source.
         out: Folder of the wide model.
         shape: Its size.
         seed: Seed of the rotation and of filler units.
@@ -133,6 +134,7 @@ def widen_checkpoint(
         TrainingError: The disk has too little space.
     """
     destination = Destination.checked(out, MODEL, (source, *heads), force)
+    source = checkpoint_folder(source)
     config = read_config(source)
     if heads and config["model_type"] not in ("llama", "mistral"):
         raise InvalidRequest(f"heads are widened for a Llama, not for a {config['model_type']!r} model")

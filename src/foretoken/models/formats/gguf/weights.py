@@ -57,6 +57,11 @@ class GGUFWeights(Mapping[str, Tensor]):
         return tensor
 
     @property
+    def quantized(self) -> bool:
+        """Whether any tensor is quantized."""
+        return any(source.stored.kind not in FLOATS for source in self._sources.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors as they are stored."""
         return sum(source.stored.nbytes for source in self._sources.values())
