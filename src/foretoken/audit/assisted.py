@@ -15,6 +15,7 @@ from foretoken.audit.subject import Audited, AuditedCompletion, CompletionSettin
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
+from foretoken.quantize.cached import checkpoint_folder
 from foretoken.speculation import SpeculativeConfig
 
 LOOKUP = 10  # draft tokens, as in transformers' documentation
@@ -53,7 +54,8 @@ class Assisted:
         self.names = {"model": str(model), "draft_model": config.model, "method": method}
         folders = [path, *([resolve(config.model)] if config.model else [])]
         loaded: list[Any] = [
-            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for folder in folders
+            transformers.AutoModelForCausalLM.from_pretrained(checkpoint_folder(folder), dtype=dtype).eval()
+            for folder in folders
         ]
         self.model, self.draft = loaded[0], loaded[1] if config.model else None
         self.ends = _ends(self.model)

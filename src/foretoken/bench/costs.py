@@ -174,10 +174,11 @@ def _transformers_step(loaded: Loaded, context: int) -> TimedTask:
             f"{loaded.path.name} is an encoder-decoder; its step is compared by benchmarks/encoder_decoder.py"
         )
 
+    from foretoken.quantize.cached import checkpoint_folder
     from foretoken.train.progress import quiet_transformers
 
     with quiet_transformers():
-        module = AutoModelForCausalLM.from_pretrained(loaded.path, dtype=loaded.model.dtype).eval()
+        module = AutoModelForCausalLM.from_pretrained(checkpoint_folder(loaded.path), dtype=loaded.model.dtype).eval()
     tokens = torch.tensor([loaded.prompt(context)])
     cache = DynamicCache(config=module.config)
     with torch.inference_mode():
