@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.bench.peers import registry
+from foretoken.quantize import quantize_checkpoint
 
 REQUIRED = {
     "system",
@@ -106,6 +107,22 @@ def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
         ("plain", 3, 4, 4),
         ("ngram", 3, 4, 4),
     ]
+
+
+@pytest.mark.usefixtures("preloaded_python")
+@pytest.mark.slow
+def test_a_race_without_a_draft_model(run, tiny_pair, nowhere, tmp_path):
+    file = tmp_path / "target.gguf"
+    quantize_checkpoint(tiny_pair.target, file, "Q8_0")
+    short_race = ["--peers", "none", "--count", "1", "--max-tokens", "6", "--repeats", "1", "--depth", "2", "--json"]
+    ngram = ("--speculative-config", '{"method": "ngram"}')
+    result = run("bench", "race", "--target", str(file), *short_race, *ngram)
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
+    assert [row["method"] for row in record["rows"]] == ["plain", "ngram"] and record["setting"]["draft"] is None
+    drafted = ("--speculative-config", '{"method": "draft_model"}')
+    result = run("bench", "race", "--target", str(file), *short_race, *ngram, *drafted)
+    assert result.code == 1 and "name its draft too, or a method without a draft model" in result.err
 
 
 def prompts(folder: Path) -> Path:

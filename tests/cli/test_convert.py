@@ -93,6 +93,14 @@ def test_refusals_are_one_line(run, tmp_path):
         assert not (tmp_path / "b").exists()
 
 
+def test_a_model_is_no_heads(run, tiny_pair, tmp_path):
+    for force in ((), ("--force",)):
+        result = run("convert", str(tiny_pair.target), str(tmp_path / "b"), "--to", "vllm", *force)
+        assert result.code == 1 and not (tmp_path / "b").exists()
+        assert f"{tiny_pair.target} is a model, and convert writes EAGLE" in result.err
+        assert "foretoken quantize" in result.err and "num_heads" not in result.err
+
+
 def test_scale_up_takes_heads_along(run, tiny_pair, tmp_path):
     head = tiny.save(tmp_path / "head", *tiny.blockwise())
     sizes = ["--hidden", "128", "--intermediate", "96", "--layers", "3", "--heads", "8", "--kv-heads", "2"]

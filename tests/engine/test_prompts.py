@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from foretoken import LLM
 from foretoken.core.errors import ContextLengthExceeded, InvalidRequest
 from foretoken.engine.prompts import ContextLimit, PromptTokenizer
 from foretoken.engine.requests import RequestBuilder
@@ -83,6 +84,25 @@ def test_ids_beyond_the_context_are_refused_unchecked(builder: RequestBuilder) -
     ):
         with pytest.raises(ContextLengthExceeded, match=f"{CONTEXT + 1} tokens|{2 * CONTEXT + 2} tokens"):
             refused()
+
+
+@pytest.mark.parametrize("max_model_len", [16, 40])
+def test_prompts_that_fill_the_context_and_that_exceed_it_raise_the_same_error(
+    tiny_pair: Any, max_model_len: int
+) -> None:
+    llm = LLM(tiny_pair.target, dtype="float32", max_model_len=max_model_len)
+    letters = ((id, llm.tokenizer.decode([id])) for id in range(400))
+    token = next(id for id, text in letters if len(text) == 1 and llm.tokenizer.encode(text * 3) == [id] * 3)
+    for count in (max_model_len, max_model_len + 1, 3 * max_model_len):
+        for prompt in ([token] * count, llm.tokenizer.decode([token]) * count):
+            with pytest.raises(ContextLengthExceeded) as caught:
+                llm.generate({"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt)
+            assert str(caught.value) == (
+                f"the prompt has {count} tokens; the model's context length is {max_model_len} tokens, prompt and "
+                "output together; shorten it or raise max_model_len"
+            )
+    (output,) = llm.generate({"prompt_token_ids": [token] * (max_model_len - 1)})
+    assert len(output.outputs[0].token_ids) == 1
 
 
 def test_an_encoder_decoder_limits_both_texts(counting: Counting, longest: int) -> None:

@@ -317,3 +317,17 @@ def test_a_long_maximum_length_takes_no_memory(llama: Path, runner: str) -> None
         model = load_model(llama, "float32", "cpu")
         logits = model.score([model.open([4, 5, 6])], [Draft.empty()])[0].logits
     assert model.max_length == 2**31 - 1 and logits.isfinite().all()
+
+
+def test_folders_without_a_model_are_named_in_whole_sentences(tmp_path: Path, llama: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelLoadError) as error:
+        load_tokenizer(tmp_path / "empty")
+    assert one_line(error) == (
+        f"{tmp_path / 'empty'} is no checkpoint: it has neither config.json nor a tokenizer; expected the folder of a "
+        "model or a *.gguf file"
+    )
+    with pytest.raises(ModelLoadError) as error:
+        load_tokenizer(llama)  # without a tokenizer
+    assert f"no tokenizer loads from {llama}; expected tokenizer.json" in one_line(error)
+    assert not one_line(error).rstrip(".").endswith(("of:", ":", ","))

@@ -16,7 +16,7 @@ import gguf
 import pytest
 from gguf.constants import GGMLQuantizationType as K
 
-from foretoken import zoo
+from foretoken import LLM, zoo
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.formats.checkpoint import load_generation_settings, load_tokenizer
@@ -97,6 +97,18 @@ def test_a_bad_header_is_refused_without_much_memory(name: str, tmp_path: Path) 
         tracemalloc.stop()
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_cause_alone_is_reported(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(BAD[name][0])
+    with pytest.raises(ModelLoadError) as expected:
+        Header.read(file)
+    for load in (load_tokenizer, load_model, load_generation_settings, LLM):
+        with pytest.raises(ModelLoadError) as caught:
+            load(file)
+        assert str(caught.value) == str(expected.value)
 
 
 @pytest.fixture(scope="module")

@@ -335,8 +335,9 @@ def test_an_id_of_no_token_is_none(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_built_is_refused(model: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = written(tmp_path / "model.gguf", model, ["a", "b", "ab"], [1, 1, 1], **settings)
-    with pytest.raises(ModelLoadError, match=message):
+    with pytest.raises(ModelLoadError, match=message) as caught:
         load_tokenizer(file)
+    assert "tokenizer.json" not in str(caught.value) and str(file) in str(caught.value)
 
 
 @pytest.mark.parametrize("architecture, spaces", [("phi3", 1), ("llama", 3)])

@@ -89,6 +89,8 @@ def read_provenance(folder: Path) -> dict[str, Any]:
         raise InvalidRequest(
             f"cannot read {folder / PROVENANCE}: {error}; pass a folder written by 'foretoken train'"
         ) from error
+    if "config" not in facts:
+        raise InvalidRequest(f"{folder} was not written by 'foretoken train', and only such models get a card")
     return facts
 
 
