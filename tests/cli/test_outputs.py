@@ -167,7 +167,7 @@ def test_another_kind_of_artifact_is_never_replaced(run: Run, work: Workspace, c
         for force in ((), ("--force",)):
             result = run(*work.args(command, out, *force))
             assert (result.code, result.out) == (1, ""), kind
-            assert "does not replace" in result.err, kind
+            assert "is not replaced by" in result.err, kind
             assert contents(tmp_path) == before
 
 
@@ -253,10 +253,10 @@ def test_output_files_are_no_inputs_and_no_other_files(run: Run, work: Workspace
     else:
         cases = {}
     cases |= {
-        target / "config.json": "belongs to a model" if option == "--output" else "does not replace",
-        target / "model.safetensors": "does not replace",
-        target / "tokenizer.json": "belongs to a model" if option == "--output" else "does not replace",
-        work.inputs["texts"] / "f1.py": "does not replace",
+        target / "config.json": "belongs to a model" if option == "--output" else "is not replaced by",
+        target / "model.safetensors": "is not replaced by",
+        target / "tokenizer.json": "belongs to a model" if option == "--output" else "is not replaced by",
+        work.inputs["texts"] / "f1.py": "is not replaced by",
     }
     for file, words in cases.items():
         result = run(*args, option, str(file))
@@ -299,13 +299,30 @@ def test_a_result_replaces_an_earlier_one_whole_or_not_at_all(
     assert sorted(os.listdir(tmp_path)) == ["a.html", "a.json"]
 
 
+def test_empty_files_and_folders_are_replaced_by_their_like_alone(run: Run, work: Workspace, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.gguf").mkdir()
+    for command in ("quantize", "convert", "build-datastore"):
+        result = run(*work.args(command, tmp_path / "file", "--force"))
+        assert result.code == 1 and "is a file" in result.err
+    target = str(work.inputs["target"])
+    result = run("quantize", target, str(tmp_path / "folder.gguf"), "--scheme", "F16")
+    assert result.code == 1 and "is a folder" in result.err
+    assert run(*work.args("convert", tmp_path / "folder")).code == 0
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "folder.gguf", "work"]
+
+
 def test_the_library_follows_the_same_rule(work: Workspace, tmp_path: Path) -> None:
     table = work.inputs["target"] / "model.safetensors"
     with pytest.raises(InvalidRequest, match="belongs to a model"):
         Recycling(8).save(table)
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises((InvalidRequest, WriteError), match="does not replace"):
+    with pytest.raises((InvalidRequest, WriteError), match="is not replaced by"):
         Recycling(8).save(tmp_path / "notes")
+    (tmp_path / "tables").mkdir()
+    for _ in range(2):
+        Recycling(8).save(tmp_path / "tables" / "table.safetensors")
     llm = LLM(work.inputs["target"], work.inputs["draft"], dtype="float32", adapt=True)
     for folder in (work.inputs["draft"], work.inputs["target"], work.root):
         with pytest.raises(InvalidRequest, match="which this command uses"):

@@ -34,10 +34,13 @@ def test_a_failure_leaves_the_earlier_file_and_nothing_else(tmp_path: Path, erro
     assert (tmp_path / "out").read_text() == "old"
 
 
-def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before, written", [(0o600, 0o644), (0o644, 0o600)])
+def test_a_file_that_replaces_another_grants_no_more_access(tmp_path: Path, before: int, written: int) -> None:
     write(tmp_path / "out", "old")
-    (tmp_path / "out").chmod(0o600)
-    write(tmp_path / "out", "new")
+    (tmp_path / "out").chmod(before)
+    with atomic_file(tmp_path / "out") as partial:
+        partial.write_text("new")
+        partial.chmod(written)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o600
 
 

@@ -100,7 +100,7 @@ def _folder_kind(folder: Path) -> str | None:
         return known
     if "config.json" in names:
         return _checkpoint_kind(folder, names)
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("model*.safetensors")):
         return MODEL
     return GGUF_FOLDER if any(name.lower().endswith(".gguf") for name in names) else OTHER_FOLDER
 
@@ -187,9 +187,12 @@ class Destination:
         """Raises InvalidRequest if the artifact ``existing``, which is at ``path`` or was, may not be replaced."""
         held = kind_of(existing)
         if held is None:
+            if existing.exists() and existing.is_dir() == (self.kind in _FILE_KINDS):
+                what = "folder" if existing.is_dir() else "file"
+                raise InvalidRequest(f"{self.path} is a {what}, and {self.kind} is none; name another output")
             return
         if held != self.kind:
-            raise InvalidRequest(f"{self.path} holds {held}, which {self.kind} does not replace; name another output")
+            raise InvalidRequest(f"{self.path} holds {held} and is not replaced by {self.kind}; name another output")
         if not self.force:
             raise InvalidRequest(f"{self.path} exists; name another output, or pass --force to replace it")
 

@@ -64,7 +64,7 @@ def atomic_file(out: Path, check: Check = _free) -> Iterator[Path]:
     """Yields the path of a temporary file that replaces ``out`` at the end of the block. An error deletes it.
 
     Args:
-        out: File to write. A file that is replaced keeps its permissions.
+        out: File to write. A file that replaces another grants no more access than either.
         check: Called before what is at ``out`` at the end of the block is replaced.
     """
     partial = _beside(out, "partial")
@@ -72,7 +72,7 @@ def atomic_file(out: Path, check: Check = _free) -> Iterator[Path]:
         yield partial
         if out.exists():
             check(out)
-            partial.chmod(out.stat().st_mode & 0o777)
+            partial.chmod(partial.stat().st_mode & out.stat().st_mode & 0o777)
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
