@@ -135,9 +135,10 @@ def test_other_architectures_are_refused(small: Path, tmp_path: Path, change: di
 def test_missing_or_damaged_sources_are_named(small: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="does not exist"):
         up.widen_checkpoint(tmp_path / "nothing", tmp_path / "wide", WIDE)
-    (tmp_path / "config.json").write_bytes((small / "config.json").read_bytes())
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_bytes((small / "config.json").read_bytes())
     with pytest.raises(ModelLoadError, match="safetensors"):
-        up.widen_checkpoint(tmp_path, tmp_path / "wide", WIDE)
+        up.widen_checkpoint(tmp_path / "source", tmp_path / "wide", WIDE)
     with pytest.raises(InvalidRequest, match=r"known: 0\.7b"):
         up.like("2b")
 
