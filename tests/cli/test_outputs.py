@@ -13,7 +13,7 @@ import pytest
 import torch
 import typer
 from tests.cli.conftest import Run
-from tests.conftest import TEXT, Pair
+from tests.conftest import Pair
 from tests.models.heads import blocks, tiny
 
 from foretoken import LLM
@@ -107,7 +107,7 @@ class Workspace:
         self.inputs["texts"].mkdir()
         for number in range(6):
             lines = (f"def f{number}_{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(20))
-            (self.inputs["texts"] / f"f{number}.py").write_text("".join(lines) + TEXT[number % 3])
+            (self.inputs["texts"] / f"f{number}.py").write_text("".join(lines))
         self.before = contents(root)
 
     def args(self, command: str, out: Path, *more: str) -> list[str]:
