@@ -8,8 +8,8 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,8 +26,21 @@ _log = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0  # seconds without work before the engine's integrity is checked
 
 
+def _ignore(error: Exception) -> None:
+    """The ``failed`` of an order that nobody waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    work: Callable[[], None]
+    failed: Callable[[Exception], None]
+
+
 class EngineThread:
     """Runs the engine of an ``LLM``. Other threads give it orders, which it carries out between two steps.
+
+    An order that raises fails alone. When the thread ends, for whatever reason, every request in the engine and every
+    order that was not carried out fails at once.
 
     Args:
         llm: The model. Nothing else may use it while the thread runs.
@@ -41,7 +54,9 @@ class EngineThread:
         self.llm, self.engine = llm, llm.engine
         self.listeners: list[Callable[[Sequence[StepOutput]], None]] = []
         self.dead: Exception | None = None
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._accepting = threading.Lock()  # is held while an order is queued, and while the thread stops taking any
+        self._end: ServerUnavailable | None = None  # the error of all orders from then on
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
         # Only the thread uses these.
         self._assembler = Assembler(self.engine, llm.tokenizer)
@@ -57,15 +72,30 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and self.dead is None
 
-    def order(self, work: Callable[[], None]) -> None:
-        """Asks the thread to do ``work`` between two steps. May be called by any thread."""
-        self._orders.put(work)
+    def order(self, work: Callable[[], None], failed: Callable[[Exception], None] = _ignore) -> None:
+        """Asks the thread to do ``work`` between two steps. May be called by any thread.
+
+        Args:
+            work: What to do.
+            failed: Called with the error if ``work`` raises, or if the thread ends or has ended without doing it.
+        """
+        with self._accepting:
+            if self._end is None:
+                self._orders.put(_Order(work, failed))
+                return
+        failed(self._end)
+
+    def submit(self, generation: Generation) -> None:
+        """Adds a request to the engine between two steps. An error ends it. May be called by any thread."""
+        self.order(lambda: self.add(generation), lambda error: self._deliver([(generation, error)]))
 
     def stop(self) -> None:
         """Ends the thread after its current step, and waits for it."""
         self._orders.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        else:
+            self._finish(ServerUnavailable("the engine is not running"))
 
     def method_of(self, step: StepOutput) -> str:
         """Returns the method that drafted in ``step``. Valid while listeners are called with it."""
@@ -82,11 +112,10 @@ class EngineThread:
                 self._methods.update({context.id: self.llm.method_of(context) for context in contexts})
                 self._assembler.add(request, contexts, generation.priority)
         except Exception as error:
-            self.drop(generation)
-            self._deliver([(generation, _failure(error))])
+            self._fail([generation], error)
 
     def drop(self, generation: Generation) -> None:
-        """Ends the sequences of a request that are not done."""
+        """Ends the sequences of a request that are not done. An error in one of them is logged."""
         if generation in self._fresh:
             self._fresh.remove(generation)
         for request in generation.requests:
@@ -94,7 +123,10 @@ class EngineThread:
         for member in generation.members:
             self._generations.pop(member, None)
             self._methods.pop(member, None)
-            self.engine.abort(member)
+            try:
+                self.engine.abort(member)
+            except Exception:
+                _log.exception("a sequence could not be removed from the engine")
             self.engine.finished.pop(member, None)
 
     # the thread's work
@@ -107,8 +139,18 @@ class EngineThread:
         except Exception as error:
             _log.exception("the engine's thread ended")
             self.dead = error
-            end = ServerUnavailable(f"the engine stopped working ({error})")
-            self._deliver([(generation, end) for generation in set(self._generations.values())])
+        finally:
+            words = "is not running" if self.dead is None else f"stopped working ({self.dead})"
+            self._finish(ServerUnavailable(f"the engine {words}"))
+
+    def _finish(self, end: ServerUnavailable) -> None:
+        """Fails every request, and every order that was not carried out."""
+        with self._accepting:
+            self._end = end
+        self._deliver([(generation, end) for generation in set(self._generations.values())])
+        while not self._orders.empty():
+            if (order := self._orders.get()) is not None:
+                order.failed(end)
 
     def _run_orders(self) -> bool:
         """Carries out all orders, and waits for one if there is no work. Returns False after the order to stop."""
@@ -122,7 +164,10 @@ class EngineThread:
                 continue
             if order is None:
                 return False
-            order()
+            try:
+                order.work()
+            except Exception as error:
+                order.failed(_failure(error))
         return True
 
     def _step(self) -> None:
@@ -130,9 +175,12 @@ class EngineThread:
         try:
             steps = self.engine.step()
         except Exception as error:
+            running = [*before, *self.engine.running] or [sequence.context.id for sequence in self.engine.waiting]
+            failed = {self._generations[sequence] for sequence in running if sequence in self._generations}
+            if not failed:  # the step would fail for ever
+                raise
             _log.exception("a step failed")
-            running = [*before, *self.engine.running]
-            self._fail(running or [sequence.context.id for sequence in self.engine.waiting], error)
+            self._fail(failed, error)
             return
         self._note_begun({*self.engine.running, *(step.sequence for step in steps)}, now)
         for listener in self.listeners:
@@ -162,12 +210,12 @@ class EngineThread:
             self._methods.pop(step.sequence, None)
         return generation, replace(piece, step=_light(step))
 
-    def _fail(self, sequences: Sequence[int], error: Exception) -> None:
-        """Ends the requests of a step that failed. The others continue."""
-        failed = {self._generations[sequence] for sequence in sequences if sequence in self._generations}
+    def _fail(self, generations: Iterable[Generation], error: Exception) -> None:
+        """Ends requests with an error. The others continue."""
+        failed = list(generations)
+        self._deliver([(generation, _failure(error)) for generation in failed])
         for generation in failed:
             self.drop(generation)
-        self._deliver([(generation, _failure(error)) for generation in failed])
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         """Hands pieces and errors over to their event loops, waking each loop once."""
@@ -186,7 +234,7 @@ def _failure(error: Exception) -> Exception:
     """Returns the error that the client is told. Unexpected errors are logged and become RequestFailed."""
     if isinstance(error, ForetokenError):
         return error
-    _log.error("a request failed", exc_info=error)
+    _log.error("the engine's thread failed on a request", exc_info=error)
     failure = RequestFailed(f"the engine failed on this request ({type(error).__name__})")
     failure.__cause__ = error
     return failure

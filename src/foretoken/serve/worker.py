@@ -130,19 +130,23 @@ class Worker:
         }
         generation = Generation(built, self._release, **speculation, **options)
         self._open.add(generation)
-        self.thread.order(lambda: self.thread.add(generation))
+        self.thread.submit(generation)
         return generation
 
     async def between_steps(self, work: Callable[[], T]) -> T:
         """Returns the result of ``work``, which the engine's thread does between two steps.
 
         Raises:
-            ServerUnavailable: The engine does not run, or takes longer than ``ORDER_PATIENCE`` for a step.
+            ServerUnavailable: The engine does not run, ends, or takes longer than ``ORDER_PATIENCE`` for a step.
         """
         result: Future[T] = Future()
 
+        def failed(error: Exception) -> None:
+            if result.set_running_or_notify_cancel():
+                result.set_exception(error)
+
         def order() -> None:
-            if not result.set_running_or_notify_cancel():  # whoever asked has given up
+            if not result.set_running_or_notify_cancel():  # the caller has given up
                 return
             try:
                 result.set_result(work())
@@ -151,7 +155,7 @@ class Worker:
 
         if not self.alive:
             raise ServerUnavailable("the engine is not running")
-        self.thread.order(order)
+        self.thread.order(order, failed)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(result), ORDER_PATIENCE)
         except TimeoutError:
