@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.serve.conftest import running
+from tests.serve.conftest import PATIENCE, Running, running
 from tests.serve.test_errors import OK
 
 from foretoken import LLM
@@ -126,6 +126,45 @@ def test_readiness_ends_before_liveness(spare: LLM) -> None:
             httpx.get(f"{server.url}/ready").status_code == httpx.get(f"{server.url}/health/ready").status_code == 503
         )
         assert httpx.get(f"{server.url}/health/live").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/stdlib"])
+def test_head_has_the_headers_of_get_and_no_body(server: Running, path: str) -> None:
+    head, got = httpx.head(server.url + path), httpx.get(server.url + path)
+    assert head.status_code == got.status_code == 200 and not head.content and got.content
+    assert head.headers["content-type"] == got.headers["content-type"] and "content-length" in head.headers
+
+
+@pytest.mark.slow
+def test_head_of_what_cannot_be_read_is_refused(server: Running) -> None:
+    assert httpx.head(f"{server.url}/v1/completions").status_code == 405
+    assert httpx.head(f"{server.url}/v1/models/none").status_code == 404
+
+
+WATCHED = """
+import atexit, gc, sys
+atexit.register(lambda: print("frozen:", gc.get_freeze_count(), file=sys.stderr))
+from foretoken.cli.main import main
+main(["serve", "--port", "0", "--dtype", "float32"])
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_of_an_idle_server_waits_for_nothing() -> None:
+    """An idle connection is closed, and the interpreter's last garbage collection has nothing to search."""
+    with subprocess.Popen([sys.executable, "-c", WATCHED], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            url = process.stderr.readline().split()[-1]
+            with httpx.Client() as kept, httpx.Client() as other:
+                assert kept.get(f"{url}/models").status_code == other.get(f"{url}/models").status_code == 200
+                process.send_signal(signal.SIGTERM)
+                said = process.stderr.read()
+            assert process.wait(PATIENCE) == 0
+        finally:
+            process.kill()
+    assert int(said.split("frozen: ")[1]) > 100_000
 
 
 @pytest.mark.slow

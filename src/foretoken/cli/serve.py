@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ def serve(options: ServeOptions) -> None:
 
             announced = partial(announce, settings, listening, tls is not None, log.log_format)
             Server(app, worker, options.limits.drain_timeout, announced, tls).run(sockets=[listening])
+    gc.freeze()  # the interpreter's last garbage collection would search all modules, which takes seconds
 
 
 def _opened(

@@ -54,6 +54,7 @@ class ForkServer:
             if self._connection is not None:
                 self._connection.close()
             if self._process is not None:
+                self._process.kill()  # it has nothing to save, and may still be importing
                 self._process.wait()
             self._process = self._connection = None
 

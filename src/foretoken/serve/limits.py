@@ -99,6 +99,8 @@ class LimitsMiddleware:
             await self._app(scope, receive, send)
             return
         log, is_open = RequestLog(scope, send), scope["path"] in self._open_paths
+        if scope["method"] == "HEAD":  # uvicorn sends the headers of the answer alone
+            scope = {**scope, "method": "GET"}
         try:
             headers = Headers(scope=scope)
             self._check_head(headers)
