@@ -307,7 +307,8 @@ class LLM:
         """
         if method not in self.methods:
             raise InvalidRequest(
-                f"method must be one of those that are loaded, {', '.join(self.methods)}; got {method!r}"
+                f"method must be one of those that are loaded, {', '.join(self.methods)}; got {method!r}",
+                param="method",
             )
         if isinstance(self._chosen, PerRequestProposer):
             for sequence in [*self.engine.running.values(), *self.engine.waiting]:

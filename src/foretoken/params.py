@@ -51,7 +51,8 @@ class SamplingParams:
             token to those that continue a matching text. JSON has the whitespace of json.dumps; with
             "whitespace": True beside it, any.
         speculative_tokens: Draft tokens per step. None takes the engine's, 0 is plain decoding.
-        speculative_method: Name of the loaded method that drafts. None takes the engine's default.
+        speculative_method: Name of the loaded method that drafts. None takes the engine's default, "none" is plain
+            decoding.
         exactness: ``"distribution"``, ``"trajectory"`` or ``"lossy-typical"``. None is trajectory when ``seed`` is set,
             else distribution.
         prediction: A text (or its token ids) that the output is expected to resemble, like OpenAI's predicted outputs.
@@ -107,40 +108,52 @@ class SamplingParams:
         for name, (low, high) in _OPTIONAL_INTEGERS.items():
             integer(name, getattr(self, name), low, high, optional=True)
         if 0.0 < self.temperature < SMALLEST:
-            raise InvalidRequest(f"temperature must be 0 (greedy) or at least {SMALLEST:g}, got {self.temperature!r}")
+            raise InvalidRequest(
+                f"temperature must be 0 (greedy) or at least {SMALLEST:g}, got {self.temperature!r}",
+                param="temperature",
+            )
         for token, bias in (self.logit_bias or {}).items():
             _number(
                 f"logit_bias of token {token}", bias, -LARGEST, LARGEST, f"a number from -{LARGEST:g} to {LARGEST:g}"
             )
         if self.min_tokens > self.max_tokens:
-            raise InvalidRequest(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})", param="min_tokens"
+            )
         if self.exactness is not None and self.exactness not in list(Exactness):
-            raise InvalidRequest(f"exactness must be one of {', '.join(Exactness)}, got {shown(self.exactness)}")
+            raise InvalidRequest(
+                f"exactness must be one of {', '.join(Exactness)}, got {shown(self.exactness)}", param="exactness"
+            )
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
             got = f"one of {len(salt)}" if isinstance(salt, str) else shown(salt)
-            raise InvalidRequest(f"cache_salt must be a string of 1 to {MAX_SALT} characters or None, got {got}")
+            raise InvalidRequest(
+                f"cache_salt must be a string of 1 to {MAX_SALT} characters or None, got {got}", param="cache_salt"
+            )
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
-            raise InvalidRequest("allowed_token_ids must not be empty; leave it out to allow all")
+            raise InvalidRequest(
+                "allowed_token_ids must not be empty; leave it out to allow all", param="allowed_token_ids"
+            )
         if any(not s for s in self.stops):
-            raise InvalidRequest("stop strings must not be empty")
+            raise InvalidRequest("stop strings must not be empty", param="stop")
         if self.structured_outputs is not None:
             _structured(self.structured_outputs)
             if self.ignore_eos:
                 raise InvalidRequest(
                     "structured_outputs end with the end-of-text token, so ignore_eos has no meaning beside them; "
-                    "leave one of them out"
+                    "leave one of them out",
+                    param="ignore_eos",
                 )
 
     def _check_kinds(self) -> None:
         """Raises InvalidRequest for a value of the wrong type."""
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "explain"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} must be True or False, got {shown(getattr(self, name))}")
+                raise InvalidRequest(f"{name} must be True or False, got {shown(getattr(self, name))}", param=name)
         for name, (fits, expected) in _KINDS.items():
             value = getattr(self, name)
             if value is not None and not fits(value):
-                raise InvalidRequest(f"{name} must be {expected}, got {shown(value)}")
+                raise InvalidRequest(f"{name} must be {expected}, got {shown(value)}", param=name)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -168,9 +181,12 @@ class SamplingParams:
         from foretoken.core.bad_words import BadWords
         from foretoken.core.sampling import SamplingLaw  # imports torch, which validation does not need
 
-        for token in (*(self.logit_bias or {}), *(self.allowed_token_ids or ()), *(self.stop_token_ids or ())):
-            if token >= vocab_size:
-                raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab_size}")
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token in getattr(self, name) or ():
+                if token >= vocab_size:
+                    raise InvalidRequest(
+                        f"{name} holds token id {token}, which is outside the vocabulary of {vocab_size}", param=name
+                    )
         return SamplingLaw(
             temperature=float(self.temperature),
             top_k=max(0, self.top_k),
@@ -221,7 +237,9 @@ def _by_token_id(bias: Any) -> dict[int, Any]:
         by_id = {int(key) if key in texts else key: value for key, value in bias.items()}
         if _ids(list(by_id)) and len(by_id) == len(bias):
             return by_id
-    raise InvalidRequest(f"logit_bias must be a mapping of token ids, each given once, to numbers, got {shown(bias)}")
+    raise InvalidRequest(
+        f"logit_bias must be a mapping of token ids, each given once, to numbers, got {shown(bias)}", param="logit_bias"
+    )
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -246,18 +264,29 @@ def _structured(value: Any) -> None:
     """Checks for exactly one of the known keys, with a valid value. Keys whose value is None are ignored."""
     known = f"one of {', '.join(_STRUCTURED)}, and for JSON also 'whitespace'"
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"structured_outputs must be a mapping with {known}, got {shown(value)}")
+        raise InvalidRequest(
+            f"structured_outputs must be a mapping with {known}, got {shown(value)}", param="structured_outputs"
+        )
     items = {key: item for key, item in value.items() if item is not None}
     kinds = [key for key in items if key != "whitespace"]
     if len(kinds) != 1 or kinds[0] not in _STRUCTURED:
-        raise InvalidRequest(f"structured_outputs must have {known}, got {shown(list(items)) if items else 'nothing'}")
+        raise InvalidRequest(
+            f"structured_outputs must have {known}, got {shown(list(items)) if items else 'nothing'}",
+            param="structured_outputs",
+        )
     expected, fits = _STRUCTURED[kinds[0]]
     if not fits(items[kinds[0]]):
-        raise InvalidRequest(f"structured_outputs[{kinds[0]!r}] must be {expected}, got {shown(items[kinds[0]])}")
+        raise InvalidRequest(
+            f"structured_outputs[{kinds[0]!r}] must be {expected}, got {shown(items[kinds[0]])}",
+            param="structured_outputs",
+        )
     if "whitespace" in items and (not kinds[0].startswith("json") or not isinstance(items["whitespace"], bool)):
-        raise InvalidRequest("structured_outputs['whitespace'] goes with 'json' or 'json_object', and is True or False")
+        raise InvalidRequest(
+            "structured_outputs['whitespace'] goes with 'json' or 'json_object', and is True or False",
+            param="structured_outputs",
+        )
 
 
 def _number(name: str, value: Any, low: float, high: float, expected: str) -> None:
     if not is_number(value) or not low <= value <= high:
-        raise InvalidRequest(f"{name} must be {expected}, got {shown(value)}")
+        raise InvalidRequest(f"{name} must be {expected}, got {shown(value)}", param=name.partition(" ")[0])

@@ -45,7 +45,7 @@ class BadWords(Sequence[tuple[int, ...]]):
     def __init__(self, words: Iterable[Sequence[int]] = ()) -> None:
         listed = [tuple(word) for word in words]
         if () in listed:
-            raise InvalidRequest("bad_words holds a word without tokens; each needs at least one")
+            raise InvalidRequest("bad_words holds a word without tokens; each needs at least one", param="bad_words")
         self._tokens = np.fromiter((token for word in listed for token in word), np.int32)
         self._ends = np.cumsum([0, *map(len, listed)], dtype=np.int32)
 

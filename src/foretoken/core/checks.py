@@ -20,7 +20,9 @@ def integer(name: str, value: Any, low: int, high: int | None = None, *, optiona
         return
     if not is_integer(value) or value < low or (high is not None and value > high):
         expected = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequest(f"{name} must be an integer {expected}{_or_none(optional)}, got {shown(value)}")
+        raise InvalidRequest(
+            f"{name} must be an integer {expected}{_or_none(optional)}, got {shown(value)}", param=name
+        )
 
 
 def number(name: str, value: Any, low: float, high: float = math.inf, *, optional: bool = False) -> None:
@@ -29,7 +31,7 @@ def number(name: str, value: Any, low: float, high: float = math.inf, *, optiona
         return
     if not is_number(value) or not low <= value <= high:
         expected = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name} must be a number {expected}{_or_none(optional)}, got {shown(value)}")
+        raise InvalidRequest(f"{name} must be a number {expected}{_or_none(optional)}, got {shown(value)}", param=name)
 
 
 def check_keys(

@@ -17,7 +17,11 @@ def reason_of(error: BaseException) -> str:
 
 
 class InvalidRequest(ForetokenError, ValueError):
-    """A parameter, prompt or configuration that is not valid."""
+    """A parameter, prompt or configuration that is not valid. ``param``: the parameter's name, if one is to blame."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class NoTokenAllowed(InvalidRequest):
@@ -32,12 +36,15 @@ class ContextLengthExceeded(InvalidRequest):
     """A prompt or a prediction that exceeds the model's context length."""
 
     @classmethod
-    def of(cls, what: str, tokens: int, limit: int, phrase: str = CONTEXT_LENGTH) -> ContextLengthExceeded:
+    def of(
+        cls, what: str, tokens: int, limit: int, phrase: str = CONTEXT_LENGTH, param: str = "prompt"
+    ) -> ContextLengthExceeded:
         """Returns the error for ``what``, such as "the prompt". phrase: words before the limit."""
         together = ", prompt and output together; shorten it or raise max_model_len"
         return cls(
             f"{what} has {tokens} tokens; {phrase} {limit} tokens"
-            f"{together if phrase == CONTEXT_LENGTH else '; shorten it'}"
+            f"{together if phrase == CONTEXT_LENGTH else '; shorten it'}",
+            param=param,
         )
 
 

@@ -208,7 +208,10 @@ class SamplingLaw:
         if not possible:
             limits = {"structured_outputs": self.grammar is not None, "allowed_token_ids": bool(self.allowed_ids)}
             named = ", ".join([*(name for name, given in limits.items() if given), "bad_words and min_tokens"])
-            raise InvalidRequest(f"{named} together forbid every token at one place; allow at least one")
+            raise InvalidRequest(
+                f"{named} together forbid every token at one position; allow at least one",
+                param=next((name for name, given in limits.items() if given), "bad_words"),
+            )
 
     def _allowed(self, vocabulary: int, history: History) -> Tensor | None:
         """Returns which tokens the grammar and ``allowed_ids`` allow at a node: [V], or None for all."""

@@ -46,7 +46,9 @@ class Choices:
         self._masks: OrderedDict[bytes, tuple[Tensor, bool] | None] = OrderedDict()
         beginning = self.after(b"")
         if beginning is None or not (beginning[1] or beginning[0].any()):
-            raise InvalidRequest("structured_outputs cannot be followed: no token of the model can come")
+            raise InvalidRequest(
+                "structured_outputs cannot be followed: no token of the model can come", param="structured_outputs"
+            )
 
     @property
     def memory_bytes(self) -> int:
@@ -118,5 +120,8 @@ class ChoiceGrammar:
         mask = after[0].clone()
         mask[self._ends] = after[1]
         if not mask.any():
-            raise InvalidRequest("structured_outputs cannot be followed any further: no token of the model can come")
+            raise InvalidRequest(
+                "structured_outputs cannot be followed any further: no token of the model can come",
+                param="structured_outputs",
+            )
         return mask

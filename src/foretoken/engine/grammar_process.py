@@ -65,10 +65,11 @@ class GrammarServer:
         if reply is None:
             raise InvalidRequest(
                 f"structured_outputs cannot be compiled within {self._limits.compile_seconds:g} s and "
-                f"{self._limits.memory_bytes >> 20} MiB, or are nested too deeply; make the grammar smaller"
+                f"{self._limits.memory_bytes >> 20} MiB, or are nested too deeply; make the grammar smaller",
+                param="structured_outputs",
             )
         if reply[:1] == _REFUSED:
-            raise InvalidRequest(reply[1:].decode())
+            raise InvalidRequest(reply[1:].decode(), param="structured_outputs")
         return ForkedGrammar(connection, int(reply[1:]), self._limits)
 
     def close(self) -> None:
@@ -121,7 +122,7 @@ class ProcessFollower:
             raise _too_slow(self._limits)
         self._reset, self._fresh = False, []
         if reply[:1] == _REFUSED:
-            raise InvalidRequest(reply[1:].decode())
+            raise InvalidRequest(reply[1:].decode(), param="structured_outputs")
         return reply[1:] if reply[:1] == _MASK else None
 
 
@@ -174,7 +175,8 @@ def _too_slow(limits: GrammarLimits) -> InvalidRequest:
     return InvalidRequest(
         f"structured_outputs cannot be followed any further: it takes more than {limits.mask_seconds:g} s to find the "
         f"next tokens, {limits.token_seconds:g} s on average or {limits.memory_bytes >> 20} MiB; make the grammar "
-        "simpler"
+        "simpler",
+        param="structured_outputs",
     )
 
 

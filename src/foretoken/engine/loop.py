@@ -110,9 +110,9 @@ class Engine:
     def check(self, context: Context) -> None:
         """Raises InvalidRequest for a prompt that is empty or that the model cannot take, or an unknown adapter."""
         if not context.tokens:
-            raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
+            raise InvalidRequest("the prompt is empty; at least one token is needed to continue from", param="prompt")
         if context.adapter is not None and context.adapter not in self.target.adapters:
-            raise InvalidRequest("the request's LoRA adapter was unloaded before it began; send it again")
+            raise InvalidRequest("the request's LoRA adapter was unloaded before it began; send it again", param="lora")
         self.target.admit(context.tokens, context.source)
 
     def abort(self, identifier: int) -> None:

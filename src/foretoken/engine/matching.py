@@ -129,7 +129,9 @@ class LocalGrammar:
         try:
             self.memory_bytes = 100 * len(lark.encode())
         except UnicodeError as error:
-            raise InvalidRequest(f"structured_outputs hold text that is no Unicode: {error}") from error
+            raise InvalidRequest(
+                f"structured_outputs hold text that is no Unicode: {error}", param="structured_outputs"
+            ) from error
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         self._matcher = LLMatcher(tokenizer, lark, log_level=0, limits=limits)
         if not self._matcher.is_error():
@@ -211,7 +213,7 @@ def check(matcher: LLMatcher, failure: str) -> None:
         message = "the schema is nested too deeply; use definitions and $ref"
     elif not message or message.startswith("NoExtension"):
         message = "no token of the model can come"
-    raise InvalidRequest(f"{failure}: {message}")
+    raise InvalidRequest(f"{failure}: {message}", param="structured_outputs")
 
 
 def lark_of(spec: Mapping[str, Any]) -> str:
@@ -228,9 +230,13 @@ def lark_of(spec: Mapping[str, Any]) -> str:
     try:
         return llguidance.gbnf_to_lark.any_to_lark(spec["grammar"]) + _FREE
     except RecursionError as error:
-        raise InvalidRequest("structured_outputs['grammar'] is nested too deeply; write it with more rules") from error
+        raise InvalidRequest(
+            "structured_outputs['grammar'] is nested too deeply; write it with more rules", param="structured_outputs"
+        ) from error
     except Exception as error:  # llguidance raises its own class, and others on unexpected input
-        raise InvalidRequest(f"structured_outputs['grammar'] is neither Lark nor GBNF: {error}") from error
+        raise InvalidRequest(
+            f"structured_outputs['grammar'] is neither Lark nor GBNF: {error}", param="structured_outputs"
+        ) from error
 
 
 def _json(schema: Any, whitespace: bool) -> str:
@@ -239,12 +245,13 @@ def _json(schema: Any, whitespace: bool) -> str:
         written = schema if isinstance(schema, str) else json.dumps(schema)
         schema = json.loads(written)  # of an object a copy, which is changed below
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequest(f"structured_outputs['json'] is not JSON: {error}") from error
+        raise InvalidRequest(f"structured_outputs['json'] is not JSON: {error}", param="structured_outputs") from error
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequest(
-            f"structured_outputs['json'] must be a JSON schema: an object or true, got {written[:200]}"
+            f"structured_outputs['json'] must be a JSON schema: an object or true, got {written[:200]}",
+            param="structured_outputs",
         )
     for _, part in subschemas(schema):
         part.pop("uniqueItems", None)  # no grammar can compare items

@@ -62,8 +62,14 @@ def check_characters(text: str, what: str) -> None:
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise InvalidRequest(
-            f"{what} holds {half!r} at position {error.start}, half of a surrogate pair; decode its bytes as UTF-8"
+            f"{what} holds {half!r} at position {error.start}, half of a surrogate pair; decode its bytes as UTF-8",
+            param=_field(what),
         ) from error
+
+
+def _field(what: str) -> str:
+    """Returns the parameter that an error about "the prompt", for instance, names: the last word."""
+    return what.rpartition(" ")[2]
 
 
 @dataclass(frozen=True)
@@ -90,11 +96,12 @@ class ContextLimit:
         if len(prompt) <= self.tokens:
             return
         if not isinstance(prompt, str):
-            raise ContextLengthExceeded.of(what, len(prompt), self.tokens, self.phrase)
+            raise ContextLengthExceeded.of(what, len(prompt), self.tokens, self.phrase, param=_field(what))
         if len(prompt) > self.characters:
             raise ContextLengthExceeded(
                 f"{what} has {len(prompt)} characters; {self.phrase} {self.tokens} tokens, which are {self.characters} "
-                "characters at most"
+                "characters at most",
+                param=_field(what),
             )
 
 
@@ -116,25 +123,30 @@ class PromptTokenizer:
     limit: ContextLimit | None = None
     source_limit: ContextLimit | None = None
 
-    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+    def tokenize(self, prompt: Prompt, special: bool = True) -> TokenizedPrompt:
         """Returns a prompt in tokens; of an empty one the token for the beginning of a text (BOS).
+
+        Args:
+            prompt: The prompt.
+            special: Whether a text gets the tokenizer's special tokens, such as a beginning-of-text token.
 
         Raises:
             InvalidRequest: An id is outside the vocabulary, or the prompt is empty and there is no BOS.
         """
         if not self.start:
-            text, ids = self._one(prompt, self.limit)
+            text, ids = self._one(prompt, self.limit, special)
             return TokenizedPrompt(text, ids)
         beginning: Prompt | None = None
         if isinstance(prompt, Mapping) and not _PLAIN.issuperset(prompt):
             if _BOTH[0] not in prompt or not set(_BOTH).issuperset(prompt):
                 raise InvalidRequest(
                     "a prompt dict of an encoder-decoder holds 'prompt', 'prompt_token_ids', or 'encoder_prompt' and "
-                    f"optionally 'decoder_prompt'; got {sorted(prompt)}"
+                    f"optionally 'decoder_prompt'; got {sorted(prompt)}",
+                    param="prompt",
                 )
             beginning = prompt.get(_BOTH[1])
             prompt = prompt[_BOTH[0]]
-        text, source = self._one(prompt, self.source_limit)
+        text, source = self._one(prompt, self.source_limit, special)
         return TokenizedPrompt(text, self._beginning(beginning), tuple(source))
 
     def prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
@@ -144,10 +156,15 @@ class PromptTokenizer:
         _check_length(prediction or (), "the prediction", self.limit)
         return tuple(self.checked(list(prediction or ()), "a prediction"))
 
-    def rendered(self, text: str) -> list[int]:
-        """Returns the tokens of a rendered chat template, special tokens included. Raises InvalidRequest."""
+    def rendered(self, text: str, special: bool = False) -> list[int]:
+        """Returns the tokens of a rendered chat template, which has its special tokens. Raises InvalidRequest.
+
+        Args:
+            text: The rendered template.
+            special: Whether the tokenizer adds its special tokens all the same.
+        """
         limit = self.source_limit if self.start else self.limit
-        return self._text(text, "the prompt", limit, add_special_tokens=False)
+        return self._text(text, "the prompt", limit, add_special_tokens=special)
 
     def text(self, text: str, what: str, special: bool) -> list[int]:
         """Returns the tokens of a text, with the tokenizer's special tokens if ``special``. Raises InvalidRequest."""
@@ -159,10 +176,11 @@ class PromptTokenizer:
         if len(words) > MAX_BAD_WORDS or characters > MAX_BAD_CHARACTERS:
             raise InvalidRequest(
                 f"bad_words holds {len(words)} words of {characters} characters; at most {MAX_BAD_WORDS} words of "
-                f"{MAX_BAD_CHARACTERS} characters are taken"
+                f"{MAX_BAD_CHARACTERS} characters are taken",
+                param="bad_words",
             )
         if (blank := next((word for word in words if not word.strip()), None)) is not None:
-            raise InvalidRequest(f"bad_words must not be empty or blank, got {shown(blank)}")
+            raise InvalidRequest(f"bad_words must not be empty or blank, got {shown(blank)}", param="bad_words")
         for word in words:
             check_characters(word, "bad_words")
         variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
@@ -173,7 +191,8 @@ class PromptTokenizer:
                 if len(ids) > MAX_BAD_WORD_TOKENS:
                     raise InvalidRequest(
                         f"bad_words holds {shown(variant)}, which has {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} "
-                        "are taken"
+                        "are taken",
+                        param="bad_words",
                     )
                 if ids and max(ids) < self.vocab_size:  # others cannot be generated
                     spellings[tuple(ids)] = None
@@ -192,7 +211,8 @@ class PromptTokenizer:
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise InvalidRequest(
-                    f"{what} of token ids holds {shown(token)}; integers from 0 to {self.vocab_size - 1} are expected"
+                    f"{what} of token ids holds {shown(token)}; integers from 0 to {self.vocab_size - 1} are expected",
+                    param=_field(what),
                 )
         return ids
 
@@ -201,21 +221,24 @@ class PromptTokenizer:
         if max(ids, default=0) >= self.vocab_size:
             raise InvalidRequest(
                 f"{what} has token {max(ids)} of the tokenizer, and the model's vocabulary ends at "
-                f"{self.vocab_size - 1}; leave that token out, or use the tokenizer of this model"
+                f"{self.vocab_size - 1}; leave that token out, or use the tokenizer of this model",
+                param=_field(what),
             )
         return ids
 
-    def _one(self, prompt: Prompt, limit: ContextLimit | None) -> tuple[str | None, list[int]]:
+    def _one(self, prompt: Prompt, limit: ContextLimit | None, special: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if len(prompt) != 1 or not _PLAIN.issuperset(prompt):
-                raise InvalidRequest(f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+                raise InvalidRequest(
+                    f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}", param="prompt"
+                )
             prompt = next(iter(prompt.values()))
         text = prompt if isinstance(prompt, str) else None
         if text is None:
             _check_length(prompt, "the prompt", limit)
             ids = self.checked(list(prompt), "a prompt")
         else:
-            ids = self._text(text, "the prompt", limit)
+            ids = self._text(text, "the prompt", limit, add_special_tokens=special)
         return text, ids or [self._bos()]
 
     def _bos(self) -> int:
@@ -224,7 +247,8 @@ class PromptTokenizer:
         if bos is None:
             raise InvalidRequest(
                 "the prompt is empty, and this model has no token for the beginning of a text (BOS) to continue from; "
-                "give at least one token"
+                "give at least one token",
+                param="prompt",
             )
         return self.known([bos], "the beginning of a text")[0]
 

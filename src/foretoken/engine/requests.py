@@ -20,6 +20,7 @@ from foretoken.engine.stopping import TextStopping
 from foretoken.engine.structured import Grammars, IsolatedGrammars, Restriction
 from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
 from foretoken.params import SamplingParams
+from foretoken.propose.methods import NONE
 
 PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
 
@@ -155,6 +156,7 @@ class RequestBuilder:
         ]
         prediction = self.prediction(params.prediction)
         adapter = None if params.lora is None else self._adapter_key(params.lora)
+        plain = params.speculative_method == NONE
         number = next(self._requests)
         contexts, stoppings = [], []
         for index in range(params.n):
@@ -166,9 +168,9 @@ class RequestBuilder:
                     law=sampling_laws[index],
                     streams=Streams(self._seed_of(params.seed, number, index)),
                     exactness=params.grade,
-                    depth=params.speculative_tokens,
+                    depth=0 if plain else params.speculative_tokens,
                     prediction=prediction,
-                    method=params.speculative_method,
+                    method=None if plain else params.speculative_method,
                     source=tokenized.source,
                     cache_salt=params.cache_salt,
                     adapter=adapter,
@@ -183,17 +185,21 @@ class RequestBuilder:
         """Raises InvalidRequest for parameters that this model does not support."""
         if prompt.source and params.prompt_logprobs is not None:
             raise InvalidRequest(
-                "prompt_logprobs: an encoder reads the prompt whole and gives its tokens no probabilities; leave it out"
+                "prompt_logprobs: an encoder reads the prompt whole and gives its tokens no probabilities; leave it "
+                "out",
+                param="prompt_logprobs",
             )
-        if params.speculative_method is not None and params.speculative_method not in self._methods:
+        if params.speculative_method not in (None, NONE, *self._methods):
             raise InvalidRequest(
                 f"speculative_method {shown(params.speculative_method)} is not loaded; "
-                f"loaded: {', '.join(self._methods)}"
+                f"loaded: {', '.join(self._methods)}; {NONE!r} is plain decoding",
+                param="speculative_method",
             )
         if params.structured_outputs is not None and not ends:
             raise InvalidRequest(
                 "structured_outputs need a token to end with, and this model names no end-of-text token; "
-                "name one in stop_token_ids"
+                "name one in stop_token_ids",
+                param="structured_outputs",
             )
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:

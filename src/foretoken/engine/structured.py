@@ -92,7 +92,9 @@ class Grammars:
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
-            raise InvalidRequest("structured_outputs need llguidance; pip install 'foretoken[serve]'") from error
+            raise InvalidRequest(
+                "structured_outputs need llguidance; pip install 'foretoken[serve]'", param="structured_outputs"
+            ) from error
         return GrammarRestriction(self._compile(spec), self.vocabulary.end, self._vocab_size)
 
     def _compile(self, spec: Mapping[str, Any]) -> CompiledGrammar:
@@ -198,7 +200,7 @@ class MatcherGrammar:
                 self._masks[history.path] = str(error)
         known = self._masks[history.path]
         if isinstance(known, str):
-            raise InvalidRequest(known)
+            raise InvalidRequest(known, param="structured_outputs")
         return known
 
     def _follow(self, history: History) -> None:
@@ -223,7 +225,8 @@ class MatcherGrammar:
         if not mask.any():
             raise InvalidRequest(
                 "structured_outputs cannot be followed any further: no token of the model can come; check that the "
-                "grammar can end, and that the tokenizer has tokens for its characters"
+                "grammar can end, and that the tokenizer has tokens for its characters",
+                param="structured_outputs",
             )
         return torch.from_numpy(mask)
 
@@ -235,11 +238,16 @@ def _written(spec: Mapping[str, Any]) -> str:
         written = json.dumps(dict(spec), ensure_ascii=False)
         written.encode()
     except UnicodeError as error:
-        raise InvalidRequest(f"structured_outputs hold text that is no Unicode: {error}") from error
+        raise InvalidRequest(
+            f"structured_outputs hold text that is no Unicode: {error}", param="structured_outputs"
+        ) from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequest(f"structured_outputs[{kind!r}] is not JSON: {error}") from error
+        raise InvalidRequest(
+            f"structured_outputs[{kind!r}] is not JSON: {error}", param="structured_outputs"
+        ) from error
     if len(written) > MAX_CHARACTERS:
         raise InvalidRequest(
-            f"structured_outputs[{kind!r}] has {len(written)} characters; at most {MAX_CHARACTERS} are accepted"
+            f"structured_outputs[{kind!r}] has {len(written)} characters; at most {MAX_CHARACTERS} are accepted",
+            param="structured_outputs",
         )
     return written

@@ -75,7 +75,7 @@ class ServedAdapters:
             try:
                 adapter = await asyncio.to_thread(lambda: llm.adapters.read(resolve(wanted.lora_path)))
             except (ModelLoadError, OSError) as error:
-                raise InvalidRequest(f"lora_path: {error}") from error
+                raise InvalidRequest(f"lora_path: {error}", param="lora_path") from error
 
             def add() -> None:
                 llm.adapters.replace(name, adapter)
@@ -106,10 +106,11 @@ class ServedAdapters:
     def _check_name(self, wanted: AdapterToLoad) -> None:
         name = wanted.lora_name
         if name in self._model_names or any(taken(name) for taken in self.taken):
-            raise InvalidRequest(f"{name!r} is a name of another model here; choose another lora_name")
+            raise InvalidRequest(f"{name!r} is a name of another model here; choose another lora_name", "lora_name")
         if name in self.paths and not wanted.load_inplace:
             raise InvalidRequest(
-                f"there is a LoRA adapter {name!r} already; unload it, or give load_inplace to replace it"
+                f"there is a LoRA adapter {name!r} already; unload it, or give load_inplace to replace it",
+                "lora_name",
             )
 
 
