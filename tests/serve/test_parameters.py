@@ -40,7 +40,7 @@ def test_allowed_token_ids(server: Running, llm: LLM, temperature: float, specul
 def test_allowed_token_ids_that_leave_nothing(server: Running, llm: LLM) -> None:
     digit = llm.tokenizer.convert_tokens_to_ids("1")
     got = server.post({**PROMPT, "allowed_token_ids": [digit], "guided_choice": ["yes", "no"]})
-    assert "structured_outputs, allowed_token_ids" in error_of(got, 400)["message"]
+    assert "guided_choice, allowed_token_ids" in error_of(got, 400)["message"]
 
 
 def test_return_token_ids(server: Running, llm: LLM) -> None:

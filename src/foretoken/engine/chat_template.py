@@ -55,11 +55,11 @@ def own_template(tokenizer: Any, model: str, advice: str) -> Any:
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
-        raise InvalidRequest(f"{model} has no chat template; {advice}")
+        raise InvalidRequest(f"{model} has no chat template; {advice}", param="messages")
     try:
         check_template(template, f"the chat template of {model}")
     except InvalidRequest as error:
-        raise InvalidRequest(f"{error}; {advice}") from error
+        raise InvalidRequest(f"{error}; {advice}", param="messages") from error
     return template
 
 
@@ -78,4 +78,4 @@ def apply_template(tokenizer: Any, messages: Iterable[Any], **options: Any) -> A
 
         broken = isinstance(error, TemplateRuntimeError) and not isinstance(error, UndefinedError)
         problem = "the chat template is broken" if broken else "messages do not fit the chat template"
-        raise InvalidRequest(f"{problem}: {error}") from error
+        raise InvalidRequest(f"{problem}: {error}", param="messages") from error

@@ -16,7 +16,7 @@ from foretoken import __version__
 from foretoken.engine.chat_template import check_template
 from foretoken.serve.access.keyring import KeyRing
 from foretoken.serve.access.rates import RATE_HEADERS
-from foretoken.serve.errors import add_handlers
+from foretoken.serve.error_handlers import add_handlers
 from foretoken.serve.limits import LimitsMiddleware, ServerSettings
 from foretoken.serve.request_ids import RequestIdMiddleware
 from foretoken.serve.routes.adapters import adapter_routes

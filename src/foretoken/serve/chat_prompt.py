@@ -28,20 +28,26 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
     )
     tools = offered(body)
     if tools and body.tool_choice in (None, "auto") and isinstance(used, str) and "tools" not in used:
-        raise InvalidRequest("tools cannot be told to this model: its chat template does not mention them")
+        raise InvalidRequest("tools cannot be told to this model: its chat template does not mention them", "tools")
     own = dict(body.chat_template_kwargs or {})
     reserved = sorted(own.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
     if reserved:
-        raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(reserved)}; only the template's own names")
+        raise InvalidRequest(
+            f"chat_template_kwargs must not hold {', '.join(reserved)}; only the template's own names",
+            param="chat_template_kwargs",
+        )
     if body.reasoning_effort is not None:
         own["reasoning_effort"] = body.reasoning_effort
         for switch in ("enable_thinking", "thinking"):  # of templates that do not grade the effort
             own.setdefault(switch, body.reasoning_effort != "none")
+    if body.verbosity is not None:
+        own["verbosity"] = body.verbosity
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and generates:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other: a message is continued, or begun"
+            "continue_final_message and add_generation_prompt exclude each other: a message is continued, or begun",
+            param="continue_final_message",
         )
     text: str = apply_template(
         tokenizer,

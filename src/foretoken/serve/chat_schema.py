@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, JsonValue, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
-from foretoken.serve.schema import Body, Content, Count, Generate, Loose, Object, first_wrong
+from foretoken.serve.refused_fields import CHAT, Refusals
+from foretoken.serve.schema import Body, Content, Count, Generate, Loose, Object, about, first_wrong
 from foretoken.serve.strict_schema import check_strict
 
 Metadata = Annotated[
@@ -47,7 +47,7 @@ class Message(Loose):
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
-            raise PydanticCustomError("content", "content is missing; only an assistant's tool calls go without")
+            raise about("content", "content is missing; only an assistant's tool calls go without")
         return self
 
 
@@ -61,7 +61,7 @@ class Function(Body):
 
     @model_validator(mode="after")
     def _closed(self) -> Function:
-        check_strict(self.strict, self.parameters, f"function {self.name!r}")
+        check_strict(self.strict, self.parameters, f"function {self.name!r}", "parameters")
         return self
 
 
@@ -99,74 +99,55 @@ class AllowedTools(Body):
     allowed_tools: AllowedNames
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+def choice_kind(choice: Any) -> str | None:
+    """Returns the tag of a ``tool_choice``, by which one type alone is tried."""
+    if choice is None or isinstance(choice, str):
+        return "mode"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return kind if isinstance(kind, str) else None
 
 
-class JsonSchema(Body):
-    """A named JSON schema."""
-
-    model_config = ConfigDict(protected_namespaces=())
-    name: str
-    description: str | None = None
-    schema_: Annotated[Object | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _closed(self) -> JsonSchema:
-        check_strict(self.strict, self.schema_, f"response_format {self.name!r}")
-        return self
+def _known_choice(choice: Any) -> Any:
+    """Raises an error that lists the values of ``tool_choice``."""
+    if choice_kind(choice) not in ("mode", "function", "allowed_tools"):
+        message = "expected 'none', 'auto', 'required', or an object of type 'function' or 'allowed_tools'"
+        raise about("type" if isinstance(choice, dict) else "", message)
+    return choice
 
 
-class TextFormat(Body):
-    """Unrestricted text."""
-
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class JsonSchemaFormat(Body):
-    """JSON that the schema allows."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+CHOICE, KNOWN_CHOICE = Discriminator(choice_kind), BeforeValidator(_known_choice)
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("mode")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedTools, Tag("allowed_tools")],
+    CHOICE,
+    KNOWN_CHOICE,
+]
+# OpenAI's values, and the highest of Anthropic and SGLang
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class ChatRequest(Generate):
     """Body of POST /v1/chat/completions. Fields of OpenAI that do not change the output are ignored."""
 
-    refused: ClassVar[dict[str, str]] = {
-        "audio": "only text comes out",
-        "web_search_options": "the server does not search; put what was found into a message",
-        "functions": "it was replaced by tools",
-        "function_call": "it was replaced by tool_choice",
-        "chat_template": "start the server with --chat-template",
-        "documents": "put them into a message",
-        "use_beam_search": "tokens are sampled one by one; leave it out",
-    }
+    refused: ClassVar[Refusals] = CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Object | None = None
     continue_final_message: bool | None = None
     logprobs: bool | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_tokens: Annotated[Count, Field(ge=1)] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    response_format: ResponseFormat | None = None
+    reasoning_effort: Effort | None = None
     tool_choice: ToolChoice | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     top_logprobs: Count | None = None
+    verbosity: Verbosity | None = None
     # accepted only with the supported value
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    verbosity: Literal["medium"] | None = None
     # ignored
     metadata: Metadata | None = None
     moderation: JsonValue = None
@@ -206,12 +187,12 @@ class ChatForm(ABC):
     """A body of another API that stands for a chat. ``Intake`` converts it.
 
     Attributes:
-        prompt_field: The field that holds the conversation, for errors.
+        sent_as: Its names of the chat's fields, where they differ, for errors.
         counts_only: Whether only the tokens of the prompt are asked for.
         fills_context: Whether a text may be asked for that is longer than the context; it ends there.
     """
 
-    prompt_field: ClassVar[str] = "messages"
+    sent_as: ClassVar[Mapping[str, str]] = {}
     counts_only: ClassVar[bool] = False
     fills_context: ClassVar[bool] = False
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from foretoken.core.errors import ContextLengthExceeded, ForetokenError, InvalidRequest
-from foretoken.params import SamplingParams
 from foretoken.serve.request_ids import request_id
 from foretoken.serve.sse import event
 
@@ -35,8 +31,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-_PARAMETERS = {f.name for f in fields(SamplingParams)}
 
 
 class Overloaded(ForetokenError):
@@ -124,9 +118,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        first = str(error).removeprefix("the ").partition(" ")[0]
         code = CONTEXT_LENGTH if isinstance(error, ContextLengthExceeded) else None
-        return invalid(str(error), first if first in _PARAMETERS else None, code)
+        return invalid(str(error), error.param, code)
     if isinstance(error, Overloaded):
         retry = {"Retry-After": str(RETRY_SECONDS)}
         return ApiError(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=retry)
@@ -138,44 +131,3 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(500, str(error))
     _log.error("a request failed unexpectedly", exc_info=error)
     return ApiError(500, "the server failed on this request; its log says more")
-
-
-def add_handlers(app: FastAPI) -> None:
-    """Makes ``app`` answer every error in the format of the API that was asked."""
-
-    async def known(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response(request.scope)
-
-    async def refused(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors()).response(request.scope)
-
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        if isinstance(error, RefusedBody):
-            return as_api_error(error.reason).response(request.scope)
-        where = f"{request.method} {request.url.path}"
-        words = {404: f"there is no {request.url.path} here", 405: f"{where} is not possible with this method"}
-        message = words.get(error.status_code, str(error.detail))
-        code = "body_too_large" if error.status_code == 413 else None
-        return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response(request.scope)
-
-    app.add_exception_handler(ForetokenError, known)
-    app.add_exception_handler(TimeoutError, known)
-    app.add_exception_handler(RequestValidationError, refused)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, known)
-
-
-def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Returns the response to pydantic's errors: those of the first wrong field, with the reason for each type."""
-    first = errors[0]
-    if first["type"] == "unknown_field":
-        return invalid(first["msg"], param=first["ctx"]["name"])
-    if first["loc"] == ("body",) and first["type"] in ("missing", "model_attributes_type", "model_type", "dict_type"):
-        return invalid("the body must be a JSON object, sent with Content-Type: application/json")
-    param = str(first["loc"][1]) if len(first["loc"]) > 1 else None
-    same = [e for e in errors if e["loc"][:2] == first["loc"][:2]]
-    reasons = dict.fromkeys(str(e["msg"]).removeprefix("Value error, ") for e in same)
-    path = ".".join(str(part) for part in first["loc"][1:] if len(same) == 1 or part == param)
-    return invalid(": ".join(filter(None, (path, "; or ".join(reasons)))), param=param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -16,6 +16,7 @@ from foretoken.outputs import StreamPiece
 from foretoken.params import SamplingParams
 from foretoken.serve.answers import RequestMetrics, TokenUsage
 from foretoken.serve.metrics import Metrics
+from foretoken.serve.parameters import as_sent
 from foretoken.serve.speculation_record import SpeculationRecord
 from foretoken.serve.summary import RequestSummary, Summarized
 
@@ -40,6 +41,7 @@ class Generation(Summarized):
         num_spec_tokens: Configured draft tokens per step.
         predicted_tokens: Number of tokens of the predicted output, if that is what drafts.
         method: The method that drafts.
+        names: Names of parameters as the client sent them, for errors. See ``sent_names``.
 
     Attributes:
         shown: Whether the client gets the generated tokens; otherwise they are not counted either.
@@ -60,6 +62,7 @@ class Generation(Summarized):
         num_spec_tokens: int = 0,
         predicted_tokens: int = 0,
         method: str = "",
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.id, self.model, self.created = identifier, model, int(time.time())
         self.built, self.priority = built, priority
@@ -70,7 +73,7 @@ class Generation(Summarized):
         self.arrived = time.monotonic()
         self.began: float | None = None
         self.shown = True
-        self._method = method
+        self._method, self._names = method, names or {}
         self._first: float | None = None  # seconds until the first token
         self._seconds: float | None = None  # until it was closed
         self._release, self._metrics = release, metrics
@@ -100,7 +103,7 @@ class Generation(Summarized):
         """Returns the next piece.
 
         Raises:
-            InvalidRequest: The engine refused the request.
+            ApiError: The engine refused the request.
             RequestFailed: The engine failed on it.
             ServerUnavailable: The server or its engine ended.
             TimeoutError: The request exceeded its time limit.
@@ -110,7 +113,7 @@ class Generation(Summarized):
                 self._news.clear()
                 await self._news.wait()
         if not self._pieces:
-            raise StopAsyncIteration if self._error is None else self._error
+            raise StopAsyncIteration if self._error is None else as_sent(self._error, self._names)
         piece = self._pieces.popleft()
         if self._first is None:
             self._first = time.monotonic() - self.arrived

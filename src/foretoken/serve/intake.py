@@ -6,21 +6,21 @@ side process starts quickly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
 from foretoken.core.bad_words import BadWords
-from foretoken.core.errors import ContextLengthExceeded, InvalidRequest
+from foretoken.core.errors import InvalidRequest
 from foretoken.engine.prompts import PromptTokenizer
 from foretoken.params import SamplingParams
 from foretoken.serve.chat_prompt import render
 from foretoken.serve.chat_schema import ChatForm, ChatRequest, Earlier, Function, Message, References
-from foretoken.serve.errors import CONTEXT_LENGTH, invalid
+from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
 from foretoken.serve.fill_in import fill_in_prompt
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.parameters import sampling
+from foretoken.serve.parameters import as_sent, sampling, sent_names
 from foretoken.serve.parsers.expected import ExpectedOutput, expect
 from foretoken.serve.parsers.formats import OutputFormat, chosen_format
 from foretoken.serve.schema import Body, CompletionRequest
@@ -69,6 +69,7 @@ class PreparedRequest(Generic[B]):
         chat: The chat for which the body stands, with the fields that answering needs.
         cut: Whether ``max_tokens`` is less than was asked for, because the context ends there.
         unknown: Unknown fields of the body that were ignored.
+        names: See ``sent_names``.
     """
 
     body: B
@@ -80,6 +81,7 @@ class PreparedRequest(Generic[B]):
     chat: ChatRequest | None = None
     cut: bool = False
     unknown: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +104,14 @@ class Intake:
         """Returns the prepared request.
 
         Raises:
-            ApiError: It cannot be served.
-            InvalidRequest: It is not valid.
+            ApiError: It is not valid, or cannot be served.
             EarlierNeeded: ``earlier`` is None, and the body refers to something.
         """
-        return cast("PreparedRequest[B]", self._prepared(body, earlier))
+        names = sent_names(body)
+        try:
+            return replace(cast("PreparedRequest[B]", self._prepared(body, earlier)), names=names)
+        except (InvalidRequest, ApiError) as error:
+            raise as_sent(error, names) from error
 
     def _prepared(self, body: Any, earlier: Earlier | None) -> PreparedRequest[Any]:
         if isinstance(body, CompletionRequest):
@@ -142,7 +147,10 @@ class Intake:
         """Returns ``prepared`` with the tokens of its bad words. Raises InvalidRequest."""
         if not prepared.params.bad_words:
             return prepared
-        bad_words = self.tokenizer.bad_words(prepared.params.bad_words)
+        try:
+            bad_words = self.tokenizer.bad_words(prepared.params.bad_words)
+        except InvalidRequest as error:
+            raise as_sent(error, prepared.names) from error
         return replace(prepared, params=replace(prepared.params, bad_words=None), bad_words=bad_words)
 
     def _completion(self, body: CompletionRequest) -> PreparedRequest[CompletionRequest]:
@@ -153,7 +161,7 @@ class Intake:
         if candidates > n and body.streams:
             raise invalid("best_of cannot be streamed: what is best is known at the end", param="best_of")
         given = _each(body.prompt)
-        self._check_counts(candidates, len(given), body.logprobs)
+        self._check_counts(candidates, len(given), body.logprobs, count="n" if body.best_of is None else "best_of")
         self._check_counts(1, 1, body.prompt_logprobs, "prompt_logprobs")
         prompts = [self._encoded(body, prompt) for prompt in given]
         budget = min(self._budget(body.max_tokens, prompt.ids, DEFAULT_TOKENS) for prompt in prompts)
@@ -169,14 +177,13 @@ class Intake:
     def _chat(self, body: Any, chat: ChatRequest) -> PreparedRequest[Any]:
         """Prepares a chat. body: the request itself, which is ``chat`` or stands for it."""
         form = body if isinstance(body, ChatForm) else None
-        source = form.prompt_field if form is not None else "messages"
         if chat.top_logprobs is not None and not chat.logprobs:
             raise invalid("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
         self._check_counts(chat.n or 1, 1, chat.top_logprobs, "top_logprobs")
         self._check_counts(1, 1, chat.prompt_logprobs, "prompt_logprobs")
         calls = forced(chat)
         asked = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
-        text, ids = self._rendered(chat, asked, source)
+        text, ids = self._rendered(chat, asked)
         needed = _needed(chat)
         prepared: dict[str, Any] = {
             "body": needed if form is None else form.kept(),
@@ -185,7 +192,7 @@ class Intake:
         }
         if form is not None and form.counts_only:
             return PreparedRequest(params=SamplingParams(), max_tokens=0, **prepared)
-        budget = self._budget(None if form is not None and form.fills_context else asked, ids, param=source)
+        budget = self._budget(None if form is not None and form.fills_context else asked, ids)
         cut = asked is not None and asked > budget
         params = sampling(
             chat,
@@ -200,25 +207,20 @@ class Intake:
         params = self._predicted(params)
         return PreparedRequest(params=params, max_tokens=params.max_tokens, cut=cut, output=output, **prepared)
 
-    def _rendered(self, chat: ChatRequest, asked: int | None, source: str) -> tuple[str, list[int]]:
+    def _rendered(self, chat: ChatRequest, asked: int | None) -> tuple[str, list[int]]:
         """Returns a chat's prompt as a text and in tokens."""
         text = render(self.tokenizer.tokenizer, chat, self.settings.chat_template)
-        try:
-            ids = self._unlimited(chat.truncate_prompt_tokens).rendered(text)
-        except ContextLengthExceeded as error:
-            raise invalid(str(error), source, CONTEXT_LENGTH) from error
+        ids = self._unlimited(chat.truncate_prompt_tokens).rendered(text, bool(chat.add_special_tokens))
         return text, self._truncated(ids, chat.truncate_prompt_tokens, asked)
 
     def _encoded(self, body: CompletionRequest, prompt: str | list[int]) -> EncodedPrompt:
-        if body.suffix is not None:
+        if body.suffix:
             if body.echo or not isinstance(prompt, str):
                 raise invalid("suffix goes with a prompt of text, and not with echo", param="suffix")
             ids = fill_in_prompt(self.tokenizer.tokenizer, prompt, body.suffix)
             return EncodedPrompt("", self._truncated(ids, body.truncate_prompt_tokens, body.max_tokens))
-        try:
-            tokenized = self._unlimited(body.truncate_prompt_tokens).tokenize(prompt)
-        except ContextLengthExceeded as error:
-            raise invalid(str(error), "prompt", CONTEXT_LENGTH) from error
+        special = body.add_special_tokens is not False
+        tokenized = self._unlimited(body.truncate_prompt_tokens).tokenize(prompt, special)
         ids = self._truncated(tokenized.ids, body.truncate_prompt_tokens, body.max_tokens)
         text = ""
         if body.echo:
@@ -242,7 +244,7 @@ class Intake:
         """Returns the tokens of a body of /tokenize, or the text of one of /detokenize."""
         tokenizer = self._unlimited(1)
         if isinstance(body, DetokenizeRequest):
-            ids = tokenizer.checked(body.tokens, "the list")
+            ids = tokenizer.checked(body.tokens, "the list in tokens")
             prompt = EncodedPrompt(tokenizer.tokenizer.decode(ids), [])
         else:
             assert isinstance(body, TokenizeRequest)
@@ -260,16 +262,13 @@ class Intake:
             return params
         return replace(params, prediction=self.tokenizer.prediction(params.prediction))
 
-    def _budget(
-        self, asked: int | None, prompt: Sequence[int], default: int | None = None, param: str = "prompt"
-    ) -> int:
+    def _budget(self, asked: int | None, prompt: Sequence[int], default: int | None = None) -> int:
         """Returns the maximum number of tokens to generate. Raises ApiError if they do not fit.
 
         Args:
             asked: The client's maximum, or None.
             prompt: The prompt's tokens.
             default: The maximum if the client gave none; None for as many as fit.
-            param: The field that holds the prompt, for errors.
         """
         before = self.tokenizer.start or prompt  # an encoder's input takes none of the output's length
         left = self.max_model_len - len(before)
@@ -277,16 +276,18 @@ class Intake:
             more = "" if asked is None else f" and {asked} more were asked for"
             raise invalid(
                 f"the model's context length is {self.max_model_len} tokens; the prompt has {len(prompt)}{more}",
-                param=param,
+                param="prompt",
                 code=CONTEXT_LENGTH,
             )
         return min(left, default or left) if asked is None else asked
 
-    def _check_counts(self, n: int, prompts: int, logprobs: int | None, name: str = "logprobs") -> None:
-        """Raises ApiError for counts above the server's limits. name: the field that holds ``logprobs``."""
+    def _check_counts(
+        self, n: int, prompts: int, logprobs: int | None, name: str = "logprobs", count: str = "n"
+    ) -> None:
+        """Raises ApiError for counts above the server's limits. name, count: the fields of ``logprobs`` and ``n``."""
         limits = self.settings
         for value, limit, param in (
-            (n, limits.max_n, "n"),
+            (n, limits.max_n, count),
             (prompts, limits.max_prompts, "prompt"),
             (logprobs or 0, limits.max_logprobs, name),
         ):
@@ -295,9 +296,9 @@ class Intake:
                 raise invalid(f"{what}; this server allows at most {limit}", param=param)
         if n * prompts > self.capacity:
             raise invalid(
-                f"{prompts} prompts with n={n} are {n * prompts} sequences, and this server holds at most "
+                f"{prompts} prompts with {count}={n} are {n * prompts} sequences, and this server holds at most "
                 f"{self.capacity} (--max-num-seqs and --max-waiting together); ask for fewer in one request",
-                param="n" if prompts == 1 else "prompt",
+                param=count if prompts == 1 else "prompt",
             )
 
 

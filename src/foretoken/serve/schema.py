@@ -19,6 +19,8 @@ from pydantic_core import PydanticCustomError
 
 from foretoken.core.checks import MAX_SEED, MIN_SEED
 from foretoken.params import LARGEST, MAX_COUNT, MAX_N, MAX_SALT, MAX_SPECULATIVE_TOKENS, SMALLEST
+from foretoken.serve.refused_fields import COMPLETIONS, STRUCTURED_OUTPUTS, Refusals
+from foretoken.serve.strict_schema import check_strict
 from foretoken.serve.unknown_fields import ignored
 
 Integer64 = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
@@ -35,11 +37,14 @@ _NAMED = 5  # unknown fields that an error names
 REQUEST_ID = r"^[!-~]{1,128}$"  # goes into a header
 
 
+def about(field: str, message: str) -> PydanticCustomError:
+    """Returns the error of a validator of a whole object or list that blames a part: the field's path from there."""
+    return PydanticCustomError("field", "{message}", {"message": message, "field": field})
+
+
 def _no_underflow(temperature: float) -> float:
     if 0 < temperature < SMALLEST:
-        raise PydanticCustomError(
-            "temperature", f"a temperature of less than {SMALLEST} is not told from 0; use 0 (greedy)"
-        )
+        raise PydanticCustomError("temperature", f"temperature must be 0 (greedy) or at least {SMALLEST}")
     return temperature
 
 
@@ -59,20 +64,21 @@ class Body(BaseModel):
     """Base of objects in which an unknown field is an error, or is ignored with a warning (``unknown_fields``).
 
     Attributes:
-        refused: Known fields that would change the output and are not served, with the reason.
+        refused: Fields that would change the output and are not served.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    refused: ClassVar[dict[str, str]] = {}
+    refused: ClassVar[Refusals] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {key: value for key, value in data.items() if key not in cls.refused or value not in (None, False)}
+        given = {k: value for k, value in data.items() if k not in cls.refused or not cls.refused[k].accepts(value)}
         for name in cls.refused.keys() & given.keys():
-            raise PydanticCustomError("unknown_field", f"{name} is not served: {cls.refused[name]}", {"name": name})
+            reason = f"{name} is not served: {cls.refused[name].reason}"
+            raise PydanticCustomError("unknown_field", "{reason}", {"reason": reason, "field": name})
         known = [info.alias or name for name, info in cls.model_fields.items()]
         unknown = sorted(str(key) for key in given.keys() - set(known))
         if unknown and ignored(unknown):
@@ -81,7 +87,7 @@ class Body(BaseModel):
             raise PydanticCustomError(
                 "unknown_field",
                 "unknown field(s): {names}; known: {known}",
-                {"name": unknown[0], "names": ", ".join(unknown[:_NAMED]), "known": ", ".join(known)},
+                {"field": unknown[0], "names": ", ".join(unknown[:_NAMED]), "known": ", ".join(known)},
             )
         return given
 
@@ -101,12 +107,11 @@ class TextPart(Loose):
 
 def _only_text(content: Any) -> Any:
     """Raises an error that names the kind of a part that is not text."""
-    for part in content if isinstance(content, list) else ():
+    for index, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
-            raise PydanticCustomError(
-                "part", "a part of type '{kind}' was given; only parts of type 'text' are served", {"kind": kind[:50]}
-            )
+            message = f"a part of type {kind[:50]!r} was given; only parts of type 'text' are served"
+            raise about(f"{index}.type", message)
     return content
 
 
@@ -141,6 +146,8 @@ class PredictedContent(Body):
 class StructuredOutputs(Body):
     """vLLM's structured outputs, in exactly one of several forms. whitespace: whether JSON may have any whitespace."""
 
+    refused: ClassVar[Refusals] = STRUCTURED_OUTPUTS
+
     json_: Annotated[Object | str | bool | None, Field(alias="json")] = None
     json_object: Literal[True] | None = None
     regex: str | None = None
@@ -148,18 +155,56 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     whitespace: bool | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        """Checks the fields here, because the base class does not know the alias ``json``."""
-        ways = ("json", "json_object", "regex", "choice", "grammar")
-        if isinstance(data, dict):
-            given = {key for key in data if data[key] is not None and key != "whitespace"}
-            if len(given) != 1 or not given <= set(ways):
-                raise PydanticCustomError(
-                    "structured_outputs", "expected exactly one of {ways}", {"ways": ", ".join(ways)}
-                )
-        return data
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        forms = {"json": self.json_, **{name: getattr(self, name) for name in _FORMS}}
+        if sum(value is not None for value in forms.values()) != 1:
+            raise PydanticCustomError(
+                "structured_outputs", "expected exactly one of {forms}", {"forms": ", ".join(forms)}
+            )
+        return self
+
+
+_FORMS = ("json_object", "regex", "choice", "grammar")
+
+
+class JsonSchema(Body):
+    """A named JSON schema."""
+
+    model_config = ConfigDict(protected_namespaces=())
+    name: str
+    description: str | None = None
+    schema_: Annotated[Object | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _closed(self) -> JsonSchema:
+        check_strict(self.strict, self.schema_, f"response_format {self.name!r}", "schema")
+        return self
+
+
+class TextFormat(Body):
+    """Unrestricted text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object, or with ``schema``, as llama.cpp takes it, JSON that the schema allows."""
+
+    model_config = ConfigDict(protected_namespaces=())
+    type: Literal["json_object"]
+    schema_: Annotated[Object | None, Field(alias="schema")] = None
+
+
+class JsonSchemaFormat(Body):
+    """JSON that the schema allows."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 _TOKEN = r"^[0-9]{1,9}$"
@@ -187,9 +232,10 @@ class Sampling(Body):
     seed: Integer64 | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=LARGEST), AfterValidator(_no_underflow)] | None = None
-    top_p: Annotated[float, Field(ge=SMALLEST, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda p: max(p, SMALLEST))] | None = None
     user: str | None = None
     # vLLM's and llama.cpp's
+    add_special_tokens: bool | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     bad_words: Strings | None = None
     cache_prompt: bool | None = None
@@ -210,6 +256,14 @@ class Sampling(Body):
     guided_regex: str | None = None
     guided_choice: Annotated[Strings, Field(min_length=1)] | None = None
     guided_grammar: str | None = None
+    # equivalents in llama.cpp and SGLang
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: Object | str | bool | None = None
+    no_stop_trim: bool | None = None
+    regex: str | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     # ours
     exactness: Literal["distribution", "trajectory", "lossy-typical"] | None = None
     return_steps: bool = False
@@ -227,6 +281,7 @@ class Generate(Sampling):
     max_tokens: Count | None = None
     n: Choices | None = None
     prompt_logprobs: Count | None = None
+    response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
     stop: str | Annotated[Strings, Field(max_length=64)] | None = None
     stream_options: StreamOptions | None = None
@@ -234,16 +289,16 @@ class Generate(Sampling):
     @model_validator(mode="after")
     def _options(self) -> Generate:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options is only allowed with stream: true")
+            raise about("stream_options", "stream_options is only allowed with stream: true")
         if self.prompt_logprobs is not None and self.stream:
-            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
+            raise about("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
         return self
 
 
 class CompletionRequest(Generate):
     """Body of POST /v1/completions."""
 
-    refused: ClassVar[dict[str, str]] = {"use_beam_search": "tokens are sampled one by one; leave it out"}
+    refused: ClassVar[Refusals] = COMPLETIONS
 
     prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     best_of: Choices | None = None

@@ -14,6 +14,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
+from foretoken.core.errors import InvalidRequest
 from foretoken.serve.access.granted import access_of
 from foretoken.serve.adapters import ServedAdapters
 from foretoken.serve.answers import ServedModel
@@ -23,6 +24,7 @@ from foretoken.serve.generation import Generation
 from foretoken.serve.intake import EarlierNeeded, Intake, PreparedRequest
 from foretoken.serve.limits import ServerSettings, effective_salt, key_of
 from foretoken.serve.metrics import Metrics
+from foretoken.serve.parameters import as_sent
 from foretoken.serve.request_ids import set_request_id
 from foretoken.serve.responses.store import ResponseStore
 from foretoken.serve.schema import Body
@@ -162,16 +164,20 @@ class Service:
         params, body = prepared.params, prepared.body
         if params.logprobs is not None or params.prompt_logprobs is not None or params.explain:
             await self.worker.run_in_thread(self.token_text.load)
-        generation = await self.worker.submit(
-            [prompt.ids for prompt in prepared.prompts],
-            params,
-            prepared.bad_words,
-            priority=body.priority,
-            identifier=f"{prefix}{body.request_id or uuid4().hex}",
-            model=self.served_name(body.model),
-            timeout=self.settings.timeout,
-            metrics=self.metrics,
-        )
+        try:
+            generation = await self.worker.submit(
+                [prompt.ids for prompt in prepared.prompts],
+                params,
+                prepared.bad_words,
+                priority=body.priority,
+                identifier=f"{prefix}{body.request_id or uuid4().hex}",
+                model=self.served_name(body.model),
+                timeout=self.settings.timeout,
+                metrics=self.metrics,
+                names=prepared.names,
+            )
+        except InvalidRequest as error:
+            raise as_sent(error, prepared.names) from error
         generation.shown = prepared.max_tokens > 0
         summarized_by(request.scope, generation)
         return generation

@@ -20,7 +20,8 @@ from foretoken import __version__
 from foretoken.serve.access.granted import UNLOAD_LORA
 from foretoken.serve.app import add_middlewares, create_app, key_ring
 from foretoken.serve.bodies import replayed
-from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers, not_served
+from foretoken.serve.error_handlers import add_handlers
+from foretoken.serve.errors import ApiError, ServerUnavailable, not_served
 from foretoken.serve.json_body import read
 from foretoken.serve.limits import ServerSettings, key_of
 from foretoken.serve.service import Service

@@ -20,11 +20,12 @@ from pydantic import ValidationError
 
 from foretoken.core.forking import ForkServer, allow_seconds, ask, first_received, fork_for_each, limit_memory, nicely
 from foretoken.serve.chat_schema import Earlier, References
-from foretoken.serve.errors import ApiError, Overloaded, as_api_error, invalid, validation_error
+from foretoken.serve.errors import ApiError, Overloaded, as_api_error, invalid
 from foretoken.serve.intake import EarlierNeeded, Intake, PreparedRequest
 from foretoken.serve.json_body import parse
 from foretoken.serve.schema import Body
 from foretoken.serve.unknown_fields import collect
+from foretoken.serve.validation import validation_error
 
 _log = logging.getLogger(__name__)
 
@@ -159,11 +160,13 @@ def _result(intake: Intake, kind: type[Body], body: bytes, earlier: Earlier | No
 
 def _validated(kind: type[Body], body: bytes) -> Body:
     """Returns the body as FastAPI validates it. Raises ApiError."""
+    value = parse(body)
     try:
-        return kind.model_validate(parse(body))
+        return kind.model_validate(value)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
-        raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in details]) from error
+        located = [{**detail, "loc": ("body", *detail["loc"])} for detail in details]
+        raise validation_error(located, value) from error
 
 
 if __name__ == "__main__":

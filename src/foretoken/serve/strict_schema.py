@@ -11,17 +11,18 @@ from foretoken.core.json_schema import subschemas
 _RESTRICTIONS = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # a schema without any of them or a type is open
 
 
-def check_strict(strict: bool | None, schema: Any, owner: str) -> None:
+def check_strict(strict: bool | None, schema: Any, owner: str, field: str) -> None:
     """Raises a validation error if a strict schema has an object that is open to other properties.
 
     Args:
         strict: Whether the client asked for strictness.
         schema: The schema; None has no objects.
         owner: The thing that has the schema, for the error.
+        field: The schema's field of it.
     """
     for path, part in subschemas(schema) if strict and schema is not None else ():
         if _allows_objects(part) and part.get("additionalProperties") is not False:
-            context = {"owner": owner, "path": ", ".join(map(repr, path))}
+            context = {"owner": owner, "field": field, "path": ", ".join(map(repr, path))}
             raise PydanticCustomError(
                 "strict_schema",
                 "Invalid schema for {owner}: In context=({path}), 'additionalProperties' is required to be supplied "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from foretoken.serve.chat_schema import ChatRequest, Message, Tool
-from foretoken.serve.schema import Body, Object, TokenIds
+from foretoken.serve.refused_fields import TOKENIZE, Refusals
+from foretoken.serve.schema import Body, Object, TokenIds, about
 
 
 class TokenizeRequest(Body):
@@ -20,7 +20,7 @@ class TokenizeRequest(Body):
         return_token_strs: Whether to return the tokens' names as well.
     """
 
-    refused: ClassVar[dict[str, str]] = {"chat_template": "start the server with --chat-template"}
+    refused: ClassVar[Refusals] = TOKENIZE
 
     model: str | None = None
     prompt: str | None = None
@@ -35,7 +35,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("prompt", "expected either prompt or messages")
+            raise about("prompt", "expected either prompt or messages")
         return self
 
     @property

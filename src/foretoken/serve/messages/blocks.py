@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
-from foretoken.serve.schema import Loose, Object
+from foretoken.serve.schema import Loose, Object, about
 
 _SERVED = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
@@ -16,11 +15,11 @@ def _only(*served: str) -> BeforeValidator:
     """Returns a validator whose error names the kind of a block that is not served."""
 
     def check(content: Any) -> Any:
-        for block in content if isinstance(content, list) else ():
+        for index, block in enumerate(content if isinstance(content, list) else ()):
             kind = block.get("type") if isinstance(block, dict) else None
             if isinstance(kind, str) and kind not in served:
-                known = {"kind": kind[:50], "served": ", ".join(served)}
-                raise PydanticCustomError("block", "a block of type '{kind}' was given; served: {served}", known)
+                message = f"a block of type {kind[:50]!r} was given; served: {', '.join(served)}"
+                raise about(f"{index}.type", message)
         return content
 
     return BeforeValidator(check)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
-from pydantic_core import PydanticCustomError
 
 from foretoken.serve.chat_schema import (
     ChatForm,
     ChatRequest,
     Earlier,
+    Effort,
     Function,
     FunctionName,
-    JsonSchema,
-    JsonSchemaFormat,
     NamedTool,
     Tool,
     ToolChoice,
 )
 from foretoken.serve.messages.blocks import InputMessageBlocks, Text
 from foretoken.serve.messages.conversion import continues, messages_of
-from foretoken.serve.schema import Body, Count, Object, Sampling, Strings
+from foretoken.serve.refused_fields import MESSAGES, Refusals
+from foretoken.serve.schema import Body, Count, JsonSchema, JsonSchemaFormat, Object, Sampling, Strings, about
 from foretoken.serve.strict_schema import check_strict
 
 
@@ -29,9 +29,7 @@ def _only_custom(tool: Any) -> Any:
     """Raises an error that names the kind of a tool that runs at Anthropic."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "custom":
-        raise PydanticCustomError(
-            "tool", "a tool of type '{kind}' was given; only tools of the client's own are served", {"kind": kind[:50]}
-        )
+        raise about("type", f"a tool of type {kind[:50]!r} was given; only tools of the client's own are served")
     return tool
 
 
@@ -52,7 +50,7 @@ class CustomTool(Body):
 
     @model_validator(mode="after")
     def _closed(self) -> CustomTool:
-        check_strict(self.strict, self.input_schema, f"tool {self.name!r}")
+        check_strict(self.strict, self.input_schema, f"tool {self.name!r}", "input_schema")
         return self
 
 
@@ -82,7 +80,7 @@ class JsonOutput(Body):
 class OutputConfig(Body):
     """``output_config``: the effort reaches the chat template, the format is a structured output."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     format: JsonOutput | None = None
 
 
@@ -90,6 +88,11 @@ class CountTokensRequest(Body, ChatForm):
     """Body of POST /v1/messages/count_tokens. Fields of Anthropic that do not change the output are ignored."""
 
     counts_only: ClassVar[bool] = True
+    sent_as: ClassVar[Mapping[str, str]] = {
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
 
     model: str | None = None
     messages: Annotated[list[InputMessageBlocks], Field(min_length=1, fail_fast=True)]
@@ -132,10 +135,7 @@ class MessagesRequest(CountTokensRequest, Sampling):
 
     counts_only: ClassVar[bool] = False
     fills_context: ClassVar[bool] = True
-    refused: ClassVar[dict[str, str]] = {
-        "container": "no tools are run on this server",
-        "mcp_servers": "no tools are run on this server",
-    }
+    refused: ClassVar[Refusals] = MESSAGES
 
     max_tokens: Annotated[Count, Field(ge=1)]
     stop_sequences: Annotated[Strings, Field(max_length=64)] | None = None

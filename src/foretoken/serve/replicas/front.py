@@ -20,7 +20,8 @@ from starlette.types import Message, Receive, Scope, Send
 from foretoken import __version__
 from foretoken.serve.access.granted import LOAD_LORA, SPECULATION, UNLOAD_LORA
 from foretoken.serve.app import add_middlewares, key_ring
-from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers
+from foretoken.serve.error_handlers import add_handlers
+from foretoken.serve.errors import ApiError, ServerUnavailable
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.forwarded import Forwarded, parse
 from foretoken.serve.replicas.gathered import Gathered

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
 
-from foretoken.serve.schema import Loose
+from foretoken.serve.schema import Loose, about
 
 SERVED = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
@@ -28,12 +27,11 @@ class ContentPart(Loose):
 
 def _only_text(content: Any) -> Any:
     """Raises an error that names the kind of a part that is not text."""
-    for part in content if isinstance(content, list) else ():
+    for index, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in _TEXTS:
-            raise PydanticCustomError(
-                "part", "a part of type '{kind}' was given; only text is served, as 'input_text'", {"kind": kind[:50]}
-            )
+            message = f"a part of type {kind[:50]!r} was given; only text is served, as 'input_text'"
+            raise about(f"{index}.type", message)
     return content
 
 
@@ -108,9 +106,9 @@ def _kind(item: Any) -> str | None:
 def _served(item: Any) -> Any:
     """Raises an error that names the kind of an item that is not served."""
     kind = _kind(item)
-    if isinstance(kind, str) and kind not in SERVED:
-        known = {"kind": kind[:50], "served": ", ".join(SERVED)}
-        raise PydanticCustomError("item", "an item of type '{kind}' was given; served: {served}", known)
+    if kind not in SERVED:
+        given = f"of type {kind[:50]!r}" if kind is not None else "whose type is no string"
+        raise about("type", f"an item {given} was given; served: {', '.join(SERVED)}")
     return item
 
 

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, JsonValue
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, JsonValue, Tag
 
 from foretoken.serve.chat_schema import (
+    CHOICE,
+    KNOWN_CHOICE,
     AllowedNames,
     AllowedTools,
     ChatForm,
     ChatRequest,
     Earlier,
+    Effort,
     Function,
     FunctionName,
-    JsonObjectFormat,
-    JsonSchema,
-    JsonSchemaFormat,
     Metadata,
     NamedTool,
     References,
-    ResponseFormat,
-    TextFormat,
     Tool,
     ToolChoice,
+    Verbosity,
 )
+from foretoken.serve.refused_fields import RESPONSES, Refusals
 from foretoken.serve.responses.conversion import messages_of
 from foretoken.serve.responses.items import InputItem, ItemReference
-from foretoken.serve.schema import Body, Count, Object, Sampling, StreamOptions
+from foretoken.serve.schema import (
+    Body,
+    Count,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    Object,
+    ResponseFormat,
+    Sampling,
+    StreamOptions,
+    TextFormat,
+    about,
+)
 
 LOGPROBS = "message.output_text.logprobs"  # of ``include``
 
@@ -43,9 +55,7 @@ def _only_functions(tool: Any) -> Any:
     """Raises an error that names the kind of a tool that is not served."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise PydanticCustomError(
-            "tool", "a tool of type '{kind}' was given; only functions are served", {"kind": kind[:50]}
-        )
+        raise about("type", f"a tool of type {kind[:50]!r} was given; only functions are served")
     return tool
 
 
@@ -64,6 +74,15 @@ class AllowedFunctions(Body):
     tools: Annotated[list[NamedFunction], Field(min_length=1, fail_fast=True)]
 
 
+ResponseToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("mode")]
+    | Annotated[NamedFunction, Tag("function")]
+    | Annotated[AllowedFunctions, Tag("allowed_tools")],
+    CHOICE,
+    KNOWN_CHOICE,
+]
+
+
 class TextSchemaFormat(JsonSchema):
     """JSON that the schema allows."""
 
@@ -74,13 +93,13 @@ class TextSettings(Body):
     """``text``: the format of the text."""
 
     format: Annotated[TextFormat | JsonObjectFormat | TextSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningSettings(Body):
     """``reasoning``: the effort reaches the chat template. Summaries are not written; the reasoning itself is sent."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -88,14 +107,14 @@ class ReasoningSettings(Body):
 class ResponsesRequest(Sampling, ChatForm):
     """Body of POST /v1/responses. Fields of OpenAI that do not change the output are ignored."""
 
-    prompt_field: ClassVar[str] = "input"
-    refused: ClassVar[dict[str, str]] = {
-        "background": "responses are written while the client waits; use stream, or leave it out",
-        "conversation": "use previous_response_id",
-        "prompt": "prompt templates are OpenAI's; put the text into instructions or input",
-        "context_management": "nothing is compacted; send fewer items",
-        "max_tool_calls": "no tools are run on this server",
+    sent_as: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+        "verbosity": "text.verbosity",
     }
+    refused: ClassVar[Refusals] = RESPONSES
 
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     chat_template_kwargs: Object | None = None
@@ -109,7 +128,7 @@ class ResponsesRequest(Sampling, ChatForm):
     store: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextSettings | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
+    tool_choice: ResponseToolChoice | None = None
     tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_only_functions)]], Field(fail_fast=True)] | None = (
         None
     )
@@ -148,6 +167,7 @@ class ResponsesRequest(Sampling, ChatForm):
             tool_choice=_chat_choice(self.tool_choice),
             tools=[_chat_tool(tool) for tool in self.tools] if self.tools else None,
             top_logprobs=self.top_logprobs,
+            verbosity=self.text.verbosity if self.text is not None else None,
         )
 
     def kept(self) -> Self:
