@@ -24,7 +24,6 @@ from foretoken.serve.refused_fields import CHAT, COMPLETIONS, MESSAGES, RESPONSE
 from foretoken.serve.responses.schema import ResponsesRequest
 from foretoken.serve.schema import CompletionRequest
 
-pytestmark = pytest.mark.usefixtures("preloaded_python")
 slow = pytest.mark.slow
 
 USER = [{"role": "user", "content": "def f(x):"}]

@@ -173,6 +173,8 @@ def _model_app(
 def _settings(**given: Any) -> ServerSettings:
     """Returns the settings. Raises ForetokenError if the server's packages are missing."""
     try:
+        import fastapi  # noqa: F401  # the app needs it, whose other imports would delay the errors before it starts
+
         from foretoken.serve.limits import ServerSettings
     except ImportError as error:
         raise ForetokenError(
