@@ -116,8 +116,10 @@ class SamplingLaw:
         return native.Filter(self.temperature, self.min_p, self.top_k, self.top_p)
 
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
-        """See ``Law``. On the CPU numpy's argmax is vectorized, and takes the lowest id on ties too."""
+        """See ``Law``. Without kernels numpy's argmax, which is vectorized, takes the lowest id on ties and NaN first."""
         scores = self._scores(logits, histories)
+        if kernels := native.for_rows(scores):
+            return kernels.best(scores)
         if scores.is_cpu:
             rows = scores.numpy()
             return [i if math.isfinite(row[i]) else -1 for row, i in zip(rows, rows.argmax(-1).tolist(), strict=True)]

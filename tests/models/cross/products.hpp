@@ -41,7 +41,7 @@ inline void add_floats(const Packing& packing, std::vector<Case>& cases) {
     cases.push_back({"float32", packing.pack((const Word*)singles.data(), F32, OUTPUTS, INPUTS), numbers});
     cases.push_back({"bfloat16", packing.pack((const Word*)halves.data(), BF16, OUTPUTS, INPUTS / 2), rounded});
     const Matrix w = packing.in_12_bits(cases.back().w);
-    check(w.upper->from[UNITS] > 0 && w.upper->from[UNITS] < UNITS * w.steps / 2, "some pairs are raw");
+    check(w.upper->from_unit[UNITS] > 0 && w.upper->from_unit[UNITS] < UNITS * w.steps / 2, "some pairs are raw");
     cases.push_back({"packed", w, rounded});
 }
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from foretoken.core.native import cpu
 from foretoken.core.native.build import SHARED, SWITCH, KernelsUnavailable, compiled, require
 from foretoken.core.native.pool import load
+from foretoken.core.native.status import check_layout, declare
 
 _SOURCE = SHARED / "sampling.cpp"
 _MAX_FLOAT = torch.finfo(torch.float32).max
@@ -55,14 +56,35 @@ class Kernels:
     """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        check_layout(library, (FilterSpec, _Distribution))
         self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
+        pointer, wide, number = c_void_p, c_int64, c_int32
+        logits, token = (pointer, wide, wide, wide), POINTER(c_int64)
+        distributions, filters = POINTER(_Distribution), POINTER(FilterSpec)
+        self._find = declare(library, "foretoken_distributions", *logits, filters, distributions, number)
+        self._rows = declare(library, "foretoken_rows", *logits, distributions, pointer, number)
+        self._chances = declare(library, "foretoken_chances", *logits, distributions, token, POINTER(c_float))
+        self._best = declare(library, "foretoken_best", *logits, token, number)
+        excess = (pointer, number, pointer, c_double, pointer, wide, POINTER(c_double), number)
+        self._excess = declare(library, "foretoken_excess", *excess)
+        weights = (pointer, number, wide)
+        self._draw = declare(library, "foretoken_draw", *weights, c_double, token, POINTER(c_double), number)
+        self._race = declare(library, "foretoken_race", *weights, c_uint64, token, number)
+
+    def best(self, logits: Tensor) -> list[int]:
+        """Returns the likeliest token of each row, the lowest id on ties; -1 if the row has none.
+
+        A row has none if a logit is NaN or the largest one is not finite.
+        """
+        (rows, vocabulary), tokens = logits.shape, (c_int64 * logits.shape[0])()
+        self._best(logits.data_ptr(), logits.stride(0), rows, vocabulary, tokens, torch.get_num_threads())
+        return list(tokens)
 
     def rows(self, logits: Tensor, kept: Filter) -> Tensor:
         """Returns probabilities, float32 [rows, V]. A row that contains NaN or whose maximum is not finite is NaN."""
         out = torch.empty(logits.shape)
         distributions, (rows, vocabulary) = self._distributions(logits, kept), logits.shape
-        self._library.foretoken_rows(
+        self._rows(
             logits.data_ptr(),
             logits.stride(0),
             rows,
@@ -77,14 +99,16 @@ class Kernels:
         """Returns the probability of ``tokens[r]`` in row r, equal to that of ``rows``, without writing rows."""
         ids, out = (c_int64 * len(tokens))(*tokens), (c_float * len(tokens))()
         distributions = self._distributions(logits, kept)
-        self._library.foretoken_chances(logits.data_ptr(), logits.stride(0), len(tokens), distributions, ids, out)
+        self._chances(
+            logits.data_ptr(), logits.stride(0), len(tokens), logits.shape[1], distributions, ids, out
+        )
         return list(out)
 
     def _distributions(self, logits: Tensor, kept: Filter) -> ctypes.Array[_Distribution]:
         rows, vocabulary = logits.shape
         distributions = (_Distribution * rows)()
         filters, threads = kept.spec(vocabulary), torch.get_num_threads()
-        self._library.foretoken_distributions(
+        self._find(
             logits.data_ptr(), logits.stride(0), rows, vocabulary, filters, distributions, threads
         )
         return distributions
@@ -92,26 +116,22 @@ class Kernels:
     def excess(self, p: Tensor, q: Tensor, weight: float) -> tuple[Tensor, float]:
         """Returns (weight p - q)+ in float64 [V], and its mass. p: float32 or float64; q: float32."""
         out = torch.empty(p.shape, dtype=torch.float64)
-        wide, threads = p.dtype == torch.float64, torch.get_num_threads()
-        mass: float = self._library.foretoken_excess(
-            p.data_ptr(), wide, q.data_ptr(), weight, out.data_ptr(), p.shape[0], threads
-        )
-        return out, mass
+        mass, wide, threads = c_double(), p.dtype == torch.float64, torch.get_num_threads()
+        self._excess(p.data_ptr(), wide, q.data_ptr(), weight, out.data_ptr(), p.shape[0], mass, threads)
+        return out, mass.value
 
     def draw(self, weights: Tensor, u: float) -> tuple[int, float]:
         """Returns the token at fraction ``u`` of the total weight (-1 where nothing can be drawn), and the total."""
-        total = c_double()
-        token: int = self._library.foretoken_draw(
-            weights.data_ptr(), weights.dtype == torch.float64, weights.shape[0], u, total, torch.get_num_threads()
-        )
-        return token, total.value
+        token, total = c_int64(), c_double()
+        wide = weights.dtype == torch.float64
+        self._draw(weights.data_ptr(), wide, weights.shape[0], u, token, total, torch.get_num_threads())
+        return token.value, total.value
 
     def race(self, weights: Tensor, key: int) -> int:
         """Returns the argmax of weights / E under ``key``, lowest id on ties; -1 where all are zero."""
-        token: int = self._library.foretoken_race(
-            weights.data_ptr(), weights.dtype == torch.float64, weights.shape[0], key, torch.get_num_threads()
-        )
-        return token
+        token, wide = c_int64(), weights.dtype == torch.float64
+        self._race(weights.data_ptr(), wide, weights.shape[0], key, token, torch.get_num_threads())
+        return token.value
 
 
 def kernels() -> Kernels | None:
@@ -127,17 +147,6 @@ def _kernels(*_: str | None) -> Kernels | None:
     except KernelsUnavailable as why:
         _log.info("sampling uses torch operators: %s", why)
         return None
-    pointer, wide, number = c_void_p, c_int64, c_int32
-    distributions, filters = POINTER(_Distribution), POINTER(FilterSpec)
-    library.foretoken_distributions.argtypes = [pointer, wide, wide, wide, filters, distributions, number]
-    library.foretoken_rows.argtypes = [pointer, wide, wide, wide, distributions, pointer, number]
-    library.foretoken_chances.argtypes = [pointer, wide, wide, distributions, POINTER(c_int64), POINTER(c_float)]
-    library.foretoken_excess.argtypes = [pointer, number, pointer, c_double, pointer, wide, number]
-    library.foretoken_excess.restype = c_double
-    library.foretoken_draw.argtypes = [pointer, number, wide, c_double, POINTER(c_double), number]
-    library.foretoken_draw.restype = wide
-    library.foretoken_race.argtypes = [pointer, number, wide, c_uint64, number]
-    library.foretoken_race.restype = wide
     return Kernels(library)
 
 

@@ -15,6 +15,7 @@ from foretoken.core.draft import Draft
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, LayerWeights
 from foretoken.models.runners.base import Pass
+from foretoken.models.runners.native.bindings import ModelSpec
 from foretoken.models.runners.native.describe import Description
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import Part, PassPlan
@@ -61,8 +62,7 @@ class NativeSeq2SeqRunner(NativeRunner):
         compress: bool,
     ) -> StackRunner:
         """Returns the runner of an encoder with the embedding of this decoder."""
-        embedding = (self._spec.embedding, self._spec.table), (self._held, self._arena)
-        return StackRunner(architecture, layers, ends, dtype, compress, *embedding)
+        return StackRunner(architecture, layers, ends, dtype, compress, self._spec, (self._held, self._arena))
 
     def _forget_sources(self) -> None:
         self._sources = Pages(self._arena.allocate, PAGE * self.kv_bytes_per_token)
@@ -109,6 +109,7 @@ class NativeSeq2SeqRunner(NativeRunner):
         slots = [part.slot for part in plan.parts]
         return {
             "source_pages": array("Q", [self._sources.addresses(slot) for slot in slots]),
+            "source_counts": array("i", [self._sources.count(slot) for slot in slots]),
             "source_lengths": array("i", [self._slots.lengths[slot] for slot in slots]),
         }
 
@@ -119,9 +120,8 @@ class NativeSeq2SeqRunner(NativeRunner):
             return
         states, count = self.encoder.states(source), len(source)
         pages = self._sources.reserve(slot, 0, count)
-        passed = (self._spec, states.data_ptr(), count, pages, self._workspace, self.threads)
-        if self._library.foretoken_remember(*passed):
-            raise MemoryError(f"no memory for the keys and values of a source of {count} tokens")
+        passed = (self._spec, states.data_ptr(), count, pages, self._sources.count(slot), self._workspace, self.threads)
+        self._library.foretoken_remember(*passed)
         self._slots.encoded(slot)
 
 
@@ -134,7 +134,7 @@ class StackRunner(NativeRunner):
         ends: positions and norms.
         dtype: float32 or bfloat16.
         compress: see ``NativeSeq2SeqRunner``.
-        embedding: the embedding and the table of a specification.
+        decoder: the specification of the decoder, whose embedding the encoder has.
         owner: what holds their memory.
     """
 
@@ -145,7 +145,7 @@ class StackRunner(NativeRunner):
         ends: StackEnds,
         dtype: torch.dtype,
         compress: bool,
-        embedding: tuple[Any, Any],
+        decoder: ModelSpec,
         owner: object,
     ) -> None:
         self._begin(architecture, dtype, None)
@@ -153,7 +153,8 @@ class StackRunner(NativeRunner):
         self._spec = description.stack(layers, ends.last, _floats(ends.positions), ends.norm)
         for number in range(architecture.layers):  # a layer's keys and values are not read after it
             self._spec.layers[number].attention.cache_at = 0
-        self._spec.embedding, self._spec.table = embedding
+        for name in ("embedding", "table", "embedding_rows"):
+            setattr(self._spec, name, getattr(decoder, name))
         self._held.extend((*description.held, owner))
         self.weight_bytes, self.product_bytes = description.weight_bytes, description.weight_bytes
         self._finish()

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 #include "event.hpp"
@@ -115,13 +114,13 @@ void wait_for(Event& event, Nanoseconds spin, Ready ready) {
     presence.add_sleep(now() - asleep);
 }
 
-bool wait_for_items(Team& team, uint64_t items) {
+bool wait_for_items(Team& team, uint64_t items) noexcept {
     PooledTeam& pooled = static_cast<PooledTeam&>(team);
     wait_for(pooled.progress, pool.team_spin, [&] { return team.finished.load() >= items || team.failed.load(); });
     return team.finished.load() >= items;
 }
 
-void wake_waiting(Team& team) { static_cast<PooledTeam&>(team).progress.wake(); }
+void wake_waiting(Team& team) noexcept { static_cast<PooledTeam&>(team).progress.wake(); }
 
 // Runs one thread's part of a team.
 void take_part(PooledTeam& team, int thread) {
@@ -175,7 +174,7 @@ void grow(int count) {
 #endif
     try {
         for (; pool.workers.load() < count; pool.workers.fetch_add(1)) std::thread(work, pool.workers.load() + 1).detach();
-    } catch (const std::system_error&) {  // the caller then does their work
+    } catch (const std::exception&) {  // the system or its memory has no more; the caller then does their work
     }
 #if !defined(_WIN32)
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -195,7 +194,7 @@ void reset(PooledTeam& team) {
     team.loops = 0;
 }
 
-bool run(int threads, Body body, void* context) {
+bool run(int threads, Body body, void* context) noexcept {
     threads = std::min(threads, MAX_THREADS);
     PooledTeam* taken = threads > 1 ? take_team() : nullptr;
     if (!taken) {

@@ -10,7 +10,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <new>
+#include <exception>
+
+#include "status.hpp"
 
 constexpr int MAX_THREADS = 256;
 
@@ -41,23 +43,17 @@ struct Team {
 };
 
 // Runs one thread's part. Returns false if it failed.
-using Body = bool (*)(void* context, Team& team, int thread);
+using Body = bool (*)(void* context, Team& team, int thread) noexcept;
 
-// The functions of the process's pool. All libraries of kernels are given the same ones.
+// The functions of the process's pool, for all libraries of kernels. No exception crosses from one library to another.
 struct PoolFunctions {
     // Runs the body here and in up to `threads` - 1 threads that are free. Returns false if one of them failed.
-    bool (*run)(int threads, Body body, void* context);
+    bool (*run)(int threads, Body body, void* context) noexcept;
     // Waits until `finished` is at least `items`. Returns false if another thread failed.
-    bool (*wait)(Team& team, uint64_t items);
+    bool (*wait)(Team& team, uint64_t items) noexcept;
     // Wakes threads that wait for items.
-    void (*wake)(Team& team);
+    void (*wake)(Team& team) noexcept;
 };
-
-#if defined(_WIN32)
-#define OF_THIS_LIBRARY
-#else
-#define OF_THIS_LIBRARY __attribute__((visibility("hidden")))
-#endif
 
 OF_THIS_LIBRARY inline const PoolFunctions* POOL = nullptr;  // without one, kernels compute in the calling thread
 
@@ -167,6 +163,14 @@ class Member {
         return {team, thread, ++number, target, n, grain};
     }
 
+    // The same loop, for whose items each thread makes something of its own first: calls make() unless others have done all of
+    // the loop.
+    template <class Make>
+    Loop begin(int64_t n, int64_t grain, Make make) {
+        if (!passed(n)) make();
+        return begin(n, grain);
+    }
+
     // Waits until all items of the loop are done. Throws Stopped.
     void end(Loop& loop) {
         loop.flush();
@@ -183,36 +187,43 @@ class Member {
         end(loop);
     }
 
-    // Returns whether others have done a loop of n items that this thread has not begun yet.
-    bool passed(int64_t n) const { return threads > 1 && team.finished.load() >= target + (uint64_t)n; }
-
     uint64_t loops() const { return number; }
 
    private:
     uint64_t number, target = 0;
+
+    // Returns whether others have done a loop of n items, the next one of this thread.
+    bool passed(int64_t n) const { return threads > 1 && team.finished.load() >= target + (uint64_t)n; }
 };
 
-// Runs f(member) in up to `threads` threads. Returns false if one of them threw an exception, as where memory is short.
+// Runs f(member) in up to `threads` threads. Throws the first exception of a thread, once all threads have stopped.
 template <class F>
-bool in_parallel(int threads, F f) {
-    const Body body = [](void* context, Team& team, int thread) {
+void in_parallel(int threads, F f) {
+    struct Run {
+        F& f;
+        std::atomic<bool> failed{false};
+        std::exception_ptr error{};
+    } run{f};
+    const Body body = [](void* context, Team& team, int thread) noexcept {
+        Run& run = *(Run*)context;
         Member member(team, thread);
         try {
-            (*(F*)context)(member);
+            run.f(member);
+        } catch (const Stopped&) {
+            return false;
         } catch (...) {
+            if (!run.failed.exchange(true)) run.error = std::current_exception();
             return false;
         }
         if (thread == 0) team.loops_then = member.loops();
         return true;
     };
-    if (POOL && threads > 1) return POOL->run(threads, body, &f);
     Team alone;
-    return body(&f, alone, 0);
+    if (!(POOL && threads > 1 ? POOL->run(threads, body, &run) : body(&run, alone, 0))) std::rethrow_exception(run.error);
 }
 
-// Calls f(item) for n items in up to `threads` threads. Throws bad_alloc if one of them threw an exception.
+// Calls f(item) for n items in up to `threads` threads. Throws as `in_parallel` does.
 template <class F>
 void in_parallel_each(int threads, int64_t n, int64_t grain, F f) {
-    threads = (int)std::min<int64_t>(threads, n);
-    if (!in_parallel(threads, [&](Member& member) { member.each(n, grain, f); })) throw std::bad_alloc();
+    in_parallel((int)std::min<int64_t>(threads, n), [&](Member& member) { member.each(n, grain, f); });
 }

@@ -9,8 +9,9 @@
 #include <functional>
 #include <vector>
 
+#include "entry.hpp"
 #include "exponential.hpp"
-#include "pool.hpp"
+#include "maximum.hpp"
 
 namespace {
 
@@ -19,7 +20,7 @@ constexpr int64_t ALONE = 1 << 15;   // up to this many numbers one thread is fa
 constexpr int64_t GROUP = 32;        // tokens whose maximum is compared first where few are kept
 
 // Parameters of a SamplingLaw. floor: log of min_p; top_k: 0 for all; top_p: 1 for all.
-struct Filter {
+struct FilterSpec {
     float inverse, floor;
     int32_t top_k;
     float top_p;
@@ -59,21 +60,18 @@ struct Look {
 
 // groups: null, or receives the maximum of every GROUP tokens, [chunk / GROUP].
 Look look(const float* x, int64_t n, float inverse, bool sum, float* groups) {
-    const Floats none = floats(-INFINITY);
-    Floats top = none;
-    unsigned lost = 0;
+    Maximum maximum;
     for (int64_t from = 0; from < n; from += GROUP * LANES) {
-        Floats largest = none;
+        Floats largest = floats(-INFINITY);
         for (int64_t i = from; i < std::min(n, from + GROUP * LANES); i += LANES) {
             const Floats v = load_first(x + i, n - i, -INFINITY);
-            lost |= bits(unordered(v, v));
+            maximum.add(v);
             largest = largest_of(largest, v);
         }
         if (groups) store(groups + from / GROUP, largest);
-        top = largest_of(top, largest);
     }
-    const Distribution own{largest_lane(top), inverse, 0.0f, 0.0f, 0};
-    if (lost || !sum || !std::isfinite(own.top)) return {lost ? NAN : own.top, 0.0};
+    const Distribution own{maximum.value(), inverse, 0.0f, 0.0f, 0};
+    if (!sum || !std::isfinite(own.top)) return {own.top, 0.0};
     Floats all = floats(0.0f);
     for (int64_t i = 0; i < n; i += LANES) all = all + power(load_first(x + i, n - i, -INFINITY), own);
     return {own.top, sum_of(all)};
@@ -151,7 +149,7 @@ bool nucleus(std::vector<Entry>& entries, double total, float top_p, bool whole,
 
 // Applies top_k and top_p to a row whose top is known. total: mass of the entries that min_p keeps, whose smallest is
 // dist.lowest.
-void narrow(const Row& row, const Filter& f, double total, Distribution& dist) {
+void narrow(const Row& row, const FilterSpec& f, double total, Distribution& dist) {
     static thread_local std::vector<Entry> entries;
     const bool few = f.top_k > 0 && f.top_k < row.n;
     if (few) {
@@ -322,37 +320,31 @@ int64_t winner(const T* w, int64_t n, uint64_t key, int threads) {
     return best.id;
 }
 
-}  // namespace
-
-extern "C" {
-
-void foretoken_use_pool(const void* functions) { POOL = (const PoolFunctions*)functions; }
-
 // Computes the distributions of `rows` rows of logits [n], which are `stride` numbers apart.
-void foretoken_distributions(const float* logits, int64_t stride, int64_t rows, int64_t n, const Filter* f,
-                             Distribution* distributions, int threads) {
+void find_distributions(const float* logits, int64_t stride, int64_t rows, int64_t n, const FilterSpec& f,
+                        Distribution* distributions, int threads) {
     const int64_t each = chunks(n), items = rows * each, groups = CHUNK / GROUP;
-    const bool few = f->top_k > 0 && f->top_k < n, floored = f->floor > -INFINITY && !few;
-    const bool narrowed = few || f->top_p < 1.0f;
+    const bool few = f.top_k > 0 && f.top_k < n, floored = f.floor > -INFINITY && !few;
+    const bool narrowed = few || f.top_p < 1.0f;
     std::vector<Look> looks(items);
     std::vector<float> lowest(floored ? items : 0), tops(narrowed ? items * groups : 0);
     const int team = sharing(rows * n, threads);
     auto chunk = [&](int64_t i) { return logits + i / each * stride + i % each * CHUNK; };
     auto length = [&](int64_t i) { return std::min(CHUNK, n - i % each * CHUNK); };
-    const bool done = in_parallel(team, [&](Member& member) {
+    in_parallel(team, [&](Member& member) {
         member.each(items, 1, [&](int64_t i) {
-            looks[i] = look(chunk(i), length(i), f->inverse, !few && !floored, narrowed ? &tops[i * groups] : nullptr);
+            looks[i] = look(chunk(i), length(i), f.inverse, !few && !floored, narrowed ? &tops[i * groups] : nullptr);
         });
         member.each(rows, 1, [&](int64_t r) {
             float top = -INFINITY;
             for (int64_t i = r * each; i < (r + 1) * each; i++) top = top >= looks[i].top ? top : looks[i].top;
             for (int64_t i = r * each; i < (r + 1) * each; i++) top = std::isnan(looks[i].top) ? NAN : top;
-            distributions[r] = {top, f->inverse, -INFINITY, std::isfinite(top) ? 0.0f : NAN, INT32_MAX};
+            distributions[r] = {top, f.inverse, -INFINITY, std::isfinite(top) ? 0.0f : NAN, INT32_MAX};
         });
         if (floored)
             member.each(items, 1, [&](int64_t i) {
                 lowest[i] = INFINITY;
-                looks[i].sum = summed(chunk(i), length(i), distributions[i / each], f->floor, lowest[i]);
+                looks[i].sum = summed(chunk(i), length(i), distributions[i / each], f.floor, lowest[i]);
             });
         member.each(rows, 1, [&](int64_t r) {
             Distribution& dist = distributions[r];
@@ -362,15 +354,14 @@ void foretoken_distributions(const float* logits, int64_t stride, int64_t rows, 
             for (int64_t i = r * each; i < (r + 1) * each; i++)
                 total += looks[i].sum * (floored ? 1.0 : std::exp(((double)looks[i].top - dist.top) * dist.inverse));
             dist.over = (float)(1.0 / total);
-            if (narrowed) narrow({logits + r * stride, n, &tops[r * each * groups]}, *f, total, dist);
+            if (narrowed) narrow({logits + r * stride, n, &tops[r * each * groups]}, f, total, dist);
         });
     });
-    if (!done) throw std::bad_alloc();
 }
 
 // Computes all probabilities of each row. out: [rows][n].
-void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Distribution* distributions,
-                    float* out, int threads) {
+void write_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Distribution* distributions, float* out,
+                int threads) {
     const int64_t each = chunks(n), items = rows * each;
     in_parallel_each(sharing(rows * n, threads), items, 1, [&](int64_t i) {
         const int64_t row = i / each, from = i % each * CHUNK, to = std::min(n, from + CHUNK);
@@ -382,40 +373,117 @@ void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n
     });
 }
 
+// Raises where rows of logits or weights cannot be what they are said to be.
+void check_rows(int64_t stride, int64_t rows, int64_t n) {
+    if (n < 1 || n > INT32_MAX) refuse("rows of %lld tokens; at least one is expected, and at most 2^31 - 1", (long long)n);
+    if (rows < 0 || (rows > 1 && stride < n)) refuse("%lld rows of %lld tokens, %lld apart", (long long)rows, (long long)n, (long long)stride);
+}
+
+void check_fraction(double u) {
+    if (!(u >= 0.0 && u <= 1.0)) refuse("the fraction %g of a total; it must be from 0 to 1", u);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Returns the layout of the structures that Python mirrors.
+const LayoutField* foretoken_layout() {
+    static const LayoutField fields[] = {
+        LAYOUT(FilterSpec, inverse, floor, top_k, top_p)
+        LAYOUT(Distribution, top, inverse, lowest, over, last)
+        {},
+    };
+    return fields;
+}
+
+// Computes the distributions of `rows` rows of logits [n], which are `stride` numbers apart.
+int32_t foretoken_distributions(const float* logits, int64_t stride, int64_t rows, int64_t n, const FilterSpec* f,
+                                Distribution* distributions, int threads) {
+    return guarded([&] {
+        check_rows(stride, rows, n);
+        find_distributions(logits, stride, rows, n, *f, distributions, threads);
+    }, "the distributions of %lld rows of %lld tokens", (long long)rows, (long long)n);
+}
+
+// Writes the likeliest token of each row, the lowest id on ties; -1 where a logit is NaN or the largest is not finite.
+int32_t foretoken_best(const float* logits, int64_t stride, int64_t rows, int64_t n, int64_t* tokens, int threads) {
+    return guarded([&] {
+        check_rows(stride, rows, n);
+        in_parallel_each(sharing(rows * n, threads), rows, 1, [&](int64_t r) {
+            float top;
+            tokens[r] = argmax(logits + r * stride, n, top);
+        });
+    }, "the likeliest tokens of %lld rows", (long long)rows);
+}
+
+// Computes all probabilities of each row. out: [rows][n].
+int32_t foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Distribution* distributions,
+                       float* out, int threads) {
+    return guarded([&] {
+        check_rows(stride, rows, n);
+        write_rows(logits, stride, rows, n, distributions, out, threads);
+    }, "%lld rows of %lld tokens", (long long)rows, (long long)n);
+}
+
 // Computes the probability of one token of each row.
-void foretoken_chances(const float* logits, int64_t stride, int64_t rows, const Distribution* distributions,
-                       const int64_t* tokens, float* out) {
-    for (int64_t r = 0; r < rows; r++)
-        out[r] = first_lane(chances(floats(logits[r * stride + tokens[r]]), tokens[r], distributions[r]));
+int32_t foretoken_chances(const float* logits, int64_t stride, int64_t rows, int64_t n, const Distribution* distributions,
+                          const int64_t* tokens, float* out) {
+    return guarded([&] {
+        check_rows(stride, rows, n);
+        for (int64_t r = 0; r < rows; r++)
+            if (tokens[r] < 0 || tokens[r] >= n)
+                refuse("token %lld of row %lld is outside the vocabulary of %lld tokens", (long long)tokens[r], (long long)r, (long long)n);
+        for (int64_t r = 0; r < rows; r++)
+            out[r] = first_lane(chances(floats(logits[r * stride + tokens[r]]), tokens[r], distributions[r]));
+    }, "the probabilities of %lld tokens", (long long)rows);
 }
 
-// Writes (weight p - q)+ in float64. Returns its mass.
-double foretoken_excess(const void* p, int wide, const float* q, double weight, double* excess, int64_t n,
-                        int threads) {
-    if (wide) return excess_of((const double*)p, q, weight, excess, n, threads);
-    return excess_of((const float*)p, q, weight, excess, n, threads);
+// Writes (weight p - q)+ in float64, and its mass.
+int32_t foretoken_excess(const void* p, int wide, const float* q, double weight, double* excess, int64_t n, double* mass,
+                         int threads) {
+    return guarded([&] {
+        check_rows(n, 1, n);
+        *mass = wide ? excess_of((const double*)p, q, weight, excess, n, threads)
+                     : excess_of((const float*)p, q, weight, excess, n, threads);
+    }, "the excess of %lld tokens", (long long)n);
 }
 
-// Returns the token at fraction `u` of the weights, whose sum `total` receives; -1 where nothing can be drawn.
-int64_t foretoken_draw(const void* w, int wide, int64_t n, double u, double* total, int threads) {
-    return wide ? drawn((const double*)w, n, u, *total, threads) : drawn((const float*)w, n, u, *total, threads);
+// Writes the token at fraction `u` of the weights, -1 where nothing can be drawn, and their sum.
+int32_t foretoken_draw(const void* w, int wide, int64_t n, double u, int64_t* token, double* total, int threads) {
+    return guarded([&] {
+        check_rows(n, 1, n), check_fraction(u);
+        *token = wide ? drawn((const double*)w, n, u, *total, threads) : drawn((const float*)w, n, u, *total, threads);
+    }, "a draw of %lld tokens", (long long)n);
 }
 
-// Returns the argmax of w / E under a key, the lowest id on ties; -1 where no weight is above 0.
-int64_t foretoken_race(const void* w, int wide, int64_t n, uint64_t key, int threads) {
-    return wide ? winner((const double*)w, n, key, threads) : winner((const float*)w, n, key, threads);
+// Writes the argmax of w / E under a key, the lowest id on ties; -1 where no weight is above 0.
+int32_t foretoken_race(const void* w, int wide, int64_t n, uint64_t key, int64_t* token, int threads) {
+    return guarded([&] {
+        check_rows(n, 1, n);
+        *token = wide ? winner((const double*)w, n, key, threads) : winner((const float*)w, n, key, threads);
+    }, "a race of %lld tokens", (long long)n);
 }
 
-// Draws a token from the distribution of logits [n], which `row` receives. noise: the key of a race, or a number u. Returns -1
-// where no token is possible.
-int64_t foretoken_choose(const float* logits, int64_t n, const Filter* f, int races, const void* noise, float* row, int threads) {
-    Distribution dist;
-    foretoken_distributions(logits, n, 1, n, f, &dist, threads);
-    if (std::isnan(dist.over)) return -1;
-    foretoken_rows(logits, n, 1, n, &dist, row, threads);
-    if (races) return foretoken_race(row, 0, n, *(const uint64_t*)noise, threads);
-    double total;
-    return foretoken_draw(row, 0, n, *(const double*)noise, &total, threads);
+// Draws a token from the distribution of logits [n], which `row` receives; -1 where no token is possible. noise: the key of a
+// race, or a number u.
+int32_t foretoken_choose(const float* logits, int64_t n, const FilterSpec* f, int races, const void* noise, float* row,
+                         int64_t* token, int threads) {
+    return guarded([&] {
+        check_rows(n, 1, n);
+        Distribution dist;
+        *token = -1;
+        find_distributions(logits, n, 1, n, *f, &dist, threads);
+        if (std::isnan(dist.over)) return;
+        write_rows(logits, n, 1, n, &dist, row, threads);
+        if (races) {
+            *token = winner(row, n, *(const uint64_t*)noise, threads);
+            return;
+        }
+        double total, u = *(const double*)noise;
+        check_fraction(u);
+        *token = drawn(row, n, u, total, threads);
+    }, "a draw of %lld tokens", (long long)n);
 }
 
 }  // extern "C"

@@ -15,7 +15,8 @@ def replay_pointer(plan: ReplayPlan) -> Any:
     """Returns a pointer to a plan's arrays, which must outlive it."""
     names = [field[0] for field in ReplaySpec._fields_ if field[1] is ctypes.c_void_p]
     places = {name: getattr(plan, name).buffer_info()[0] for name in names}
-    return ctypes.pointer(ReplaySpec(**places, steps=len(plan.sources), copies=plan.copies, moves=len(plan.moved)))
+    counts = {"steps": len(plan.sources), "moves": len(plan.moved), "snapshot_count": len(plan.snapshots)}
+    return ctypes.pointer(ReplaySpec(**places, **counts, copies=plan.copies))
 
 
 def pass_arrays(plan: PassPlan) -> dict[str, array[int]]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+from foretoken.core.native.build import KernelsUnavailable
+from foretoken.core.native.status import check_layout, declare
 
 LANES = 16
 UNIT = 32  # outputs of one unit of work; every width is padded to it
@@ -201,7 +206,7 @@ class ModelSpec(Structure):
         ("clip", c_float),
         ("norm_sums", c_int32),
         ("farthest", c_int32),
-        ("embedding_kind", c_int32),
+        *((name, c_int32) for name in ("embedding_kind", "embedding_rows", "learned_positions", "table_positions")),
     ]
 
 
@@ -226,7 +231,7 @@ def _matrices(spec: Structure) -> Iterator[Matrix]:
 class LoraPart(Structure):
     """A matrix of a low-rank product, and where its input and result lie in their rows."""
 
-    _fields_ = [("matrix", Matrix), *((name, c_int32) for name in ("from_", "to", "step"))]
+    _fields_ = [("matrix", Matrix), *((name, c_int32) for name in ("first", "to", "step"))]
 
 
 class LoraSpec(Structure):
@@ -256,7 +261,11 @@ class LoraWidths(Structure):
 class LoraAdapter(Structure):
     """An adapter: its layers, and the widths of its products."""
 
-    _fields_ = [("layers", POINTER(LoraLayer)), *((name, LoraWidths) for name in ("rows", "heads", "pairs"))]
+    _fields_ = [
+        ("layers", POINTER(LoraLayer)),
+        *((name, LoraWidths) for name in ("rows", "heads", "pairs")),
+        ("layer_count", c_int32),
+    ]
 
 
 class ReplaySpec(Structure):
@@ -265,7 +274,7 @@ class ReplaySpec(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("first_step", "sources", "targets", "saves", "inputs", "states", "logs")),
         *((name, c_void_p) for name in ("log_rows", "snapshots", "moved", "moved_of", "moved_to", "moved_stride")),
-        *((name, c_int32) for name in ("steps", "copies", "moves")),
+        *((name, c_int32) for name in ("steps", "copies", "moves", "snapshot_count")),
     ]
 
 
@@ -274,13 +283,14 @@ class BatchSpec(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "positions", "places", "prefix", "branch_from", "branches")),
-        *((name, c_void_p) for name in ("sequence_from", "pages", "outputs", "logits", "tap_layers", "taps")),
+        *((name, c_void_p) for name in ("sequence_from", "pages", "page_counts", "outputs", "logits")),
+        *((name, c_void_p) for name in ("tap_layers", "taps")),
         ("features", c_void_p),
         ("replay", POINTER(ReplaySpec)),
         ("adapters", c_void_p),
-        ("source_pages", c_void_p),
-        ("source_lengths", c_void_p),
-        *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "reach", "source_reach")),
+        *((name, c_void_p) for name in ("source_pages", "source_counts", "source_lengths")),
+        *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "branch_count")),
+        *((name, c_int32) for name in ("reach", "source_reach")),
     ]
 
 
@@ -301,36 +311,91 @@ class ChainSpec(Structure):
     ]
 
 
+_DECODED = (  # the structures of a decoder, as csrc/library.cpp lists them
+    *(Matrix, NormSpec, AttentionSpec, CrossSpec, RecurrentSpec, MlpSpec, LayerInputSpec, RouterSpec, ExpertsSpec),
+    *(LayerSpec, RopeSpec, StateSpec, LatentSpec, LayerInputsSpec, ModelSpec),
+    *(LoraPart, LoraSpec, LoraLayer, LoraWidths, LoraAdapter, ReplaySpec, BatchSpec, SamplerSpec, ChainSpec),
+)
+
+
 class DecoderFunctions:
-    """The functions of csrc/decoder.cpp for one kind of KV cache."""
+    """The functions of csrc/decoder.cpp for one kind of KV cache. They raise as ``status.raise_for`` does.
 
-    def __init__(self, library: ctypes.CDLL, cache: int) -> None:
+    Args:
+        library: the library.
+        kinds: the kinds of matrices that it was linked for.
+        cache: the kind of KV cache.
+
+    Raises:
+        KernelsUnavailable: the kernels of a kind are not linked.
+        RuntimeError: its structures are not those of this module.
+    """
+
+    def __init__(self, library: ctypes.CDLL, kinds: Iterable[int], cache: int) -> None:
+        check_layout(library, _DECODED)
+        library.foretoken_kinds.restype = c_uint32
+        linked = library.foretoken_kinds()
+        if missing := [kind for kind in kinds if not linked >> kind & 1]:
+            raise KernelsUnavailable(f"{library._name} has no kernels for matrices of the kinds {missing}")
         model, batch, pointer, narrow = POINTER(ModelSpec), POINTER(BatchSpec), c_void_p, c_int32
-        self.foretoken_open = library[f"foretoken_open_{cache:d}"]
-        self.foretoken_open.restype = pointer
+
+        def of_cache(name: str, *arguments: Any) -> Callable[..., None]:
+            return declare(library, f"{name}_{cache:d}", *arguments)
+
+        self._open = of_cache("foretoken_open", model, POINTER(c_void_p))
         self.foretoken_close = library[f"foretoken_close_{cache:d}"]
-        self.foretoken_close.argtypes = [pointer]
-        self.foretoken_run = library[f"foretoken_run_{cache:d}"]
-        self.foretoken_run.argtypes = [model, batch, pointer, narrow]
-        self.foretoken_chains = library[f"foretoken_chains_{cache:d}"]
-        self.foretoken_chains.argtypes = [model, batch, POINTER(ChainSpec), pointer, narrow]
-        self.foretoken_remember = library[f"foretoken_remember_{cache:d}"]
-        self.foretoken_remember.argtypes = [model, pointer, narrow, pointer, pointer, narrow]
-        self.foretoken_move = library[f"foretoken_move_{cache:d}"]
-        self.foretoken_move.argtypes = [model, pointer, narrow, pointer, narrow]
-        self.foretoken_floor = library[f"foretoken_floor_{cache:d}"]
-        self.foretoken_floor.argtypes = [model, pointer, narrow, narrow]
+        self.foretoken_close.argtypes, self.foretoken_close.restype = [pointer], None
+        self.foretoken_run = of_cache("foretoken_run", model, batch, pointer, narrow)
+        self.foretoken_check = of_cache("foretoken_check", model, batch, narrow)
+        self.foretoken_chains = of_cache("foretoken_chains", model, batch, POINTER(ChainSpec), pointer, narrow)
+        self.foretoken_remember = of_cache(
+            "foretoken_remember", model, pointer, narrow, pointer, narrow, pointer, narrow
+        )
+        self.foretoken_move = of_cache("foretoken_move", model, pointer, narrow, narrow, pointer, narrow)
+        self.foretoken_floor = of_cache("foretoken_floor", model, pointer, narrow, narrow)
+
+    def workspace(self, spec: ModelSpec) -> Workspace:
+        """Allocates what the passes of a model share. Raises KernelArgumentError if its kernels are not linked."""
+        address = c_void_p()
+        self._open(spec, byref(address))
+        return Workspace(self, address)
 
 
-def declare_packing(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Sets the argument types of the functions of csrc/packing.cpp. Returns the library."""
-    pointer, wide, narrow = c_void_p, c_int64, c_int32
-    library.foretoken_allocate.argtypes, library.foretoken_allocate.restype = [wide], pointer
-    library.foretoken_free.argtypes = [pointer, wide]
-    library.foretoken_pack.argtypes = [pointer, wide, wide, pointer, wide, wide, wide, narrow]
-    library.foretoken_checksum.argtypes, library.foretoken_checksum.restype = [pointer, wide, narrow], c_uint64
-    packed = POINTER(Matrix)
-    library.foretoken_choose_bytes.argtypes = [packed, pointer, pointer, narrow]
-    library.foretoken_pack_bytes.argtypes = [packed, pointer, POINTER(UpperBytes), narrow]
-    library.foretoken_pack_groups.argtypes = [pointer, pointer, pointer, wide, wide, packed, wide, wide, narrow]
-    return library
+class Workspace:
+    """Memory of passes, freed when the object is garbage-collected.
+
+    Args:
+        functions: of the library that allocated it.
+        address: its address.
+    """
+
+    def __init__(self, functions: DecoderFunctions, address: c_void_p) -> None:
+        self._as_parameter_ = address  # what ctypes passes
+        weakref.finalize(self, functions.foretoken_close, address).atexit = False  # a thread may still run a pass
+
+
+class PackingFunctions:
+    """The functions of csrc/packing.cpp. They raise as ``status.raise_for`` does, but for those of memory."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        check_layout(library, (Matrix, UpperBytes))
+        pointer, wide, narrow, packed = c_void_p, c_int64, c_int32, POINTER(Matrix)
+        self.foretoken_allocate = library.foretoken_allocate
+        self.foretoken_allocate.argtypes, self.foretoken_allocate.restype = [wide], pointer
+        self.foretoken_free = library.foretoken_free
+        self.foretoken_free.argtypes, self.foretoken_free.restype = [pointer, wide], None
+        self.foretoken_pack = declare(
+            library, "foretoken_pack", pointer, wide, wide, pointer, wide, wide, wide, narrow
+        )
+        self._checksum = declare(library, "foretoken_checksum", pointer, wide, POINTER(c_uint64), narrow)
+        self.foretoken_choose_bytes = declare(library, "foretoken_choose_bytes", packed, pointer, pointer, narrow)
+        tables = POINTER(UpperBytes)
+        self.foretoken_pack_bytes = declare(library, "foretoken_pack_bytes", packed, pointer, tables, narrow)
+        groups = (pointer, pointer, pointer, wide, wide, packed, wide, wide, narrow)
+        self.foretoken_pack_groups = declare(library, "foretoken_pack_groups", *groups)
+
+    def checksum(self, address: int, size: int, threads: int) -> int:
+        """Returns a checksum of ``size`` bytes, to notice damage."""
+        result = c_uint64()
+        self._checksum(address, size, result, threads)
+        return result.value

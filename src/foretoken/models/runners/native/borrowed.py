@@ -52,8 +52,8 @@ class BorrowingRunner(NativeRunner):
         super()._begin(architecture, dtype, entry, kv_cache_dtype)
         self._cache_kind = self._lender._cache_kind
 
-    def _page_addresses(self, plan: PassPlan, further: Sequence[int]) -> array[int]:
-        return array("Q", [self._lender.addresses(part.slot) for part in plan.parts])
+    def _page_lists(self, plan: PassPlan, further: Sequence[int]) -> dict[str, array[int]]:
+        return self._lender.page_lists([part.slot for part in plan.parts])
 
     def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
         return {"prefix": array("i", [part.first for part in plan.parts for _ in range(part.count)])}

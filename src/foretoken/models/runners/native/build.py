@@ -5,7 +5,6 @@ Each type is compiled by itself, so that a model with a new set compiles only wh
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Iterable
 from enum import IntEnum
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from foretoken.core.native import build
 from foretoken.core.native.cpu import Level
 from foretoken.core.native.pool import load
-from foretoken.models.runners.native.bindings import DecoderFunctions, declare_packing
+from foretoken.models.runners.native.bindings import DecoderFunctions, PackingFunctions
 
 if TYPE_CHECKING:
     import torch
@@ -64,17 +63,17 @@ def loaded_library(kinds: tuple[int, ...], cache: Kind, level: Level) -> Decoder
     kernels = load(build.linked("decoder", decoder_sources(kinds, (cache,)), level, whole))
     if not kernels.foretoken_ready():
         raise build.KernelsUnavailable("the system does not grant the CPU's tile registers")
-    return DecoderFunctions(kernels, cache)
+    return DecoderFunctions(kernels, kinds, cache)
 
 
-def packing_library() -> ctypes.CDLL:
+def packing_library() -> PackingFunctions:
     """Returns the functions that allocate and pack. Raises KernelsUnavailable."""
     return _packing_library(build.require())
 
 
 @functools.cache
-def _packing_library(level: Level) -> ctypes.CDLL:
-    return declare_packing(load(build.compiled(_SOURCES / "packing.cpp", (), level)))
+def _packing_library(level: Level) -> PackingFunctions:
+    return PackingFunctions(load(build.compiled(_SOURCES / "packing.cpp", (), level)))
 
 
 def kernels_available() -> bool:

@@ -103,6 +103,7 @@ class Description:
                 self._weights.nbytes += wide.nbytes
         if ends.layer_inputs is not None:
             spec.layer_inputs = self._layer_inputs(ends.layer_inputs)
+        spec.embedding_rows = ends.embedding.shape[0]
         spec.feature_norm = self._weights.norm(entry.norm)
         spec.joined, spec.norm_first = entry.joined, entry.norm_first
         return spec
@@ -123,6 +124,7 @@ class Description:
         return ModelSpec(
             layers=specs,
             positions=self._weights.keep(positions),
+            learned_positions=0 if positions is None else positions.shape[0],
             embedding_norm=self._weights.norm(embedding_norm),
             norm=self._weights.norm(norm),
             layer_count=a.layers,

@@ -194,7 +194,7 @@ def _directory(mapped: mmap.mmap) -> tuple[Sequence[tuple[int, int, str]], Seque
 
 
 def _checksum(address: int, size: int, threads: int) -> int:
-    return int(packing_library().foretoken_checksum(address, size, threads))
+    return packing_library().checksum(address, size, threads)
 
 
 def _pointers(block: MemoryBlock) -> Iterator[int]:

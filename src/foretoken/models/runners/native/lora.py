@@ -47,7 +47,7 @@ class PackedAdapter:
         self._memory = SmallMatrices(Arena(packing_library()))
         self._layers = (LoraLayer * len(layers))()
         self._stacks: list[object] = []  # what the layers point to
-        self._adapter = LoraAdapter(layers=self._layers)
+        self._adapter = LoraAdapter(layers=self._layers, layer_count=len(layers))
         for number, (layer, described) in enumerate(zip(layers, architecture.stack, strict=True)):
             self._layers[number] = self._layer(layer, described)
         self.address = ctypes.addressof(self._adapter)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 
+from foretoken.models.runners.native.bindings import PackingFunctions
+
 CACHE_LINE, PIECE = 64, 2**22  # bytes
 
 
@@ -16,7 +18,7 @@ def padded(count: int, to: int) -> int:
 class Arena:
     """Memory of one runner, freed when the arena is garbage-collected."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: PackingFunctions) -> None:
         self.library = library
         self._held: list[tuple[int, int]] = []
         weakref.finalize(self, _free, library, self._held)
@@ -76,6 +78,6 @@ class SmallMatrices:
         return address
 
 
-def _free(library: ctypes.CDLL, held: list[tuple[int, int]]) -> None:
+def _free(library: PackingFunctions, held: list[tuple[int, int]]) -> None:
     for address, size in held:
         library.foretoken_free(address, size)

@@ -28,6 +28,7 @@ class PositionTables:
         if rows <= self._rows:
             return
         a, self._rows = self._architecture, max(512, 2 * rows)
+        self._spec.table_positions = self._rows
         positions = torch.arange(self._rows).float()
         self._tables = []
         for number, frequencies in enumerate(a.frequencies):

@@ -123,14 +123,10 @@ class NativeRunner(DecoderOnly):
         self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, NormSpec(), 0
         self.kinds = matrix_kinds(self._spec)
         self._library = library(self.kinds, self._cache_kind)
-        self._workspace = self._library.foretoken_open()
+        self._workspace = self._library.workspace(self._spec)
         self._pages = self._new_pages()
         self.computes_chains = self._state_shape() is None  # recurrent layers need a plan of every pass
         self.threads = torch.get_num_threads()
-
-    def __del__(self) -> None:
-        if workspace := getattr(self, "_workspace", None):
-            self._library.foretoken_close(workspace)
 
     # the runner's interface
 
@@ -171,8 +167,7 @@ class NativeRunner(DecoderOnly):
             return
         kinds = {*self.kinds, Kind.FLOAT32}
         kernels = library(kinds, self._cache_kind)
-        self._library.foretoken_close(self._workspace)
-        self.kinds, self._library, self._workspace = kinds, kernels, kernels.foretoken_open()
+        self.kinds, self._library, self._workspace = kinds, kernels, kernels.workspace(self._spec)
 
     def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
         self._pages.publish(slot, tokens, rows)
@@ -212,7 +207,8 @@ class NativeRunner(DecoderOnly):
             return
         rows = array("i", sources)
         pages = self._pages.addresses(slot)
-        self._library.foretoken_move(self._spec, pages, destination, rows.buffer_info()[0], len(rows))
+        count = self._pages.count(slot)
+        self._library.foretoken_move(self._spec, pages, count, destination, rows.buffer_info()[0], len(rows))
 
     def nbytes(self) -> int:
         return self._pages.nbytes()
@@ -232,8 +228,7 @@ class NativeRunner(DecoderOnly):
         if steps is not None:
             batch.replay = replay_pointer(steps)
         batch.tap_count, batch.source_reach = len(tapped), max(arrays.get("source_lengths", (0,)))
-        if self._library.foretoken_run(self._spec, batch, self._workspace, self.threads):
-            raise _no_memory(plan)
+        self._library.foretoken_run(self._spec, batch, self._workspace, self.threads)
         self._pages.finish()
         return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped)
 
@@ -241,28 +236,28 @@ class NativeRunner(DecoderOnly):
         logits = torch.empty(len(requests), padded(self._architecture.vocab, UNIT))
         arrays, chains = self._arrays(plan, [request.limit for request in requests]), ChainArrays(requests, vocab)
         batch = _batch(plan, arrays, logits)
-        if self._library.foretoken_chains(self._spec, batch, chains.spec(), self._workspace, self.threads):
-            raise _no_memory(plan)
+        self._library.foretoken_chains(self._spec, batch, chains.spec(), self._workspace, self.threads)
         return chains.results()
 
     def _arrays(self, plan: PassPlan, further: Sequence[int] | None = None) -> dict[str, array[int]]:
         """Returns the arrays of a pass, with room for its rows and for ``further`` ones of each sequence."""
         further = further or [0] * len(plan.parts)
         self._positions.reserve(max(part.end + rows for part, rows in zip(plan.parts, further, strict=True)))
-        arrays = pass_arrays(plan) | self._beside(plan)
-        arrays["pages"] = self._page_addresses(plan, further)
+        arrays = pass_arrays(plan) | self._beside(plan) | self._page_lists(plan, further)
         if self._adapted:
             arrays["adapters"] = self._adapters_of(plan.parts)
         return arrays
 
-    def _page_addresses(self, plan: PassPlan, further: Sequence[int]) -> array[int]:
-        """Returns the address of each sequence's pages, with room for its new rows and ``further`` ones."""
-        pages = [self._pages.reserve(p.slot, p.first, p.end + n) for p, n in zip(plan.parts, further, strict=True)]
-        return array("Q", pages)
+    def _page_lists(self, plan: PassPlan, further: Sequence[int]) -> dict[str, array[int]]:
+        """Returns the arrays of ``page_lists``, with room for each sequence's new rows and ``further`` ones."""
+        for part, rows in zip(plan.parts, further, strict=True):
+            self._pages.reserve(part.slot, part.first, part.end + rows)
+        return self.page_lists([part.slot for part in plan.parts])
 
-    def addresses(self, slot: int) -> int:
-        """Returns the address of the pages of a slot, for a pass that reads them (``borrowed.py``)."""
-        return self._pages.addresses(slot)
+    def page_lists(self, slots: Sequence[int]) -> dict[str, array[int]]:
+        """Returns the addresses of the slots' arrays of pages, and their lengths, for a pass that reads them."""
+        addresses, counts = map(self._pages.addresses, slots), map(self._pages.count, slots)
+        return {"pages": array("Q", addresses), "page_counts": array("i", counts)}
 
     def place_of(self, layer: int) -> tuple[int, int]:
         """Returns the numbers and the scales of a token in the cache before those that a layer reads."""
@@ -306,7 +301,7 @@ class NativeRunner(DecoderOnly):
         view = copy(self)
         view._architecture = architecture
         view._held = [self._held, self._spec]  # both specifications point to these
-        view._workspace = self._library.foretoken_open()
+        view._workspace = self._library.workspace(self._spec)
         view.kinds, view._adapted = set(self.kinds), {}
         view._spec = ModelSpec.from_buffer_copy(self._spec)
         view._positions = PositionTables(architecture, view._spec)
@@ -322,8 +317,7 @@ class NativeRunner(DecoderOnly):
             rows=len(rows),
             output_count=len(rows),
         )
-        if self._library.foretoken_run(self._head_alone, batch, self._workspace, self.threads):
-            raise MemoryError(f"no memory for the logits of {len(rows)} rows")
+        self._library.foretoken_run(self._head_alone, batch, self._workspace, self.threads)
         return logits[:, : a.vocab]
 
     def floor(self, rows: int) -> float:
@@ -345,9 +339,6 @@ def _batch(plan: PassPlan, arrays: Mapping[str, array[int]], logits: Tensor | No
         rows=len(plan.tokens),
         sequences=len(plan.parts),
         output_count=len(plan.outputs),
+        branch_count=len(arrays["branches"]),
         reach=plan.reach,
     )
-
-
-def _no_memory(plan: PassPlan) -> MemoryError:
-    return MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")

@@ -4,15 +4,15 @@
 // a pass takes longer than the pass of a small model.
 #pragma once
 
-#include <cmath>
-
+#include "maximum.hpp"
 #include "pass.hpp"
+#include "validate.hpp"
 
 // Draws a token from the distribution of logits [n], which `row` receives; -1 where none is possible (core/native/sampling.cpp).
-using Choose = int64_t (*)(const float* logits, int64_t n, const void* kept, int races, const void* noise, float* row, int threads);
+using Choose = int32_t (*)(const float* logits, int64_t n, const void* kept, int races, const void* noise, float* row, int64_t* token, int threads);
 
 // How the tokens of a chain are drawn.
-struct Sampler {
+struct SamplerSpec {
     const void* kept;       // temperature and filters; null: the likeliest tokens are taken
     const uint64_t* noise;  // [limit]; the bits of uniform numbers, or the keys of races
     float* rows;            // [limit][vocab]; result: their distributions; [vocab] unless it keeps them
@@ -28,7 +28,7 @@ struct ChainSpec {
     float* probabilities;           // likewise
     int32_t* counts;                // [sequences]; result: tokens of each chain, fewer than its limit where it ended
     int32_t* tried;                 // [sequences]; result: with the token that is left out; 0 where tokens are drawn
-    const Sampler* samplers;        // [sequences]
+    const SamplerSpec* samplers;        // [sequences]
     Choose choose;
     int32_t longest, buckets, vocab;  // vocab: tokens that may be drafted
 };
@@ -39,23 +39,18 @@ struct Likeliest {
     float probability = 0.0f;
 
     Likeliest(const float* logits, int count) {
-        Floats tops = floats(-INFINITY), sums = floats(0.0f);
-        unsigned lost = 0;  // NaN, which a maximum may drop
+        float top, sum = 0.0f;
+        token = (int32_t)argmax(logits, count, top);
+        if (token < 0) return;
+        Floats sums = floats(0.0f);
         int i = 0;
         for (; i + LANES <= count; i += LANES) {
-            const Floats v = load(logits + i);
-            lost |= bits(unordered(v, v)), tops = largest_of(v, tops);
-        }
-        float top = largest_lane(tops), sum = 0.0f;
-        for (; i < count; i++) lost |= std::isnan(logits[i]), top = std::max(top, logits[i]);
-        if (lost || !std::isfinite(top)) return;
-        for (i = 0; i + LANES <= count; i += LANES) {
             const Floats v = load(logits + i);
             sums = sums + keep(different(v, floats(-INFINITY)), exponential(v - floats(top)));
         }
         for (; i < count; i++) sum += std::exp(logits[i] - top);
         sum += sum_of(sums);
-        token = int32_t(std::find(logits, logits + count, top) - logits), probability = 1.0f / sum;
+        probability = 1.0f / sum;
     }
 };
 
@@ -63,14 +58,15 @@ class Chains {
    public:
     // first: the pass over the pending tokens of all sequences, with logits of the last token of each.
     Chains(const ModelSpec& m, const BatchSpec& first, const ChainSpec& spec, int threads) : threads(threads), m(m), first(first), c(spec), batch(first) {
+        check();
         for (int s = 0; s < first.sequences; s++) going.push_back(s), reach.push_back(1.0f), c.counts[s] = c.tried[s] = 0;
     }
 
-    // Calls pass(batch) for each level. Returns false once it does.
+    // Calls pass(batch) for each level.
     template <class F>
-    bool run(F pass) {
+    void run(F pass) {
         for (int level = 0; !going.empty(); level++) {
-            if (!pass(batch)) return false;
+            pass(batch);
             const int64_t stride = m.head.units * BLOCKS * LANES;
             size_t kept = 0;
             for (size_t i = 0; i < going.size(); i++)
@@ -78,18 +74,40 @@ class Chains {
             going.resize(kept);
             plan(level + 1);
         }
-        return true;
     }
 
    private:
+    // Checks the first pass and the rows of all chains, so that the passes behind it need no further check.
+    void check() {
+        if (c.longest < 1 || c.buckets < 1) refuse("chains of %d tokens with %d buckets; at least one is expected", c.longest, c.buckets);
+        if (c.vocab < 1 || c.vocab > std::min<int64_t>(m.embedding_rows, m.head.units * BLOCKS * LANES))
+            refuse("chains of %d tokens, and the model reads %d", c.vocab, m.embedding_rows);
+        for (int s = 0; s < first.sequences; s++) {
+            if (c.limits[s] < 1 || c.limits[s] > c.longest) refuse("chain %d has %d tokens, from 1 to %d are expected", s, c.limits[s], c.longest);
+            const SamplerSpec& how = c.samplers[s];
+            if (how.kept && !(c.choose && how.noise && how.rows)) refuse("chain %d is drawn, without what it is drawn with", s);
+            further.push_back(c.limits[s] - 1);
+        }
+        PassCheck(m, first).run(threads, further.data());
+        const PlanUse use(m, first);
+        if (first.features || first.tap_count || use.states || use.sources) refuse("chains of a model that needs more than tokens");
+        if (!first.logits || first.output_count != first.sequences) refuse("%d rows of logits for %d chains", first.output_count, first.sequences);
+        for (int s = 0; s < first.sequences; s++)
+            if (first.outputs[s] != first.sequence_from[s + 1] - 1 || first.branch_count)
+                refuse("chain %d does not follow the last row of its sequence", s);
+    }
+
     // Adds a token to a chain, or ends it. Returns whether it goes on.
     bool extend(int s, const float* logits) { return c.samplers[s].kept ? draw(s, logits) : take(s, logits); }
 
     bool draw(int s, const float* logits) {
-        const Sampler& how = c.samplers[s];
+        const SamplerSpec& how = c.samplers[s];
         const int64_t depth = c.counts[s];
         float* row = how.rows + (how.keeps ? depth * c.vocab : 0);
-        const int64_t token = c.choose(logits, c.vocab, how.kept, how.races, how.noise + depth, row, threads);
+        int64_t token;
+        const int32_t status = c.choose(logits, c.vocab, how.kept, how.races, how.noise + depth, row, &token, threads);
+        if (status == NO_MEMORY) throw std::bad_alloc();
+        if (status != OK) refuse("token %lld of chain %d cannot be drawn", (long long)depth, s);
         if (token < 0) return false;
         c.tokens[s * (int64_t)c.longest + depth] = (int32_t)token;
         return ++c.counts[s] < c.limits[s];
@@ -110,20 +128,20 @@ class Chains {
     // Plans the pass over the newest tokens of the chains that go on, `depth` tokens behind those of the first pass.
     void plan(int depth) {
         const int count = (int)going.size();
-        tokens.clear(), positions.clear(), places.clear(), prefix.clear(), pages.clear(), adapters.clear();
+        tokens.clear(), positions.clear(), places.clear(), prefix.clear(), pages.clear(), page_counts.clear(), adapters.clear();
         batch.reach = 0;
         for (int s : going) {
             const int row = first.outputs[s], place = first.places[row] + depth;
             tokens.push_back(c.tokens[(int64_t)s * c.longest + depth - 1]);
             positions.push_back(first.positions[row] + depth), places.push_back(place), prefix.push_back(place + 1);
-            pages.push_back(first.pages[s]);
+            pages.push_back(first.pages[s]), page_counts.push_back(first.page_counts[s]);
             if (first.adapters) adapters.push_back(first.adapters[s]);
             batch.reach = std::max(batch.reach, place + 1);
         }
         branch_from.assign(count + 1, 0), numbers.resize(count + 1);
         for (int i = 0; i <= count; i++) numbers[i] = i;
         batch.tokens = tokens.data(), batch.positions = positions.data(), batch.places = places.data();
-        batch.prefix = prefix.data(), batch.branch_from = branch_from.data(), batch.pages = pages.data();
+        batch.prefix = prefix.data(), batch.branch_from = branch_from.data(), batch.pages = pages.data(), batch.page_counts = page_counts.data();
         batch.sequence_from = batch.outputs = numbers.data();
         if (first.adapters) batch.adapters = adapters.data();
         batch.rows = batch.sequences = batch.output_count = count;
@@ -134,9 +152,10 @@ class Chains {
     const BatchSpec& first;
     const ChainSpec& c;
     BatchSpec batch;
+    std::vector<int32_t> further;  // [sequences]; rows behind those of the first pass
     std::vector<int> going;    // sequences
     std::vector<float> reach;  // [sequences]; how likely all tokens of a chain are accepted
-    std::vector<int32_t> tokens, positions, places, prefix, branch_from, numbers;
+    std::vector<int32_t> tokens, positions, places, prefix, branch_from, page_counts, numbers;
     std::vector<Word* const*> pages;
     std::vector<const LoraAdapter*> adapters;
 };

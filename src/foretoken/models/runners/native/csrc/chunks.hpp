@@ -66,7 +66,7 @@ class RestoredChunks {
     RestoredChunks(const Matrix& w, int64_t steps, Word* memory) : w(w), steps(steps), words{memory, memory + CHUNK_STEPS * LANES} {}
 
     void begin(int64_t unit) {
-        number = unit, raw = w.upper->from[unit];
+        number = unit, raw = w.upper->from_unit[unit];
         at = (const char*)w.data + unit * w.steps / 2 * PAIR_BYTES;
     }
 

@@ -29,7 +29,7 @@ struct OwnInputs {
         if (!s.width) return;
         RowStore store_all{inputs, stride, false, s.projection_scale};
         store_all.added = p.added_to_normed(0, &LoraLayer::input_projection, NormSpec{});
-        p.multiply(s.projection, p.normed(s.projection, NormSpec{}), p.b.rows, store_all);
+        p.multiply_normed(s.projection, NormSpec{}, store_all);
         const int layers = p.m.layer_count;
         const Floats scale = floats(s.table_scale), half = floats(std::sqrt(0.5f));
         p.member.each((int64_t)p.b.rows * layers, 8, [&](int64_t item) {
@@ -49,18 +49,20 @@ struct OwnInputs {
         const int64_t width = gated_width(s);
         RowStore store_gate{gated, width};
         store_gate.added = p.added_to_normed(number, &LoraLayer::input_gate, NormSpec{});
-        p.multiply(layer.gate, p.normed(layer.gate, NormSpec{}), p.b.rows, store_gate);
+        p.multiply_normed(layer.gate, NormSpec{}, store_gate);
         auto gate = [&](int64_t r, float* to) {
             const float *own = gated + r * width, *input = inputs + r * stride + (int64_t)number * s.width;
             for (int i = 0; i < s.width; i += LANES) store(to + i, activate(load(own + i), p.m.activation) * load(input + i));
         };
         const Added added = p.lora(number, &LoraLayer::input_up, s.width, gate);
-        const Input x = p.prepare(layer.up, ACTIVATED, p.b.rows, [&](int64_t r, Word* words, float* scales) {
+        auto fill = [&](int64_t r, Word* words, float* scales) {
             float* row = p.own_row();
             gate(r, row);
             functions(layer.up).encode(layer.up, row, s.width, words, scales);
+        };
+        p.residual(layer.norm, 1.0f, added, [&](const RowStore& store) {
+            p.multiply_prepared(layer.up, ACTIVATED, p.b.rows, fill, store);
         });
-        p.residual(layer.up, x, layer.norm, 1.0f, added);
     }
 
     // Moves the inputs of a row, where rows leave the pass.

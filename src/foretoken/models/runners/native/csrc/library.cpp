@@ -4,9 +4,9 @@
 #include <unistd.h>
 #endif
 
-#include "pool.hpp"
+#include "entry.hpp"
 
-#include "kinds.hpp"
+#include "chains.hpp"
 
 KindFunctions FUNCTIONS[KIND_COUNT];
 
@@ -22,6 +22,58 @@ int foretoken_ready() {
 #endif
 }
 
-void foretoken_use_pool(const void* functions) { POOL = (const PoolFunctions*)functions; }
+// Returns a bit for each kind of matrices whose kernels are linked.
+uint32_t foretoken_kinds() {
+    static_assert(KIND_COUNT <= 32);
+    uint32_t kinds = 0;
+    for (int kind = 0; kind < KIND_COUNT; kind++) kinds |= (uint32_t)linked(kind) << kind;
+    return kinds;
+}
+
+// Returns the layout of the structures that Python mirrors (bindings.py).
+const LayoutField* foretoken_layout() {
+    static const LayoutField fields[] = {
+        LAYOUT(Matrix, data, scales, bias, sums, units, steps, kind, group, record_bytes, record_groups, zero, levels, upper)
+        LAYOUT(NormSpec, weight, bias)
+        LAYOUT(AttentionSpec, qkv, out, query_up, absorb, expand, q_norm, k_norm, v_norm, sinks, relative, kv_heads, head_dim,
+               norm_stride, window, rope, cache_at, scales_at, shares, grows, ordered)
+        LAYOUT(CrossSpec, norm, after, attention, keys_values)
+        LAYOUT(RecurrentSpec, into, gates, out, conv, conv_bias, decay, step_bias, norm, skip, state_layer)
+        LAYOUT(MlpSpec, up, down, inner, gated)
+        LAYOUT(LayerInputSpec, gate, up, norm)
+        LAYOUT(RouterSpec, weights, correction, experts, chosen, scoring, normalized, groups, chosen_groups, group_score, scale,
+               divisor_eps)
+        LAYOUT(ExpertsSpec, router, up, down, shared_up, shared_down, shared_gate, router_norm, expert_scales, gated,
+               scaled_inputs, inner, shared_inner, limit, slope)
+        LAYOUT(LayerSpec, norm, after_mixer, mlp_norm, after_mlp, beside_norm, after_beside, after_experts, attends, recurs, mlp,
+               parallel, attention, cross, recurrent, dense, experts, own_input, scalar)
+        LAYOUT(RopeSpec, table, half, paired)
+        LAYOUT(StateSpec, window, channels, out, gates, inputs, key_heads, value_heads, key_dim, value_dim, norm_first,
+               gate_factor, step_factor)
+        LAYOUT(LatentSpec, rank, rotated, plain, value, query_rank, eps)
+        LAYOUT(LayerInputsSpec, table, projection, norm, width, table_scale, projection_scale)
+        LAYOUT(ModelSpec, layers, embedding, table, positions, embedding_norm, norm, feature_norm, head, ropes, biases,
+               query_scales, bias_stride, layer_count, hidden, heads, vocab, activation, centered, norm_heads, joined, norm_first,
+               eps, scale, score_cap, logit_cap, embedding_scale, attention_factor, recurrent_factor, mlp_factor, gate_factor,
+               logit_scale, gated_attention, state, latent, layer_inputs, clip, norm_sums, farthest, embedding_kind,
+               embedding_rows, learned_positions, table_positions)
+        LAYOUT(LoraPart, matrix, first, to, step)
+        LAYOUT(LoraSpec, down, up)
+        LAYOUT(LoraLayer, qkv, out, up, down, recurrent_in, recurrent_gates, recurrent_out, query_up, router, shared_up,
+               shared_down, shared_gate, input_gate, input_up, input_projection, absorb, expand, expert_up, expert_down)
+        LAYOUT(LoraWidths, input, inner, added)
+        LAYOUT(LoraAdapter, layers, rows, heads, pairs, layer_count)
+        LAYOUT(ReplaySpec, first_step, sources, targets, saves, inputs, states, logs, log_rows, snapshots, moved, moved_of,
+               moved_to, moved_stride, steps, copies, moves, snapshot_count)
+        LAYOUT(BatchSpec, tokens, positions, places, prefix, branch_from, branches, sequence_from, pages, page_counts, outputs,
+               logits, tap_layers, taps, features, replay, adapters, source_pages, source_counts, source_lengths, rows, sequences,
+               output_count, tap_count, branch_count, reach, source_reach)
+        LAYOUT(SamplerSpec, kept, noise, rows, races, keeps)
+        LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, counts, tried, samplers, choose, longest,
+               buckets, vocab)
+        {},
+    };
+    return fields;
+}
 
 }  // extern "C"

@@ -130,7 +130,7 @@ struct Lora {
                     const Share mine(std::max(items.first, begin) - begin, std::min(items.last, begin + w.units) - begin);
                     begin += w.units;
                     if (mine.first >= mine.last) return;
-                    const Input rows{(Word*)(x + tile.first * x_width + part.from), nullptr, x_width, 0};
+                    const Input rows{(Word*)(x + tile.first * x_width + part.first), nullptr, x_width, 0};
                     RowStore store{to + tile.first * width + part.to * LANES, width};
                     store.unit_stride = part.step * BLOCKS * LANES, store.block_stride = part.step * LANES;
                     functions(w).rows(w, rows, tile.last - tile.first, Units(mine), store);

@@ -61,18 +61,19 @@ struct AttentionMixer {
         }
     }
 
-    // Computes queries, and writes keys and values of all rows to the cache.
-    void enter(const AttentionSpec& layer, const Input& x, const Added& added) {
+    // Computes queries, and writes keys and values of all rows to the cache. fill: writes an input row; see `multiply_prepared`.
+    template <class Fill>
+    void enter(const AttentionSpec& layer, Fill fill, const Added& added) {
         RowStore store{qkv, qkv_width};
         store.added = added;
-        p.multiply(layer.qkv, x, p.b.rows, store);
+        p.multiply_prepared(layer.qkv, NORMED, p.b.rows, fill, store);
         if (layer.q_norm && m.norm_heads == ALL_HEADS) normalize_all(layer);
         spread(layer, PageLayout(m, layer, kv));
     }
 
-    // Computes queries alone.
-    void ask(const AttentionSpec& layer, const Input& x) {
-        p.multiply(layer.qkv, x, p.b.rows, {qkv, qkv_width});
+    // Computes queries alone, of the residual stream after a norm.
+    void ask(const AttentionSpec& layer, const NormSpec& norm) {
+        p.multiply_normed(layer.qkv, norm, RowStore{qkv, qkv_width});
         each_head(layer, m.heads, [&](int row, int head, float* x) { keep_query(layer, row, head, x); });
     }
 
@@ -124,9 +125,9 @@ struct AttentionMixer {
     }
 
     void add(const AttentionSpec& layer, const NormSpec& norm, const Added& added = {}) {
-        const Matrix& out = layer.out;
-        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, width(layer)), norm,
-                   m.attention_factor, added);
+        p.residual(norm, m.attention_factor, added, [&](const RowStore& store) {
+            p.multiply_written(layer.out, ATTENDED, mixed, width(layer), store);
+        });
     }
 
    private:

@@ -21,7 +21,7 @@ struct CrossAttention {
 
     // Adds attention over the sources to the residual stream.
     void run(const CrossSpec& cross) {
-        attention.ask(cross.attention, p.normed(cross.attention.qkv, cross.norm));
+        attention.ask(cross.attention, cross.norm);
         attention.attend(cross.attention, *sources);
         attention.add(cross.attention, cross.after);
     }
@@ -29,10 +29,9 @@ struct CrossAttention {
     // Writes the keys and values of an encoder's states [rows][hidden] to the pages of a source.
     void remember(const CrossSpec& cross, const float* states, Word* const* pages) {
         const Matrix& w = cross.keys_values;
-        const Input x = p.prepare(w, NORMED, p.b.rows, [&](int64_t r, Word* words, float* scales) {
+        p.multiply_prepared(w, NORMED, p.b.rows, [&](int64_t r, Word* words, float* scales) {
             p.normalize_row(w, states + r * p.m.hidden, NormSpec{}, words, scales);
-        });
-        p.multiply(w, x, p.b.rows, {attention.qkv, attention.qkv_width});
+        }, RowStore{attention.qkv, attention.qkv_width});
         const PageLayout layout(p.m, cross.attention, kv);
         attention.each_head(cross.attention, 2 * cross.attention.kv_heads, [&](int row, int head, float* x) {
             attention.remember(cross.attention, layout, pages, row, head, x);

@@ -63,7 +63,7 @@ struct LatentMixer {
         const AttentionSpec& layer = of.attention;
         RowStore store{first, first_width};
         store.added = p.added_to_normed(number, &LoraLayer::qkv, of.norm);
-        p.multiply(layer.qkv, p.normed(layer.qkv, of.norm), p.b.rows, store);
+        p.multiply_normed(layer.qkv, of.norm, store);
         const float* of_heads = first;
         int64_t stride = first_width;
         if (shape.query_rank) {
@@ -71,10 +71,9 @@ struct LatentMixer {
             to.added = p.lora(number, &LoraLayer::query_up, shape.query_rank, [&](int64_t r, float* row) {
                 normalize_with<false>(first + r * first_width, layer.q_norm, shape.query_rank, shape.eps, row);
             });
-            const Input latents = p.prepare(layer.query_up, NORMED, p.b.rows, [&](int64_t r, Word* words, float* scales) {
+            p.multiply_prepared(layer.query_up, NORMED, p.b.rows, [&](int64_t r, Word* words, float* scales) {
                 norm_and_encode(layer.query_up, layer.q_norm, first + r * first_width, words, scales);
-            });
-            p.multiply(layer.query_up, latents, p.b.rows, to);
+            }, to);
             of_heads = expanded, stride = query_width;
         }
         const int64_t per_head = shape.plain + shape.rotated;
@@ -136,12 +135,13 @@ struct LatentMixer {
 
     // Adds the output to the residual stream.
     void leave(const LayerSpec& of, int number) {
-        const Matrix& out = of.attention.out;
         const int64_t count = m.heads * shape.value;
         const Added added = p.lora(number, &LoraLayer::out, count, [&](int64_t row, float* to) {
             std::memcpy(to, values + row * count, sizeof(float) * count);
         });
-        p.residual(out, p.encoded(out, ATTENDED, values, count), of.after_mixer, m.attention_factor, added);
+        p.residual(of.after_mixer, m.attention_factor, added, [&](const RowStore& store) {
+            p.multiply_encoded(of.attention.out, ATTENDED, values, count, store);
+        });
     }
 
    private:

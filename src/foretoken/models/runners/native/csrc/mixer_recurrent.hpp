@@ -42,7 +42,7 @@ struct RecurrentMixer {
     // Computes what the state adds to each row, and changes the states.
     void enter(const LayerSpec& of, int number) {
         const RecurrentSpec& layer = of.recurrent;
-        project(layer.in, of.norm, rows + gates_width(), number, &LoraLayer::recurrent_in);
+        project(layer.into, of.norm, rows + gates_width(), number, &LoraLayer::recurrent_in);
         if (of.recurs != CONVOLUTION) project(layer.gates, of.norm, rows, number, &LoraLayer::recurrent_gates);
         prepare(of.recurs, layer);
         if (of.recurs != CONVOLUTION) recur(of.recurs, layer);
@@ -82,8 +82,9 @@ struct RecurrentMixer {
     void leave(const LayerSpec& of, int number) {
         const Matrix& out = of.recurrent.out;
         const Added added = p.added_to(number, &LoraLayer::recurrent_out, out, ATTENDED, mixed, out_width);
-        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, out_width), of.after_mixer,
-                   m.recurrent_factor, added);
+        p.residual(of.after_mixer, m.recurrent_factor, added, [&](const RowStore& store) {
+            p.multiply_written(out, ATTENDED, mixed, out_width, store);
+        });
     }
 
    private:
@@ -91,7 +92,7 @@ struct RecurrentMixer {
     void project(const Matrix& w, const NormSpec& norm, float* to, int number, LoraSpec LoraLayer::*product) {
         RowStore store{to, row_width};
         store.added = p.added_to_normed(number, product, norm);
-        p.multiply(w, p.normed(w, norm), p.b.rows, store);
+        p.multiply_normed(w, norm, store);
     }
 
     // The inputs of an encoded row of a sequence; null before the first row.

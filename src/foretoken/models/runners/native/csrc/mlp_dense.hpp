@@ -23,22 +23,19 @@ struct DenseMlp {
 
     void enter(const MlpSpec& mlp, const NormSpec& norm, int number) {
         const Added added = p.added_to_normed(number, &LoraLayer::up, norm);
-        p.clear_tails(mlp.down, ACTIVATED, mlp.inner);  // before `normed`, which the product must follow at once
-        const Input x = p.normed(mlp.up, norm);
+        p.clear_tails(mlp.down, ACTIVATED, mlp.inner);
         const bool gated = mlp.gated;
         ActivatedStore store{mlp.down, p.inputs[ACTIVATED], inner, mlp.inner, p.m.activation, gated};
         store.added = added;
         store.gate_factor = p.m.gate_factor;
-        p.share(mlp.up, x, p.b.rows, [&](const Input& input, Loop& units) {
-            functions(mlp.up).activated(mlp.up, input, p.b.rows, units, store);
-        });
+        p.multiply_normed(mlp.up, norm, store);
     }
 
     // Adds the output to the residual stream.
     void leave(const LayerSpec& layer, int number) {
         const MlpSpec& mlp = layer.dense;
         const Added added = added_to_down(mlp, number);
-        p.residual(mlp.down, activated(mlp), layer.after_mlp, p.m.mlp_factor, added);
+        p.residual(layer.after_mlp, p.m.mlp_factor, added, [&](const RowStore& store) { multiply_down(mlp, store); });
     }
 
     // Adds the output of an MLP beside experts to theirs, which is in `branch`, each after its norm, and both to the residual
@@ -47,7 +44,7 @@ struct DenseMlp {
         enter(layer.dense, layer.beside_norm, number);
         RowStore store{aside, p.width};
         store.added = added_to_down(layer.dense, number);
-        p.multiply(layer.dense.down, activated(layer.dense), p.b.rows, store);
+        multiply_down(layer.dense, store);
         p.member.each(p.b.rows, 1, [&](int64_t r) {
             float *to = p.branch + r * p.width, *own = aside + r * p.width;
             normalize(p.m, to, layer.after_experts, p.m.hidden, to);
@@ -62,8 +59,7 @@ struct DenseMlp {
         return p.added_to(number, &LoraLayer::down, mlp.down, ACTIVATED, inner, mlp.inner);
     }
 
-    // The input of `down`.
-    Input activated(const MlpSpec& mlp) {
-        return is_float(mlp.down) ? p.input(mlp.down, ACTIVATED) : p.encoded(mlp.down, ACTIVATED, inner, mlp.inner);
+    void multiply_down(const MlpSpec& mlp, const RowStore& store) {
+        p.multiply_written(mlp.down, ACTIVATED, inner, mlp.inner, store);
     }
 };

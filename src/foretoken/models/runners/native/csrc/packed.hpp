@@ -20,7 +20,7 @@ constexpr int PAIRS_AHEAD = 24;  // pairs that a unit's only tile prefetches ahe
 // The tables of a matrix stored in 12 bits: the upper bytes of the codes, and the raw pairs.
 struct UpperBytes {
     const uint8_t* bytes;  // [units][16]
-    const int32_t* from;   // [units + 1] into pairs
+    const int32_t* from_unit;  // [units + 1]; number of the first raw pair
     const int32_t* pairs;  // raw pairs of each unit, ascending
     const Word* words;     // [raw pairs][two steps][STEP_WORDS]
 };
@@ -45,7 +45,7 @@ INLINE void each_step(const Matrix& w, int64_t unit, int64_t p, int64_t last, in
     const Ints table = repeated(upper.bytes + unit * 16);
     const uint8_t* at = (const uint8_t*)w.data + unit * w.steps / 2 * PAIR_BYTES;
     for (;; raw++) {
-        const bool found = raw < upper.from[unit + 1] && upper.pairs[raw] < last;
+        const bool found = raw < upper.from_unit[unit + 1] && upper.pairs[raw] < last;
         const int64_t stop = found ? upper.pairs[raw] : last;
         for (; p < stop; p++) {
             ahead(p);
@@ -66,7 +66,7 @@ INLINE void each_step(const Matrix& w, int64_t unit, int64_t p, int64_t last, in
 
 template <class Ahead, class Step>
 INLINE void each_step(const Matrix& w, int64_t unit, Ahead ahead, Step step) {
-    int32_t raw = w.upper->from[unit];
+    int32_t raw = w.upper->from_unit[unit];
     each_step(w, unit, 0, w.steps / 2, raw, ahead, step);
 }
 
@@ -162,7 +162,7 @@ inline void unpack_row(const Matrix& w, int64_t output, int64_t words, Word* to)
             to[k] |= (Word)(upper.bytes[unit * 16 + code] << 8 | lower[place]) << (16 * half);
         }
     }
-    for (int32_t raw = upper.from[unit]; raw < upper.from[unit + 1]; raw++)
+    for (int32_t raw = upper.from_unit[unit]; raw < upper.from_unit[unit + 1]; raw++)
         for (int i = 0; i < 2; i++)
             if (const int64_t k = upper.pairs[raw] * 2 + i; k < words)
                 to[k] = upper.words[((int64_t)raw * 2 + i) * STEP_WORDS + block * LANES + lane];

@@ -10,6 +10,7 @@ extern "C" __declspec(dllimport) int VirtualFree(void* at, size_t bytes, unsigne
 
 #include <algorithm>
 
+#include "entry.hpp"
 #include "packed.hpp"
 
 namespace {
@@ -74,6 +75,26 @@ void choose_bytes(const Matrix& w, int64_t unit, uint8_t* bytes) {
     std::memcpy(bytes, order, 16);
 }
 
+// Stores a unit of a bf16 matrix in 12 bits.
+void pack_bytes(const Matrix& w, int64_t unit, uint8_t* to, const UpperBytes& upper) {
+    int32_t raw = upper.from_unit[unit];
+    uint8_t* pair = to + unit * w.steps / 2 * PAIR_BYTES;
+    for (int64_t k = 0; k < w.steps; k += 2, pair += PAIR_BYTES) {
+        const StepBytes first(w, unit, k), second(w, unit, k + 1);
+        Ints low, high;
+        const bool known = find_codes(first.upper, upper.bytes + unit * 16, low) & find_codes(second.upper, upper.bytes + unit * 16, high);
+        store_ints(pair, first.lower);
+        store_ints(pair + 64, second.lower);
+        store_ints(pair + 128, or_bits(low, shift_left16<4>(high)));
+        if (known) continue;
+        Word* words = (Word*)upper.words + (int64_t)raw * 2 * STEP_WORDS;
+        for (int i = 0; i < 2; i++)
+            for (int block = 0; block < BLOCKS; block++, words += LANES)
+                std::memcpy(words, w.data + ((unit * BLOCKS + block) * w.steps + k + i) * LANES, 64);
+        ((int32_t*)upper.pairs)[raw++] = (int32_t)(k / 2);
+    }
+}
+
 template <class V>
 void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t* const* parts, int64_t rows,
                  int64_t inputs, const Matrix& w, int64_t first, int64_t step, int threads) {
@@ -128,17 +149,27 @@ uint64_t checksum(const uint8_t* data, int64_t bytes) {
 
 extern "C" {
 
-void foretoken_use_pool(const void* functions) { POOL = (const PoolFunctions*)functions; }
+// Returns the layout of the structures that Python mirrors (bindings.py).
+const LayoutField* foretoken_layout() {
+    static const LayoutField fields[] = {
+        LAYOUT(Matrix, data, scales, bias, sums, units, steps, kind, group, record_bytes, record_groups, zero, levels, upper)
+        LAYOUT(UpperBytes, bytes, from_unit, pairs, words)
+        {},
+    };
+    return fields;
+}
 
-// A checksum of `bytes` bytes, to notice damage; not a cryptographic one.
-uint64_t foretoken_checksum(const uint8_t* data, int64_t bytes, int threads) {
-    const int64_t chunks = (bytes + CHUNK - 1) / CHUNK;
-    std::atomic<uint64_t> sum{0};
-    in_parallel_each(threads, chunks, 1, [&](int64_t chunk) {
-        const int64_t at = chunk * CHUNK;
-        sum += (checksum(data + at, std::min(CHUNK, bytes - at)) | 1) * (2 * chunk + 1);  // the order counts, too
-    });
-    return sum;
+// Writes a checksum of `bytes` bytes, to notice damage; not a cryptographic one.
+int32_t foretoken_checksum(const uint8_t* data, int64_t bytes, uint64_t* result, int threads) {
+    return guarded([&] {
+        const int64_t chunks = (bytes + CHUNK - 1) / CHUNK;
+        std::atomic<uint64_t> sum{0};
+        in_parallel_each(threads, chunks, 1, [&](int64_t chunk) {
+            const int64_t at = chunk * CHUNK;
+            sum += (checksum(data + at, std::min(CHUNK, bytes - at)) | 1) * (2 * chunk + 1);  // the order counts, too
+        });
+        *result = sum;
+    }, "a checksum of %lld bytes", (long long)bytes);
 }
 
 // Allocates weights and cache pages: zeroed, aligned, in huge pages if the system has them.
@@ -168,66 +199,62 @@ void foretoken_free(void* data, int64_t bytes) {
 
 // Packs rows [0, rows) of source [rows][words] into blocks first, first + step, ... of a packed matrix with `steps` vectors
 // per block. Padding is not written and stays zero.
-void foretoken_pack(const Word* source, int64_t rows, int64_t words, Word* packed, int64_t steps, int64_t first,
-                    int64_t step, int threads) {
-    const int64_t blocks = padded(rows, LANES) / LANES;
-    in_parallel_each(threads, blocks, 1, [&](int64_t block) {
-        Word* to = packed + (first + block * step) * steps * LANES;
-        const int64_t lanes = std::min<int64_t>(LANES, rows - block * LANES);
-        for (int64_t k = 0; k < words; k += LANES)
-            for (int64_t lane = 0; lane < lanes; lane++) {
-                const Word* from = source + (block * LANES + lane) * words;
-                for (int64_t i = k; i < std::min(k + LANES, words); i++) to[i * LANES + lane] = from[i];
-            }
-    });
+int32_t foretoken_pack(const Word* source, int64_t rows, int64_t words, Word* packed, int64_t steps, int64_t first, int64_t step,
+                       int threads) {
+    return guarded([&] {
+        if (rows < 0 || words < 0 || words > steps || first < 0 || step < 1)
+            refuse("%lld rows of %lld words do not fit into blocks of %lld", (long long)rows, (long long)words, (long long)steps);
+        const int64_t blocks = padded(rows, LANES) / LANES;
+        in_parallel_each(threads, blocks, 1, [&](int64_t block) {
+            Word* to = packed + (first + block * step) * steps * LANES;
+            const int64_t lanes = std::min<int64_t>(LANES, rows - block * LANES);
+            for (int64_t k = 0; k < words; k += LANES)
+                for (int64_t lane = 0; lane < lanes; lane++) {
+                    const Word* from = source + (block * LANES + lane) * words;
+                    for (int64_t i = k; i < std::min(k + LANES, words); i++) to[i * LANES + lane] = from[i];
+                }
+        });
+    }, "%lld packed rows", (long long)rows);
 }
 
 // Chooses the upper bytes with codes for each unit of a bf16 matrix, and counts its pairs of steps with another one.
 // bytes: [units][16]; counts: [units].
-void foretoken_choose_bytes(const Matrix* from, uint8_t* bytes, int32_t* counts, int threads) {
-    in_parallel_each(threads, from->units, 1, [&](int64_t unit) {
-        choose_bytes(*from, unit, bytes + unit * 16);
-        counts[unit] = 0;
-        Ints codes;
-        for (int64_t k = 0; k < from->steps; k += 2)
-            counts[unit] += !(find_codes(StepBytes(*from, unit, k).upper, bytes + unit * 16, codes) &&
-                              find_codes(StepBytes(*from, unit, k + 1).upper, bytes + unit * 16, codes));
-    });
+int32_t foretoken_choose_bytes(const Matrix* from, uint8_t* bytes, int32_t* counts, int threads) {
+    return guarded([&] {
+        in_parallel_each(threads, from->units, 1, [&](int64_t unit) {
+            choose_bytes(*from, unit, bytes + unit * 16);
+            counts[unit] = 0;
+            Ints codes;
+            for (int64_t k = 0; k < from->steps; k += 2)
+                counts[unit] += !(find_codes(StepBytes(*from, unit, k).upper, bytes + unit * 16, codes) &&
+                                  find_codes(StepBytes(*from, unit, k + 1).upper, bytes + unit * 16, codes));
+        });
+    }, "the upper bytes of %lld units", (long long)from->units);
 }
 
-// Stores a bf16 matrix in 12 bits. `upper` has room for the raw pairs; its `bytes` and `from` are filled.
-void foretoken_pack_bytes(const Matrix* from, uint8_t* to, const UpperBytes* upper, int threads) {
-    in_parallel_each(threads, from->units, 1, [&](int64_t unit) {
-        int32_t raw = upper->from[unit];
-        uint8_t* pair = to + unit * from->steps / 2 * PAIR_BYTES;
-        for (int64_t k = 0; k < from->steps; k += 2, pair += PAIR_BYTES) {
-            const StepBytes first(*from, unit, k), second(*from, unit, k + 1);
-            Ints low, high;
-            const bool known = find_codes(first.upper, upper->bytes + unit * 16, low) &
-                               find_codes(second.upper, upper->bytes + unit * 16, high);
-            store_ints(pair, first.lower);
-            store_ints(pair + 64, second.lower);
-            store_ints(pair + 128, or_bits(low, shift_left16<4>(high)));
-            if (known) continue;
-            Word* words = (Word*)upper->words + (int64_t)raw * 2 * STEP_WORDS;
-            for (int i = 0; i < 2; i++)
-                for (int block = 0; block < BLOCKS; block++, words += LANES)
-                    std::memcpy(words, from->data + ((unit * BLOCKS + block) * from->steps + k + i) * LANES, 64);
-            ((int32_t*)upper->pairs)[raw++] = (int32_t)(k / 2);
-        }
-    });
+// Stores a bf16 matrix in 12 bits. `upper` has room for the raw pairs; its `bytes` and `from_unit` are filled.
+int32_t foretoken_pack_bytes(const Matrix* from, uint8_t* to, const UpperBytes* upper, int threads) {
+    return guarded([&] {
+        in_parallel_each(threads, from->units, 1, [&](int64_t unit) { pack_bytes(*from, unit, to, *upper); });
+    }, "%lld units in 12 bits", (long long)from->units);
 }
 
 // Packs rows [0, rows) of a matrix of groups into blocks first, first + step, ... of `to`.
 //
 // codes: [rows][inputs], one byte each; floats[side], parts[side]: scales (side 0) and offsets (side 1), or null. Floats are
 // [rows][groups], or [rows][records] where there are two levels; parts are int8 [rows][groups].
-void foretoken_pack_groups(const uint8_t* codes, const float* const* floats, const int8_t* const* parts, int64_t rows,
-                           int64_t inputs, const Matrix* to, int64_t first, int64_t step, int threads) {
-    each<GROUPED_KINDS>([&](auto variant) {
-        if (to->kind == GROUPED + variant())
-            pack_groups<Variant<GROUPED + variant()>>(codes, floats, parts, rows, inputs, *to, first, step, threads);
-    });
+int32_t foretoken_pack_groups(const uint8_t* codes, const float* const* floats, const int8_t* const* parts, int64_t rows,
+                              int64_t inputs, const Matrix* to, int64_t first, int64_t step, int threads) {
+    return guarded([&] {
+        const int64_t blocks = padded(rows, LANES) / LANES;
+        if (to->kind < GROUPED || to->kind >= GROUPED + GROUPED_KINDS || to->group < 1) refuse("a matrix of kind %d has no groups", to->kind);
+        if (rows < 0 || inputs < 0 || inputs > to->steps * 4 || first < 0 || step < 1 || (blocks && first + (blocks - 1) * step >= to->units * BLOCKS))
+            refuse("%lld rows of %lld inputs do not fit into %lld units", (long long)rows, (long long)inputs, (long long)to->units);
+        each<GROUPED_KINDS>([&](auto variant) {
+            if (to->kind == GROUPED + variant())
+                pack_groups<Variant<GROUPED + variant()>>(codes, floats, parts, rows, inputs, *to, first, step, threads);
+        });
+    }, "%lld packed rows", (long long)rows);
 }
 
 }  // extern "C"

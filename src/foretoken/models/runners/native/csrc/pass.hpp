@@ -97,8 +97,8 @@ struct Pass {
         if (m.latent.rank) return latent.enter(layer, number);
         const Matrix& qkv = layer.attention.qkv;
         const Added added = p.added_to_normed(number, &LoraLayer::qkv, layer.norm);
-        const Input x = m.joined && number == 0 ? start.joined(qkv, layer.norm) : p.normed(qkv, layer.norm);
-        attention.enter(layer.attention, x, added);
+        if (m.joined && number == 0) attention.enter(layer.attention, start.joined(qkv, layer.norm), added);
+        else attention.enter(layer.attention, p.normed(qkv, layer.norm), added);
     }
 
     void leave_mixers(const LayerSpec& layer, int number) {
@@ -137,10 +137,9 @@ struct Pass {
 
     void head() {
         const BatchSpec& b = p.b;
-        Input x = p.prepare(m.head, NORMED, b.output_count, [&](int64_t i, Word* words, float* scales) {
+        const RowStore store{b.logits, m.head.units * BLOCKS * LANES, false, m.logit_scale, m.logit_cap};
+        p.multiply_prepared(m.head, NORMED, b.output_count, [&](int64_t i, Word* words, float* scales) {
             p.normalize_row(m.head, p.hidden + b.outputs[i] * p.width, m.norm, words, scales);
-        });
-        const int64_t stride = m.head.units * BLOCKS * LANES;
-        p.multiply(m.head, x, b.output_count, {b.logits, stride, false, m.logit_scale, m.logit_cap});
+        }, store);
     }
 };

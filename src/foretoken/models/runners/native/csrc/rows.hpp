@@ -49,37 +49,61 @@ struct Rows {
         return int(std::upper_bound(b.sequence_from, b.sequence_from + b.sequences + 1, row) - b.sequence_from) - 1;
     }
 
-    // The rows of a product's input.
-    Input input(const Matrix& w, InputNumber number) const { return {inputs[number], input_scales, input_stride(w), w.scale_words()}; }
+    // Multiplies rows that other loops have written.
+    template <class Store>
+    void multiply(const Matrix& w, Input x, int rows, const Store& store) const {
+        if (arranges(w, rows)) {
+            const RowTiles tiles(rows, CHUNK_ROWS);
+            member.each(tiles.count, 1, [&](int64_t t) { arrange(w, x, tiles, (int)t, arranged); });
+            x.arranged = arranged;
+        }
+        Loop units = member.begin(w.units, units_at_once(w, rows, member.threads));
+        multiply_units(w, x, rows, units, store);
+        member.end(units);
+    }
 
-    // Prepares the rows of a product's input: few rows completely in each thread, which others may be ahead of; many rows in
-    // a loop. Calls fill(row, words, scales). The product with this matrix follows.
-    template <class Fill>
-    Input prepare(const Matrix& w, InputNumber number, int rows, Fill fill) {
-        Input to = input(w, number);
-        auto one = [&](int64_t r) { fill(r, to.words + r * to.stride, to.scales + r * to.scale_stride); };
+    // Prepares the rows of a product's input and multiplies them: many rows are prepared in a loop, few ones completely by each
+    // thread, which saves a loop. fill(row, words, scales) writes one.
+    template <class Fill, class Store>
+    void multiply_prepared(const Matrix& w, InputNumber number, int rows, Fill fill, const Store& store) {
+        Input x = input(w, number);
+        auto one = [&](int64_t r) { fill(r, x.words + r * x.stride, x.scales + r * x.scale_stride); };
         if (rows > REPEATED_ROWS) {
             member.each(rows, 1, one);
-            return to;
+            return multiply(w, x, rows, store);
         }
-        to.words = own, to.scales = (float*)(own + REPEATED_ROWS * widest.words);
-        if (!member.passed(w.units))
+        x.words = own, x.scales = (float*)(own + REPEATED_ROWS * widest.words);
+        Loop units = member.begin(w.units, units_at_once(w, rows, member.threads), [&] {
             for (int r = 0; r < rows; r++) one(r);
-        return to;
+        });
+        multiply_units(w, x, rows, units, store);
+        member.end(units);
     }
 
-    // Prepares rows of `count` floats, a multiple of sixteen.
-    Input encoded(const Matrix& w, InputNumber number, const float* from, int64_t count) {
-        return prepare(w, number, b.rows, [&](int64_t r, Word* words, float* scales) {
+    // Multiplies what other loops have written: input rows of a float kind, else rows of `count` floats, a multiple of sixteen.
+    template <class Store>
+    void multiply_written(const Matrix& w, InputNumber number, const float* from, int64_t count, const Store& store) {
+        if (is_float(w)) multiply(w, input(w, number), b.rows, store);
+        else multiply_encoded(w, number, from, count, store);
+    }
+
+    // Multiplies rows of `count` floats, a multiple of sixteen.
+    template <class Store>
+    void multiply_encoded(const Matrix& w, InputNumber number, const float* from, int64_t count, const Store& store) {
+        multiply_prepared(w, number, b.rows, [&](int64_t r, Word* words, float* scales) {
             functions(w).encode(w, from + r * count, count, words, scales);
-        });
+        }, store);
     }
 
-    // Prepares the residual stream after a norm.
-    Input normed(const Matrix& w, const NormSpec& norm) {
-        return prepare(w, NORMED, b.rows, [&](int64_t r, Word* words, float* scales) {
-            normalize_row(w, hidden + r * width, norm, words, scales);
-        });
+    // Multiplies the residual stream after a norm.
+    template <class Store>
+    void multiply_normed(const Matrix& w, const NormSpec& norm, const Store& store) {
+        multiply_prepared(w, NORMED, b.rows, normed(w, norm), store);
+    }
+
+    // Returns what writes an input row: the residual stream after a norm.
+    auto normed(const Matrix& w, const NormSpec& norm) {
+        return [this, &w, norm](int64_t r, Word* words, float* scales) { normalize_row(w, hidden + r * width, norm, words, scales); };
     }
 
     void normalize_row(const Matrix& w, const float* x, const NormSpec& norm, Word* words, float* scales) {
@@ -92,30 +116,15 @@ struct Rows {
     // Memory of this thread for a row, a latent of queries or a layer's own input, or for two rows of an EAGLE-3 head.
     float* own_row() const { return (float*)(own + REPEATED_ROWS * (widest.words + widest.scales)); }
 
-    // Calls f(input, units) with the rows of x and the units of the matrix that this thread multiplies.
-    template <class F>
-    void share(const Matrix& w, Input x, int rows, F f) const {
-        if (arranges(w, rows)) {
-            const RowTiles tiles(rows, CHUNK_ROWS);
-            member.each(tiles.count, 1, [&](int64_t t) { arrange(w, x, tiles, (int)t, arranged); });
-            x.arranged = arranged;
-        }
-        Loop units = member.begin(w.units, units_at_once(w, rows, member.threads));
-        f(x, units);
-        member.end(units);
-    }
-
-    void multiply(const Matrix& w, const Input& x, int rows, const RowStore& store) const {
-        share(w, x, rows, [&](const Input& input, Loop& units) { functions(w).rows(w, input, rows, units, store); });
-    }
-
-    // Adds a product times a factor to the residual stream. A norm is that of the product, or of the sum.
-    void residual(const Matrix& w, const Input& x, const NormSpec& norm, float factor, const Added& added = {}) {
+    // Adds a product times a factor to the residual stream. A norm is that of the product, or of the sum. multiply(store) stores
+    // the product.
+    template <class Multiply>
+    void residual(const NormSpec& norm, float factor, const Added& added, Multiply multiply) {
         const bool branches = norm && !m.norm_sums;
         RowStore store{branches ? branch : hidden, width};
         store.added = added;
         if (!branches) store.add = true, store.factor = factor;
-        multiply(w, x, b.rows, store);
+        multiply(store);
         if (branches) return add_branch(norm, factor);
         if (norm) member.each(b.rows, 1, [&](int64_t r) { normalize(m, hidden + r * width, norm, m.hidden, hidden + r * width); });
     }
@@ -156,5 +165,16 @@ struct Rows {
     void clear_tails(const Matrix& w, InputNumber number, int64_t count) {
         if (!is_float(w) || count / per_word((Kind)w.kind) == w.steps) return;
         member.each(b.rows, 8, [&](int64_t r) { clear_tail(w, count, inputs[number] + r * input_stride(w)); });
+    }
+
+   private:
+    // The rows of a product's input.
+    Input input(const Matrix& w, InputNumber number) const { return {inputs[number], input_scales, input_stride(w), w.scale_words()}; }
+
+    static void multiply_units(const Matrix& w, const Input& x, int rows, Loop& units, const RowStore& store) {
+        functions(w).rows(w, x, rows, units, store);
+    }
+    static void multiply_units(const Matrix& w, const Input& x, int rows, Loop& units, const ActivatedStore& store) {
+        functions(w).activated(w, x, rows, units, store);
     }
 };

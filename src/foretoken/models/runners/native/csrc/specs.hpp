@@ -43,7 +43,7 @@ struct CrossSpec {
 
 // A recurrent mixer (mixer_recurrent.hpp): gated DeltaNet, Mamba-2, or a short convolution without a state.
 struct RecurrentSpec {
-    Matrix in, gates, out;           // `in`: channels of the convolution, then the gate of the output; gates: null without a state
+    Matrix into, gates, out;         // `into`: channels of the convolution, then the gate of the output; gates: null without a state
     const float *conv, *conv_bias;   // [window + 1][channels], the row itself first; [channels] or null
     const float *decay, *step_bias;  // [value_heads]
     const float* norm;               // [value_dim]; of Mamba-2 [out]
@@ -100,7 +100,7 @@ inline void each_common_matrix(const LayerSpec& layer, F f) {
     if (layer.attends) f(layer.attention.qkv), f(layer.attention.out);
     for (const Matrix* w : {&layer.attention.query_up, &layer.attention.absorb, &layer.attention.expand})
         if (w->units) f(*w);
-    if (layer.recurs) f(layer.recurrent.in), f(layer.recurrent.out);
+    if (layer.recurs) f(layer.recurrent.into), f(layer.recurrent.out);
     if (layer.recurs == DELTA || layer.recurs == MAMBA) f(layer.recurrent.gates);
     if (layer.cross.attention.qkv.data) f(layer.cross.attention.qkv), f(layer.cross.attention.out);
     if (layer.dense.up.data) f(layer.dense.up), f(layer.dense.down);
@@ -183,6 +183,9 @@ struct ModelSpec {
     int32_t norm_sums;          // norms after mixers and MLPs are those of the residual stream (BART); else of what is added to it
     int32_t farthest;           // distance from which on all relative positions are one
     int32_t embedding_kind;     // F32 or BF16; also of the embeddings for layers
+    int32_t embedding_rows;     // tokens that have an embedding
+    int32_t learned_positions;  // rows of `positions`
+    int32_t table_positions;    // positions that rotary tables and `query_scales` have
 };
 
 // Norms of queries and keys: of each head before or after its rotation, or of all heads together before it.
@@ -193,7 +196,7 @@ constexpr int LORA_PARTS = 3;  // of a product; bindings.py has the same number
 // A float32 matrix of a low-rank product, from a part of its input rows to a part of the result.
 struct LoraPart {
     Matrix matrix;
-    int32_t from;      // first number of an input row
+    int32_t first;     // number of an input row
     int32_t to, step;  // block of sixteen numbers of the result where the first one goes, and the distance between blocks
 };
 
@@ -221,6 +224,7 @@ struct LoraWidths {
 struct LoraAdapter {
     const LoraLayer* layers;
     LoraWidths rows, heads, pairs;  // of products of rows; of rows and a head; of rows and an expert
+    int32_t layer_count;
 };
 
 // The steps of recurrent layers in a pass; models/state/replay.py describes the fields.
@@ -233,7 +237,7 @@ struct ReplaySpec {
     const int32_t *moved, *moved_of;
     float* const* moved_to;
     const int32_t* moved_stride;
-    int32_t steps, copies, moves;
+    int32_t steps, copies, moves, snapshot_count;
 };
 
 constexpr int32_t OWN_STATE = -1, ZERO_STATE = -2, NO_STATE = -2;  // beside copies, from 0 on
@@ -244,6 +248,7 @@ struct BatchSpec {
     const int32_t *branch_from, *branches;         // [rows + 1], and the visible cache rows after the prefix, in order
     const int32_t *sequence_from;                  // [sequences + 1]; first row of each sequence
     Word* const* const* pages;                     // [sequences]; pages of each sequence
+    const int32_t* page_counts;                    // [sequences]; their number
     const int32_t *outputs;                        // [output_count]; rows whose logits are needed
     float* logits;                                 // [output_count][padded vocab], or null
     const int32_t *tap_layers;                     // [tap_count]
@@ -252,8 +257,8 @@ struct BatchSpec {
     const ReplaySpec* replay;                      // the steps of recurrent layers, or null
     const LoraAdapter* const* adapters;            // [sequences]; the adapter of each sequence, or null; null: none
     Word* const* const* source_pages;              // [sequences]; keys and values of an encoder's states, or null
-    const int32_t* source_lengths;                 // [sequences]
-    int32_t rows, sequences, output_count, tap_count, reach;
+    const int32_t *source_counts, *source_lengths;  // [sequences]; the number of these pages, and of the states
+    int32_t rows, sequences, output_count, tap_count, branch_count, reach;
     int32_t source_reach;                          // the largest of source_lengths
 };
 

@@ -23,14 +23,14 @@ struct Start {
         });
     }
 
-    // The input of the first attention of an EAGLE-3 head: embedding and features, concatenated.
-    Input joined(const Matrix& w, const NormSpec& norm) {
-        return p.prepare(w, NORMED, p.b.rows, [&](int64_t r, Word* words, float* scales) {
+    // Returns what writes an input row of the first attention of an EAGLE-3 head: embedding and features, concatenated.
+    auto joined(const Matrix& w, const NormSpec& norm) {
+        return [this, &w, norm](int64_t r, Word* words, float* scales) {
             float* row = p.own_row();
             normalize(m, embedded + r * p.width, norm, m.hidden, row);
             normalize(m, p.hidden + r * p.width, m.norm_first ? NormSpec{} : m.feature_norm, m.hidden, row + m.hidden);
             functions(w).encode(w, row, 2 * m.hidden, words, scales);
-        });
+        };
     }
 
    private:
