@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.native import build, pool
+from foretoken.core.native.status import Status
 
 CASES = Path(__file__).parent / "pool_cases.cpp"
 
@@ -22,7 +23,8 @@ def cases() -> ctypes.CDLL:
         pytest.skip(str(why))
     library.sums.restype = ctypes.c_int64
     library.sums.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    library.fails.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    library.fails.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    library.foretoken_problem.restype = ctypes.c_char_p
     library.computing.argtypes = [ctypes.c_int, ctypes.c_int64]
     return library
 
@@ -50,8 +52,23 @@ def test_threads_that_are_asked_for_take_part(cases):
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_an_exception_ends_the_team_and_the_next_one_works(cases, threads):
     for at in (0, 10, 99):
-        assert cases.fails(threads, 100, at) == 1
+        assert cases.fails(threads, 100, at, Status.NO_MEMORY) == Status.NO_MEMORY
         assert cases.sums(threads, 5, 100, 1, 0) == 0
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(
+    ("how", "status", "text"),
+    [
+        (Status.NO_MEMORY, Status.NO_MEMORY, "no memory for 100 items"),
+        (Status.BAD_ARGUMENT, Status.BAD_ARGUMENT, "item 7"),
+        (Status.INTERNAL, Status.INTERNAL, "a bug"),
+        (17, Status.INTERNAL, "an exception without a text"),
+    ],
+)
+def test_an_exception_of_any_thread_becomes_a_status_with_a_text(cases, threads, how, status, text):
+    assert cases.fails(threads, 100, 7, how) == status
+    assert cases.foretoken_problem().decode() == text
 
 
 def test_callers_at_the_same_time(cases):

@@ -116,7 +116,7 @@ class SamplingLaw:
         return native.Filter(self.temperature, self.min_p, self.top_k, self.top_p)
 
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
-        """See ``Law``. Without kernels numpy's argmax, which is vectorized, takes the lowest id on ties and NaN first."""
+        """See ``Law``. Without kernels numpy's vectorized argmax takes NaN first, and the lowest id on ties."""
         scores = self._scores(logits, histories)
         if kernels := native.for_rows(scores):
             return kernels.best(scores)

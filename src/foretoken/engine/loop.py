@@ -21,7 +21,7 @@ from foretoken.engine.prompt_logprobs import prompt_logprob_drafts, record_promp
 from foretoken.engine.scheduler import Scheduler, SchedulerUsage
 from foretoken.engine.sequence import OutputOptions, Sequence
 from foretoken.engine.stopping import Stopping
-from foretoken.engine.verified import NO_VERDICT, VerifiedDraft
+from foretoken.engine.verified import NO_VERDICT, VerifiedDraft, readable
 from foretoken.models.base import Model, Scores
 from foretoken.propose.base import Observation, Proposer
 from foretoken.verify import Rule, choose
@@ -161,6 +161,7 @@ class Engine:
                     if budget and c.part is not DraftPart.FREE
                 )
                 drafts = self.proposer.propose(contexts, budgets) if contexts else []
+                drafts = readable(drafts, self.target, self.proposer.name)
                 drafts += prompt_logprob_drafts(plan.prefilling)
                 clock.lap()
                 scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)

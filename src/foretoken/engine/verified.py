@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
@@ -11,10 +13,31 @@ from foretoken.core.errors import NoTokenAllowed
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.engine.sequence import Sequence
-from foretoken.models.base import Scores
+from foretoken.models.base import Model, Scores
 from foretoken.verify import Rule, stream_for
 
 NO_VERDICT = Verdict((), -1)  # of sequences that failed
+_log = logging.getLogger(__name__)
+
+
+def readable(drafts: Iterable[Draft], target: Model, proposer: str) -> list[Draft]:
+    """Returns the drafts. One with a token outside the target's vocabulary, a proposer's mistake, becomes empty."""
+    result = list(drafts)
+    for i, draft in enumerate(result):
+        if not target.reads(draft.ids):
+            _warn_of_unknown_tokens(proposer, target.vocab_size)
+            result[i] = Draft.empty()
+    return result
+
+
+@cache
+def _warn_of_unknown_tokens(proposer: str, vocab_size: int) -> None:
+    """Logs the warning once."""
+    _log.warning(
+        "method %r drafted a token outside the target's vocabulary of %d tokens; such drafts are dropped",
+        proposer,
+        vocab_size,
+    )
 
 
 @dataclass(frozen=True, slots=True)

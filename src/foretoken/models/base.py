@@ -249,8 +249,23 @@ class Model(ABC):
         """Raises AssertionError if the bookkeeping of slots and rows is inconsistent."""
         return
 
+    def reads(self, tokens: Sequence[int]) -> bool:
+        """Returns whether the model has an embedding for every token."""
+        return not tokens or (min(tokens) >= 0 and max(tokens) < self.vocab_size)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises InvalidRequest for a token without an embedding."""
+        if not self.reads(tokens):
+            unknown = next(token for token in tokens if not self.reads([token]))
+            raise InvalidRequest(
+                f"token {unknown} is outside the model's vocabulary of {self.vocab_size} tokens; ids from 0 to "
+                f"{self.vocab_size - 1} are expected"
+            )
+
     def admit(self, prompt: Sequence[int], source: Sequence[int]) -> None:
         """Raises InvalidRequest for a prompt or source that the model could never open."""
+        self.check_tokens(prompt)
+        self.check_tokens(source)
         if len(prompt) >= self.max_length:
             raise ContextLengthExceeded.of("the prompt", len(prompt), self.max_length)
         if bool(source) != self.takes_source:

@@ -115,6 +115,8 @@ class Decoder(Model):
             raise InvalidRequest(
                 f"the LoRA adapter {adapter!r} is not loaded; loaded: {', '.join(self.adapters) or 'none'}"
             )
+        self.check_tokens(prompt)
+        self.check_tokens(source)
         slot, known = self.runner.acquire(prompt, cache_salt, adapter)
         handle = Handle(slot, list(prompt), known)
         if source:
@@ -162,11 +164,15 @@ class Decoder(Model):
         self.runner.check()
 
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        for new in tokens:
+            self.check_tokens(new)
         for handle, new in zip(handles, tokens, strict=True):
             self.runner.move(handle.slot, *handle.advance(new))
             self.runner.publish(handle.slot, handle.tokens, handle.cached)
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        for draft in drafts:
+            self.check_tokens(draft.ids)
         for handle in handles:
             self._resume(handle)
         firsts = [handle.cached for handle in handles]

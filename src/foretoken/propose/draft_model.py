@@ -82,6 +82,7 @@ class DraftModel(Proposer):
         self.paying = PayingChains()
         self._handles: dict[int, Handle] = {}
         self._drafts: dict[int, Draft] = {}  # drafts whose outcome the stop learns
+        self._unreadable: set[int] = set()  # sequences with a token that the draft model lacks
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         growers: dict[int, tuple[Handle, Grower]] = {}
@@ -126,6 +127,7 @@ class DraftModel(Proposer):
             for context, observation in zip(contexts, observations, strict=True)
             if (handle := self._handles.get(context.id)) is not None
             and len(handle.tokens) + len(observation.step.tokens) == len(context.tokens)
+            and self._reads(context)
         ]
         if known:
             handles, tokens = zip(*known, strict=True)
@@ -147,6 +149,7 @@ class DraftModel(Proposer):
         for handle in self._handles.values():
             self.model.close(handle)
         self._handles.clear()
+        self._unreadable.clear()
         self.model = model
 
     def as_chain(self) -> Self:
@@ -159,6 +162,7 @@ class DraftModel(Proposer):
         handle = self._handles.pop(context.id, None)
         if handle is not None:
             self.model.close(handle)
+        self._unreadable.discard(context.id)
         self.paying.forget(context)
         if self.stop is not None:
             self._drafts.pop(context.id, None)
@@ -191,16 +195,29 @@ class DraftModel(Proposer):
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _shape(self, context: Context, budget: int, drawn: bool) -> GrowthConfig | None:
-        """Returns how a draft grows that fits the draft's context window, None if none does.
+        """Returns how a draft grows that fits the draft's context window, None if none does or a token is unknown.
 
         A tree expands more nodes than it keeps, so it is less deep near the end of the window.
         """
         config, room = self.config, self.model.max_length - len(context.tokens)
-        if budget > room or len(context.source) > self.model.source_length:
+        if budget > room or len(context.source) > self.model.source_length or not self._reads(context):
             return None
         if config.is_chain(drawn) or config.steps(budget) * config.top_k <= room:
             return config
         return replace(config, num_steps=room // config.top_k) if room >= config.top_k else None
+
+    def _reads(self, context: Context) -> bool:
+        """Returns whether the draft model has an embedding for every token; if not, the sequence's cache is freed."""
+        if context.id in self._unreadable:
+            return False
+        handle = self._handles.get(context.id)
+        start = 0 if handle is None else len(handle.tokens)
+        if self.model.reads(context.tokens[start:]) and (handle is not None or self.model.reads(context.source)):
+            return True
+        self._unreadable.add(context.id)
+        if handle is not None:
+            self.model.close(self._handles.pop(context.id))
+        return False
 
     def _handle(self, context: Context) -> Handle:
         """Returns the sequence's handle. Each step prefills one chunk of a long text; drafting starts after that."""

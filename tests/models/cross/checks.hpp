@@ -72,17 +72,17 @@ struct Library {
 // The functions of packing.cpp.
 struct Packing {
     void* (*allocate)(int64_t);
-    void (*words)(const Word*, int64_t, int64_t, Word*, int64_t, int64_t, int64_t, int);
-    void (*choose)(const Matrix*, uint8_t*, int32_t*, int);
-    void (*bytes)(const Matrix*, uint8_t*, const UpperBytes*, int);
-    void (*groups)(const uint8_t*, const float* const*, const int8_t* const*, int64_t, int64_t, const Matrix*, int64_t,
+    int32_t (*words)(const Word*, int64_t, int64_t, Word*, int64_t, int64_t, int64_t, int);
+    int32_t (*choose)(const Matrix*, uint8_t*, int32_t*, int);
+    int32_t (*bytes)(const Matrix*, uint8_t*, const UpperBytes*, int);
+    int32_t (*groups)(const uint8_t*, const float* const*, const int8_t* const*, int64_t, int64_t, const Matrix*, int64_t,
                    int64_t, int);
     explicit Packing(const Library& library)
         : allocate(library.of<void*(int64_t)>("foretoken_allocate")),
-          words(library.of<void(const Word*, int64_t, int64_t, Word*, int64_t, int64_t, int64_t, int)>("foretoken_pack")),
-          choose(library.of<void(const Matrix*, uint8_t*, int32_t*, int)>("foretoken_choose_bytes")),
-          bytes(library.of<void(const Matrix*, uint8_t*, const UpperBytes*, int)>("foretoken_pack_bytes")),
-          groups(library.of<void(const uint8_t*, const float* const*, const int8_t* const*, int64_t, int64_t,
+          words(library.of<int32_t(const Word*, int64_t, int64_t, Word*, int64_t, int64_t, int64_t, int)>("foretoken_pack")),
+          choose(library.of<int32_t(const Matrix*, uint8_t*, int32_t*, int)>("foretoken_choose_bytes")),
+          bytes(library.of<int32_t(const Matrix*, uint8_t*, const UpperBytes*, int)>("foretoken_pack_bytes")),
+          groups(library.of<int32_t(const uint8_t*, const float* const*, const int8_t* const*, int64_t, int64_t,
                                  const Matrix*, int64_t, int64_t, int)>("foretoken_pack_groups")) {}
 
     template <class T>

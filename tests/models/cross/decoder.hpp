@@ -20,8 +20,7 @@ class TinyDecoder {
         std::vector<int32_t> branches;
     };
 
-    TinyDecoder(const Packing& packing, const Library& library)
-        : packing(packing), library(library), workspace(of<void*()>("foretoken_open")()) {
+    TinyDecoder(const Packing& packing, const Library& library) : packing(packing), library(library) {
         for (LayerSpec& layer : layers) {
             layer = {};
             AttentionSpec& attention = layer.attention;
@@ -43,7 +42,8 @@ class TinyDecoder {
         m.layers = layers, m.embedding = (const Word*)numbers(VOCAB * HIDDEN), m.norm = {norm(HIDDEN)}, m.head = matrix(VOCAB, HIDDEN);
         m.ropes = ropes, m.layer_count = LAYERS, m.hidden = HIDDEN, m.heads = HEADS;
         m.vocab = VOCAB, m.eps = 1e-6f, m.scale = 0.25f, m.embedding_scale = m.attention_factor = m.mlp_factor = m.gate_factor = m.logit_scale = 1.0f;
-        m.logit_cap = 30.0f, m.embedding_kind = kind;
+        m.logit_cap = 30.0f, m.embedding_kind = kind, m.embedding_rows = VOCAB, m.table_positions = REACH;
+        check(!of<int32_t(const ModelSpec*, void**)>("foretoken_open")(&m, &workspace), "a workspace");
     }
 
     Pages pages() const {
@@ -61,9 +61,9 @@ class TinyDecoder {
     // Returns the logits of all rows. sequence_from: the first row of each sequence, and the number of rows.
     std::vector<float> run(const std::vector<const Pages*>& sequences, const std::vector<int32_t>& sequence_from,
                            const std::vector<Row>& rows, int threads) {
-        std::vector<int32_t> tokens, positions, places, prefix, from{0}, branches, outputs;
+        std::vector<int32_t> tokens, positions, places, prefix, from{0}, branches, outputs, counts;
         std::vector<Word* const*> all;
-        for (const Pages* pages : sequences) all.push_back(pages->data());
+        for (const Pages* pages : sequences) all.push_back(pages->data()), counts.push_back((int32_t)pages->size());
         BatchSpec b = {};
         for (const Row& row : rows) {
             outputs.push_back((int32_t)tokens.size());
@@ -74,16 +74,17 @@ class TinyDecoder {
         std::vector<float> logits(rows.size() * VOCAB);
         b.tokens = tokens.data(), b.positions = positions.data(), b.places = places.data(), b.prefix = prefix.data();
         b.branch_from = from.data(), b.branches = branches.data(), b.sequence_from = sequence_from.data(), b.pages = all.data();
+        b.page_counts = counts.data(), b.branch_count = (int)branches.size();
         b.outputs = outputs.data(), b.logits = logits.data(), b.rows = b.output_count = (int)rows.size();
         b.sequences = (int)sequences.size();
-        const int failed = of<int(const ModelSpec*, const BatchSpec*, void*, int)>("foretoken_run")(&m, &b, workspace, threads);
-        check(!failed, "a pass");
+        check(!of<int32_t(const ModelSpec*, const BatchSpec*, void*, int)>("foretoken_run")(&m, &b, workspace, threads), "a pass");
         return logits;
     }
 
     void move(const Pages& pages, int destination, const std::vector<int32_t>& sources) {
-        of<void(const ModelSpec*, Word* const*, int, const int32_t*, int)>("foretoken_move")(
-            &m, pages.data(), destination, sources.data(), (int)sources.size());
+        const int32_t status = of<int32_t(const ModelSpec*, Word* const*, int, int, const int32_t*, int)>("foretoken_move")(
+            &m, pages.data(), (int)pages.size(), destination, sources.data(), (int)sources.size());
+        check(!status, "a move");
     }
 
     static std::vector<float> last(const std::vector<float>& logits, int rows = 1) {
@@ -93,7 +94,7 @@ class TinyDecoder {
    private:
     const Packing& packing;
     const Library& library;
-    void* workspace;
+    void* workspace = nullptr;
     Random random{5};
     LayerSpec layers[LAYERS];
     RopeSpec ropes[1];

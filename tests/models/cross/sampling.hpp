@@ -49,12 +49,12 @@ inline int64_t race(const std::vector<float>& w, uint64_t key) {
 
 inline void check_sampling(const Library& library) {
     constexpr int N = 40003, SMALL = 4099;
-    auto distribute = library.of<void(const float*, int64_t, int64_t, int64_t, const Filter*, Distribution*, int)>("foretoken_distributions");
-    auto all = library.of<void(const float*, int64_t, int64_t, int64_t, const Distribution*, float*, int)>("foretoken_rows");
-    auto one = library.of<void(const float*, int64_t, int64_t, const Distribution*, const int64_t*, float*)>("foretoken_chances");
-    auto draw = library.of<int64_t(const void*, int, int64_t, double, double*, int)>("foretoken_draw");
-    auto winner = library.of<int64_t(const void*, int, int64_t, uint64_t, int)>("foretoken_race");
-    auto excess = library.of<double(const void*, int, const float*, double, double*, int64_t, int)>("foretoken_excess");
+    auto distribute = library.of<int32_t(const float*, int64_t, int64_t, int64_t, const Filter*, Distribution*, int)>("foretoken_distributions");
+    auto all = library.of<int32_t(const float*, int64_t, int64_t, int64_t, const Distribution*, float*, int)>("foretoken_rows");
+    auto one = library.of<int32_t(const float*, int64_t, int64_t, int64_t, const Distribution*, const int64_t*, float*)>("foretoken_chances");
+    auto draw = library.of<int32_t(const void*, int, int64_t, double, int64_t*, double*, int)>("foretoken_draw");
+    auto winner = library.of<int32_t(const void*, int, int64_t, uint64_t, int64_t*, int)>("foretoken_race");
+    auto excess = library.of<int32_t(const void*, int, const float*, double, double*, int64_t, double*, int)>("foretoken_excess");
     Random random{7};
     std::vector<float> logits(N);
     for (float& x : logits) x = 6 * (random.unit() + random.unit() + random.unit());
@@ -72,24 +72,26 @@ inline void check_sampling(const Library& library) {
             // exponents of up to 50 are rounded twice
             for (int i = 0; i < n; i++) check(std::fabs(p[i] - right[i]) <= 8e-6 * right[i], name, " token ", i);
             for (int64_t i = 0; i < n; i += 911) {
-                one(logits.data(), n, 1, &dist, &i, &q[0]);
+                one(logits.data(), n, 1, n, &dist, &i, &q[0]);
                 check(q[0] == p[i], name, " of one token");
             }
             report(name, p);
             for (double u : {0.0, 0.3, 0.77, 1.0}) {
                 double total = 0.0, before = 0.0;
-                const int64_t token = draw(p.data(), 0, n, u, &total, 3);
+                int64_t token = -1;
+                check(!draw(p.data(), 0, n, u, &token, &total, 3), name, " draw");
                 for (int64_t i = 0; i < token; i++) before += p[i];
                 check(std::fabs(total - 1.0) < 1e-5 && p[token] > 0, name + " draws");
                 check(before <= u * total + 1e-9 && before + p[token] >= u * total - 1e-9, name + " draws the token of a fraction");
             }
+            int64_t won = -1;
             for (uint64_t key = 1; key < 20; key += n == N ? 5 : 1)
-                check(winner(p.data(), 0, n, key * 0x123456789ABCDEFu, 3) == race(p, key * 0x123456789ABCDEFu), name, " race");
+                check(!winner(p.data(), 0, n, key * 0x123456789ABCDEFu, &won, 3) && won == race(p, key * 0x123456789ABCDEFu), name, " race");
             if (n == N && &f == filters) base = p;
             if (n == N && &f == filters + 2) {
                 std::vector<double> left(n);
-                const double mass = excess(p.data(), 0, base.data(), 0.9, left.data(), n, 3);
-                double sum = 0.0;
+                double mass = 0.0, sum = 0.0;
+                check(!excess(p.data(), 0, base.data(), 0.9, left.data(), n, &mass, 3), name, " excess");
                 for (int i = 0; i < n; i++) {
                     sum += left[i];
                     check(left[i] == std::max(0.0, (double)p[i] * 0.9 - (double)base[i]), name, " excess");
@@ -106,14 +108,14 @@ inline void check_sampling(const Library& library) {
 
 inline void check_pool(const Library& library) {
     auto sums = library.of<int64_t(int, int, int64_t, int64_t, int)>("sums");
-    auto fails = library.of<int(int, int64_t, int64_t)>("fails");
+    auto fails = library.of<int32_t(int, int64_t, int64_t, int)>("fails");
     for (int threads : {1, 2, 3, 8})
         for (int items : {0, 1, 7, 100, 2000}) {
             const std::string name = std::to_string(items) + " items on " + std::to_string(threads) + " threads";
             check(sums(threads, 10, items, 1, 0) == 0 && sums(threads, 10, items, 8, 13) == 0, name);
         }
     for (int at : {0, 10, 99}) {
-        check(fails(2, 100, at) == 1, "a failure is told");
+        check(fails(2, 100, at, NO_MEMORY) == NO_MEMORY, "a failure is told");
         check(sums(3, 5, 100, 1, 0) == 0, "a team after one that failed");
     }
 }

@@ -10,9 +10,9 @@
 class Chooser {
    public:
     explicit Chooser(const Library& library)
-        : distribute(library.of<void(const float*, int64_t, int64_t, int64_t, const Filter*, Distribution*, int)>("foretoken_distributions")),
-          all(library.of<void(const float*, int64_t, int64_t, int64_t, const Distribution*, float*, int)>("foretoken_rows")),
-          winner(library.of<int64_t(const void*, int, int64_t, uint64_t, int)>("foretoken_race")) {}
+        : distribute(library.of<int32_t(const float*, int64_t, int64_t, int64_t, const Filter*, Distribution*, int)>("foretoken_distributions")),
+          all(library.of<int32_t(const float*, int64_t, int64_t, int64_t, const Distribution*, float*, int)>("foretoken_rows")),
+          winner(library.of<int32_t(const void*, int, int64_t, uint64_t, int64_t*, int)>("foretoken_race")) {}
 
     int operator()(const float* logits, int count, bool sampled, int sequence, int position) const {
         if (!sampled) return (int)(std::max_element(logits, logits + count) - logits);
@@ -20,13 +20,15 @@ class Chooser {
         Distribution distribution;
         std::vector<float> p(count);
         distribute(logits, count, 1, count, &filter, &distribution, 1), all(logits, count, 1, count, &distribution, p.data(), 1);
-        return (int)winner(p.data(), 0, count, (uint64_t)(sequence * 1000 + position) * 0x9E3779B97F4A7C15u, 1);
+        int64_t token = -1;
+        winner(p.data(), 0, count, (uint64_t)(sequence * 1000 + position) * 0x9E3779B97F4A7C15u, &token, 1);
+        return (int)token;
     }
 
    private:
-    void (*distribute)(const float*, int64_t, int64_t, int64_t, const Filter*, Distribution*, int);
-    void (*all)(const float*, int64_t, int64_t, int64_t, const Distribution*, float*, int);
-    int64_t (*winner)(const void*, int, int64_t, uint64_t, int);
+    int32_t (*distribute)(const float*, int64_t, int64_t, int64_t, const Filter*, Distribution*, int);
+    int32_t (*all)(const float*, int64_t, int64_t, int64_t, const Distribution*, float*, int);
+    int32_t (*winner)(const void*, int, int64_t, uint64_t, int64_t*, int);
 };
 
 using Tokens = std::vector<int>;

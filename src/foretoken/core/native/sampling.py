@@ -99,18 +99,14 @@ class Kernels:
         """Returns the probability of ``tokens[r]`` in row r, equal to that of ``rows``, without writing rows."""
         ids, out = (c_int64 * len(tokens))(*tokens), (c_float * len(tokens))()
         distributions = self._distributions(logits, kept)
-        self._chances(
-            logits.data_ptr(), logits.stride(0), len(tokens), logits.shape[1], distributions, ids, out
-        )
+        self._chances(logits.data_ptr(), logits.stride(0), len(tokens), logits.shape[1], distributions, ids, out)
         return list(out)
 
     def _distributions(self, logits: Tensor, kept: Filter) -> ctypes.Array[_Distribution]:
         rows, vocabulary = logits.shape
         distributions = (_Distribution * rows)()
         filters, threads = kept.spec(vocabulary), torch.get_num_threads()
-        self._find(
-            logits.data_ptr(), logits.stride(0), rows, vocabulary, filters, distributions, threads
-        )
+        self._find(logits.data_ptr(), logits.stride(0), rows, vocabulary, filters, distributions, threads)
         return distributions
 
     def excess(self, p: Tensor, q: Tensor, weight: float) -> tuple[Tensor, float]:

@@ -42,7 +42,7 @@ def raise_for(status: int, problem: str) -> None:
     if status == Status.NO_MEMORY:
         raise MemoryError(problem)
     if status == Status.BAD_ARGUMENT:
-        raise KernelArgumentError(f"the compiled kernels refuse {problem}")
+        raise KernelArgumentError(f"the compiled kernels refused their arguments: {problem}")
     raise RuntimeError(f"the compiled kernels failed: {problem}")
 
 

@@ -105,6 +105,7 @@ class HFModel(WrappedModule):
             raise InvalidRequest(self.no_adapters)
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
+        self.check_tokens(prompt)
         return Handle(self._slots.acquire(), list(prompt))
 
     def close(self, handle: Handle) -> None:
@@ -114,11 +115,15 @@ class HFModel(WrappedModule):
 
     @torch.inference_mode()
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        for new in tokens:
+            self.check_tokens(new)
         for handle, new in zip(handles, tokens, strict=True):
             self._move(handle.slot, *handle.advance(new))
 
     @torch.inference_mode()
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        for draft in drafts:
+            self.check_tokens(draft.ids)
         firsts = [handle.cached for handle in handles]
         earlier = [self._prefill(handle, taps) for handle in handles]
         done = [growing(h, d) for h, d in zip(handles, drafts, strict=True)]

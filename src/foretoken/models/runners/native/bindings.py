@@ -335,7 +335,7 @@ class DecoderFunctions:
         check_layout(library, _DECODED)
         library.foretoken_kinds.restype = c_uint32
         linked = library.foretoken_kinds()
-        if missing := [kind for kind in kinds if not linked >> kind & 1]:
+        if missing := [int(kind) for kind in kinds if not linked >> kind & 1]:
             raise KernelsUnavailable(f"{library._name} has no kernels for matrices of the kinds {missing}")
         model, batch, pointer, narrow = POINTER(ModelSpec), POINTER(BatchSpec), c_void_p, c_int32
 
@@ -384,9 +384,7 @@ class PackingFunctions:
         self.foretoken_allocate.argtypes, self.foretoken_allocate.restype = [wide], pointer
         self.foretoken_free = library.foretoken_free
         self.foretoken_free.argtypes, self.foretoken_free.restype = [pointer, wide], None
-        self.foretoken_pack = declare(
-            library, "foretoken_pack", pointer, wide, wide, pointer, wide, wide, wide, narrow
-        )
+        self.foretoken_pack = declare(library, "foretoken_pack", pointer, wide, wide, pointer, wide, wide, wide, narrow)
         self._checksum = declare(library, "foretoken_checksum", pointer, wide, POINTER(c_uint64), narrow)
         self.foretoken_choose_bytes = declare(library, "foretoken_choose_bytes", packed, pointer, pointer, narrow)
         tables = POINTER(UpperBytes)

@@ -91,9 +91,10 @@ class PassCheck {
             const int more = row == last ? further : 0;
             check_position(row, more);
             if (!use.cache) continue;
-            const int place = b.places[row], branches = b.branch_from[row + 1] - b.branch_from[row];
-            if (use.writes && (place < 0 || place >= b.reach || (int64_t)place + more >= room))
-                refuse("row %d is written to cache row %d, and its sequence has %d of them", row, place + more, std::min(room, b.reach));
+            const int64_t place = b.places[row];
+            const int branches = b.branch_from[row + 1] - b.branch_from[row];
+            if (use.writes && (place < 0 || place >= b.reach || place + more >= room))
+                refuse("row %d is written to cache row %lld, and its sequence has %d", row, (long long)(place + more), place + more < room ? b.reach : room);
             const int64_t keys = (int64_t)b.prefix[row] + branches;
             if (b.prefix[row] < 0 || keys > std::min(room, b.reach))
                 refuse("row %d sees %lld keys, and its sequence has %d", row, (long long)keys, std::min(room, b.reach));
