@@ -63,8 +63,10 @@ def test_a_draft_model_skips_a_sequence_that_it_cannot_read(
     for _ in range(2):
         first, healthy, last = proposer.propose(contexts, [4] * 3)
         assert not len(first) and not len(last)
-        assert len(healthy) == 4 and (healthy.ids, healthy.parents) == (alone.ids, alone.parents)
-        assert temperature == 0.0 or torch.equal(healthy.law.probs, alone.law.probs)  # type: ignore[union-attr]
+        assert len(healthy) == 4
+        if model.batch_invariant:
+            assert (healthy.ids, healthy.parents) == (alone.ids, alone.parents)
+            assert temperature == 0.0 or torch.equal(healthy.law.probs, alone.law.probs)  # type: ignore[union-attr]
     assert not proposer.caught_up(contexts[0]) and proposer.caught_up(contexts[1])
 
 
@@ -79,7 +81,8 @@ def test_a_token_that_arrives_later_ends_the_drafts_of_its_sequence_alone(model:
         observations.append(Observation(step, Scores(torch.zeros(1, LARGE))))
     proposer.observe(contexts, observations)
     healthy, other = proposer.propose(contexts, [3, 3])
-    assert healthy.ids == drafter(model).propose([contexts[0]], [3])[0].ids and not len(other)
+    assert len(healthy) == 3 and not len(other)
+    assert not model.batch_invariant or healthy.ids == drafter(model).propose([contexts[0]], [3])[0].ids
     contexts[1].tokens.append(5)
     assert not len(proposer.propose(contexts, [3, 3])[1])
     for one in contexts:
@@ -101,7 +104,8 @@ def test_a_target_names_the_token_and_its_vocabulary(model: Model) -> None:
             model.score([handle], [Draft.chain([4, unknown])])
         with pytest.raises(InvalidRequest, match=f"token {unknown} is outside"):
             model.commit([handle], [[unknown]])
-    assert handle.tokens == KNOWN and torch.equal(model.score([handle], [Draft.empty()])[0].logits, expected)
+    assert handle.tokens == KNOWN
+    torch.testing.assert_close(model.score([handle], [Draft.empty()])[0].logits, expected)
 
 
 def test_the_engine_refuses_a_request_by_itself() -> None:

@@ -1,4 +1,4 @@
-"""Statuses of compiled functions as exceptions, and the layouts of their arguments (csrc/status.hpp, csrc/entry.hpp)."""
+"""Statuses of compiled functions as exceptions, and layouts of their arguments (csrc/status.hpp, csrc/entry.hpp)."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def declare(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., N
     problem = library.foretoken_problem
     problem.restype = c_char_p
 
-    def check(status: int, *_: object) -> None:
+    def check(status: Any, *_: object) -> Any:
         if status:
             raise_for(status, problem().decode())
+        return None
 
     function.errcheck = check
     return function
