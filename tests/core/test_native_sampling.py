@@ -13,6 +13,7 @@ from foretoken.core import streams
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.native import cpu
 from foretoken.core.native import sampling as native
+from foretoken.core.native.status import KernelArgumentError
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import residual
@@ -153,6 +154,38 @@ def test_the_excess_is_that_of_torch(vocabulary: int, wide: bool, monkeypatch: p
     monkeypatch.setattr(native, "for_weights", lambda *weights: None)
     counterpart, its_mass = residual.excess(p, q, 0.8)
     assert torch.equal(rest, counterpart) and mass == pytest.approx(its_mass, rel=1e-12)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_the_likeliest_token_is_the_first_of_the_largest(vocabulary: int) -> None:
+    assert KERNELS is not None
+    rows = made(9, vocabulary)
+    rows[2], rows[3], rows[4] = -math.inf, 0.0, -0.0
+    rows[3, vocabulary // 2] = -0.0
+    rows[5, vocabulary - 1], rows[6, 0], rows[7, vocabulary // 2] = math.inf, math.nan, math.nan
+    rows[8] = torch.arange(vocabulary)
+    expected = [int(row.argmax()) if not row.isnan().any() and row.amax().isfinite() else -1 for row in rows]
+    assert KERNELS.best(rows) == SamplingLaw(temperature=0.0).best(rows, [()] * 9) == expected  # type: ignore[list-item]
+    assert expected[2:8] == [-1, 0, 0, -1, -1, -1] and expected[8] == vocabulary - 1
+    wide = torch.cat([rows, torch.full((9, 3), 99.0)], dim=-1)  # padding behind the vocabulary
+    assert KERNELS.best(wide[:, :vocabulary]) == expected
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    assert KERNELS is not None
+    logits, kept = made(2, 17), SamplingLaw().kept
+    for tokens in ([0, 17], [-1, 3], [2**40, 3]):
+        with pytest.raises(KernelArgumentError, match=r"token -?\d+ of row \d is outside the vocabulary of 17 tokens"):
+            KERNELS.chances(logits, tokens, kept)
+    assert len(KERNELS.chances(logits, [0, 16], kept)) == 2
+    for u in (-0.1, 1.5, math.nan):
+        with pytest.raises(KernelArgumentError, match="from 0 to 1"):
+            KERNELS.draw(torch.ones(17), u)
+    with pytest.raises(KernelArgumentError, match="rows of 0 tokens"):
+        KERNELS.race(torch.ones(0), 1)
+    overlapping = logits.as_strided((2, 17), (9, 1))
+    with pytest.raises(KernelArgumentError, match="2 rows of 17 tokens, 9 apart"):
+        KERNELS.rows(overlapping, kept)
 
 
 def test_torch_is_the_fallback_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
