@@ -122,6 +122,18 @@ def test_tokenizers_that_lose_text_are_refused() -> None:
 # one text in two vocabularies
 
 
+@pytest.mark.parametrize("name", ["tokenizer", "metaspace"])
+def test_ids_that_the_draft_model_lacks_are_not_used(name: str, request: pytest.FixtureRequest) -> None:
+    """Tokenizers may have tokens, for instance special ones, that were added behind the model's embedding."""
+    tokenizer = request.getfixturevalue(name)
+    whole = Pieces(tokenizer)
+    limit = max(whole.encode("".join(TEXT).encode()))
+    pieces, end = Pieces(tokenizer, limit), max(whole.specials)
+    assert max(pieces.encode("".join(TEXT).encode())) < limit
+    script = Script(whole, pieces, [*whole.encode(TEXT[0].encode()), end, *whole.encode(TEXT[1].encode())])
+    assert script.ids and max(script.ids) < limit
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_script_grows_as_the_text_does(request: pytest.FixtureRequest, pair: tuple[str, str]) -> None:
     source, own = (Pieces(request.getfixturevalue(name)) for name in pair)

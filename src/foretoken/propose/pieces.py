@@ -27,9 +27,13 @@ class Pieces:
         special_ids: Ids of special tokens by content.
         lead: Ids that the tokenizer puts before every text (BOS).
         spaced: It puts a space before every text (sentencepiece).
+
+    Args:
+        tokenizer: A fast tokenizer.
+        vocab_size: Ids from this number on, which its model has no embedding for, are not used. None uses all.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise InvalidRequest(
@@ -48,16 +52,19 @@ class Pieces:
         self._encoder = Tokenizer.from_str(json.dumps(state))
         self._encoder.encode_special_tokens = True  # a text that spells a special token is still a text
         self.spelled, self.specials = _spelled(backend, self._byte_level)
-        self.special_ids = {content: token for token, content in self.specials.items()}
+        self._limit = min(len(self.spelled), vocab_size or len(self.spelled))
+        self.special_ids = {content: token for token, content in self.specials.items() if token < self._limit}
         self.ids: dict[bytes, int] = {}
         for token in sorted(
-            range(len(self.spelled)), key=lambda i: _BYTE.fullmatch(backend.id_to_token(i) or "") is not None
+            range(self._limit), key=lambda i: _BYTE.fullmatch(backend.id_to_token(i) or "") is not None
         ):
             if piece := self.spelled[token]:
                 self.ids.setdefault(piece, token)
-        self.lead = tuple(token for token in tokenizer("")["input_ids"] if token in self.specials)
+        known = [token for token in tokenizer("")["input_ids"] if token in self.specials and token < self._limit]
+        self.lead = tuple(known)
         end = getattr(tokenizer, "eos_token_id", None)
-        self.blank = self.lead[-1] if self.lead else end if end is not None else 0  # stands for an empty text
+        end = 0 if end is None or end >= self._limit else end
+        self.blank = self.lead[-1] if self.lead else end  # stands for an empty text
 
     def encode(self, text: bytes) -> list[int]:
         """Returns the ids of ``text``, which may begin or end within a character. Drops bytes without a token."""
@@ -71,7 +78,7 @@ class Pieces:
                 ids += [token.id for token in self._encoder.model.tokenize("".join(_ALPHABET[b] for b in data))]
             else:
                 ids += [self.ids[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self.ids]
-        return ids
+        return [token for token in ids if token < self._limit] if self._limit < len(self.spelled) else ids
 
     def piece(self, token: int) -> bytes | None:
         """Returns the bytes of ``token``, None for special and unknown ids."""

@@ -284,9 +284,9 @@ def build(config: VocabularyConfig, build_context: BuildContext) -> Vocabulary:
             "method 'vocabulary' retokenizes the text for its draft, which does not see the encoder's source; "
             "take a draft with the target's tokenizer"
         )
-    draft = Pieces(load_tokenizer(resolve(build_context.model)))
+    tokenizer, model = load_tokenizer(resolve(build_context.model)), build_context.load(build_context.model)
     target, size = Pieces(build_context.tokenizer), build_context.target.vocab_size
-    return Vocabulary(build_context.load(build_context.model), target, draft, size, config)
+    return Vocabulary(model, target, Pieces(tokenizer, model.vocab_size), size, config)
 
 
 METHOD = Method(VocabularyConfig, build, takes_draft_model=True)
