@@ -15,6 +15,10 @@ import typer
 
 import foretoken
 from foretoken.cli import main as cli
+from foretoken.cli.bench import PairOptions
+from foretoken.cli.options import PositionalModelOptions
+from foretoken.cli.plan_options import CandidateOptions
+from foretoken.cli.theme import ColorMode
 from foretoken.core.errors import InvalidRequest
 
 COMMANDS = ("generate", "demo", "zoo", "info", "widen", "train", "bench", "convert", "build-datastore", "plan", "audit")
@@ -34,8 +38,43 @@ def test_every_command_has_help(run, command):
     assert f"foretoken {command}" in result.out
 
 
+@pytest.mark.parametrize(
+    "command", [(), ("serve",), ("bench",), ("bench", "race"), ("train", "eagle3"), ("keys", "add")]
+)
+def test_help_has_a_short_option(run, command):
+    result = run(*command, "-h")
+    assert result.code == 0 and result.out.startswith(f"Usage: {' '.join(('foretoken', *command))} [OPTIONS]")
+    assert result.out == run(*command, "--help").out
+
+
+@pytest.mark.parametrize("group", ["train", "bench", "keys"])
+def test_a_group_without_a_command_prints_its_help(run, group):
+    result = run(group)
+    assert (result.code, result.err) == (0, "") and result.out == run(group, "--help").out
+
+
 def test_version_is_the_packages(run):
-    assert run("--version").out == f"foretoken {foretoken.__version__}\n"
+    assert run("--version").out == run("-V").out == f"foretoken {foretoken.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("serve", "--modle", "x"), "No such option: --modle; did you mean --model? (see foretoken serve --help)"),
+        (
+            ("generate", "x", "--topp", "1"),
+            "No such option: --topp; did you mean --top-p? (see foretoken generate --help)",
+        ),
+        (("keys", "add", "f", "--nam"), "No such option: --nam; did you mean --name? (see foretoken keys add --help)"),
+        (("--verson",), "No such option: --verson; did you mean --version? (see foretoken --help)"),
+        (("generate",), "Missing argument 'PROMPT'. (see foretoken generate --help)"),
+        (("serve", "--port"), "Option '--port' requires an argument. (see foretoken serve --help)"),
+        (("bench", "rac"), "No such command 'rac'. Did you mean 'race'? (see foretoken bench --help)"),
+    ],
+)
+def test_wrong_usage_names_what_was_meant_and_the_commands_help(run, args, said):
+    result = run(*args)
+    assert (result.code, result.out, result.err) == (2, "", f"foretoken: error: {said}\n")
 
 
 @pytest.mark.parametrize("args", [("frobnicate",), ("generate",), ("generate", "x", "--frobnicate"), ("demo", "x")])
@@ -136,6 +175,49 @@ def test_json_is_a_flag_of_every_command_and_files_are_named_by_output():
     assert {"generate", "plan", "audit", "simulate", "zoo", "bench race", "bench costs", "train target"} <= set(flags)
     outputs = {name for name, option in options if "--output" in option.opts}
     assert outputs == {"plan", "audit", "simulate", "bench race", "bench costs", "bench serve", "bench table"}
+
+
+def test_models_have_the_same_names_in_all_commands():
+    options = options_of_all_commands()
+    short = {"--model": "-m", "--draft-model": "-md"}
+    assert [
+        name for name, option in options for long in short if long in option.opts and short[long] not in option.opts
+    ] == []
+    positional = {name for name, option in options if option.metavar == "MODEL" and not option.required}
+    assert positional == {"chat", "serve", "plan", "audit", "bench race", "bench costs", "bench table"}
+    assert "generate" in {name for name, option in options if "-m" in option.opts}  # its argument is the prompt
+
+
+@pytest.mark.parametrize("options", [PositionalModelOptions, CandidateOptions, PairOptions])
+def test_a_model_is_named_by_an_argument_or_an_option(options):
+    assert options(model_argument="m").model == options(model="m").model == "m"
+    assert options().model is None
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("serve", "a"),
+        ("chat", "a"),
+        ("plan", "a"),
+        ("audit", "a"),
+        ("bench", "race", "a"),
+        ("train", "draft", "out", "a"),
+    ],
+)
+def test_two_models_are_refused(run, args):
+    result = run(*args, "-m", "b")
+    assert (result.code, result.err) == (
+        1,
+        "foretoken: error: two models are given, a and --model b; leave one of them out\n",
+    )
+
+
+def test_a_model_is_no_adapter(run, monkeypatch):
+    loads: list[Any] = []
+    monkeypatch.setattr("foretoken.cli.serve.load", lambda *models, **options: loads.append((models, options["lora"])))
+    assert run("serve", "--port", "0", "--lora-modules", "a=x", "b=y", "org/model", "-md", "draft").code == 1
+    assert loads == [(("org/model", "draft", ColorMode.AUTO), {"a": "x", "b": "y"})]
 
 
 def test_a_table_in_a_pipe_has_one_line_for_each_model(run, monkeypatch):

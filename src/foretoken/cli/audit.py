@@ -13,7 +13,7 @@ from foretoken.cli.audit_engine import audit_engine
 from foretoken.cli.audit_options import AuditOptions, duration
 from foretoken.cli.files import check_alone, journal, publish
 from foretoken.cli.grouped import grouped
-from foretoken.cli.options import ModelOptions, ReportOptions
+from foretoken.cli.options import ModelOptions, PositionalModelOptions, ReportOptions
 from foretoken.cli.theme import ColorMode, staged, waiting, wide_console
 from foretoken.models.options import check_dtype
 
@@ -48,7 +48,7 @@ class AuditReportOptions(ReportOptions):
 
 @grouped
 def audit(
-    models: ModelOptions,
+    models: PositionalModelOptions,
     engine: Annotated[
         Implementation,
         typer.Option(

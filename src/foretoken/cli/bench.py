@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.bench_options import PEERS, Peers, models_or_bundled
+from foretoken.cli.bench_options import PEERS, BenchmarkModels, Peers, models_or_bundled
 from foretoken.cli.bench_serve import bench_serve
 from foretoken.cli.bench_table import bench_table
 from foretoken.cli.costs import costs, tracker
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from foretoken.bench.entrants import Pairing
     from foretoken.bench.race import RaceRow, RaceTask
 
-app = typer.Typer(
-    help="Measure: the race against other engines, the cost of a pass, a server under load.", no_args_is_help=True
-)
+app = typer.Typer(help="Measure: the race against other engines, the cost of a pass, a server under load.")
 
 app.command()(costs)
 app.command("serve")(bench_serve)
@@ -34,13 +32,9 @@ app.command("table")(bench_table)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions:
+class PairOptions(BenchmarkModels):
     """The models, and how they speculate."""
 
-    target: Annotated[
-        Path | None, typer.Option(help="Target: a folder or GGUF file. [the bundled one, widened to 0.7b]")
-    ] = None
-    draft: Annotated[Path | None, typer.Option(help="Draft: a folder or GGUF file. [the bundled one]")] = None
     speculative_config: Annotated[
         list[str] | None, typer.Option(metavar="JSON", help="How to speculate (repeatable). [the draft model]")
     ] = None

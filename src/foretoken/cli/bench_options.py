@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.options import DRAFT_MODEL, MODEL, PositionalTarget
 from foretoken.core.errors import InvalidRequest
 
 PEERS = "transformers,openvino,vllm,llamacpp"
 Peers = Annotated[str, typer.Option(help="Comma-separated, or none.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkModels(PositionalTarget):
+    """The models that are measured."""
+
+    model: Annotated[
+        str | None,
+        typer.Option("--target", *MODEL, help="Target: a folder or GGUF file. [the bundled one, widened to 0.7b]"),
+    ] = None
+    draft_model: Annotated[
+        str | None, typer.Option("--draft", *DRAFT_MODEL, help="Draft: a folder or GGUF file. [the bundled one]")
+    ] = None
+
+    @property
+    def target(self) -> Path | None:
+        """The target's path, if one is named."""
+        return None if self.model is None else Path(self.model)
+
+    @property
+    def draft(self) -> Path | None:
+        """The draft's path, if one is named."""
+        return None if self.draft_model is None else Path(self.draft_model)
 
 
 def models_or_bundled(

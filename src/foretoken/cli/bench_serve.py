@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.grouped import grouped
-from foretoken.cli.options import ReportOptions
+from foretoken.cli.options import MODEL, ReportOptions
 from foretoken.cli.theme import print_facts, wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
@@ -83,7 +83,7 @@ def bench_serve(
     server_options: Annotated[
         str, typer.Option(metavar="OPTIONS", help='Options of the server to start, such as "--model TARGET".')
     ] = "",
-    model: Annotated[str | None, typer.Option(help="Model to ask for. [the first that is listed]")] = None,
+    model: Annotated[str | None, typer.Option(*MODEL, help="Model to ask for. [the first that is listed]")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the server.")] = None,
     *,
     load: LoadOptions,

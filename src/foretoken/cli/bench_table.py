@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.bench_options import PEERS, Peers, models_or_bundled
+from foretoken.cli.bench_options import PEERS, BenchmarkModels, Peers, models_or_bundled
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import ReportOptions, speculative
 from foretoken.cli.theme import wide_console
@@ -57,8 +57,7 @@ class CellOptions:
 
 @grouped
 def bench_table(
-    target: Annotated[Path | None, typer.Option(help="Target folder. [the bundled one, widened to 0.7b]")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Draft folder. [the bundled one]")] = None,
+    models: BenchmarkModels,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="PARTS", help='Cells by parts of their name, "T=1, int8" (repeatable), in this order.'),
@@ -86,7 +85,7 @@ def bench_table(
     if not cells:
         raise InvalidRequest(f"no cell has all these parts; the cells are: {'; '.join(cell.name for cell in CELLS)}")
     task = each.task()
-    pairing = Pairing(*models_or_bundled(target, draft, [DEFAULT, *task.picked]), ())
+    pairing = Pairing(*models_or_bundled(models.target, models.draft, [DEFAULT, *task.picked]), ())
     tokenizer = load_tokenizer(pairing.target)
     facts: dict[str, Any] = {
         "version": __version__,

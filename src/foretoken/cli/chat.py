@@ -17,7 +17,7 @@ from foretoken.cli.chat_commands import ChatSettings, names, parse, run
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import (
     MaxModelLen,
-    ModelOptions,
+    PositionalModelOptions,
     RuntimeOptions,
     SpeculativeTokens,
     TextColor,
@@ -69,7 +69,7 @@ class ChatOptions:
 
 @grouped
 def chat(
-    models: ModelOptions,
+    models: PositionalModelOptions,
     wanted: ChatOptions,
     runtime: RuntimeOptions,
     max_model_len: MaxModelLen = None,

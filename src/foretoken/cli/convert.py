@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken.cli.options import MODEL
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -34,7 +36,11 @@ def convert(
     ],
     target: Annotated[
         str | None,
-        typer.Option(help="The target: to write out its vocabulary head, or to settle which layers are tapped."),
+        typer.Option(
+            "--target",
+            *MODEL,
+            help="The target: to write out its vocabulary head, or to settle which layers are tapped.",
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace earlier heads of the same kind in DST.")] = False,
 ) -> None:

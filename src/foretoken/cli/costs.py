@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.bench_options import BenchmarkModels
 from foretoken.cli.files import publish
+from foretoken.cli.grouped import grouped
 from foretoken.cli.options import Color, Json, KVCacheDtype, Output, Quantization, WeightFormat
 from foretoken.cli.theme import ColorMode, print_facts, wide_console
 
@@ -21,9 +23,9 @@ if TYPE_CHECKING:
 PARTS = ("passes", "transformers", "steps", "startup")
 
 
+@grouped
 def costs(
-    model: Annotated[Path | None, typer.Option(help="Target model. [the bundled one, widened to 0.7b]")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Draft model. [the bundled one]")] = None,
+    models: BenchmarkModels,
     rows: Annotated[str, typer.Option(help="Rows of a pass, comma-separated.")] = "1,2,4,8,16,32",
     context: Annotated[str, typer.Option(help="Tokens before them, comma-separated.")] = "512,4096",
     batch: Annotated[int, typer.Option(min=1, help="Sequences that share a pass, each with that many rows.")] = 1,
@@ -49,8 +51,8 @@ def costs(
     import torch
 
     torch.set_num_threads(cores())
-    bundled = [] if model else [zoo.path("target")]
-    wide, small = model or scaled("0.7b"), draft or zoo.path("draft")
+    bundled = [] if models.target else [zoo.path("target")]
+    wide, small = models.target or scaled("0.7b"), models.draft or zoo.path("draft")
     sizes, contexts = _numbers("--rows", rows), _numbers("--context", context)
     notes = wide_console(color, stderr=True)
     record: dict[str, Any] = {"setting": setting() | {"target": wide.name, "draft": small.name}}

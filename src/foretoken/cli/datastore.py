@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.options import Json
+from foretoken.cli.options import MODEL, Json
 
 PIECE = 1 << 20  # characters that are tokenized together; longer documents are split
 SUFFIXES = {".py", ".md", ".txt"}  # looked for in folders, as by ``foretoken train``
@@ -17,7 +17,9 @@ SUFFIXES = {".py", ".md", ".txt"}  # looked for in folders, as by ``foretoken tr
 def build_datastore(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     data: Annotated[list[Path], typer.Option(help="A text file, or a folder of .py, .md and .txt (repeatable).")],
-    model: Annotated[str | None, typer.Option(help="The target it is for: its tokenizer is used. [bundled]")] = None,
+    model: Annotated[
+        str | None, typer.Option(*MODEL, help="The target it is for: its tokenizer is used. [bundled]")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier datastore in OUT.")] = False,
     as_json: Json = False,
 ) -> None:

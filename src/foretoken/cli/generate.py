@@ -76,7 +76,9 @@ class TextRuntimeOptions(RuntimeOptions):
 
 @grouped
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
+    ],
     models: ModelOptions,
     wanted: TextOptions,
     runtime: TextRuntimeOptions,

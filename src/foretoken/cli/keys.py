@@ -19,7 +19,7 @@ from foretoken.serve.access.editing import add as add_record
 from foretoken.serve.access.editing import revoke as revoke_record
 from foretoken.serve.access.records import GENERATE, SCOPES, KeyRecord, digest, new_key, read_keys
 
-app = typer.Typer(help="Make, list and revoke the API keys of a server's key file.", no_args_is_help=True)
+app = typer.Typer(help="Make, list and revoke the API keys of a server's key file.")
 
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file that foretoken serve --api-key-file reads.")]
 

@@ -32,6 +32,11 @@ def adapters(given: Sequence[str]) -> dict[str, str]:
     return listed
 
 
+def is_adapter(text: str) -> bool:
+    """Returns whether an argument has the form of an adapter: NAME=PATH or a JSON object."""
+    return text.startswith("{") or (not text.startswith("-") and "=" in text)
+
+
 def checked_adapters(value: Any) -> Mapping[str, str]:
     """Returns the adapters of a model in a configuration file. Raises InvalidRequest."""
     if isinstance(value, dict) and all(name and isinstance(path, str) and path for name, path in value.items()):

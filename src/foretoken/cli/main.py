@@ -7,10 +7,10 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from foretoken import __version__
 from foretoken.cli.audit import audit
@@ -24,6 +24,7 @@ from foretoken.cli.generate import generate
 from foretoken.cli.info import info
 from foretoken.cli.keys import app as keys_app
 from foretoken.cli.lora import OPTION as LORA_MODULES
+from foretoken.cli.lora import is_adapter
 from foretoken.cli.plan import plan
 from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
@@ -43,7 +44,12 @@ class FiniteCommand(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Raises InvalidRequest."""
-        rest: list[str] = super().parse_args(ctx, _repeated(args))
+        try:
+            rest: list[str] = super().parse_args(ctx, _repeated(args))
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:  # the parser's error of a missing value has none
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
         for parameter in self.params:
             value = ctx.params.get(parameter.name or "")
             for number in value if isinstance(value, list | tuple) else (value,):
@@ -53,12 +59,24 @@ class FiniteCommand(TyperCommand):
         return rest
 
 
+class HelpfulGroup(TyperGroup):
+    """A group of commands that prints its help if no command is named."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Raises Exit after printing the help."""
+        if not args:
+            print(ctx.get_help())
+            raise typer.Exit()
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+
 def _repeated(args: list[str]) -> list[str]:
     """Returns arguments in which an option of several values is repeated before each, as vLLM's users write it."""
     written: list[str] = []
     option = None
     for arg in args:
-        if option is not None and not arg.startswith("-") and written[-1] != option:
+        if option is not None and written[-1] != option and is_adapter(arg):
             written.append(option)
         elif arg.startswith("-"):
             option = arg if arg == LORA_MODULES else None
@@ -66,7 +84,14 @@ def _repeated(args: list[str]) -> list[str]:
     return written
 
 
-app = typer.Typer(name="foretoken", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="foretoken",
+    cls=HelpfulGroup,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of the subcommands, too
+)
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
@@ -80,9 +105,9 @@ app.command("widen")(widen)
 app.command()(quantize)
 app.command()(convert)
 app.command("build-datastore")(build_datastore)
-app.add_typer(train_app, name="train")
-app.add_typer(bench_app, name="bench")
-app.add_typer(keys_app, name="keys")
+app.add_typer(train_app, name="train", cls=HelpfulGroup)
+app.add_typer(bench_app, name="bench", cls=HelpfulGroup)
+app.add_typer(keys_app, name="keys", cls=HelpfulGroup)
 for registered in (each for part in (app, train_app, bench_app, keys_app) for each in part.registered_commands):
     registered.cls = FiniteCommand
 
@@ -95,16 +120,13 @@ def _version(requested: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def root(
-    context: typer.Context,
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Exact speculative decoding: faster text with exactly the target model's distribution."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -137,10 +159,20 @@ def _run(args: list[str]) -> int:
 
 def _report(error: Exception) -> int:
     if hasattr(error, "format_message"):  # the parser's own errors, whichever parser typer brought
-        return _say(f"{error.format_message()} (see foretoken --help)", getattr(error, "exit_code", USAGE))
+        return _say(_usage_error(error), getattr(error, "exit_code", USAGE))
     if isinstance(error, ForetokenError):
         return _say(str(error), 1)
     return _say(f"unexpected {type(error).__name__}: {error}; FORETOKEN_DEBUG=1 shows where it came from", 1)
+
+
+def _usage_error(error: Any) -> str:
+    """Returns the parser's message, with the option that was probably meant and the command whose help lists them."""
+    context, similar = getattr(error, "ctx", None), getattr(error, "possibilities", None) or ()
+    # the parser's own message has all similar ones in alphabetical order
+    meant = next((option for option in similar if option.startswith("--")), None)
+    message = error.format_message() if meant is None else f"{error.message}; did you mean {meant}?"
+    message = message.replace("Value error, ", "")  # pydantic's word, by which newer versions of typer parse
+    return f"{message} (see {context.command_path if context is not None else 'foretoken'} --help)"
 
 
 def _say(message: str, code: int) -> int:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.speculation import SpeculativeConfig
 
+MODEL, DRAFT_MODEL = ("--model", "-m"), ("--draft-model", "-md")  # names of options, for every command
+
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Quantization = Annotated[
     str | None, typer.Option(help="int8 or int4: quantize the target's weights on loading. [as stored]")
@@ -41,18 +43,38 @@ TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this 
 SpeculativeTokens = Annotated[int | None, typer.Option(help="Tokens drafted per step; 0 is plain decoding.")]
 TextColor = Annotated[ColorMode, typer.Option(help="Colour text by origin.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the JSON document to a file.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON document to a file.")
+]
 Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The models, and the way to speculate."""
+class TargetOptions:
+    """The target model."""
 
     model: Annotated[
-        str | None, typer.Option(help="Target model: a folder, GGUF file or hub name. [bundled target]")
+        str | None, typer.Option(*MODEL, help="Target model: a folder, GGUF file or hub name. [bundled target]")
     ] = None
-    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder, GGUF file or hub name.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionalTarget(TargetOptions):
+    """The target model, named by an argument or by ``--model``. Raises InvalidRequest if both name one."""
+
+    model_argument: Annotated[str | None, typer.Argument(metavar="MODEL", help="Target model, as in --model.")] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", named_once(self.model_argument, self.model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(TargetOptions):
+    """The models, and the way to speculate."""
+
+    draft_model: Annotated[
+        str | None, typer.Option(*DRAFT_MODEL, help="Draft model: a folder, GGUF file or hub name.")
+    ] = None
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
     ] = None
@@ -75,6 +97,11 @@ class ModelOptions:
         if self.model is None and draft is None and config.model is None and config.method in (None, "draft_model"):
             draft = str(zoo.path("draft"))
         return self.model or zoo.path("target"), with_draft(config, draft).unmixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionalModelOptions(ModelOptions, PositionalTarget):
+    """The models, the target by an argument or option, and the way to speculate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +180,13 @@ class PatienceOptions:
         from foretoken.endpoint.client import Patience
 
         return Patience(self.timeout, self.retries)
+
+
+def named_once(argument: str | None, option: str | None) -> str | None:
+    """Returns the model that an argument or ``--model`` names. Raises InvalidRequest if both do."""
+    if argument is not None and option is not None:
+        raise InvalidRequest(f"two models are given, {argument} and --model {option}; leave one of them out")
+    return option if argument is None else argument
 
 
 def speculative(text: str) -> dict[str, Any]:

@@ -10,17 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.cli.files import json_object
-from foretoken.cli.options import Dtype, KVCacheDtype, Quantization, TopP, WeightFormat
+from foretoken.cli.options import DRAFT_MODEL, Dtype, KVCacheDtype, PositionalTarget, Quantization, TopP, WeightFormat
 from foretoken.models.options import check_dtype, check_kv_cache_dtype, check_quantization, check_weight_format
 
 
 @dataclass(frozen=True, kw_only=True)
-class CandidateOptions:
+class CandidateOptions(PositionalTarget):
     """The target, and the ways to speculate."""
 
-    model: Annotated[str | None, typer.Option(help="Target model. [the bundled one, with its draft and heads]")] = None
-    draft_model: Annotated[list[str] | None, typer.Option(help="A draft model (repeatable).")] = None
-    heads: Annotated[list[str] | None, typer.Option(help="EAGLE, Medusa or blockwise heads (repeatable).")] = None
+    draft_model: Annotated[
+        list[str] | None, typer.Option(*DRAFT_MODEL, help="A draft model (repeatable). [that of the bundled target]")
+    ] = None
+    heads: Annotated[
+        list[str] | None, typer.Option(help="EAGLE, Medusa or blockwise heads (repeatable). [likewise]")
+    ] = None
     speculative_config: Annotated[
         list[str] | None, typer.Option(metavar="JSON", help="Another way to speculate (repeatable).")
     ] = None

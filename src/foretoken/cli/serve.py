@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.grouped import grouped
-from foretoken.cli.options import ModelOptions, following, load
+from foretoken.cli.options import ModelOptions, PositionalModelOptions, following, load
 from foretoken.cli.serve_models import ModelEntry, models_app, read_models
 from foretoken.cli.serve_options import (
     AccessOptions,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class ServeOptions:
     """All options of the command."""
 
-    models: ModelOptions
+    models: PositionalModelOptions
     offer: OfferOptions
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.grouped import grouped
-from foretoken.cli.options import Json
+from foretoken.cli.options import MODEL, Json, named_once
 
 if TYPE_CHECKING:
     from foretoken.train.data import Corpus
     from foretoken.train.optimization import TrainConfig
 
-app = typer.Typer(help="Train a target, distil a draft from it, write their cards.", no_args_is_help=True)
+app = typer.Typer(help="Train a target, distil a draft from it, write their cards.")
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target.")]
-MaybeTarget = Annotated[Path | None, typer.Argument(metavar="[TARGET]", help="Folder of the target, or --model.")]
+MaybeTarget = Annotated[str | None, typer.Argument(metavar="TARGET", help="Folder of the target, or --model.")]
 Model = Annotated[
-    str | None, typer.Option("--model", help="The target: a folder, GGUF file or hub name; else the bundled one.")
+    str | None, typer.Option(*MODEL, help="The target: a folder, GGUF file or hub name; else the bundled one.")
 ]
 Patience = Annotated[int | None, typer.Option(help="Evaluations without improvement before stopping.")]
 Texts = Annotated[
@@ -116,13 +116,13 @@ def draft(
     from foretoken.train.draft import DRAFT_CONFIG, train_draft
     from foretoken.train.target import DRAFT_SHAPE
 
+    path = model_of(named_once(target, model))
     config = config_of(DRAFT_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
     shape = with_sizes(DRAFT_SHAPE, sizes)
     share = generated_share if generated_share is not None else 0.5 if generate else 0.0
     distill = DistillConfig(
         top, acceptance_share=acceptance_share, generated_share=share, disk_gigabytes=disk_gigabytes
     )
-    path = model_of(str(target) if target is not None else model)
     show(out, train_draft(out, path, corpus_of(corpus), shape, config, resume, distill, device, force), as_json)
 
 

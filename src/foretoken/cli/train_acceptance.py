@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.options import Json
+from foretoken.cli.options import DRAFT_MODEL, Json
 from foretoken.cli.train import (
     Force,
     Minutes,
@@ -32,7 +32,7 @@ def acceptance(
     model: Model = None,
     draft_model: Annotated[
         str | None,
-        typer.Option("--draft-model", help="Its draft: a folder, GGUF file or hub name; else bundled."),
+        typer.Option(*DRAFT_MODEL, help="Its draft: a folder, GGUF file or hub name; else bundled."),
     ] = None,
     data: Texts = None,
     steps: Steps = None,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from foretoken.cli.grouped import grouped
-from foretoken.cli.options import Json
+from foretoken.cli.options import MODEL, Json
 from foretoken.cli.train import (
     Compile,
     Force,
@@ -78,7 +78,9 @@ def seq2seq(
 @grouped
 def seq2seq_draft(
     out: Out,
-    target: Annotated[Path | None, typer.Option(help="Folder of the target; else the bundled one.")] = None,
+    target: Annotated[
+        Path | None, typer.Option("--target", *MODEL, help="Folder of the target; else the bundled one.")
+    ] = None,
     corpus: Texts = None,
     steps: Steps = None,
     minutes: Minutes = None,
