@@ -87,6 +87,9 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@$(PIP) torch==2.13.0
 	@echo "== installing foretoken"
 	@$(PIP) -e .
+	@$(BIN)/python -m foretoken.core.native.toolchain >/dev/null 2>&1 || { \
+		echo "== installing Zig, because there is no C++ compiler (90 MB, once)"; \
+		$(PIP) -e '.[compiler]' || echo "make: Zig could not be installed; without a C++ compiler models run on torch operators, three times slower" >&2; }
 	$(COMPILE)
 	@touch $@
 

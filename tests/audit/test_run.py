@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import count
 
 import pytest
 from tests.audit.mutants import RULES
-from tests.audit.toys import drafting, subject
+from tests.audit.toys import drafting, subject, work
 
 from foretoken import LLM
 from foretoken.audit import Audit, Check, CheckOutcome, audit
+from foretoken.audit.ours import Foretoken
 from foretoken.audit.result import CONTROL
 from foretoken.audit.run import SHARES
+from foretoken.audit.speed import measured_speed
+from foretoken.audit.work import AuditSpeed
 from foretoken.core.errors import InvalidRequest
 
 PROMPTS = ["0123", "45", "678901", "2"]
@@ -24,6 +28,60 @@ def _clock(monkeypatch):
     read = count()
     for module in ("run", "work", "negative"):
         monkeypatch.setattr(f"foretoken.audit.{module}.monotonic", lambda: next(read) / 20)
+    monkeypatch.setattr("foretoken.audit.run.measured_speed", lambda *_: AuditSpeed())
+
+
+class Slow(Foretoken):
+    """A subject that takes a second for 32 tokens, by a clock that nothing else moves."""
+
+    now = 0.0
+
+    def generate(self, prompts, settings):
+        result = super().generate(prompts, settings)
+        type(self).now += sum(len(text.tokens) for text in result) / 32
+        return result
+
+    def logits(self, prompt, text):
+        type(self).now += 0.2
+        return super().logits(prompt, text)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    for module in ("run", "work", "negative", "speed"):
+        monkeypatch.setattr(f"foretoken.audit.{module}.monotonic", lambda: Slow.now)
+    monkeypatch.setattr("foretoken.audit.run.measured_speed", measured_speed)
+    return subject(kind=Slow)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [60.0, 300.0])
+def test_the_budget_is_kept_by_a_slow_model(slow, budget):
+    result = audit(slow, PROMPTS, budget=budget)
+    assert 0.5 * budget < result.seconds < 1.1 * budget, [(check.name, check.seconds) for check in result.checks]
+    assert not any(check.outcome is CheckOutcome.FAILED for check in result.checks), result.to_dict()
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_at_once(slow):
+    started = Slow.now
+    with pytest.raises(
+        InvalidRequest, match=r"a budget of 10 s is too short .* takes about \d\d s, .* leave float32 out"
+    ):
+        audit(slow, PROMPTS, budget=10.0)
+    assert Slow.now - started < 5.0  # two texts, which measure the speed
+
+
+def test_as_many_texts_are_checked_as_fit(monkeypatch):
+    monkeypatch.setattr("foretoken.audit.work.monotonic", lambda: 100.0)
+    task = replace(work(subject()), deadline=110.0, speed=AuditSpeed(0.5, 0.25))
+    assert [task.fitting(16, 1), task.fitting(16, 4), task.fitting(16, 1, 1), task.fitting(16, 1000)] == [16, 5, 13, 1]
+    assert replace(task, deadline=90.0).fitting(16, 1) == 1
+    assert replace(task, deadline=90.0, speed=AuditSpeed()).fitting(16, 1) == 16
+
+
+def test_without_drafts_there_is_nothing_to_audit(tiny_pair):
+    with pytest.raises(InvalidRequest, match="there is nothing to audit: the method is 'none'"):
+        audit(LLM(tiny_pair.target))
 
 
 @pytest.mark.slow

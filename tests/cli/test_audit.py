@@ -21,7 +21,9 @@ def test_an_audit_names_every_check_and_its_outcome(run, pair, tmp_path, short_a
         assert check["name"] in result.out and check["outcome"] != "failed"
     assert result.out.splitlines()[-1].startswith(record["outcome"].upper())
     assert record["summary"] in result.out
-    assert "\x1b" not in result.out and result.err == ""
+    assert "\x1b" not in result.out
+    stages = [line.split("%  ")[1] for line in result.err.splitlines()]
+    assert stages == ["loading the models", *(check["name"] for check in record["checks"])]
 
 
 @pytest.mark.slow

@@ -59,7 +59,9 @@ def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tin
         str(files[1]),
     )
     assert result.code == 0, result.err
-    assert result.err.count("\n") == 1 and "vllm is not set up" in result.err
+    said = result.err.splitlines()
+    assert "vllm is not set up" in said.pop(1)
+    assert said == ["setting up ...", "race: 1 turns", "testing sampled texts ..."]
     record = json.loads(files[0].read_text())
     rows = record["rows"]
     assert set(rows[0]) >= REQUIRED
@@ -166,7 +168,11 @@ def test_costs_are_tabled_beside_their_floor(run, tiny_pair):
     assert result.code == 0, result.err
     for word in ("x floor", "transformers ms", "start to first token", "processor"):
         assert word in result.out
-    assert result.err == ""
+    assert [line.split(":")[0] for line in result.err.splitlines()] == [
+        "passes",
+        *(f"a step of {folder.name}" for folder in (tiny_pair.draft, tiny_pair.target)),
+        "starting fresh processes ...",
+    ]
 
 
 @pytest.mark.slow

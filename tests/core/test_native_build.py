@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +16,12 @@ import pytest
 
 from foretoken.core.native import build, toolchain
 from foretoken.core.native.build import linked, shipped_name
+from foretoken.core.native.compilation import NOTICE, Compilation
 from foretoken.core.native.cpu import LEVELS
 from foretoken.core.native.toolchain import PLATFORMS
 from foretoken.models.runners.native.wheel import build_wheel_kernels, newest_glibc
 
+SOURCE = Path(__file__).parents[2] / "src"
 COMPILER = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -31,6 +37,14 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     return lambda: sorted(Path(line).name.rsplit("-", 1)[0] for line in log.read_text().splitlines())
+
+
+@pytest.fixture
+def compilation(monkeypatch: pytest.MonkeyPatch) -> Compilation:
+    """The progress of a process that has compiled nothing."""
+    fresh = Compilation()
+    monkeypatch.setattr(build, "compilation", fresh)
+    return fresh
 
 
 @pytest.fixture
@@ -82,6 +96,74 @@ def test_a_library_of_the_wheel_is_taken_if_it_has_these_sources(
     assert calls() == ["one", "two", "x", "x"]
     two.write_text('extern "C" int two() { return 20; }\n')
     assert linked("x", few, build.ANY, whole) != path  # the sources were edited
+
+
+def test_compiling_is_one_line_of_the_log(
+    calls: Callable[[], list[str]], sources: list[Path], caplog: pytest.LogCaptureFixture, compilation: Compilation
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="foretoken")
+    linked("x", [(source, ["-DVALUE=1"]) for source in sources])
+    linked("y", [(sources[0], ["-DVALUE=2"])])
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO] == [NOTICE]
+    assert sum("-DVALUE=" in record.getMessage() for record in caplog.records) == 4  # for debugging
+
+
+def test_a_watcher_sees_every_file_and_replaces_the_line(
+    calls: Callable[[], list[str]], sources: list[Path], caplog: pytest.LogCaptureFixture, compilation: Compilation
+) -> None:
+    caplog.set_level(logging.INFO, logger="foretoken")
+    seen: list[tuple[int, int]] = []
+    with compilation.watched(lambda finished, files: seen.append((finished, files))):
+        linked("x", [(source, ["-DVALUE=1"]) for source in sources[:2]])
+        linked("y", [(source, ["-DVALUE=1"]) for source in sources])  # two of them are cached
+        linked("y", [(source, ["-DVALUE=1"]) for source in sources])
+    assert seen == [(0, 2), (1, 2), (2, 2), (2, 3), (3, 3)] and caplog.records == []
+
+
+def test_a_file_that_fails_is_finished(
+    calls: Callable[[], list[str]], sources: list[Path], compilation: Compilation
+) -> None:
+    seen: list[tuple[int, int]] = []
+    sources[0].write_text("no C++")
+    with (
+        compilation.watched(lambda finished, files: seen.append((finished, files))),
+        pytest.raises(build.KernelsUnavailable, match="does not compile the kernels"),
+    ):
+        linked("x", [(sources[0], [])])
+    assert seen == [(0, 1), (1, 1)]
+
+
+def found_compiler(path: Path, *packages: Path) -> tuple[int, str]:
+    """Returns the exit code and output of ``python -m foretoken.core.native.toolchain`` with these folders alone."""
+    environment = {"PATH": str(path), "PYTHONPATH": os.pathsep.join(map(str, (SOURCE, *packages)))}
+    command = [sys.executable, "-S", "-m", "foretoken.core.native.toolchain"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_make_asks_for_the_compiler_that_compiles(calls: Callable[[], list[str]], tmp_path: Path) -> None:
+    assert found_compiler(tmp_path / "bin") == (0, f"{tmp_path / 'bin' / 'c++'}\n")
+    empty, packages = tmp_path / "empty", tmp_path / "packages"
+    empty.mkdir()
+    assert found_compiler(empty) == (1, "")
+    (packages / "ziglang").mkdir(parents=True)
+    assert found_compiler(empty, packages) == (0, f"{sys.executable} -m ziglang c++\n")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize("code, installed", [(0, False), (1, True)])
+def test_make_installs_a_compiler_where_there_is_none(tmp_path: Path, code: int, installed: bool) -> None:
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    python, log = tmp_path / "venv" / "bin" / "python", tmp_path / "log"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$@" >>{log}\ncase "$*" in *native.toolchain) exit {code};; esac\n')
+    python.chmod(0o755)
+    makefile = SOURCE.parent / "Makefile"
+    command = ["make", "-f", str(makefile), f"PYTHON={sys.executable}", "VENV=venv", "venv/.installed-runtime"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert (".[compiler]" in log.read_text()) is installed
 
 
 def test_zig_is_the_compiler_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,7 @@ class Assisted:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        method = config.method_in_force
-        if method not in ("draft_model", "ngram") or (method == "draft_model" and config.model is None):
-            raise InvalidRequest(f"transformers assists with a draft_model or by ngram, not with {method!r}; name one")
+        method = check_assisted(config)
         path = resolve(model)
         self.tokenizer = load_tokenizer(path)
         self.version = transformers.__version__
@@ -145,6 +143,14 @@ class Assisted:
 
     def in_float32(self) -> Audited | None:
         return None
+
+
+def check_assisted(config: SpeculativeConfig) -> str:
+    """Returns the method, which transformers has. Raises InvalidRequest if it has not."""
+    method = config.method_in_force
+    if method not in ("draft_model", "ngram") or (method == "draft_model" and config.model is None):
+        raise InvalidRequest(f"transformers assists with a draft_model or by ngram, not with {method!r}; name one")
+    return method
 
 
 def _rows(model: Any, prompt: Ids, text: Ids) -> Tensor:

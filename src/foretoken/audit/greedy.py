@@ -12,6 +12,7 @@ from foretoken.audit.work import AuditTask
 
 NAME = "greedy parity"
 TOKENS, PROMPTS = 64, 16
+COMPLETIONS = 8  # of ``NOISE_TOKENS`` for a prompt: plain, alone, in a batch, and in one as controlled
 
 
 def greedy(work: AuditTask) -> Check:
@@ -20,7 +21,8 @@ def greedy(work: AuditTask) -> Check:
     settings = CompletionSettings(subject.law(0.0), TOKENS, (0,), subject.depth, ends=subject.ends, batch=1)
     plain: list[AuditedCompletion] = []
     alone: list[AuditedCompletion] = []
-    for index in work.portions(min(PROMPTS, len(work.prompts))):
+    most = min(PROMPTS, len(work.prompts), work.fitting(PROMPTS, COMPLETIONS))
+    for index in work.portions(most):
         prompt = [work.prompts[index]]
         plain += subject.generate(prompt, replace(settings, depth=0))
         alone += subject.generate(prompt, settings)

@@ -18,6 +18,7 @@ from foretoken.audit.result import CONTROL, Audit, Check
 from foretoken.audit.sampled import NAMES, sampled
 from foretoken.audit.selfdraft import NAME as SELF
 from foretoken.audit.selfdraft import self_draft
+from foretoken.audit.speed import least_seconds, measured_speed
 from foretoken.audit.subject import Audited
 from foretoken.audit.trajectory import NAME as TRAJECTORY
 from foretoken.audit.trajectory import trajectory
@@ -27,7 +28,12 @@ from foretoken.core.checks import integer, number
 from foretoken.core.context import Exactness
 from foretoken.core.errors import InvalidRequest
 from foretoken.llm import LLM
+from foretoken.speculation import NONE
 
+NOTHING = (
+    "there is nothing to audit: the method is 'none', so no tokens are drafted; name a draft model or a method, for "
+    "instance ngram"
+)
 BUDGET = 120.0
 SHARES = {
     GREEDY: 0.08,
@@ -61,22 +67,33 @@ def audit(
     Args:
         subject: An ``LLM``, which must not be used meanwhile, or any ``Audited`` implementation.
         prompts: Texts like the user's; None takes a bundled set of Python functions.
-        budget: Seconds, loading excluded. A larger budget finds smaller errors.
+        budget: Seconds, loading excluded. Texts are as many as fit; a larger budget finds smaller errors.
         temperature: Sampling temperature, above 0.
         seed: All random numbers of the audit are derived from it.
         float32: Also compare seeded texts in float32, which loads the models once more.
         watch: Called with the running check and the share of the budget that is spent.
 
     Raises:
-        InvalidRequest: An argument is out of range, or a prompt is empty.
+        InvalidRequest: An argument is out of range, a prompt is empty, nothing is drafted, or the budget is too small.
     """
     number("budget", budget, 1.0)
     number("temperature", temperature, 0.05)
     integer("seed", seed, 0)
+    if isinstance(subject, LLM) and subject.speculative_config.method_in_force == NONE:
+        raise InvalidRequest(NOTHING)
     audited: Audited = Foretoken.of(subject) if isinstance(subject, LLM) else subject
     ids = _ids(audited, FUNCTIONS if prompts is None else prompts)
     started, watch = monotonic(), watch or (lambda check, share: None)
-    shared = AuditTask(audited, ids, temperature, seed, ALPHA / STATISTICAL, started, noise(audited, ids[:1]))
+    speed = measured_speed(audited, ids[0], temperature)
+    least = least_seconds(audited, speed, float32)
+    if least > budget:
+        raise InvalidRequest(
+            f"a budget of {budget:g} s is too short for this model here: one text for every check takes about "
+            f"{least:.0f} s, and a verdict needs more; give a larger budget{' or leave float32 out' if float32 else ''}"
+        )
+    shared = AuditTask(
+        audited, ids, temperature, seed, ALPHA / STATISTICAL, started, noise(audited, ids[:1]), speed=speed
+    )
     checks: list[Check] = []
     spent = 0.0
     for name, run in _checks(float32).items():

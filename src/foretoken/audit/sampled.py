@@ -41,7 +41,7 @@ def drawn(
 
     Two portions of three draft at the subject's depth, because its controller may decide not to draft.
     """
-    tally, size = TokenTally(), max(1, subject.batch)
+    tally, size = TokenTally(), work.fitting(max(1, subject.batch), 1, 1)
     for portion in work.portions(-(-max_tokens // (size * TOKENS))):
         prompts, seeds = work.turn(portion, size), work.seeds(PURPOSES[grade], portion, size)
         depth = None if portion % 3 == 2 else subject.depth

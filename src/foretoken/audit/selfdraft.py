@@ -9,6 +9,7 @@ from foretoken.core.context import Exactness
 
 NAME = "self-draft control"
 TOKENS, TEXTS = 32, 8
+COMPLETIONS = 6  # of ``NOISE_TOKENS`` for a text: three modes, in which the draft computes as much as the target
 PURPOSE = 2
 MIN_SHARE = 0.95  # of steps accepted whole where two passes over one text may differ
 
@@ -23,13 +24,14 @@ def self_draft(work: AuditTask) -> Check:
         "drawn": (work.temperature, Exactness.DISTRIBUTION),
         "seeded": (work.temperature, Exactness.TRAJECTORY),
     }
+    size = work.fitting(TEXTS, COMPLETIONS)
     shares: dict[str, float] = {}
     steps = 0
     for index, (name, (temperature, grade)) in enumerate(modes.items()):
         settings = CompletionSettings(
-            subject.law(temperature), TOKENS, work.seeds(PURPOSE, index, TEXTS), grade=grade, batch=subject.batch
+            subject.law(temperature), TOKENS, work.seeds(PURPOSE, index, size), grade=grade, batch=subject.batch
         )
-        seen = [one for text in subject.generate(work.turn(0, TEXTS), settings) for one in text.steps]
+        seen = [one for text in subject.generate(work.turn(0, size), settings) for one in text.steps]
         shares[name] = sum(one.whole for one in seen) / max(1, len(seen))
         steps += len(seen)
         work.tick()

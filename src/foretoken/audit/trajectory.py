@@ -23,27 +23,31 @@ def trajectory(work: AuditTask, float32: bool = True) -> Check:
     subject = work.subject
     if not subject.seeded:
         return Check(NAME, CheckOutcome.SKIPPED, "it does not promise one text for one seed")
-    divergences: list[Divergence] = []
-    texts = 0
+    depths, divergences, texts = _depths(subject), list[Divergence](), 0
+    size = work.fitting(TEXTS, completions(subject) * (1 + float32))
     for portion in work.portions(PORTIONS):
-        divergences += _portion(work, subject, portion)
-        texts += TEXTS
-    depths = _depths(subject)
-    ways = {f"at depths {_named(depths)}, alone and in batches of {TEXTS}": texts * len(depths) * 2}
+        divergences += _portion(work, subject, portion, size)
+        texts += size
+    ways = {f"at depths {_named(depths)}, alone and in batches of {size}": texts * len(depths) * 2}
     other = subject.in_float32() if float32 else None
     if other is not None:
-        divergences += _portion(work, other, 0)
-        ways["in float32"] = TEXTS * len(depths) * 2
+        divergences += _portion(work, other, 0, size)
+        ways["in float32"] = size * len(depths) * 2
     return parity(NAME, divergences, subject.bit_equal, ways, texts * TOKENS)
 
 
-def _portion(work: AuditTask, subject: Audited, portion: int) -> list[Divergence]:
-    prompts, seeds = work.turn(portion, TEXTS), work.seeds(PURPOSE, portion, TEXTS)
+def completions(subject: Audited) -> int:
+    """Returns the number of completions of a text: plain, and at each depth alone and in a batch."""
+    return 1 + 2 * len(_depths(subject))
+
+
+def _portion(work: AuditTask, subject: Audited, portion: int, size: int) -> list[Divergence]:
+    prompts, seeds = work.turn(portion, size), work.seeds(PURPOSE, portion, size)
     law = subject.law(work.temperature)
     plain = CompletionSettings(law, TOKENS, seeds, depth=0, grade=Exactness.TRAJECTORY, batch=1)
     expected = [text.tokens for text in subject.generate(prompts, plain)]
     divergences = []
-    for depth, batch in product(_depths(subject), (1, TEXTS)):
+    for depth, batch in product(_depths(subject), (1, size)):
         divergences += _compare(subject, prompts, expected, plain, replace(plain, depth=depth, batch=batch))
     return divergences
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import NamedTuple
 
 from foretoken.audit.subject import Audited, CompletionSettings, Ids
 from foretoken.core.streams import random_seed_from
@@ -12,9 +13,16 @@ from foretoken.core.streams import random_seed_from
 NOISE_TOKENS = 32  # of each prompt whose logits are compared
 
 
+class AuditSpeed(NamedTuple):
+    """Seconds that a completion of ``NOISE_TOKENS`` takes, and the computation of its exact distributions."""
+
+    completion: float = 0.0
+    distributions: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class AuditTask:
-    """What a check needs.
+    """Inputs of a check.
 
     Attributes:
         subject: The audited implementation.
@@ -22,9 +30,10 @@ class AuditTask:
         temperature: Sampling temperature.
         seed: All seeds of the audit are derived from it.
         level: Significance level of one check.
-        deadline: ``time.monotonic`` seconds. A check runs one portion at least.
+        deadline: ``time.monotonic`` seconds. A check runs one portion at least, whose size ``fitting`` bounds.
         noise: Largest difference between logits of two passes, 0 where passes are batch-invariant.
         tick: Called after every portion.
+        speed: Measured speed, by which portions are bounded.
     """
 
     subject: Audited
@@ -35,11 +44,23 @@ class AuditTask:
     deadline: float
     noise: float = 0.0
     tick: Callable[[], None] = field(default=lambda: None)
+    speed: AuditSpeed = field(default_factory=AuditSpeed)
 
     @property
     def late(self) -> bool:
         """Whether the deadline has passed."""
         return monotonic() >= self.deadline
+
+    def fitting(self, max_texts: int, completions: int, distributions: int = 0) -> int:
+        """Returns the number of texts, from 1 to ``max_texts``, that can be checked before the deadline.
+
+        Args:
+            max_texts: Largest number of texts.
+            completions: Completions of ``NOISE_TOKENS`` for each text.
+            distributions: Whether their exact distributions are computed: 1 or 0.
+        """
+        seconds = completions * self.speed.completion + distributions * self.speed.distributions
+        return max(1, min(max_texts, int((self.deadline - monotonic()) / seconds))) if seconds > 0.0 else max_texts
 
     def portions(self, max_portions: int) -> Iterator[int]:
         """Yields 0, 1, 2, ... until the deadline, at most ``max_portions`` of them."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foretoken.cli.audit_endpoint import AuditServerOptions, audit_server
 from foretoken.cli.audit_engine import audit_engine
-from foretoken.cli.audit_options import AuditOptions, duration
+from foretoken.cli.audit_options import MIN_TEMPERATURE, AuditOptions, duration
 from foretoken.cli.files import check_alone, journal, publish
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import ModelOptions, PositionalModelOptions, ReportOptions
-from foretoken.cli.theme import ColorMode, staged, waiting, wide_console
+from foretoken.cli.theme import ColorMode, staged, wide_console
+from foretoken.core.checks import number
 from foretoken.models.options import check_dtype
 
 if TYPE_CHECKING:
@@ -96,13 +99,14 @@ def _audit_here(engine: Implementation, models: ModelOptions, compared: AuditOpt
     """Audits speculation in this process. Raises InvalidRequest and ForetokenError."""
     seconds = duration(compared.budget)
     check_dtype(compared.dtype)
+    number("temperature", compared.temperature, MIN_TEMPERATURE)
     from foretoken.audit.run import audit as run
     from foretoken.bench.workloads import prompts_or_functions
 
-    texts = prompts_or_functions(compared.prompts)
-    with waiting(notes, f"loading {models.model or 'the bundled pair'}"):
-        subject = _subject(engine, models, compared)
+    texts, load = prompts_or_functions(compared.prompts), _loader(engine, models, compared)
     with staged(notes) as watch:
+        watch("loading the models", 0.0)
+        subject = load()
         return run(
             subject,
             texts,
@@ -114,20 +118,26 @@ def _audit_here(engine: Implementation, models: ModelOptions, compared: AuditOpt
         )
 
 
-def _subject(engine: Implementation, models: ModelOptions, compared: AuditOptions) -> LLM | Audited:
+def _loader(
+    engine: Implementation, models: ModelOptions, compared: AuditOptions
+) -> Callable[[], LLM] | Callable[[], Audited]:
+    """Returns a function that loads the models. Raises InvalidRequest for options that contradict each other."""
     if engine is Implementation.FORETOKEN:
         from foretoken import LLM
 
-        return LLM(
+        return partial(
+            LLM,
             model=models.model,
             draft_model=models.draft_model,
             speculative_config=models.config,
             dtype=compared.dtype,
             seed=compared.seed,
         )
-    from foretoken.audit.assisted import Assisted
+    from foretoken.audit.assisted import Assisted, check_assisted
 
-    return Assisted(*models.pair(), compared.dtype)
+    target, config = models.pair()
+    check_assisted(config)
+    return partial(Assisted, target, config, compared.dtype)
 
 
 def _show(result: Audit, out: Console) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from foretoken.cli.audit_options import AuditOptions, budget, costs
 from foretoken.cli.options import ModelOptions
 from foretoken.cli.theme import staged, waiting
+from foretoken.core.errors import InvalidRequest
+from foretoken.propose.methods import NONE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,10 +29,13 @@ def audit_engine(
     """Audits an engine, after its costs were shown. Raises InvalidRequest and ForetokenError."""
     tokens, seconds = budget(compared.budget)
     from foretoken.audit.endpoint import Endpoint, audit_endpoint
+    from foretoken.audit.run import NOTHING
     from foretoken.bench.workloads import prompts_or_functions
     from foretoken.endpoint.engines import started
 
     texts, (target, config) = prompts_or_functions(compared.prompts), models.pair()
+    if config.method_in_force == NONE:
+        raise InvalidRequest(NOTHING)
 
     def announce(plan: Mapping[str, Any]) -> bool:
         notes.print(costs(plan), style="dim", markup=False, soft_wrap=True)

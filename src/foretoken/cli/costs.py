@@ -12,7 +12,7 @@ from foretoken.cli.bench_options import BenchmarkModels
 from foretoken.cli.files import publish
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import Color, Json, KVCacheDtype, Output, Quantization, WeightFormat
-from foretoken.cli.theme import ColorMode, print_facts, wide_console
+from foretoken.cli.theme import ColorMode, on_terminal, print_facts, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -180,7 +180,14 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def tracker(notes: Console, title: str) -> Callable[[Sequence[int]], Iterable[int]]:
-    """Returns a wrapper of iterables that shows a progress bar on a terminal."""
+    """Returns a wrapper of iterables that shows a progress bar; without a terminal it prints a line."""
+    if not on_terminal(notes):
+        return lambda turns: _announced(turns, notes, title)
     from rich.progress import track
 
-    return lambda turns: track(turns, title, console=notes, disable=not notes.is_terminal)
+    return lambda turns: track(turns, title, console=notes)
+
+
+def _announced(turns: Sequence[int], notes: Console, title: str) -> Sequence[int]:
+    notes.print(f"{title}: {len(turns)} turns", markup=False)
+    return turns

@@ -189,7 +189,7 @@ def _stream(
         writer.write(spans)
         writer.end_line()
     if stats:
-        console(color, stderr=True).print(summary([o.stats for o in done], seconds), style="dim")
+        console(color, stderr=True).print(summary([o.stats for o in done], seconds), style="dim", soft_wrap=True)
 
 
 def _record(llm: LLM, outputs: tuple[CompletionOutput, ...]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from foretoken.cli.options import Json
-from foretoken.cli.theme import ColorMode, console
+from foretoken.cli.theme import ColorMode, console, wide_console
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.access.editing import add as add_record
 from foretoken.serve.access.editing import revoke as revoke_record
@@ -79,7 +79,7 @@ def list_keys(file: KeyFile, as_json: Json = False) -> None:
             f"{record.expires or 'never'}{' (expired)' if expired else ''}",
             *("" if limit is None else str(limit) for limit in limits),
         )
-    console(ColorMode.AUTO).print(table)
+    wide_console(ColorMode.AUTO).print(table)
 
 
 @app.command()

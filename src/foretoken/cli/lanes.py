@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
@@ -118,12 +118,6 @@ class StackedLanes(Quiet):
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=not self.console.is_terminal)
-
-    def status(self, text: str) -> AbstractContextManager[Any]:
-        if self.console.file.isatty():
-            return waiting(self.console, text)
-        self.say(f"{text} ...")
-        return nullcontext()
 
     @contextmanager
     def race(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:

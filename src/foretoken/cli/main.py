@@ -29,6 +29,7 @@ from foretoken.cli.plan import plan
 from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
 from foretoken.cli.simulate import simulate
+from foretoken.cli.theme import compilation_announced
 from foretoken.cli.train_hybrid import app as train_app
 from foretoken.cli.widen import widen
 from foretoken.cli.zoo import zoo
@@ -142,7 +143,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(args: list[str]) -> int:
     try:
-        code = app(args=args, prog_name="foretoken", standalone_mode=False)
+        with compilation_announced():
+            code = app(args=args, prog_name="foretoken", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):

@@ -246,8 +246,12 @@ def load(model: str | None, draft_model: str | None, color: ColorMode, **options
     Raises InvalidRequest. Wrong names and numbers are refused before anything heavy is imported.
     """
     _check(**options)
-    silent = following(options.get("tensor_parallel_size", 1))
-    with nullcontext() if silent else waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}"):
+    spinner = waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}", silent=True)
+    with nullcontext() if following(options.get("tensor_parallel_size", 1)) else spinner:
         from foretoken import LLM
+        from foretoken.core.native.sampling import kernels
 
-        return LLM(model, draft_model, **options)
+        llm = LLM(model, draft_model, **options)
+        if llm.target.device.type == "cpu":
+            kernels()  # which the first token would compile
+        return llm

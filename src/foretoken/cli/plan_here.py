@@ -40,9 +40,9 @@ def plan_here(
     check_rtt(rtt, sample.batch or (1,))
     target, drafts, heads = candidates.models(_ROLES)
     configs = [*shipped(target), *map(speculative, candidates.speculative_config or ())]
-    chosen = candidates_of(drafts, heads, configs)
+    chosen, texts = candidates_of(drafts, heads, configs), sample.texts()
     with staged(wide_console(report.color, stderr=True)) as say:
-        result = _plan(target, chosen, sample, precision, say)
+        result = _plan(target, chosen, texts, sample, precision, say)
     if rtt is not None:
         result = replace(result, remote_drafting=remote_drafting(result.rows, rtt / 1e3))
 
@@ -56,7 +56,12 @@ def plan_here(
 
 
 def _plan(
-    model: str, chosen: Sequence[Candidate], sample: SampleOptions, precision: PrecisionOptions, say: Say
+    model: str,
+    chosen: Sequence[Candidate],
+    texts: Sequence[str],
+    sample: SampleOptions,
+    precision: PrecisionOptions,
+    say: Say,
 ) -> Plan:
     """Makes a plan, with the setting and the costs of passes."""
     import torch
@@ -80,7 +85,6 @@ def _plan(
     say("loading the models", 0.0)
     path = resolve(model)
     tokenizer = load_tokenizer(path)
-    texts = sample.texts()
     target = load_model(path, **vars(precision))
     start = start_ids(path, target.vocab_size) if target.takes_source else ()
     reader = PromptTokenizer(tokenizer, target.vocab_size, start)

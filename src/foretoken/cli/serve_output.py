@@ -59,13 +59,14 @@ def start_log(level: str, log_format: str) -> None:
 
     from foretoken.serve.request_log import JsonFormatter
 
-    handler: logging.Handler
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if log_format == JSON:
-        handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JsonFormatter())
-    else:
+    elif sys.stderr.isatty():
         handler = RichHandler(console=console(ColorMode.AUTO, stderr=True), show_path=False, log_time_format="%X")
         handler.setFormatter(logging.Formatter("%(message)s"))
+    else:  # a file: RichHandler would fold its lines
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(message)s", "%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("foretoken").setLevel(level.upper())
 
@@ -89,10 +90,10 @@ def announce(settings: ServerSettings, listening: socket.socket, tls: bool, log_
             _log.warning(warning)
         return
     out = console(ColorMode.AUTO, stderr=True)
-    out.print(f"{escape(settings.model_names[0])} at [bold]{escape(url)}/v1[/bold]")
-    out.print(f"playground at [bold]{escape(url)}/[/bold]; Ctrl-C ends")
+    out.print(f"{escape(settings.model_names[0])} at [bold]{escape(url)}/v1[/bold]", soft_wrap=True)
+    out.print(f"playground at [bold]{escape(url)}/[/bold]; Ctrl-C ends", soft_wrap=True)
     if warning:
-        out.print(f"warning: {warning}", style="yellow")
+        out.print(f"warning: {warning}", style="yellow", soft_wrap=True)
 
 
 def is_loopback(host: str) -> bool:

@@ -81,7 +81,7 @@ def replicas_app(
     from foretoken.serve.replicas.scale import ReplicaScale
 
     made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**scale)
-    spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas")
+    spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas", silent=True)
     with deploy.replicas(made, size, drain_timeout, spinner, verbose) as answering:
         settings = replace(settings, max_concurrency=size.ceiling * made.max_requests)
         front = Front(answering, settings)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+from foretoken.core.native.compilation import COMPILING, NOTICE, compilation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +58,11 @@ def wide_console(mode: ColorMode, *, stderr: bool = False) -> Console:
     return made
 
 
+def on_terminal(console: Console) -> bool:
+    """Returns whether a person watches, also where ``ColorMode.ALWAYS`` writes a terminal's colours into a file."""
+    return console.file.isatty()
+
+
 def print_parts(console: Console, parts: Iterable[Any]) -> None:
     """Prints tables, and lines that are not folded."""
     for part in parts:
@@ -65,16 +74,57 @@ def print_facts(console: Console, facts: Mapping[str, Any]) -> None:
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
 
 
-def waiting(console: Console, text: str) -> AbstractContextManager[Any]:
-    """Returns a context with a spinner beside ``text``, on a terminal only."""
-    return console.status(text) if console.file.isatty() else nullcontext()
+@contextmanager
+def waiting(console: Console, text: str, *, silent: bool = False) -> Iterator[None]:
+    """Shows ``text`` beside a spinner, or the progress of compiling kernels.
+
+    silent: Whether nothing is printed without a terminal, instead of a line.
+    """
+    if not on_terminal(console):
+        if not silent:
+            _line(console, f"{text} ...")
+        yield
+        return
+
+    def show(finished: int, files: int) -> None:
+        status.update(text if finished == files else f"{COMPILING}: {finished} of {files} files")
+
+    with console.status(text) as status, compilation.watched(show):
+        yield
+
+
+@contextmanager
+def compilation_announced() -> Iterator[None]:
+    """Prints a line on standard error if kernels are compiled within the block, or logs it if the log is open."""
+    announced = False
+
+    def announce(finished: int, files: int) -> None:
+        nonlocal announced
+        if announced or finished == files:
+            return
+        announced = True
+        log = logging.getLogger("foretoken")
+        if log.isEnabledFor(logging.INFO):
+            log.info(NOTICE)
+        else:
+            print(f"{NOTICE} ...", file=sys.stderr)
+
+    with compilation.watched(announce):
+        yield
 
 
 @contextmanager
 def staged(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """Yields a function that shows the current stage and the finished share as a bar, on a terminal only."""
-    if not console.is_terminal:
-        yield lambda what, share: None
+    """Yields a function that shows the current stage and the finished share: as a bar, without a terminal as lines."""
+    if not on_terminal(console):
+        stages: set[str] = set()
+
+        def show(what: str, share: float) -> None:
+            if what not in stages:
+                stages.add(what)
+                _line(console, f"{share:4.0%}  {what}")
+
+        yield show
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -82,3 +132,8 @@ def staged(console: Console) -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+    console.file.flush()

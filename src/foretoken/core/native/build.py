@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from foretoken.core.folders import cache_folder
 from foretoken.core.native import cpu
+from foretoken.core.native.compilation import compilation
 from foretoken.core.native.cpu import Level
 from foretoken.core.native.toolchain import Toolchain, local, local_suffix
 
@@ -99,9 +100,12 @@ def linked(
     if target.is_file():
         return target
     tools = tools or toolchain()
+    missing = [part for part in parts if not (folder / part.name).is_file()]
+    compilation.begin(len(missing))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda part: part.build(folder, tools), parts))
-    _build(target, [*tools.command, "-shared", "-pthread", *tools.linking, *map(str, objects)])
+        list(pool.map(lambda part: part.build(folder, tools), missing))
+    objects = (str(folder / part.name) for part in parts)
+    _build(target, [*tools.command, "-shared", "-pthread", *tools.linking, *objects])
     return target
 
 
@@ -135,10 +139,11 @@ class _Part(NamedTuple):
         name = f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.o"
         return cls(name, [*flags, "-c", f"-I{SHARED}", str(source)])
 
-    def build(self, folder: Path, tools: Toolchain) -> Path:
-        target = folder / self.name
-        _build(target, [*tools.command, *tools.compiling, *self.arguments])
-        return target
+    def build(self, folder: Path, tools: Toolchain) -> None:
+        try:
+            _build(folder / self.name, [*tools.command, *tools.compiling, *self.arguments])
+        finally:
+            compilation.finish()
 
 
 def _build(target: Path, command: Sequence[str]) -> None:
@@ -150,7 +155,7 @@ def _build(target: Path, command: Sequence[str]) -> None:
             if target.is_file():
                 return
             output = Path(scratch) / target.name
-            _log.info("compiling kernels, once: %s", " ".join([*command, "-o", str(output)]))
+            _log.debug("%s", " ".join([*command, "-o", str(output)]))
             done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise KernelsUnavailable(f"{command[0]} does not compile the kernels: {_first_error(done.stderr)}")

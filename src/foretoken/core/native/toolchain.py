@@ -1,4 +1,7 @@
-"""C++ compilers: the one of this machine, and Zig's, which compiles for other systems as well."""
+"""C++ compilers: the one of this machine, and Zig's, which compiles for other systems as well.
+
+``python -m foretoken.core.native.toolchain`` prints this machine's compiler and fails if there is none; make uses it.
+"""
 
 from __future__ import annotations
 
@@ -97,3 +100,10 @@ def own_tag() -> str:
 def _zig() -> tuple[str, ...] | None:
     """Returns the command of the package ziglang, which ``foretoken[compiler]`` installs."""
     return (sys.executable, "-m", "ziglang", "c++") if importlib.util.find_spec("ziglang") else None
+
+
+if __name__ == "__main__":
+    tools = local()
+    if tools is None:
+        sys.exit("there is no C++ compiler")
+    sys.stdout.write(" ".join(tools.command) + "\n")
