@@ -7,6 +7,7 @@ import json
 import pytest
 
 from foretoken.audit import Audit, Check, CheckOutcome
+from foretoken.audit.work import AuditSpeed
 from foretoken.cli.options import ModelOptions
 
 
@@ -51,6 +52,21 @@ def test_the_verdict_is_the_exit_code(run, pair, monkeypatch, outcome, code):
     assert result.code == code
     assert f"{outcome.upper()} in 3 s" in result.out.splitlines()[-1]
     assert "\x1b[" in result.out and "some evidence" in result.out
+
+
+def test_a_budget_that_is_too_short_is_refused_with_the_least(run, pair, monkeypatch):
+    monkeypatch.setattr("foretoken.audit.run.measured_speed", lambda *_: AuditSpeed(10.0, 1.0))
+    result = run("audit", "--budget", "30s")
+    assert result.code == 1 and result.out == ""
+    error = result.err.splitlines()[-1]
+    assert error.startswith("foretoken: error: --budget 30s is too short here: one text for every check takes about 3")
+    assert error.endswith("give a larger budget, or --no-float32")
+
+
+def test_without_drafts_there_is_nothing_to_audit(run, pair):
+    result = run("audit", "--speculative-config", '{"method": "none"}')
+    assert result.code == 1 and result.out == ""
+    assert "there is nothing to audit: the method is 'none'" in result.err.splitlines()[-1]
 
 
 def test_help_names_the_exit_codes(run):

@@ -61,7 +61,7 @@ def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tin
     assert result.code == 0, result.err
     said = result.err.splitlines()
     assert "vllm is not set up" in said.pop(1)
-    assert said == ["setting up ...", "race: 1 turns", "testing sampled texts ..."]
+    assert said == ["setting up ...", "race: 8 turns", "testing sampled texts ..."]
     record = json.loads(files[0].read_text())
     rows = record["rows"]
     assert set(rows[0]) >= REQUIRED

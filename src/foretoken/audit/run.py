@@ -35,6 +35,7 @@ NOTHING = (
     "instance ngram"
 )
 BUDGET = 120.0
+MIN_TEMPERATURE = 0.05
 SHARES = {
     GREEDY: 0.08,
     SELF: 0.02,
@@ -61,6 +62,7 @@ def audit(
     seed: int = 0,
     float32: bool = True,
     watch: Watch | None = None,
+    too_short: Callable[[float], None] = lambda least: None,
 ) -> Audit:
     """Audits whether speculative decoding is exact.
 
@@ -72,12 +74,14 @@ def audit(
         seed: All random numbers of the audit are derived from it.
         float32: Also compare seeded texts in float32, which loads the models once more.
         watch: Called with the running check and the share of the budget that is spent.
+        too_short: Called at once if the budget does not suffice for one text for every check, with the estimated
+            seconds that would. If it returns, the audit takes that long.
 
     Raises:
-        InvalidRequest: An argument is out of range, a prompt is empty, nothing is drafted, or the budget is too small.
+        InvalidRequest: An argument is out of range, a prompt is empty, or nothing is drafted.
     """
     number("budget", budget, 1.0)
-    number("temperature", temperature, 0.05)
+    number("temperature", temperature, MIN_TEMPERATURE)
     integer("seed", seed, 0)
     if isinstance(subject, LLM) and subject.speculative_config.method_in_force == NONE:
         raise InvalidRequest(NOTHING)
@@ -85,12 +89,8 @@ def audit(
     ids = _ids(audited, FUNCTIONS if prompts is None else prompts)
     started, watch = monotonic(), watch or (lambda check, share: None)
     speed = measured_speed(audited, ids[0], temperature)
-    least = least_seconds(audited, speed, float32)
-    if least > budget:
-        raise InvalidRequest(
-            f"a budget of {budget:g} s is too short for this model here: one text for every check takes about "
-            f"{least:.0f} s, and a verdict needs more; give a larger budget{' or leave float32 out' if float32 else ''}"
-        )
+    if (least := least_seconds(audited, speed, float32)) > budget:
+        too_short(least)
     shared = AuditTask(
         audited, ids, temperature, seed, ALPHA / STATISTICAL, started, noise(audited, ids[:1]), speed=speed
     )

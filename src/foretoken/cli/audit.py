@@ -12,12 +12,13 @@ import typer
 
 from foretoken.cli.audit_endpoint import AuditServerOptions, audit_server
 from foretoken.cli.audit_engine import audit_engine
-from foretoken.cli.audit_options import MIN_TEMPERATURE, AuditOptions, duration
+from foretoken.cli.audit_options import AuditOptions, duration
 from foretoken.cli.files import check_alone, journal, publish
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import ModelOptions, PositionalModelOptions, ReportOptions
 from foretoken.cli.theme import ColorMode, staged, wide_console
 from foretoken.core.checks import number
+from foretoken.core.errors import InvalidRequest
 from foretoken.models.options import check_dtype
 
 if TYPE_CHECKING:
@@ -99,10 +100,11 @@ def _audit_here(engine: Implementation, models: ModelOptions, compared: AuditOpt
     """Audits speculation in this process. Raises InvalidRequest and ForetokenError."""
     seconds = duration(compared.budget)
     check_dtype(compared.dtype)
-    number("temperature", compared.temperature, MIN_TEMPERATURE)
+    from foretoken.audit.run import MIN_TEMPERATURE
     from foretoken.audit.run import audit as run
     from foretoken.bench.workloads import prompts_or_functions
 
+    number("temperature", compared.temperature, MIN_TEMPERATURE)
     texts, load = prompts_or_functions(compared.prompts), _loader(engine, models, compared)
     with staged(notes) as watch:
         watch("loading the models", 0.0)
@@ -115,7 +117,17 @@ def _audit_here(engine: Implementation, models: ModelOptions, compared: AuditOpt
             seed=compared.seed,
             float32=compared.float32,
             watch=watch,
+            too_short=partial(_refuse, compared),
         )
+
+
+def _refuse(compared: AuditOptions, least: float) -> None:
+    """Raises InvalidRequest: the smallest audit takes ``least`` seconds."""
+    float32 = ", or --no-float32" if compared.float32 else ""
+    raise InvalidRequest(
+        f"--budget {compared.budget} is too short here: one text for every check takes about {least:.0f} s, and a "
+        f"verdict needs more texts; give a larger budget{float32}"
+    )
 
 
 def _loader(

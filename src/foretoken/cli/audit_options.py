@@ -13,7 +13,6 @@ import typer
 from foretoken.cli.options import Dtype
 from foretoken.core.errors import InvalidRequest
 
-MIN_TEMPERATURE = 0.05
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 THOUSANDS = {"": 1, "k": 1_000, "M": 1_000_000}
 
