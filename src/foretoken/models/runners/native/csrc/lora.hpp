@@ -65,6 +65,17 @@ struct Lora {
         return compute(adapted->rows, adapted->row_widths, added, spec, count, fill);
     }
 
+   private:
+    // Returns a function that returns a tile's matrices of a head or expert.
+    static auto of_parts(int layer, const LoraSpec* LoraLayer::*product) {
+        return [=](const LoraTile& tile) {
+            static const LoraSpec none{};
+            const LoraSpec* parts = tile.adapter->layers[layer].*product;
+            return parts ? parts + tile.part : &none;
+        };
+    }
+
+   public:
     // The same for each head's product. fill(head * rows + row, to) stores its input; the result is by this number, too.
     template <class Fill>
     Added of_heads(int layer, const LoraSpec* LoraLayer::*product, int64_t count, Fill fill) {
@@ -78,15 +89,6 @@ struct Lora {
     }
 
    private:
-    // Returns a function that returns a tile's matrices of a head or expert.
-    static auto of_parts(int layer, const LoraSpec* LoraLayer::*product) {
-        return [=](const LoraTile& tile) {
-            static const LoraSpec none{};
-            const LoraSpec* parts = tile.adapter->layers[layer].*product;
-            return parts ? parts + tile.part : &none;
-        };
-    }
-
     // Computes a product for all items. spec(tile) returns a tile's matrices.
     template <class Spec, class Fill>
     Added compute(LoraItems& items, const LoraWidths& widths, float* results, Spec spec, int64_t count, Fill fill) {
