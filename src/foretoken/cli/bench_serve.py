@@ -81,7 +81,7 @@ def bench_serve(
         str | None, typer.Option(help="Address of a running OpenAI-compatible server. [one of our own is started]")
     ] = None,
     server_options: Annotated[
-        str, typer.Option(metavar="OPTIONS", help='Options of the server to start, such as "--model TARGET".')
+        str, typer.Option(metavar="OPTIONS", help='Options of the server to start, such as "TARGET".')
     ] = "",
     model: Annotated[str | None, typer.Option(*MODEL, help="Model to ask for. [the first that is listed]")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the server.")] = None,

@@ -55,7 +55,7 @@ class RankGroup:
         if world_size != size:
             raise InvalidRequest(
                 f"tensor_parallel_size={size} needs {size} processes and finds {world_size}; start them with torchrun, "
-                f"for instance: torchrun --nproc-per-node {size} -m foretoken generate PROMPT --model MODEL "
+                f"for instance: torchrun --nproc-per-node {size} -m foretoken generate PROMPT -m MODEL "
                 f"--tensor-parallel-size {size}"
             )
         device = _own(device)
