@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ import torch
 from foretoken.core.draft import Draft
 from foretoken.core.native import build, cpu
 from foretoken.core.native.build import KernelsUnavailable
+from foretoken.core.native.toolchain import _zig
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.loading import load_model
-from foretoken.models.runners.native.build import Kind, library, loaded_library, packing_library
+from foretoken.models.runners.native.build import Kind, decoder_sources, library, loaded_library, packing_library
 from foretoken.models.runners.native.memory import Arena
 from foretoken.models.runners.native.packing import pack
 from foretoken.models.runners.native.runner import NativeRunner
@@ -23,6 +26,7 @@ from foretoken.models.runners.torch_runner import TorchRunner
 from .tiny import ARCHITECTURES
 from .trees import repeating
 
+CLANG = (found,) if (found := shutil.which("clang++")) else _zig()
 VOCAB = 131  # no multiple of anything
 CONFIG = {
     "model_type": "qwen3",
@@ -255,10 +259,23 @@ def test_avx2_and_avx512_give_the_same_bits(
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("foretoken.core.native.toolchain._zig", lambda: None)
     loaded_library.cache_clear()
     with pytest.raises(KernelsUnavailable, match=r"no C\+\+ compiler"):
         library([Kind.BFLOAT16], Kind.BFLOAT16)
     assert isinstance(decoder(torch.bfloat16).runner, TorchRunner)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CLANG is None, reason="neither Clang nor Zig is installed")
+def test_clang_compiles_the_kernels(tmp_path: Path) -> None:
+    """Zig is Clang: it compiles wheels, and kernels on machines without a compiler."""
+    assert CLANG is not None
+    sources = [*decoder_sources([Kind.BFLOAT16], [Kind.BFLOAT16]), (build.SHARED / "sampling.cpp", ())]
+    for source, flags in sources:
+        command = [*CLANG, "-std=c++17", "-fPIC", "-w", *flags, f"-I{build.SHARED}", "-c", str(source), "-o"]
+        done = subprocess.run([*command, str(tmp_path / "object.o")], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 @needs_kernels
