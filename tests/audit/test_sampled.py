@@ -8,11 +8,13 @@ import pytest
 from tests.audit import mutants
 from tests.audit.toys import drafting, subject, work
 
+from foretoken.audit.chance import ALPHA
 from foretoken.audit.negative import find_error, negative
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.prefix import prefix
 from foretoken.audit.result import CheckOutcome
 from foretoken.audit.sampled import drawn, sampled
+from foretoken.audit.work import AuditSpeed
 from foretoken.core.context import Exactness
 from foretoken.core.sampling import SamplingLaw
 from foretoken.propose.base import Proposer
@@ -96,6 +98,13 @@ class Repeating(Foretoken):
 
 def test_texts_that_repeat_themselves_are_not_independent():
     assert prefix(work(subject(kind=Repeating)), 480).outcome is CheckOutcome.FAILED
+
+
+def test_tokens_that_would_show_no_error_say_nothing():
+    task = replace(work(subject()), speed=AuditSpeed(completion=170.0))  # three texts before the deadline
+    check, tally = sampled(task, max_tokens=96)
+    assert tally.tokens == 96 and tally.statistics(ALPHA)
+    assert check.outcome is CheckOutcome.INCONCLUSIVE and check.evidence == "96 tokens are too few"
 
 
 def test_a_few_texts_say_nothing():

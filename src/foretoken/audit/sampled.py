@@ -96,13 +96,14 @@ def sampling_check(name: str, tally: TokenTally, level: float, steps_visible: bo
     if wrong:
         evidence = f"{tally.tokens:,} tokens do not follow the target's distribution: {most_significant(wrong)}"
         return Check(name, CheckOutcome.FAILED, evidence, numbers)
-    if not statistics or (steps_visible and not tally.steps):
-        why = "nothing was drafted" if statistics else f"{tally.tokens} tokens are too few"
+    found = power(statistics)
+    if not found or (steps_visible and not tally.steps):
+        why = "nothing was drafted" if found else f"{tally.tokens} tokens are too few"
         return Check(name, CheckOutcome.INCONCLUSIVE, why, numbers)
     worst = min(statistics, key=lambda one: one.p_value)
     evidence = (
         f"{tally.tokens:,} tokens, {len(statistics)} statistics, the most surprising p = {worst.p_value:.2g}; "
-        f"would have found {power(statistics)}"
+        f"would have found {found} (power 0.9)"
     )
     return Check(name, CheckOutcome.PASSED, evidence, numbers)
 
@@ -114,12 +115,12 @@ def leveled(tally: TokenTally, level: float) -> tuple[list[Statistic], float]:
 
 
 def power(statistics: Sequence[Statistic]) -> str:
-    """Describes the smallest errors that would have been found with probability 0.9."""
+    """Describes the smallest errors that would have been found with probability 0.9; empty if none would."""
     smallest: dict[str, float] = {}
     for one in statistics:
         if one.what in ("probability moved between ranks", "of the draft's distribution"):
             smallest[one.what] = min(one.finds, smallest.get(one.what, 1.0))
-    return " or ".join(f"{value:.1%} {what}" for what, value in smallest.items()) + " (power 0.9)"
+    return " or ".join(f"{value:.1%} {what}" for what, value in smallest.items())
 
 
 def most_significant(wrong: Sequence[Statistic]) -> str:
