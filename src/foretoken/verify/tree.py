@@ -6,6 +6,8 @@ is removed. Apart from that, the shape may depend on anything drawn before.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 
 from torch import Tensor
@@ -33,38 +35,59 @@ def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
         stream: Random numbers of the verification.
     """
     rows = drawn_rows(draft, probs)
-    replaced = isinstance(draft.law, Sampled)
+    path = [_Reached(-1, 1.0, iter(draft.children[0]))]  # from the root down; not recursive, because drafts are deep
+    while True:
+        above = path[-1]
+        child = next(above.untested, None)
+        if child is not None:
+            token, row = draft.ids[child], above.node + 1
+            drawn = float(above.p[token]) if above.p is not None else next(chances(probs, [row], [token]))
+            above.q = rows[row] if above.q is None else above.q
+            weight = min(1.0, above.weight * ratio(drawn, float(above.q[token])))
+            if weight > 0.0:
+                path.append(_Reached(child, weight, iter(draft.children[child + 1])))
+                continue
+        elif above.node < 0 or stream.bernoulli(above.weight, index=above.node + 1):
+            row = above.node + 1
+            token = draw(probs, row, stream, row) if above.p is None else stream.categorical(above.p, index=row)
+            return Verdict(draft.path(above.node), token)
+        else:
+            child = path.pop().node
+            above = path[-1]
+        above.reject(draft.ids[child], probs, replaced=isinstance(draft.law, Sampled))
 
-    def settle(node: int, weight: float) -> Verdict | None:
-        """Returns the verdict for the subtree of ``node``, None when all of it is rejected."""
-        p: Tensor | None = None  # the whole row is needed only after a child was rejected
-        children = draft.children[node + 1]
-        q = rows[node + 1] if children else None
-        for child in children:
-            assert q is not None
-            token = draft.ids[child]
-            drawn = float(p[token]) if p is not None else next(chances(probs, [node + 1], [token]))
-            reached = min(1.0, weight * ratio(drawn, float(q[token])))
-            verdict = settle(child, reached) if reached > 0.0 else None
-            if verdict is not None:
-                return verdict
-            if p is None:
-                if not possible(probs, node + 1):
-                    break  # all children are rejected, and the node keeps its weight
-                p = probs[node + 1]
-            residual, mass = excess(p, q, weight)
-            left = mass + (1.0 - weight)
-            weight = mass / left if left > 0.0 else 1.0
-            p = residual / mass if mass > 0.0 else p
-            q = q if replaced else _without(q, [token])
-        if node >= 0 and not stream.bernoulli(weight, index=node + 1):
-            return None
-        token = draw(probs, node + 1, stream, node + 1) if p is None else stream.categorical(p, index=node + 1)
-        return Verdict(draft.path(node), token)
 
-    verdict = settle(-1, 1.0)
-    assert verdict is not None, "the root always yields a token"
-    return verdict
+@dataclass(slots=True)
+class _Reached:
+    """A node on the path that traversal verification tests.
+
+    Attributes:
+        node: Its index, -1 for the root.
+        weight: Probability with which it is reached, then that with which it is accepted as a leaf.
+        untested: Its children that were not tested.
+        p: [V]. The target's distribution after rejected children. None until a child is rejected: the row is not read.
+        q: [V]. The distribution of the next child. None until a child is tested.
+    """
+
+    node: int
+    weight: float
+    untested: Iterator[int]
+    p: Tensor | None = None
+    q: Tensor | None = None
+
+    def reject(self, token: int, probs: Probs, *, replaced: bool) -> None:
+        """Deletes the child ``token``. ``replaced``: siblings are independent samples."""
+        assert self.q is not None
+        if self.p is None:
+            if not possible(probs, self.node + 1):
+                self.untested = iter(())  # all children are rejected, and the node keeps its weight
+                return
+            self.p = probs[self.node + 1]
+        residual, mass = excess(self.p, self.q, self.weight)
+        left = mass + (1.0 - self.weight)
+        self.weight = mass / left if left > 0.0 else 1.0
+        self.p = residual / mass if mass > 0.0 else self.p
+        self.q = self.q if replaced else _without(self.q, [token])
 
 
 def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
