@@ -11,6 +11,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
+from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.verify import VERIFIERS, choose, stream_for
 
 from .decode_step import Pair, argmax, constant, drawn, drawn_tree, fixed_tree, shaped_tree, table, top_plus_tree
@@ -284,6 +285,24 @@ def test_a_row_of_nan_is_an_error_and_never_a_token(name):
     draft = Draft.chain([1], Sampled(torch.tensor([[0.5, 0.5]])))
     with pytest.raises(ValueError, match="cannot draw"):
         VERIFIERS[name](draft, p, stream_for(Exactness.DISTRIBUTION, Streams(1), 0))
+
+
+@pytest.mark.parametrize("accepts", [True, False], ids=["accepted", "rejected"])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_the_deepest_drafts_are_verified(name, shape, accepts):
+    """4,096 nodes: a path, or a path whose nodes have a second child each. The draft's law puts half on token 0."""
+    n = MAX_SPECULATIVE_TOKENS
+    parents = range(-1, n - 1) if shape == "chain" else (2 * (i // 2 - 1) if i > 1 else -1 for i in range(n))
+    tokens = [0 if shape == "chain" else i % 2 for i in range(n)]
+    law = {"greedy-multi": TopPlusSampled, "block": Sampled, "token": Sampled}.get(name, WithoutReplacement)
+    draft = Draft(torch.tensor(tokens), tuple(parents), law(torch.tensor([[0.5, 0.5, 0.0]]).expand(n, 3)))
+    p = torch.tensor([[1.0, 0.0, 0.0] if accepts else [0.0, 0.0, 1.0]]).expand(n + 1, 3)
+    grade = Exactness.TRAJECTORY if name == "coupled" else Exactness.DISTRIBUTION
+    verdict = VERIFIERS[name](draft, p, stream_for(grade, Streams(1), 0))
+    depth = max(draft.depths) if accepts else 0
+    assert (len(verdict.path), verdict.token) == (depth, 0 if accepts else 2)
+    assert verdict.path == draft.path(verdict.path[-1] if accepts else -1)
 
 
 # The choice
