@@ -20,7 +20,7 @@ from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle, Model, Scores
-from foretoken.models.formats.checkpoint import load_config, load_tokenizer, resolve
+from foretoken.models.formats.checkpoint import load_config, load_vocabulary, resolve, vocabulary_size
 from foretoken.models.heads.mask_token import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
@@ -285,18 +285,36 @@ class DraftMethodConfig(DraftModelConfig):
     parallel_drafting: bool | None = None
 
 
-def check_vocabulary(tokenizer: Any, draft: Path) -> None:
-    """Refuses a draft whose token ids mean draft_vocab strings than the target's. Raises InvalidRequest."""
-    if not any(draft.glob("tokenizer*")):
-        return  # nothing to compare; the proposer reconciles the widths of the rows
-    target_vocab, draft_vocab = tokenizer.get_vocab(), load_tokenizer(draft).get_vocab()
-    different = sum(1 for token in target_vocab if token in draft_vocab and target_vocab[token] != draft_vocab[token])
-    missing = len(target_vocab.keys() ^ draft_vocab.keys())
-    if different or missing:
+def check_vocabulary(tokenizer: Any, target_size: int, draft: Path) -> None:
+    """Refuses a draft model that has other tokens than the target at the target's token ids.
+
+    Tokens that only the draft has are never read and only ever rejected. A token that only the target has, such as one
+    that was added to it later, needs a padding row in the draft's embedding.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        target_size: The target's vocabulary size; the tokenizer's ids beyond it are ignored.
+        draft: The draft's folder or GGUF file.
+
+    Raises:
+        InvalidRequest: Both have tokens that differ.
+        ModelLoadError: The draft's configuration or tokenizer cannot be loaded.
+    """
+    ids = load_vocabulary(draft) or {}
+    tokens = {i: token for token, i in ids.items()}
+    size = vocabulary_size(draft) or max(tokens, default=target_size - 1) + 1
+    target_ids = {token: i for token, i in tokenizer.get_vocab().items() if i < target_size}
+    different = sorted(
+        (i, token)
+        for token, i in target_ids.items()
+        if i >= size or ids.get(token, i) != i or tokens.get(i, token) != token
+    )
+    if different:
+        i, token = different[0]
         raise InvalidRequest(
-            f"vocabulary mismatch: {draft.name} ({len(draft_vocab)} tokens) and its target "
-            f"({len(target_vocab)} tokens) disagree on {different + missing}; "
-            "share the target's tokenizer, or use the method 'vocabulary'"
+            f"vocabulary mismatch: {draft.name} has other tokens than its target at {len(different)} of "
+            f"{len(target_ids)} token ids; {i} is {token!r} in the target and {tokens.get(i, 'no token')!r} in the "
+            "draft; take a draft with the target's tokenizer, or use the method 'vocabulary'"
         )
 
 
@@ -310,7 +328,7 @@ def build(config: DraftMethodConfig, build_context: BuildContext) -> DraftModel:
             f"{draft} holds no model that drafts alone, but a part of one that reads its target's states; use method "
             f"{method!r} with this model"
         )
-    check_vocabulary(build_context.tokenizer, draft)
+    check_vocabulary(build_context.tokenizer, build_context.target.vocab_size, draft)
     model = build_context.load(draft)
     if model.takes_source != build_context.target.takes_source:
         kinds = ("a decoder", "an encoder-decoder")

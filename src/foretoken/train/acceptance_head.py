@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from foretoken.core.artifacts import ACCEPTANCE_HEAD
 from foretoken.core.checks import integer, number
-from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer, vocabulary_size
 from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.propose.stopping.learned import EXTRA, MODEL_TYPE, features
@@ -144,7 +144,8 @@ def train_acceptance(
     settings, started = settings or AcceptanceConfig(), time.monotonic()
     run = check_run(out, ACCEPTANCE_HEAD, (target, draft, *corpus.paths), resume, force)
     target, draft = checkpoint_folder(target), checkpoint_folder(draft)
-    check_vocabulary(load_tokenizer(target), draft)
+    tokenizer = load_tokenizer(target)
+    check_vocabulary(tokenizer, vocabulary_size(target) or len(tokenizer), draft)
     folder = lessons_of(run.path)
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "vocab.txt", "merges.txt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_VOCABULARY_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 _FAST_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -268,6 +269,31 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer
         raise ModelLoadError(
             f"no tokenizer loads from {path}; expected tokenizer.json or vocabulary files: {reason_of(error)}"
         ) from error
+
+
+def load_vocabulary(path: Path) -> dict[str, int] | None:
+    """Returns the id of every token of a folder or GGUF file; None if it has no tokenizer.
+
+    Raises:
+        ModelLoadError: the tokenizer cannot be loaded.
+    """
+    if is_gguf(path):
+        return _gguf(path).token_ids()
+    if not any(any(path.glob(pattern)) for pattern in _VOCABULARY_FILES):
+        return None
+    vocabulary: dict[str, int] = load_tokenizer(path).get_vocab()
+    return vocabulary
+
+
+def vocabulary_size(path: Path) -> int | None:
+    """Returns the number of tokens that a checkpoint's config.json names, padding included; None if it names none.
+
+    Raises:
+        ModelLoadError: the file is missing or malformed.
+    """
+    config = load_config(path)
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _tokenizer_settings(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from foretoken.models.formats.gguf.families import config_of
 from foretoken.models.formats.gguf.header import Header
-from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer, special_ids
+from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer, special_ids, token_ids
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.tokenizer import PlainTokenizer
 
@@ -38,3 +38,7 @@ class GGUFCheckpoint:
     def tokenizer(self) -> PlainTokenizer:
         """Returns the tokenizer, with special tokens and chat template."""
         return gguf_tokenizer(self._header)
+
+    def token_ids(self) -> dict[str, int] | None:
+        """Returns the id of every token; None if the file has no vocabulary."""
+        return token_ids(self._header)

@@ -72,6 +72,18 @@ def gguf_tokenizer(header: Header) -> PlainTokenizer:
     return PlainTokenizer(_built(header, vocabulary), end, partial(_transformers_tokenizer, header.path))
 
 
+def token_ids(header: Header) -> dict[str, int] | None:
+    """Returns the id of every token, as the tokenizer has it; None if the file has no vocabulary.
+
+    It needs no knowledge of how the file splits text.
+    """
+    if header.array("tokenizer.ggml.tokens") is None:
+        return None
+    vocabulary = _Vocabulary.read(header)
+    byte_level = header.metadata.get("tokenizer.ggml.model") == "gpt2"
+    return (vocabulary if byte_level else vocabulary.spelled()).ids()
+
+
 def _built(header: Header, vocabulary: _Vocabulary) -> Tokenizer:
     """Returns the file's tokenizer. Raises ModelLoadError for one of an unknown kind."""
     kind = header.metadata.get("tokenizer.ggml.model")
@@ -130,6 +142,17 @@ class _Vocabulary:
         """Returns the id of every token; rows that only pad the embedding have none."""
         padding = {i for i, k in enumerate(self.kinds) if k == _UNUSED and self.tokens[i] == f"[PAD{i}]"}
         return {token: i for i, token in enumerate(self.tokens) if i not in padding}
+
+    def spelled(self) -> _Vocabulary:
+        """Returns the vocabulary with the spaces of user-defined tokens as SentencePiece spells them.
+
+        llama.cpp stores them as spaces.
+        """
+        spelled = [
+            token.replace(" ", SPACE) if kind == _USER_DEFINED else token
+            for token, kind in zip(self.tokens, self.kinds, strict=True)
+        ]
+        return _Vocabulary(spelled, self.kinds)
 
     def ends(self) -> list[int]:
         """Returns the ids of control tokens with the text of an end of a sequence, a turn or a message."""
@@ -203,15 +226,10 @@ def splits(pre: PreTokenizer) -> dict[str, Any]:
 
 def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
     """Returns a SentencePiece BPE."""
-    # llama.cpp's converter stores the spaces of user-defined tokens as spaces, SentencePiece as U+2581.
-    spelled = [
-        token.replace(" ", SPACE) if kind == _USER_DEFINED else token
-        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
-    ]
-    vocabulary = _Vocabulary(spelled, vocabulary.kinds)
+    vocabulary = vocabulary.spelled()
     scores = header.array("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(spelled):
-        scores = [-float(i) for i in range(len(spelled))]
+    if scores is None or len(scores) != len(vocabulary.tokens):
+        scores = [-float(i) for i in range(len(vocabulary.tokens))]
     stored = header.array("tokenizer.ggml.merges")
     merges = [tuple(merge.split(" ", 1)) for merge in stored] if stored else list(_merges(vocabulary, scores))
     prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
