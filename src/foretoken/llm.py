@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,9 @@ from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, LoRARequest, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
 from foretoken.propose.base import Proposer
-from foretoken.propose.fallback import FallbackProposer
+from foretoken.propose.fallback import guarded
 from foretoken.propose.per_request import PerRequestProposer
-from foretoken.speculation import AUTO, Builder, SpeculativeConfig, selection, with_draft, with_method
+from foretoken.speculation import AUTO, Builder, LoadedMethods, SpeculativeConfig, load_methods, with_draft, with_method
 from foretoken.verify import choose
 
 LoraChoice = LoRARequest | str | Sequence[LoRARequest | str | None] | None
@@ -144,13 +144,14 @@ class LLM:
         self.model, self.draft_model = str(model), config.model
         load_draft = partial(load, weight_format=drafts_format(weight_format))
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_draft(resolve(other)))
-        chosen = self._chosen = self._open_proposers(builder, config, adapt, methods)
-        config = self.speculative_config
+        guard = partial(guarded, vocab_size=self.target.vocab_size) if isolate_failures else _unguarded
+        self._methods = self._load_methods(builder, config, adapt, methods, guard)
+        chosen, config = self._methods.proposer, self.speculative_config
         capacity = split_kv_memory(self.target, chosen, kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs)
         self.engine = Engine(
             self.target,
-            FallbackProposer(chosen) if isolate_failures else chosen,
-            config.controller(self.target.device, builder.costs, chosen),
+            chosen,
+            self._methods.controller(self.target.device, builder.costs),
             rule=partial(choose, rejection=config.rejection),
             max_sequences=max_num_seqs,
             prompt_rows=max_num_batched_tokens,
@@ -158,14 +159,15 @@ class LLM:
         )
         self.requests = self._request_builder(path, seed, isolate_failures)
 
-    def _open_proposers(
+    def _load_methods(
         self,
         builder: Builder,
         config: SpeculativeConfig,
         adapt: bool | Mapping[str, Any],
         methods: Sequence[str | Mapping[str, Any]],
-    ) -> Proposer:
-        """Builds the default proposer and those of ``methods``. Returns what drafts for every request."""
+        guard: Callable[[Proposer], Proposer],
+    ) -> LoadedMethods:
+        """Builds the default proposer and those of ``methods``, and measures passes where a controller needs that."""
         config, self._proposer = builder.build_default(config)
         if isinstance(config.control_in_force, GoodputConfig):
             warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
@@ -174,9 +176,12 @@ class LLM:
         write_kept()
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
-        chosen = selection(builder, config, self._proposer, methods)
-        self.methods = tuple(chosen.members) if isinstance(chosen, PerRequestProposer) else (config.method_in_force,)
-        return chosen
+        loaded = load_methods(builder, config, self._proposer, methods, guard)
+        if loaded.adaptive is not None and not isinstance(config.control_in_force, GoodputConfig):
+            member = loaded.member(loaded.adaptive)
+            warm_up(self.target, member, builder.costs, loaded.configs[loaded.adaptive].max_tokens)
+        self.methods = tuple(loaded.configs)
+        return loaded
 
     def _request_builder(self, path: Path, seed: int, isolate_failures: bool) -> RequestBuilder:
         ends = eos_ids(path, self.tokenizer, self.target.vocab_size)
@@ -310,15 +315,22 @@ class LLM:
                 f"method must be one of those that are loaded, {', '.join(self.methods)}; got {method!r}",
                 param="method",
             )
-        if isinstance(self._chosen, PerRequestProposer):
-            for sequence in [*self.engine.running.values(), *self.engine.waiting]:
-                sequence.context.method = self._chosen.of(sequence.context)
-            self._chosen.make_usual(method)
+        if isinstance(self._methods.proposer, PerRequestProposer):
+            self._methods.proposer.make_usual(method)
         self.methods = (method, *(other for other in self.methods if other != method))
 
     def method_of(self, context: Context) -> str:
         """Returns which of ``methods`` drafts for a sequence."""
-        return self._chosen.of(context) if isinstance(self._chosen, PerRequestProposer) else self.methods[0]
+        chosen = self._methods.proposer
+        return chosen.of(context) if isinstance(chosen, PerRequestProposer) else self.methods[0]
+
+    def proposer_of(self, method: str) -> Proposer:
+        """Returns the proposer of one of ``methods``."""
+        return self._methods.member(method)
+
+    def draft_tokens_of(self, context: Context) -> int:
+        """Returns the configured number of draft tokens per step of a sequence, or that which it asks for."""
+        return self._methods.configs[self.method_of(context)].tokens if context.depth is None else context.depth
 
     def close(self) -> None:
         """Cancels all requests and ends processes of grammars. The models are freed with the object."""
@@ -365,6 +377,10 @@ class LLM:
                 for step in self.engine.step():
                     if assembler.owner(step.sequence) is not None:
                         yield assembler.piece(step)
+
+
+def _unguarded(proposer: Proposer) -> Proposer:
+    return proposer
 
 
 def _one_each(name: str, given: Any, single: bool, count: int) -> list[Any]:

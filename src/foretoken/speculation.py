@@ -12,6 +12,7 @@ import torch
 
 from foretoken.control.base import Controller
 from foretoken.control.config import Control, FixedConfig, GoodputConfig, build, max_tokens, parse
+from foretoken.control.per_method import MethodLength, PerMethod
 from foretoken.core.artifacts import heads_method
 from foretoken.core.checks import check_keys, integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
@@ -115,6 +116,12 @@ class SpeculativeConfig:
         return parse(("fixed" if fixed else "goodput") if self.control is None else self.control)
 
     @property
+    def has_constant_length(self) -> bool:
+        """Whether every draft has the configured length, which no controller shortens."""
+        control = self.control_in_force
+        return not (isinstance(control, GoodputConfig) or control.guard)
+
+    @property
     def tokens(self) -> int:
         """Draft tokens per step of a fixed draft length."""
         method = find(self.method_in_force)
@@ -175,31 +182,81 @@ class Builder:
         return self.build(SpeculativeConfig.of(config))
 
 
-def selection(
-    builder: Builder, config: SpeculativeConfig, default: Proposer, others: Sequence[str | Mapping[str, Any]]
-) -> Proposer:
-    """Returns a proposer that lets each request choose between ``default`` and other methods, by their names.
+@dataclass(frozen=True)
+class LoadedMethods:
+    """The methods that requests may choose among.
+
+    Attributes:
+        proposer: Drafts for every request.
+        configs: Configuration of each method by its name, the default first.
+    """
+
+    proposer: Proposer
+    configs: Mapping[str, SpeculativeConfig]
+
+    @property
+    def adaptive(self) -> str | None:
+        """The first method whose draft length is chosen by measured seconds; None if there is none."""
+        return next((n for n, c in self.configs.items() if isinstance(c.control_in_force, GoodputConfig)), None)
+
+    def member(self, name: str) -> Proposer:
+        """Returns the proposer of one method."""
+        return self.proposer.members[name] if isinstance(self.proposer, PerRequestProposer) else self.proposer
+
+    def controller(self, device: torch.device, costs: CostModel) -> Controller:
+        """Returns the controller, which reads ``costs`` and gives each request the draft length of its method."""
+        chosen, configs = self.proposer, list(self.configs.values())
+        if not isinstance(chosen, PerRequestProposer):
+            return configs[0].controller(device, costs, chosen)
+        charged = next((config for config in configs if config.control_in_force.guard), configs[0])
+        config = charged if self.adaptive is None else self.configs[self.adaptive]
+        tokens = max(config.max_tokens for config in configs)
+        inner = build(config.control_in_force, tokens, device, costs, chosen.prunes, chosen.parts)
+        lengths = {
+            name: MethodLength(config.max_tokens, config.has_constant_length) for name, config in self.configs.items()
+        }
+        return PerMethod(inner, lengths, chosen.of, lambda: chosen.usual)
+
+
+def load_methods(
+    builder: Builder,
+    config: SpeculativeConfig,
+    default: Proposer,
+    others: Sequence[str | Mapping[str, Any]],
+    guard: Callable[[Proposer], Proposer] = lambda proposer: proposer,
+) -> LoadedMethods:
+    """Builds further methods, so that each request may choose between ``default`` and them by their names.
 
     Args:
         builder: Builds the other proposers.
-        config: Configuration of ``default``.
+        config: Configuration of ``default``. Methods that set neither a draft length nor a control have the one that it
+            sets.
         default: The proposer of requests that choose none. Requests may also choose the model of an ``Auto`` alone.
         others: Names or configurations of other methods. A name alone of what is loaded adds nothing: which one the
             default is may depend on how long a pass takes.
+        guard: Is applied to every proposer.
 
     Raises:
         InvalidRequest: Two methods have the same name.
     """
-    members = {config.method_in_force: default}
+    members, configs = {config.method_in_force: default}, {config.method_in_force: config}
     parts = default.alone if isinstance(default, Auto) else {}
+    configs |= {name: replace(config, method=name) for name in parts}
     for other in others:
         own = SpeculativeConfig.of({"method": other} if isinstance(other, str) else other)
         name = own.method_in_force
-        if name not in {**members, **parts}:
+        if name not in configs:
             members[name] = builder.build(own)
+            inherits = own.num_speculative_tokens is None and own.control is None
+            tokens, control = config.num_speculative_tokens, config.control
+            configs[name] = replace(own, num_speculative_tokens=tokens, control=control) if inherits else own
         elif own != SpeculativeConfig(method=name):
             raise InvalidRequest(f"two ways to speculate are named {name!r}; leave one of them out")
-    return PerRequestProposer(members, parts) if others or parts else default
+    if not others and not parts:
+        return LoadedMethods(guard(default), configs)
+    guarded = {name: guard(member) for name, member in members.items()}
+    proposer = PerRequestProposer(guarded, {name: guard(part) for name, part in parts.items()})
+    return LoadedMethods(proposer, {name: configs[name] for name in proposer.members})
 
 
 def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> SpeculativeConfig:

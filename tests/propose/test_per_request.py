@@ -99,7 +99,7 @@ def test_a_failing_proposer_is_left_out_and_the_text_is_the_same(caplog):
     broken = Broken(1)
     with caplog.at_level(logging.ERROR):
         assert text(FallbackProposer(broken)) == text(Always(2)) == text(Proposer())
-    assert len(broken.proposed) == 3 and "of 3 before it is left out" in caplog.text
+    assert len(broken.proposed) == 3 and "is disabled after 3 failures of propose" in caplog.text
     with pytest.raises(RuntimeError):
         text(Broken(1))
 

@@ -195,3 +195,21 @@ def test_limited_passes_on_what_it_does_not_bound() -> None:
     assert bounded.budgets([], []) == [] and bounded.pause is None and bounded.describe()["max_tokens"] == 5
     bounded.limit = 0
     assert bounded.pause == "switched off"
+
+
+def test_a_server_without_a_drafter_drafts_once_it_has_a_method() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    config = {"method": "none"}
+    llm = LLM(zoo.path("draft"), speculative_config=config, methods=[ngram], dtype="float32", isolate_failures=True)
+    with running(llm, ServerSettings(allow_admin=True)) as server:
+        repeated = {"prompt": "a = 1\nb = 1\n" * 6, "temperature": 0}
+        before, record = text(server, **repeated)
+        assert record["num_draft_tokens"] == 0 and state(server)["controller"]["max_tokens"] == 0
+        named, record = text(server, **repeated, speculative_method="ngram")
+        assert record["num_draft_tokens"] > 0 and record["num_spec_tokens"] == 3 and named == before
+        changed = change(server, {"method": "ngram"}).json()
+        assert changed["enabled"] and changed["method"] == "ngram" and changed["controller"]["max_tokens"] == 3
+        after, record = text(server, **repeated)
+        assert record["num_draft_tokens"] > 0 and after == before
+        change(server, {"method": "none"})
+        assert text(server, **repeated)[1]["num_draft_tokens"] == 0

@@ -24,6 +24,9 @@ class Controller:
     costs: CostModel | None = None
     resting: bool = False
 
+    def admit(self, context: Context) -> None:
+        """Called when a sequence is queued, before any token of it is sampled."""
+
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         """Returns the number of tokens to draft for each sequence, at most ``max_draft_tokens[i]``. Called every step.
 

@@ -22,6 +22,9 @@ class Limited(Controller):
     def __init__(self, inner: Controller, limit: int | None = None) -> None:
         self.inner, self.limit, self.costs = inner, limit, inner.costs
 
+    def admit(self, context: Context) -> None:
+        self.inner.admit(context)
+
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         limit = self.limit
         tokens = max_draft_tokens if limit is None else [min(limit, tokens) for tokens in max_draft_tokens]

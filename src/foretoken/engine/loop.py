@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -105,6 +105,7 @@ class Engine:
             InvalidRequest: The prompt is empty, the model cannot take it, or its adapter is not loaded.
         """
         self.check(context)
+        self.controller.admit(context)
         self.scheduler.add(Sequence(context, stopping, options or OutputOptions(), priority))
 
     def check(self, context: Context) -> None:
@@ -124,9 +125,10 @@ class Engine:
 
     def clear(self) -> None:
         """Ends every sequence and drops the finished ones."""
-        for sequence in [*self.running.values(), *self.waiting]:
-            self.abort(sequence.context.id)
-        self.finished.clear()
+        with ExitStack() as stack:  # all of them, also where a proposer fails to forget one
+            stack.callback(self.finished.clear)
+            for sequence in reversed([*self.running.values(), *self.waiting]):
+                stack.callback(self.abort, sequence.context.id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the scheduler's and the target's records are inconsistent."""
@@ -245,8 +247,10 @@ class Engine:
         self._observe([(each, step) for each, step in zip(verified, steps, strict=True) if not each.sequence.error])
         for each, step in zip(verified, steps, strict=True):
             each.sequence.counts.add(step)
-            if step.finish_reason is not None:
-                self._retire(each.sequence)
+        with ExitStack() as stack:
+            for each in reversed(verified):
+                if each.sequence.finish_reason is not None:
+                    stack.callback(self._retire, each.sequence)
         return steps
 
     def _observe(self, outcomes: list[tuple[VerifiedDraft, StepOutput]]) -> None:
@@ -278,23 +282,24 @@ class Engine:
             yield
         except BaseException:
             self.target.commit([sequence.handle for sequence in batch], [()] * len(batch))
-            for sequence in batch:
-                self.proposer.forget(sequence.context)
-                sequence.context.num_proposer_tokens = 0
+            with ExitStack() as stack:
+                for sequence in reversed(batch):
+                    sequence.context.num_proposer_tokens = 0
+                    stack.callback(self.proposer.forget, sequence.context)
             raise
 
     def _reusable_prefix_len(self, context: Context) -> int:
         return self.proposer.reusable_prefix_len(context)
 
     def _forget(self, context: Context) -> None:
-        self.proposer.forget(context)
-        self.controller.forget(context)
         context.num_proposer_tokens = 0
+        self.controller.forget(context)
+        self.proposer.forget(context)
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence.context.id)
-        self._forget(sequence.context)
         self.finished[sequence.context.id] = sequence
+        self._forget(sequence.context)
 
 
 @contextmanager
@@ -303,6 +308,7 @@ def draining(engine: Engine, identifiers: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        for identifier in identifiers:
-            engine.abort(identifier)
-            engine.finished.pop(identifier, None)
+        with ExitStack() as stack:  # all of them, also where a proposer fails to forget one
+            for identifier in reversed(identifiers):
+                stack.callback(engine.finished.pop, identifier, None)
+                stack.callback(engine.abort, identifier)

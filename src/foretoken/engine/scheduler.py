@@ -185,12 +185,12 @@ class Scheduler:
             sequence.prompt_recorded.clear()
         opened = tokens[:1] if sequence.needs_prompt_logprobs else tokens
         handle = sequence.handle = self.target.open(opened, context.source, context.cache_salt, context.adapter)
+        self.running[context.id] = sequence
         handle.truncate(min(handle.cached, self._on_admit(context)) + 1)
         if not sequence.counts.steps:
             sequence.counts.started, sequence.counts.cached = monotonic(), handle.cached
         self._hits += handle.cached
         self._queries += len(tokens)
-        self.running[context.id] = sequence
         return sequence
 
     # capacity
@@ -233,9 +233,9 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         del self.running[sequence.context.id]
         self.target.close(sequence.handle)
-        self._on_preempt(sequence.context)
         self._preemptions += 1
         self._queue(sequence)
+        self._on_preempt(sequence.context)
 
     def _queue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.turn)

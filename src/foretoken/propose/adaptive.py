@@ -107,10 +107,12 @@ class Adaptive(Wrapper):
         history: Outcome of each update.
     """
 
+    learns = True
+
     def __init__(self, inner: DraftModel, student: Student, config: AdaptConfig) -> None:
         super().__init__(inner)
         self.inner: DraftModel = inner
-        self.learns, self.student, self.config = True, student, config
+        self.student, self.config = student, config
         self.history: list[Update] = []
         self._open_rows: dict[int, _Rows] = {}
         self._samples: deque[tuple[TargetSpan, bool]] = deque()  # the oldest first, with whether it is held out

@@ -135,47 +135,38 @@ class Proposer:
             member.enable_prefix_cache(max_bytes * member.kv_bytes_per_token // each)
 
 
+MEMBERS = tuple(
+    name for name, member in vars(Proposer).items() if name[0] != "_" and not isinstance(member, staticmethod)
+)
+"""Names of all members of ``Proposer``, which a wrapper forwards."""
+
+
 class Wrapper(Proposer):
-    """Base class of proposers that add something to ``inner``. Delegates what a subclass does not override."""
+    """Base class of proposers that add something to ``inner``. Forwards all members that a subclass does not define."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
-        self.name, self.needs, self.costless, self.learns = inner.name, inner.needs, inner.costless, inner.learns
 
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return self.inner.propose(contexts, budgets)
 
-    def caught_up(self, context: Context) -> bool:
-        return self.inner.caught_up(context)
+class Forwarded:
+    """A member of ``Proposer`` that a wrapper reads from its ``inner``, and sets there.
 
-    def prunes(self, context: Context) -> bool:
-        return self.inner.prunes(context)
+    Args:
+        name: The member's name.
+    """
 
-    def parts(self, context: Context) -> Collection[DraftPart]:
-        return self.inner.parts(context)
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def reusable_prefix_len(self, context: Context) -> int:
-        return self.inner.reusable_prefix_len(context)
+    def __get__(self, wrapper: Wrapper | None, owner: type[Wrapper]) -> Any:
+        return self if wrapper is None else getattr(wrapper.inner, self.name)
 
-    def prefill(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
-        self.inner.prefill(contexts, scores)
+    def __set__(self, wrapper: Wrapper, value: Any) -> None:
+        setattr(wrapper.inner, self.name, value)
 
-    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        self.inner.observe(contexts, observations)
 
-    def forget(self, context: Context) -> None:
-        self.inner.forget(context)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.inner.kv_bytes_per_token
-
-    @property
-    def state_bytes(self) -> int:
-        return self.inner.state_bytes
-
-    def enable_prefix_cache(self, max_bytes: int) -> None:
-        self.inner.enable_prefix_cache(max_bytes)
+for _name in MEMBERS:
+    setattr(Wrapper, _name, Forwarded(_name))
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ class PerRequestProposer(Proposer):
                 drafts[i] = draft
         return drafts
 
+    def caught_up(self, context: Context) -> bool:
+        return self.members[self.of(context)].caught_up(context)
+
     def prunes(self, context: Context) -> bool:
         return self.members[self.of(context)].prunes(context)
 
@@ -74,6 +77,10 @@ class PerRequestProposer(Proposer):
 
     def forget(self, context: Context) -> None:
         self.members[self.of(context)].forget(context)
+
+    @property
+    def timed_part(self) -> Proposer | None:
+        return self.members[self.usual].timed_part
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -105,7 +105,8 @@ def build(config: RemoteConfig, build_context: BuildContext) -> Proposer:
     if build_context.model is not None:
         raise InvalidRequest("method 'remote' has no 'model' of its own; name it in its 'member'")
     endpoint = start_worker(config, worker_config(config, build_context))
-    return FallbackProposer(Remote(endpoint, build_context.target.device, config.timeout))
+    remote = Remote(endpoint, build_context.target.device, config.timeout)
+    return FallbackProposer(remote, build_context.target.vocab_size)
 
 
 METHOD = Method(RemoteConfig, build)

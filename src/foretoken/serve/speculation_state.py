@@ -106,9 +106,9 @@ class SpeculationControl:
         if "max_draft_tokens" in wanted.model_fields_set:
             self._bound = wanted.max_draft_tokens
         worker.limited.limit = self._bound if self._enabled else 0
-        proposer = worker.engine.proposer
+        proposer = worker.llm.proposer_of(worker.llm.methods[0])
         if isinstance(proposer, FallbackProposer) and (wanted.method or wanted.enabled):
-            proposer.failures = 0  # one that was left out gets another chance
+            proposer.enable()
 
     def _state(self) -> SpeculationState:
         worker, engine = self._worker, self._worker.engine
@@ -128,7 +128,8 @@ class SpeculationControl:
         }
 
     def _paused(self) -> str | None:
-        proposer = self._worker.engine.proposer
-        if isinstance(proposer, FallbackProposer) and proposer.left_out:
-            return "the method failed and was left out; the log says why"
+        llm = self._worker.llm
+        proposer = llm.proposer_of(llm.methods[0])
+        if isinstance(proposer, FallbackProposer) and proposer.disabled:
+            return "the method failed and is disabled; the log says why"
         return self._worker.limited.pause

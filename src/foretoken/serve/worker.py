@@ -121,11 +121,10 @@ class Worker:
 
     def _queue(self, built: Sequence[BuiltRequest], options: dict[str, Any]) -> Generation:
         context = built[0][1][0]
-        configured = self.llm.speculative_config.tokens if context.depth is None else context.depth
         method = self.llm.method_of(context)
         speculation: dict[str, Any] = {
             "method": method,
-            "num_spec_tokens": configured,
+            "num_spec_tokens": self.llm.draft_tokens_of(context),
             "predicted_tokens": len(context.prediction) if method == PREDICTION else 0,
         }
         generation = Generation(built, self._release, **speculation, **options)

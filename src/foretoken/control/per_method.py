@@ -1,0 +1,79 @@
+"""Draft lengths of requests that choose among several methods: each request has that of its method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.control.base import Controller
+from foretoken.core.context import Context
+from foretoken.core.step import StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class MethodLength:
+    """Draft length of one method.
+
+    Attributes:
+        max_tokens: Largest number of draft tokens of a request.
+        constant: Every draft has that length, unless the request asks for another one.
+    """
+
+    max_tokens: int
+    constant: bool
+
+
+class PerMethod(Controller):
+    """Gives each request the draft length of its method.
+
+    A request's method, and its draft length if that is constant, are settled when it is queued, so that a later change
+    of the default method does not change them.
+
+    Args:
+        inner: Decides for all requests of a step together.
+        lengths: Draft lengths by method.
+        method_of: Returns the method of a request.
+        default: Returns the method of new requests that name none.
+    """
+
+    def __init__(
+        self,
+        inner: Controller,
+        lengths: Mapping[str, MethodLength],
+        method_of: Callable[[Context], str],
+        default: Callable[[], str],
+    ) -> None:
+        self.inner, self.lengths, self.costs = inner, lengths, inner.costs
+        self._method_of, self._default = method_of, default
+
+    def admit(self, context: Context) -> None:
+        context.method = self._method_of(context)
+        length = self.lengths[context.method]
+        if context.depth is None and length.constant:
+            context.depth = length.max_tokens
+
+    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
+        limits = [self._limit(context, left) for context, left in zip(contexts, max_draft_tokens, strict=True)]
+        budgets = self.inner.budgets(contexts, limits)
+        self.resting = self.inner.resting
+        return budgets
+
+    def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
+        self.inner.observe(contexts, steps)
+
+    def forget(self, context: Context) -> None:
+        self.inner.forget(context)
+
+    def describe(self) -> dict[str, Any]:
+        described, length = self.inner.describe(), self.lengths[self._default()]
+        name = "fixed" if length.constant else described["name"]
+        return described | {"name": name, "max_tokens": length.max_tokens}
+
+    @property
+    def pause(self) -> str | None:
+        return self.inner.pause if self.lengths[self._default()].max_tokens else None
+
+    def _limit(self, context: Context, left: int) -> int:
+        max_tokens = self.lengths[self._method_of(context)].max_tokens
+        return min(left, max_tokens) if context.depth is None or not max_tokens else left
