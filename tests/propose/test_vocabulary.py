@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,22 @@ def test_it_needs_a_draft_and_a_known_algorithm(other_draft: Path) -> None:
     strange = Pieces(PreTrainedTokenizerFast(tokenizer_object=backend))
     with pytest.raises(InvalidRequest, match="no token in common"):
         SharedTokenModel(ToyModel(1), tokenizer, strange, 4096)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_the_drafts_cache_counts_and_is_reused(temperature: float, other_draft: Path) -> None:
+    llm = LLM(
+        zoo.path("draft"),
+        other_draft,
+        speculative_config={"method": "vocabulary", "num_speculative_tokens": 4},
+        dtype="float32",
+        enable_prefix_caching=True,
+    )
+    proposer: Any = llm.engine.proposer
+    assert proposer.kv_bytes_per_token == proposer.model.kv_bytes_per_token > 0
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3, ignore_eos=True)
+    prompt = "def greet(name):\n    return name\n\n" * 12
+    (plain,) = llm.generate([prompt], replace(params, speculative_tokens=0))
+    outputs = [llm.generate([prompt], params)[0] for _ in range(3)]
+    assert all(output.outputs[0].token_ids == plain.outputs[0].token_ids for output in outputs)
+    assert all(output.stats.drafted for output in outputs)

@@ -225,7 +225,7 @@ class Vocabulary(Proposer):
     def __init__(
         self, model: Model, target: Pieces, draft: Pieces, vocab_size: int, config: VocabularyConfig | None = None
     ) -> None:
-        self.config = config or VocabularyConfig()
+        self.config, self.model = config or VocabularyConfig(), model
         self.members: dict[str, Proposer] = {}
         if self.config.algorithm != "tli":
             self.members["slem"] = SlemProposer(model, target, draft)
@@ -248,6 +248,17 @@ class Vocabulary(Proposer):
     def forget(self, context: Context) -> None:
         for member in self.members.values():
             member.forget(context)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.model.kv_bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        return self.model.state_bytes
+
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        self.model.enable_prefix_cache(max_bytes)
 
     def _algorithm(self, context: Context) -> str:
         return self.config.algorithm or ("slem" if context.law.greedy else "tli")
