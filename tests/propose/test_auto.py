@@ -13,6 +13,7 @@ import torch
 from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.goodput_controller import Goodput
+from foretoken.control.per_method import PerMethod
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -154,7 +155,9 @@ def test_each_part_drafts_without_the_others(pair: LLM, monkeypatch: pytest.Monk
 
 
 def test_requests_whose_drafts_are_pruned_get_their_whole_budget(pair: LLM) -> None:
-    controller, proposer = pair.engine.controller, pair.engine.proposer
+    per_method, proposer = pair.engine.controller, pair.engine.proposer
+    assert isinstance(per_method, PerMethod)
+    controller = per_method.inner
     assert isinstance(controller, Goodput) and controller.max_tokens == 16
 
     def pruned(method: str | None, depth: int | None = None, temperature: float = 1.0) -> bool:
