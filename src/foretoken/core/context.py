@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.exactness import Exactness as Exactness
-from foretoken.core.history import History
+from foretoken.core.history import History, TokenCounts
 from foretoken.core.part import DraftPart
 from foretoken.core.streams import Streams
 
@@ -52,6 +52,10 @@ class Context:
     num_proposer_tokens: int = 0
     part: DraftPart = DraftPart.ALL
     floors: Sequence[float] = ()
+    _counts: TokenCounts = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._counts = TokenCounts(self.prompt_length)
 
     @property
     def missed_tokens(self) -> int:
@@ -70,7 +74,7 @@ class Context:
 
     def history(self, drafted: Sequence[int] = ()) -> History:
         """Returns the history of the node that the path ``drafted`` leads to."""
-        return History(self.tokens, self.prompt_length, tuple(drafted))
+        return History(self.tokens, self.prompt_length, tuple(drafted), self._counts)
 
     def histories(self, draft: Draft) -> list[History]:
         """Returns one history per row of a forward pass over ``draft``: the root's, then each node's."""

@@ -8,11 +8,13 @@ lowest id on ties.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.bad_words import BadWords
@@ -22,6 +24,9 @@ from foretoken.core.filters import BLOCK, kth_largest, largest, nucleus
 from foretoken.core.grammar import Grammar
 from foretoken.core.history import History
 from foretoken.core.native import sampling as native
+
+_NO_IDS = np.empty(0, np.int64)
+_NO_COUNTS = _NO_IDS, np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -165,14 +170,47 @@ class SamplingLaw:
         """
         if logits.dtype != torch.float64:
             logits = logits.float()
-        if self.adjusts:
-            return self._adjust(logits.clone(), histories)
-        return logits
+        if not self.adjusts:
+            return logits
+        if self.needs_history and len(histories) != logits.shape[0]:
+            raise ValueError(f"{len(histories)} histories for {logits.shape[0]} rows")
+        if kernels := native.for_rows(logits):
+            nodes = histories if self.needs_history else (None,) * logits.shape[0]
+            return kernels.adjusted(logits, [self._change(logits.shape[1], node) for node in nodes])
+        return self._adjust(logits.clone(), histories)
+
+    def _change(self, vocabulary: int, history: History | None) -> native.Adjustment:
+        """Returns the changes of one node for the kernels.
+
+        Args:
+            vocabulary: Number of logits.
+            history: History of the node; None where the law needs none.
+        """
+        allowed, banned, ends, (seen, generated) = None, _NO_IDS, _NO_IDS, _NO_COUNTS
+        if history is not None and self._forbids:
+            try:
+                mask = self._allowed(vocabulary, history)
+            except InvalidRequest:  # no token is possible; the node may never be reached, see ``Law.probs``
+                mask = torch.zeros(vocabulary, dtype=torch.bool)
+            allowed = None if mask is None else mask.numpy()
+            banned = np.asarray(BadWords.of(self.bad_words).banned(history.tokens, history.path), np.int64)
+            ends = self._end_array if history.generated < self.min_tokens else _NO_IDS
+        if history is not None and self.penalizes:
+            seen, generated = history.token_counts()
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return native.Adjustment(allowed, banned, ends, *self._bias_arrays, seen, generated, *penalties)
+
+    @cached_property
+    def _end_array(self) -> NDArray[np.int64]:
+        return np.array(self.end_ids, np.int64)
+
+    @cached_property
+    def _bias_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        ids, values = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
+        return np.array(ids, np.int64), np.array(values, np.float32)
 
     def _adjust(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """Applies grammar, bad words, biases and penalties row by row, in place."""
-        if self.needs_history and len(histories) != logits.shape[0]:
-            raise ValueError(f"{len(histories)} histories for {logits.shape[0]} rows")
         for row in range(logits.shape[0]) if self._forbids else ():
             try:
                 self._forbid(logits[row], histories[row])
@@ -219,29 +257,26 @@ class SamplingLaw:
         """Returns which tokens the grammar and ``allowed_ids`` allow at a node: [V], or None for all."""
         allowed = None if self.grammar is None else self.grammar.allowed(history)
         if self.allowed_ids:
-            listed = torch.zeros(vocabulary, dtype=torch.bool)
-            listed[list(self.allowed_ids)] = True
-            allowed = listed if allowed is None else allowed & listed
+            if (listed := self._listed.get(vocabulary)) is None:
+                listed = self._listed[vocabulary] = np.zeros(vocabulary, np.bool_)
+                listed[list(self.allowed_ids)] = True
+            allowed = torch.from_numpy(listed if allowed is None else allowed.numpy() & listed)
         return allowed
 
+    @cached_property
+    def _listed(self) -> dict[int, NDArray[np.bool_]]:
+        """Masks of ``allowed_ids`` by number of logits."""
+        return {}
+
     def _penalize(self, logits: Tensor, histories: Sequence[History]) -> None:
-        counts: Counter[int] = Counter()
-        seen: set[int] = set()
-        base: History | None = None
         for row, history in enumerate(histories):
-            if base is None or base.tokens is not history.tokens:
-                base = history
-                counts = Counter(history.tokens[history.prompt_length :])
-                seen = set(history.tokens) if self.repetition_penalty != 1.0 else set()
-            own = counts + Counter(history.path)
+            seen, generated = (torch.from_numpy(array).to(logits.device) for array in history.token_counts())
+            values = logits[row, seen]
             if self.repetition_penalty != 1.0:
-                ids = sorted(seen.union(history.path))
-                values = logits[row, ids]
                 up, down = values * self.repetition_penalty, values / self.repetition_penalty
-                logits[row, ids] = torch.where(values > 0, down, up)
-            if own:
-                ids, times = list(own), torch.tensor(list(own.values()), dtype=logits.dtype, device=logits.device)
-                logits[row, ids] -= self.frequency_penalty * times + self.presence_penalty
+                values = torch.where(values > 0, down, up)
+            counted = self.frequency_penalty * generated.to(values.dtype) + self.presence_penalty
+            logits[row, seen] = torch.where(generated > 0, values - counted, values)
 
 
 def _others(allowed: Tensor | None, ids: Sequence[int]) -> bool:

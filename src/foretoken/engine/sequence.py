@@ -7,12 +7,14 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
+from foretoken.core.native import sampling as native
 from foretoken.core.positions import PositionCounts
 from foretoken.core.step import StepOutput
 from foretoken.core.verdict import Verdict
@@ -192,7 +194,13 @@ def _known(chance: float) -> float:
 
 def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     """Returns one row's log-softmax at ``token`` and at the ``count`` most probable tokens. logits: [V]"""
-    row = torch.log_softmax(logits.float(), -1)
+    row = logits.float()
+    if kernels := native.for_rows(row[None]):
+        total, larger = kernels.log_sum(row, token)
+        ids, values = kernels.largest(row[None], count)[0], row.numpy()
+        alternatives = tuple(zip(ids.tolist(), (values[ids].astype(np.float64) - total).tolist(), strict=True))
+        return TokenLogprobs(token, float(values[token]) - total, larger + 1, alternatives)
+    row = torch.log_softmax(row, -1)
     top = row.topk(min(count, row.shape[0]))
     value = row[token]
     alternatives = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))

@@ -26,14 +26,13 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError, WriteError
 from foretoken.core.files import atomic_file
+from foretoken.core.native import sampling as native
 from foretoken.core.step import StepOutput
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
 
 _NONE = -1  # no successor known
 _TENSOR = "successors"  # the tensor's name in a saved table
-_FOLD = 32  # a row of a large vocabulary is folded into this many parts to find its top k
-_LARGE = 1 << 14  # vocabulary size from which rows are folded
 _TABLES_BYTES = 1 << 28  # bound on all tables together
 
 
@@ -173,11 +172,9 @@ class Recycling(Proposer):
         return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        top_ids = torch.cat([top(o.scores.logits, self.config.top_k) for o in observations]).tolist()  # [rows, k]
         for context, observation in zip(contexts, observations, strict=True):
-            rows = len(observation.step.draft) + 1
-            self.successors(context.cache_salt).learn(context, observation.step, top_ids[:rows])
-            del top_ids[:rows]
+            likeliest = top(observation.scores.logits, self.config.top_k)
+            self.successors(context.cache_salt).learn(context, observation.step, likeliest)
 
     def forget(self, context: Context) -> None:
         self._seen.discard(context.id)
@@ -236,23 +233,12 @@ class Recycling(Proposer):
         return tokens, parents, weights
 
 
-def top(logits: Tensor, k: int) -> Tensor:
-    """Returns the ids of the ``k`` largest logits of each row, largest first: int64 [rows, min(k, V)] from [rows, V].
-
-    A row of a large vocabulary is folded, and only the columns with the k largest maxima are searched: an entry of the
-    top k is in a column whose maximum is among the k largest.
-    """
-    rows, size = logits.shape
-    k = min(k, size)
-    width = size // _FOLD
-    if size < _LARGE or width < k:
-        return logits.topk(k).indices
-    columns = logits[:, : width * _FOLD].view(rows, _FOLD, width).amax(1).topk(k).indices  # [rows, k]
-    steps = torch.arange(_FOLD, device=logits.device) * width
-    ids = (columns[:, None, :] + steps[:, None]).flatten(1)  # [rows, _FOLD * k]
-    remainder = torch.arange(width * _FOLD, size, device=logits.device).expand(rows, -1)
-    ids = torch.cat((ids, remainder), 1)
-    return ids.gather(1, logits.gather(1, ids).topk(k).indices)
+def top(logits: Tensor, k: int) -> list[list[int]]:
+    """Returns the ids of the ``k`` largest logits of each row [V], largest first: min(k, V) for each row."""
+    if kernels := native.for_rows(logits):
+        return kernels.largest(logits, k).tolist()
+    ids: list[list[int]] = logits.topk(min(k, logits.shape[1])).indices.tolist()
+    return ids
 
 
 def load_table(path: Path, vocab_size: int) -> NDArray[np.int32]:

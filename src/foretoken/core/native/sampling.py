@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.native import cpu
@@ -37,6 +39,50 @@ class _Distribution(Structure):
     _fields_ = [*((name, c_float) for name in ("top", "inverse", "lowest", "over")), ("last", c_int32)]
 
 
+class _Adjustment(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("allowed", "banned", "ends", "biased", "biases", "seen", "generated")),
+        *((name, c_int64) for name in ("banned_count", "end_count", "biased_count", "seen_count")),
+        *((name, c_float) for name in ("repetition", "frequency", "presence")),
+    ]
+
+
+class Adjustment(NamedTuple):
+    """Changes of one row of logits, in the order in which they are applied. See ``SamplingLaw``.
+
+    Attributes:
+        allowed: bool [V], the tokens that are possible; None for all.
+        banned: int64, ids that are forbidden.
+        ends: int64, ids that are forbidden unless ``allowed`` has no others.
+        biased: int64, ids whose logits get ``biases``.
+        biases: float32, one for each of ``biased``.
+        seen: int64, unique ids of prompt and output.
+        generated: int32, number of times that each of ``seen`` was generated.
+        repetition: Divides positive and multiplies negative logits of ``seen``.
+        frequency: Subtracted from a logit once for each time that its token was generated.
+        presence: Subtracted from the logits of generated tokens.
+    """
+
+    allowed: NDArray[np.bool_] | None
+    banned: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    biased: NDArray[np.int64]
+    biases: NDArray[np.float32]
+    seen: NDArray[np.int64]
+    generated: NDArray[np.int32]
+    repetition: float
+    frequency: float
+    presence: float
+
+    def spec(self) -> _Adjustment:
+        """Returns the changes for the kernels. They point into the arrays."""
+        arrays = (self.banned, self.ends, self.biased, self.biases, self.seen, self.generated)
+        allowed = None if self.allowed is None else self.allowed.ctypes.data
+        counts = (len(self.banned), len(self.ends), len(self.biased), len(self.seen))
+        penalties = (self.repetition, self.frequency, self.presence)
+        return _Adjustment(allowed, *(array.ctypes.data for array in arrays), *counts, *penalties)
+
+
 class Filter(NamedTuple):
     """Temperature and filters of a row. See ``SamplingLaw``."""
 
@@ -56,7 +102,7 @@ class Kernels:
     """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        check_layout(library, (FilterSpec, _Distribution))
+        check_layout(library, (FilterSpec, _Distribution, _Adjustment))
         self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
         pointer, wide, number = c_void_p, c_int64, c_int32
         logits, token = (pointer, wide, wide, wide), POINTER(c_int64)
@@ -65,6 +111,9 @@ class Kernels:
         self._rows = declare(library, "foretoken_rows", *logits, distributions, pointer, number)
         self._chances = declare(library, "foretoken_chances", *logits, distributions, token, POINTER(c_float))
         self._best = declare(library, "foretoken_best", *logits, token, number)
+        self._adjust = declare(library, "foretoken_adjust", *logits, POINTER(_Adjustment), pointer, number)
+        self._largest = declare(library, "foretoken_largest", *logits, wide, pointer, number)
+        self._log_sum = declare(library, "foretoken_log_sum", pointer, wide, wide, POINTER(c_double), token)
         excess = (pointer, number, pointer, c_double, pointer, wide, POINTER(c_double), number)
         self._excess = declare(library, "foretoken_excess", *excess)
         weights = (pointer, number, wide)
@@ -79,6 +128,27 @@ class Kernels:
         (rows, vocabulary), tokens = logits.shape, (c_int64 * logits.shape[0])()
         self._best(logits.data_ptr(), logits.stride(0), rows, vocabulary, tokens, torch.get_num_threads())
         return list(tokens)
+
+    def adjusted(self, logits: Tensor, changes: Sequence[Adjustment]) -> Tensor:
+        """Returns a copy of the rows with their changes. A row without a possible token is NaN."""
+        out, (rows, vocabulary) = torch.empty(logits.shape), logits.shape
+        specs, threads = (_Adjustment * rows)(*(change.spec() for change in changes)), torch.get_num_threads()
+        self._adjust(logits.data_ptr(), logits.stride(0), rows, vocabulary, specs, out.data_ptr(), threads)
+        return out
+
+    def largest(self, logits: Tensor, count: int) -> NDArray[np.int64]:
+        """Returns the ids of the largest logits of each row, largest first, lower ids first on ties: [rows, count]."""
+        rows, vocabulary = logits.shape
+        ids = np.empty((rows, min(count, vocabulary)), dtype=np.int64)
+        target, threads = ids.ctypes.data, torch.get_num_threads()
+        self._largest(logits.data_ptr(), logits.stride(0), rows, vocabulary, ids.shape[1], target, threads)
+        return ids
+
+    def log_sum(self, row: Tensor, token: int) -> tuple[float, int]:
+        """Returns the logarithm of the sum of exponentials of a row [V], and how many logits exceed ``token``'s."""
+        total, larger = c_double(), c_int64()
+        self._log_sum(row.data_ptr(), row.shape[0], token, total, larger)
+        return total.value, larger.value
 
     def rows(self, logits: Tensor, kept: Filter) -> Tensor:
         """Returns probabilities, float32 [rows, V]. A row that contains NaN or whose maximum is not finite is NaN."""

@@ -12,6 +12,7 @@
 #include "entry.hpp"
 #include "exponential.hpp"
 #include "maximum.hpp"
+#include "vocabulary.hpp"
 
 namespace {
 
@@ -392,6 +393,8 @@ const LayoutField* foretoken_layout() {
     static const LayoutField fields[] = {
         LAYOUT(FilterSpec, inverse, floor, top_k, top_p)
         LAYOUT(Distribution, top, inverse, lowest, over, last)
+        LAYOUT(Adjustment, allowed, banned, ends, biased, biases, seen, generated, banned_count, end_count, biased_count, seen_count,
+               repetition, frequency, presence)
         {},
     };
     return fields;
@@ -463,6 +466,38 @@ int32_t foretoken_race(const void* w, int wide, int64_t n, uint64_t key, int64_t
         check_rows(n, 1, n);
         *token = wide ? winner((const double*)w, n, key, threads) : winner((const float*)w, n, key, threads);
     }, "a race of %lld tokens", (long long)n);
+}
+
+// Copies rows of logits [n] and applies the changes of each. A row without a possible token becomes NaN.
+int32_t foretoken_adjust(const float* logits, int64_t stride, int64_t rows, int64_t n, const Adjustment* changes, float* out,
+                         int threads) {
+    return guarded([&] {
+        check_rows(stride, rows, n);
+        in_parallel_each(sharing(rows * n, threads), rows, 1, [&](int64_t r) {
+            float* row = out + r * n;
+            std::memcpy(row, logits + r * stride, n * sizeof(float));
+            if (!adjust(row, n, changes[r])) std::fill(row, row + n, NAN);
+        });
+    }, "changes of %lld rows of %lld tokens", (long long)rows, (long long)n);
+}
+
+// Writes the ids of the `count` largest logits of each row, largest first. ids: [rows][count].
+int32_t foretoken_largest(const float* logits, int64_t stride, int64_t rows, int64_t n, int64_t count, int64_t* ids, int threads) {
+    return guarded([&] {
+        check_rows(stride, rows, n);
+        if (count < 0 || count > n) refuse("the largest %lld of %lld tokens", (long long)count, (long long)n);
+        in_parallel_each(sharing(rows * n, threads), rows, 1,
+                         [&](int64_t r) { largest_ids(logits + r * stride, n, count, ids + r * count); });
+    }, "the largest %lld of %lld tokens", (long long)count, (long long)n);
+}
+
+// Writes the logarithm of the sum of exponentials of x [n], and how many numbers exceed x[token].
+int32_t foretoken_log_sum(const float* x, int64_t n, int64_t token, double* sum, int64_t* larger) {
+    return guarded([&] {
+        check_rows(n, 1, n);
+        if (token < 0 || token >= n) refuse("token %lld is outside the vocabulary of %lld tokens", (long long)token, (long long)n);
+        *sum = log_sum(x, n, token, *larger);
+    }, "the probability of a token");
 }
 
 // Draws a token from the distribution of logits [n], which `row` receives; -1 where no token is possible. noise: the key of a
