@@ -132,6 +132,8 @@ class Kernels:
     def adjusted(self, logits: Tensor, changes: Sequence[Adjustment]) -> Tensor:
         """Returns a copy of the rows with their changes. A row without a possible token is NaN."""
         out, (rows, vocabulary) = torch.empty(logits.shape), logits.shape
+        if wrong := [len(c.allowed) for c in changes if c.allowed is not None and len(c.allowed) != vocabulary]:
+            raise ValueError(f"a mask of {wrong[0]} tokens for logits of {vocabulary}")
         specs, threads = (_Adjustment * rows)(*(change.spec() for change in changes)), torch.get_num_threads()
         self._adjust(logits.data_ptr(), logits.stride(0), rows, vocabulary, specs, out.data_ptr(), threads)
         return out
