@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError, WriteError
 from foretoken.train import shards
 from foretoken.train.target import Shape, new_model
@@ -160,6 +161,22 @@ def test_presets_have_the_size_they_are_named_after() -> None:
     config = {"head_dim": 64, "vocab_size": 4096}
     for name, billions in (("0.7b", 0.74), ("1b", 1.0), ("3b", 2.8), ("7b", 7.0)):
         assert up.expected_parameters(config, up.like(name)) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize("name, billions", [("0.7b", 0.91), ("1b", 1.18), ("3b", 3.3), ("7b", 7.4)])
+def test_presets_fit_a_source_with_more_layers(name: str, billions: float) -> None:
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "head_dim": 64}
+    config = {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, **sizes}
+    shape = up.fitted(name, config)
+    up._check(config, shape)
+    assert up.expected_parameters(config, shape) / 1e9 == pytest.approx(billions, rel=0.03)
+    grouped = config | {"num_attention_heads": 9, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    up._check(grouped, up.fitted(name, grouped))
+
+
+def test_presets_stay_where_they_fit() -> None:
+    config = up.read_config(zoo.path("target"))
+    assert [up.fitted(name, config) for name in up.PRESETS] == [up.like(name) for name in up.PRESETS]
 
 
 def test_filler_units_cancel_within_their_group() -> None:

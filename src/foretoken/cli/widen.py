@@ -55,8 +55,8 @@ def widen(
     size: Annotated[
         str | None,
         typer.Option(
-            help="The size to reach: 0.7b, 1b, 3b or 7b; of a T5 t5-base or t5-large (0.7 B); of a hybrid "
-            "0.5b-a0.1b or 3b-a0.5b, with the parameters that a row reads."
+            help="The size to reach: 0.7b, 1b, 3b or 7b, narrower if SRC has more layers; of a T5 t5-base or t5-large "
+            "(0.7 B); of a hybrid 0.5b-a0.1b or 3b-a0.5b, with the parameters that a row reads."
         ),
     ] = None,
     *,
@@ -79,7 +79,7 @@ def widen(
     source = resolve(source).absolute()
     config = up.read_config(source)
     family = config["model_type"]
-    shape = sizes.applied(up.like(size or up.USUAL.get(family, "0.7b"), config["head_dim"], family), family)
+    shape = sizes.applied(up.fitted(size or up.USUAL.get(family, "0.7b"), config), family)
     result = up.widen_checkpoint(source, out, shape, seed, heads, force)
     if as_json:
         print(json.dumps({"path": str(result.path), "parameters": result.parameters, "bytes": result.bytes}))

@@ -86,6 +86,24 @@ def like(name: str, head_dim: int = 64, family: str = "llama") -> AnyShape:
     return WideShape(hidden, intermediate, layers, heads, max(1, heads // 4))
 
 
+def fitted(name: str, config: dict[str, Any]) -> AnyShape:
+    """Returns the shape of a usual model of that size for a source, which may have more layers, heads or units.
+
+    More layers than the usual model's are made narrower, so that the layers keep about the same number of parameters.
+    """
+    head_dim, family = config["head_dim"], config["model_type"]
+    shape = like(name, head_dim, family)
+    if not isinstance(shape, WideShape):
+        return shape
+    layers, groups = max(shape.num_hidden_layers, config["num_hidden_layers"]), config["num_key_value_heads"]
+    per = max(4, config["num_attention_heads"] // groups)  # query heads of each key head
+    hidden = max(shape.hidden_size * math.sqrt(shape.num_hidden_layers / layers), config["hidden_size"])
+    wide_groups = max(round(hidden / head_dim / per), groups, math.ceil(config["hidden_size"] / head_dim / per))
+    hidden_size = wide_groups * per * head_dim
+    units = round(hidden_size * shape.intermediate_size / shape.hidden_size / 64) * 64
+    return WideShape(hidden_size, max(units, config["intermediate_size"]), layers, wide_groups * per, wide_groups)
+
+
 def read_config(source: Path) -> dict[str, Any]:
     """Returns the source's config.
 
@@ -182,7 +200,7 @@ def scaled(like_name: str = "0.7b", model: str = "target") -> Path:
     """
     source = zoo.path(model)
     config = read_config(source)
-    shape = like(like_name, config["head_dim"], config["model_type"])
+    shape = fitted(like_name, config)
     key = hashlib.sha256(f"{_FORMAT} {shape} {weights_sha256(source)}".encode()).hexdigest()[:12]
     out = zoo.cache_folder() / "scaled" / f"{source.name}-{like_name}-{key}"
     if not (out / "config.json").exists():
