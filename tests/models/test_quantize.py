@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +127,21 @@ def test_rows_are_bit_equal_over_row_counts_and_kernels(shape: tuple[int, int], 
     assert torch.equal(exact.to(dtype), whole)
     plain = Linear(weight.dequantize().to(dtype), bias)(x)
     assert (plain.float() - whole.float()).abs().max() < 0.05 * plain.float().std()
+
+
+@pytest.mark.slow
+def test_sums_are_exact_where_onednn_may_not_use_what_the_processor_has() -> None:
+    code = (
+        "import torch; from foretoken.models.formats.quantize import quantize, quantize_rows\n"
+        "from foretoken.models.runners.linear import Int8Linear, exact_product\n"
+        "x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)); weight = quantize(x * 0.1)\n"
+        "values, scales = quantize_rows(x)\n"
+        "right = exact_product(values, weight.values) * weight.scales * scales\n"
+        "assert torch.equal(Int8Linear(weight)(x), right)\n"
+    )
+    limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], env=limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_exact_sums_do_not_round() -> None:

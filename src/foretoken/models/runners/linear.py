@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -34,11 +35,21 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def can_multiply_int8(weight: Tensor) -> bool:
     """Returns whether torch's int8 product takes a weight [out, in], and is exact.
 
-    On CPUs without VNNI, intermediate sums may saturate; on CUDA, cuBLAS takes multiples of 8.
+    On CPUs without VNNI, or where oneDNN may not use it, intermediate sums may saturate; on CUDA, cuBLAS takes
+    multiples of 8.
     """
     if weight.device.type == "cuda":
         return has_kernels(weight.device) and not any(size % 8 for size in weight.shape)
-    return weight.is_cpu and torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+    return weight.is_cpu and _int8_sums_are_exact()
+
+
+@cache
+def _int8_sums_are_exact() -> bool:
+    """Returns whether oneDNN sums products of int8 exactly. ONEDNN_MAX_CPU_ISA may forbid what the processor has."""
+    if not torch.backends.mkldnn.is_available() or not torch.cpu._is_vnni_supported():
+        return False
+    largest = torch.full((2, EXACT_TERMS), 127, dtype=torch.int8)
+    return torch.equal(torch._int_mm(largest, largest.T).float(), exact_product(largest, largest))
 
 
 def by_fixed_rows(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
