@@ -237,7 +237,7 @@ async def run(traffic: Traffic, process: int, minutes: float, concurrency: int, 
 
 async def drained(client: httpx.AsyncClient) -> str:
     """Returns what is left in the server when nothing is asked of it any more; empty if it is idle and well."""
-    for _ in range(100):
+    for _ in range(1200):
         await asyncio.sleep(0.1)
         state = (await client.get("/v1/speculation")).json()
         if state["running"] == 0:

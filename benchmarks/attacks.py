@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -39,6 +39,7 @@ HEALTH_SECONDS, SLOWER, GROWTH = 0.25, 2.0, 0.05
 PAGE = 4096
 PROBE = 0.01  # seconds between two requests for /health
 PAUSE = 0.5  # seconds between two sends, and after the last one
+MIN_CHUNKS, PATIENCE = 10, 60.0  # a period lasts until so many chunks arrived, at most for so many seconds more
 SERVER = ("--max-model-len", "4096", "--kv-cache-memory-bytes", "128MiB")
 WARM: tuple[dict[str, Any], ...] = (
     {"guided_choice": ["a", "b"]},
@@ -124,6 +125,14 @@ class Watch:
         p50, p99 = map(float, np.quantile(gaps, (0.5, 0.99)))
         return Pace(max(health, default=longest), p50, p99, max(gaps), len(gaps))
 
+    async def until_compared(self, start: float, seconds: float) -> Window:
+        """Waits ``seconds``, and for ``MIN_CHUNKS`` chunks since ``start``. Returns the period from ``start`` on."""
+        await asyncio.sleep(seconds)
+        patient = time.perf_counter() + PATIENCE
+        while self.pace([(start, time.perf_counter())]).chunks < MIN_CHUNKS and time.perf_counter() < patient:
+            await asyncio.sleep(PROBE)
+        return start, time.perf_counter()
+
     @property
     def memory(self) -> int:
         """Returns the server's resident bytes."""
@@ -153,25 +162,34 @@ class Watch:
 
 async def attacked(watch: Watch, name: str, url: str, *, times: int, quiet: float, settle: float) -> Outcome:
     """Runs one attack ``times`` times after a quiet period."""
-    began = time.perf_counter()
-    await asyncio.sleep(quiet)
-    usual, before = watch.pace([(began, time.perf_counter())]), watch.memory
-    sent = [await send(name, url) for _ in range(times)]
-    during, after = watch.pace([window for _, window in sent]), watch.memory
+    usual, before = watch.pace([await watch.until_compared(time.perf_counter(), quiet)]), watch.memory
+    sent, windows = [], []
+    for _ in range(times):
+        sent.append(await send(name, url))
+        windows.append(await watch.until_compared(sent[-1].start, PAUSE))
+    during, after = watch.pace(windows), watch.memory
     settled = await watch.settled((1 + GROWTH) * before, settle)
     return Outcome(
         name,
-        dict(sum((answers for answers, _ in sent), Counter())),
+        dict(sum((attack.answers for attack in sent), Counter())),
         tuple(sorted(ATTACKS[name].answers)),
-        max(end - start - PAUSE for _, (start, end) in sent),
+        max(attack.seconds for attack in sent),
         usual,
         during,
         (before, after, settled),
     )
 
 
-async def send(name: str, url: str) -> tuple[Counter[str], Window]:
-    """One attack by a process of its own. Returns how often each answer came, and when it happened."""
+class Sent(NamedTuple):
+    """One attack. answers: how often each came. start, seconds: when it began, and how long it took."""
+
+    answers: Counter[str]
+    start: float
+    seconds: float
+
+
+async def send(name: str, url: str) -> Sent:
+    """Sends one attack from a process of its own."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-S",
@@ -185,8 +203,7 @@ async def send(name: str, url: str) -> tuple[Counter[str], Window]:
     assert await process.stdout.readline() == b"ready\n"
     start = time.perf_counter()
     said, _ = await process.communicate(b"\n")
-    await asyncio.sleep(PAUSE)
-    return Counter(json.loads(said)), (start, time.perf_counter())
+    return Sent(Counter(json.loads(said)), start, time.perf_counter() - start)
 
 
 async def warm(client: httpx.AsyncClient) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+START_SECONDS = 600.0  # in which a server must have started
+
 
 @dataclass
 class Answer:
@@ -41,18 +43,23 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             url = f"http://127.0.0.1:{port}"
-            for _ in range(600):
-                if process.poll() is not None:
+            end = time.monotonic() + START_SECONDS
+            while not healthy(url):
+                if process.poll() is not None or time.monotonic() > end:
                     raise SystemExit("the server did not start")
-                try:
-                    if httpx.get(f"{url}/health").status_code == 200:
-                        break
-                except httpx.HTTPError:
-                    time.sleep(0.1)
+                time.sleep(0.1)
             yield url, process.pid
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(120)
+
+
+def healthy(url: str) -> bool:
+    """Returns whether a server at ``url`` answers."""
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 async def ask(
