@@ -154,7 +154,7 @@ def test_ctrl_c_ends_quietly():
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (cli.INTERRUPTED, "")
 
 

@@ -45,7 +45,10 @@ def test_a_slow_thread_loses_the_rest_of_its_share_to_others(cases, threads):
 
 
 def test_threads_that_are_asked_for_take_part(cases):
-    assert 1 < max(cases.computing(4, 40) for _ in range(5)) <= 4
+    counts = [1]
+    while max(counts) == 1 and len(counts) < 500:  # on a busy machine the others may come when all is done
+        counts.append(cases.computing(4, 40))
+    assert 1 < max(counts) <= 4
     assert cases.computing(1, 4) == 1
 
 

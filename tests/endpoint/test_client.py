@@ -119,16 +119,17 @@ def pages(body: bytes, pause: float = 0.0):
 
 
 def test_a_page_that_is_slow_or_long_is_none(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(client_module, "_PAGE_BYTES", 50)
+        with pages("50 \u20ac".encode()) as url:
+            assert EndpointClient(url).get("/metrics") == "50 \u20ac"
+        with pages(b"x" * 51) as url:
+            assert EndpointClient(url).get("/metrics") == ""
     monkeypatch.setattr(client_module, "_PAGE_SECONDS", 0.3)
-    monkeypatch.setattr(client_module, "_PAGE_BYTES", 50)
-    with pages("50 \u20ac".encode()) as url:
-        assert EndpointClient(url).get("/metrics") == "50 \u20ac"
-    with pages(b"x" * 51) as url:
-        assert EndpointClient(url).get("/metrics") == ""
-    with pages(b"x" * 40, pause=0.05) as url:
+    with pages(b"x" * 2_000, pause=0.05) as url:
         began = time.perf_counter()
         assert EndpointClient(url).get("/metrics") == ""
-        assert time.perf_counter() - began < 1.5
+        assert time.perf_counter() - began < 60, "the whole page takes 100 s"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def url(preloaded_launcher: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(20)
+                process.wait(120)
             finally:
                 _end(process.pid)
 

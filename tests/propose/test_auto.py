@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from foretoken.core.part import DraftPart
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
+from foretoken.engine import clock
 from foretoken.engine.warmup import warm_up
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
@@ -116,7 +117,15 @@ def test_warm_up_times_the_model_of_a_mixture() -> None:
     assert alone.known and not alone.drafting.known
 
 
-def test_what_only_the_first_draft_takes_is_not_catching_up() -> None:
+def test_what_only_the_first_draft_takes_is_not_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def later(seconds: float = 1e-3) -> float:
+        """The time by a clock that goes on by a millisecond whenever it is read."""
+        nonlocal now
+        now += seconds
+        return now
+
     class Cold(DraftModel):
         """Allocates for a moment when it drafts for the first time."""
 
@@ -125,10 +134,11 @@ def test_what_only_the_first_draft_takes_is_not_catching_up() -> None:
         def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
             if self.cold and any(budgets):
                 self.cold = False
-                time.sleep(0.05)
+                later(0.05)
             return super().propose(contexts, budgets)
 
     target, costs = ToyModel(vocab_size=8, order=2, seed=3, max_length=512), CostModel()
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=later))
     warm_up(target, Cold(target.perturbed(0.1)), costs, 4)
     assert 0.0 < costs.drafting.missed(32) < 0.02
 

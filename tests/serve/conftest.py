@@ -23,8 +23,17 @@ from foretoken.serve.run import Server, bind
 from foretoken.serve.tracing import RequestTracer
 from foretoken.serve.worker import Worker
 
-PATIENCE = 30.0  # seconds that a test waits for what should come at once
+PATIENCE = 120.0  # seconds that a test waits for what comes at once where nothing else runs
 NOISE = 0.15  # of the deviation of each weight
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_server() -> Iterator[None]:
+    """The process of grammars imports for seconds of a core; on a busy machine that takes longer than requests wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("serve.worker.COMPILE_PATIENCE", "serve.worker.ORDER_PATIENCE", "engine.grammar_process._TIMEOUT"):
+            patch.setattr(f"foretoken.{name}", PATIENCE)
+        yield
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def test_the_address_is_said_and_an_open_one_without_keys_warned_of(host: str, k
             assert httpx.get(f"{url}/models", headers=authorized).status_code == 200
             process.send_signal(signal.SIGINT)
             rest = process.stderr.read()
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
     assert lines[0].startswith(f"foretoken at http://{host}:") and "playground" in lines[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -261,7 +262,6 @@ LIMITED = ServerSettings(
     origins=("https://page.example",),
     max_body=10_000,
     max_concurrency=2,
-    timeout=1.0,
     chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
 )
 KEY = {"Authorization": "Bearer secret"}
@@ -352,7 +352,9 @@ def test_full_queue(limited: Running) -> None:
 LONG = {"prompt": "x = ", "max_tokens": 8000, "ignore_eos": True, "speculative_tokens": 0}
 
 
-def test_a_request_beyond_its_time_ends_with_an_error(limited: Running) -> None:
+def test_a_request_beyond_its_time_ends_with_an_error(limited: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = limited.app.state.service
+    monkeypatch.setattr(service, "settings", replace(service.settings, timeout=0.5))
     assert error_of(limited.post(LONG, headers=KEY), 504)["code"] == "timeout"
     events = limited.post({**LONG, "stream": True}, headers=KEY).text.strip().split("\n\n")
     assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout"

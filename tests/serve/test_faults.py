@@ -50,8 +50,9 @@ def test_client_gone_mid_stream(server: Running, text_alone: str) -> None:
 
 
 def test_client_gone_before_the_answer(server: Running) -> None:
+    endless = {**LONG, "max_tokens": 6000, "n": 8, "speculative_tokens": 0}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 8, "speculative_tokens": 0}, timeout=0.3)
+        httpx.post(f"{server.url}/v1/completions", json=endless, timeout=httpx.Timeout(PATIENCE, read=0.3))
     server.until(server.idle)
     assert 'finished_reason="abort"' in httpx.get(f"{server.url}/metrics").text
 
@@ -215,7 +216,18 @@ def test_worker_tells_failures(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(scope="module")
 def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """``foretoken serve`` as users start it."""
-    command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--dtype", "float32", "--drain-timeout", "20"]
+    command = [
+        sys.executable,
+        "-m",
+        "foretoken",
+        "serve",
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+        "--drain-timeout",
+        "120",
+    ]
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
         assert started.stderr is not None

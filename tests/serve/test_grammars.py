@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-from tests.serve.conftest import Running
+from tests.serve.conftest import PATIENCE, Running
 
 from foretoken.engine.grammar_process import GrammarLimits
 from foretoken.engine.structured import IsolatedGrammars
@@ -77,8 +76,10 @@ def test_large_lists_are_served(server: Running) -> None:
 
 def test_waiting_for_a_grammar_has_an_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.serve.worker.COMPILE_PATIENCE", 0.05)
-    monkeypatch.setattr(server.worker.llm.requests, "restrictions", lambda *_: time.sleep(0.3))
+    answered = threading.Event()
+    monkeypatch.setattr(server.worker.llm.requests, "restrictions", lambda *_: answered.wait(PATIENCE))
     answer = server.post({**SHORT, "bad_words": ["a"]})
+    answered.set()
     assert answer.status_code == 429 and "make them smaller" in answer.json()["error"]["message"]
 
 

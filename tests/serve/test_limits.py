@@ -18,7 +18,7 @@ from tests.serve.test_errors import OK, error_of
 from foretoken import LLM
 from foretoken.serve.bodies import Bodies
 from foretoken.serve.errors import ApiError
-from foretoken.serve.limits import MAX_HEADERS, ServerSettings
+from foretoken.serve.limits import MAX_HEADERS, LimitsMiddleware, ServerSettings
 from foretoken.serve.protocol import HttpProtocol
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ BODY = json.dumps({**OK, "prompt": "é" * 10}).encode()
 
 @pytest.fixture(scope="module")
 def limited(spare: LLM) -> Iterator[Running]:
-    with running(spare, ServerSettings(max_body=10_000, body_timeout=1.0, max_concurrency=2)) as found:
+    with running(spare, ServerSettings(max_body=10_000, body_timeout=PATIENCE, max_concurrency=2)) as found:
         yield found
 
 
@@ -115,7 +115,11 @@ def _trickle(connection: socket.socket, data: bytes) -> None:
         time.sleep(0.05)
 
 
-def test_slow_bodies_end_with_a_408(limited: Running) -> None:
+def test_slow_bodies_end_with_a_408(limited: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = limited.app.middleware_stack
+    while not isinstance(layer, LimitsMiddleware):
+        layer = layer.app if hasattr(layer, "app") else layer._app
+    monkeypatch.setattr(layer._bodies, "_seconds", 0.3)
     with connected(limited) as connection:
         connection.sendall(f"{HEAD}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY[:-1])
         status, said = answer_to(connection)

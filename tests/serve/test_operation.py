@@ -91,7 +91,7 @@ def test_tls_with_certificates_of_clients_json_logs_and_reloading(tmp_path: Path
                 known.get(f"{url}/models", headers={"X-Request-Id": "mine"})
             process.send_signal(signal.SIGTERM)
             rest = [json.loads(line) for line in process.stderr]
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
     (line,) = [line for line in rest if line.get("request_id") == "mine"]

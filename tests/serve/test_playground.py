@@ -24,7 +24,7 @@ pytestmark = [
 
 TURNS = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
-WAIT = 30_000  # milliseconds, on a busy machine
+WAIT = 120_000  # milliseconds, on a busy machine
 expect = sync_api.expect
 
 

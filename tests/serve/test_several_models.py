@@ -221,6 +221,6 @@ def test_the_command(tiny_pair: Any, tmp_path: Path) -> None:
                 record = answer.json()["metrics"]["speculative_decoding"]
                 assert answer.json()["model"] == name and (record["num_draft_tokens"] > 0) == drafts
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()

@@ -211,7 +211,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.limited.add(json.dumps(body))  # type: ignore[attr-defined]
                 self._send(429, {"error": {"message": "slow down"}}, headers={"Retry-After": "0"})
             case "stalls":
-                time.sleep(1.0)
+                time.sleep(10.0)
                 self.close_connection = True
             case "closes" | "closes streams" if body.get("stream") or self.behaviour.trouble == "closes":
                 self.send_response(200)

@@ -16,7 +16,7 @@ from foretoken.endpoint.side import Side, probed
 from .fake import Behaviour, serving
 
 PROMPTS = ("the rain in ", "of this other ", "a = 1\n", "sold (x) ")
-QUICK = Patience(timeout=5.0, retries=2, pause=0.01)
+QUICK = Patience(timeout=60.0, retries=2, pause=0.01)
 SIZES = Sizes(
     parity_prompts=4, parity_tokens=16, sampled=120, sampled_plain=20, sampled_tokens=24, tuned=8, tuned_tokens=24
 )

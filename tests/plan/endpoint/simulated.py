@@ -252,7 +252,7 @@ class _StreamHandler(BaseHTTPRequestHandler):
                 self._send(429, b'{"error": {"message": "slow down"}}')
                 return
             case "stalls":
-                time.sleep(1.0)
+                time.sleep(10.0)
                 self.close_connection = True
                 return
             case "no streams" if body.get("stream"):
