@@ -281,7 +281,7 @@ def test_clang_compiles_the_kernels(tmp_path: Path) -> None:
 @needs_kernels
 def test_a_compiler_that_fails_is_named_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "_FLAGS", ("-no-such-flag",))
+    monkeypatch.setattr(build, "FLAGS", ("-no-such-flag",))
     with pytest.raises(KernelsUnavailable, match="does not compile"):
         library([Kind.BFLOAT16], Kind.BFLOAT16)
     assert not list((tmp_path / "native").iterdir())

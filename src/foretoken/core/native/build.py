@@ -29,7 +29,8 @@ SHIPPED = Path(__file__).parents[2] / "_kernels"  # libraries of the wheel; a ch
 SWITCH = "FORETOKEN_NATIVE"  # "0" disables the compiled kernels
 ANY = Level("any", (), frozenset(), ())  # of libraries that use no particular instructions
 _log = logging.getLogger(__name__)
-_FLAGS = ("-O3", "-std=c++17", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
+FLAGS = ("-O3", "-std=c++17", "-pthread", "-ffp-contract=off", "-fno-math-errno")
+QUIET = "-w"  # tests compile with warnings as errors; compilers of users may know others
 
 Sources = Sequence[tuple[Path, Sequence[str]]]  # C++ files, each with its flags in addition to the common ones
 
@@ -133,7 +134,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def of(cls, source: Path, flags: Sequence[str]) -> _Part:
-        flags = (*_FLAGS, *flags)
+        flags = (*FLAGS, QUIET, *flags)
         beside = sorted({*source.parent.glob("*.hpp"), *SHARED.glob("*.hpp"), source})
         text = b"\0".join([*(file.read_bytes() for file in beside), " ".join(flags).encode()])
         name = f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.o"

@@ -205,14 +205,14 @@ void in_parallel(int threads, F f) {
         std::exception_ptr error{};
     } run{f};
     const Body body = [](void* context, Team& team, int thread) noexcept {
-        Run& run = *(Run*)context;
+        Run& here = *(Run*)context;
         Member member(team, thread);
         try {
-            run.f(member);
+            here.f(member);
         } catch (const Stopped&) {
             return false;
         } catch (...) {
-            if (!run.failed.exchange(true)) run.error = std::current_exception();
+            if (!here.failed.exchange(true)) here.error = std::current_exception();
             return false;
         }
         if (thread == 0) team.loops_then = member.loops();

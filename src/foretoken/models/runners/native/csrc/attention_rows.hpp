@@ -65,8 +65,10 @@ struct AttentionRows {
 
     // The keys of a page from cache row `from` on, as a packed matrix with one output per key.
     Matrix keys_of_page(Word* const* pages, int kv_head, int64_t from) const {
-        return {layout.keys(pages, kv_head, from / LANES), nullptr, nullptr, nullptr,
-                (PAGE - from % PAGE) / LANES / BLOCKS, layout.key_words};
+        Matrix keys = {};
+        keys.data = layout.keys(pages, kv_head, from / LANES);
+        keys.units = (PAGE - from % PAGE) / LANES / BLOCKS, keys.steps = layout.key_words;
+        return keys;
     }
 
     // Scores of queries with the keys of a page: calls score(query, key, sixteen scores).

@@ -149,10 +149,13 @@ __attribute__((noinline)) void pick_chunk_tile(int rows, Chunk& c, const TileInp
 template <Kind kind, bool arranged, class Chunks, class Store>
 static void multiply_chunks(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, Share share, Store& store) {
     using Sum = typename Unit<kind>::Sum;
-    static thread_local std::vector<Sum> memory;
+    struct Slot {
+        alignas(Sum) Word words[sizeof(Sum) / sizeof(Word)];  // a vector of Sum would drop its attributes
+    };
+    static thread_local std::vector<Slot> memory;
     constexpr int restored = Chunks::MEMORY * sizeof(Word) / sizeof(Sum);
     if ((int)memory.size() < restored + rows * BLOCKS) memory.resize(restored + rows * BLOCKS);
-    Sum* const sums = memory.data() + restored;
+    Sum* const sums = (Sum*)memory.data() + restored;
     const int64_t steps = chunk_steps(w);
     Chunks chunks(w, steps, (Word*)memory.data());
     const RowTiles tiles(rows, CHUNK_ROWS);

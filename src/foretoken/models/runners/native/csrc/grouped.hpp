@@ -198,7 +198,7 @@ inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, cons
                 const GroupMeta* metas = meta + first * w.groups();
                 if (V::bits != 8 && (UNSIGNED_BYTES || !large))
                     pick_grouped<V, V::bits != 8, GROUPED_ROWS>(count, w, words, metas, first, unit, {t, tiles}, store);
-                else if constexpr (V::bits == 8 || !UNSIGNED_BYTES && V::bits == 4)
+                else if constexpr (V::bits == 8 || (!UNSIGNED_BYTES && V::bits == 4))
                     pick_grouped<V, false, GROUPED_ROWS>(count, w, words, metas, first, unit, {t, tiles}, store);
             }
     } while (work.next(share));

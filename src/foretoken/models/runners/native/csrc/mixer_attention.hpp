@@ -74,7 +74,7 @@ struct AttentionMixer {
     // Computes queries alone, of the residual stream after a norm.
     void ask(const AttentionSpec& layer, const NormSpec& norm) {
         p.multiply_normed(layer.qkv, norm, RowStore{qkv, qkv_width});
-        each_head(layer, m.heads, [&](int row, int head, float* x) { keep_query(layer, row, head, x); });
+        each_head(layer, m.heads, [&](int row, int head, float* query) { keep_query(layer, row, head, query); });
     }
 
     // Calls f(row, head, numbers) for the first `heads` heads of the rows that were computed.

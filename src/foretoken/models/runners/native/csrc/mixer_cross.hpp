@@ -33,8 +33,8 @@ struct CrossAttention {
             p.normalize_row(w, states + r * p.m.hidden, NormSpec{}, words, scales);
         }, RowStore{attention.qkv, attention.qkv_width});
         const PageLayout layout(p.m, cross.attention, kv);
-        attention.each_head(cross.attention, 2 * cross.attention.kv_heads, [&](int row, int head, float* x) {
-            attention.remember(cross.attention, layout, pages, row, head, x);
+        attention.each_head(cross.attention, 2 * cross.attention.kv_heads, [&](int row, int head, float* numbers) {
+            attention.remember(cross.attention, layout, pages, row, head, numbers);
         });
     }
 };
