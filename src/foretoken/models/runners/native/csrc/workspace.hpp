@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "last.hpp"
@@ -12,6 +13,11 @@
 struct Buffer {
     char* data = nullptr;
     size_t size = 0;
+
+    Buffer() = default;
+    Buffer(Buffer&& other) noexcept : data(std::exchange(other.data, nullptr)), size(std::exchange(other.size, 0)) {}
+    ~Buffer() { release(); }
+
     template <class T>
     T* room(int64_t count) {
         size_t need = padded(count * sizeof(T), 64);
@@ -28,7 +34,6 @@ struct Buffer {
         data = nullptr;
         size = 0;
     }
-    ~Buffer() { release(); }
 
    private:
     static constexpr std::align_val_t ALIGNMENT{64};
