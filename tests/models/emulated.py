@@ -33,20 +33,20 @@ def level_of(name: str) -> cpu.Level:
     return next(level for level in cpu.LEVELS if level.name == name)
 
 
-def compiled(tools: Toolchain, folder: Path) -> Path:
-    """Returns the program that runs the cases, which is kept in ``folder`` by its content as libraries are."""
+def compiled(tools: Toolchain, folder: Path, main: str = "cases.cpp") -> Path:
+    """Returns the program of a file of ``cross``, which is kept in ``folder`` by its content as libraries are."""
     sources = [*(HERE / "cross").iterdir(), *build.SHARED.glob("*.hpp"), *SOURCES.glob("*.hpp")]
     flags = ("-O1", "-std=c++17", "-w", "-ffp-contract=off")
     digest = hashlib.sha256(repr([tools.command, tools.linking, flags]).encode())
     for source in sorted(sources):
         digest.update(source.read_bytes())
-    program = folder / f"emulated-{digest.hexdigest()[:16]}{'.exe' if tools.suffix == '.dll' else ''}"
+    program = folder / f"{Path(main).stem}-{digest.hexdigest()[:16]}{'.exe' if tools.suffix == '.dll' else ''}"
     if not program.exists():
         with tempfile.TemporaryDirectory(dir=folder) as place:
             made = Path(place) / program.name
             loading = ["-ldl"] if tools.suffix == ".so" else []
             command = [*tools.command, *tools.linking, *flags, f"-I{build.SHARED}", f"-I{SOURCES}"]
-            subprocess.run([*command, str(HERE / "cross" / "cases.cpp"), "-o", str(made), *loading], check=True)
+            subprocess.run([*command, str(HERE / "cross" / main), "-o", str(made), *loading], check=True)
             made.replace(program)
     return program
 

@@ -18,6 +18,7 @@ class TinyDecoder {
     struct Row {
         int token, position, place, prefix;
         std::vector<int32_t> branches;
+        bool silent = false;  // without logits
     };
 
     TinyDecoder(const Packing& packing, const Library& library) : packing(packing), library(library) {
@@ -58,27 +59,38 @@ class TinyDecoder {
         return run({&pages}, {0, (int32_t)rows.size()}, rows, threads);
     }
 
-    // Returns the logits of all rows. sequence_from: the first row of each sequence, and the number of rows.
+    // The arrays of a pass over the rows of several sequences. sequence_from: the first row of each, and the number of rows.
+    struct Plan {
+        std::vector<int32_t> tokens, positions, places, prefix, from{0}, branches, sequence_from, outputs, counts;
+        std::vector<Word* const*> pages;
+        std::vector<float> logits;
+        BatchSpec batch = {};
+
+        Plan(const std::vector<const Pages*>& sequences, const std::vector<int32_t>& sequence_from, const std::vector<Row>& rows)
+            : sequence_from(sequence_from) {
+            for (const Pages* each : sequences) pages.push_back(each->data()), counts.push_back((int32_t)each->size());
+            for (const Row& row : rows) {
+                if (!row.silent) outputs.push_back((int32_t)tokens.size());
+                tokens.push_back(row.token), positions.push_back(row.position), places.push_back(row.place);
+                prefix.push_back(row.prefix), branches.insert(branches.end(), row.branches.begin(), row.branches.end());
+                from.push_back((int32_t)branches.size()), batch.reach = std::max(batch.reach, row.place + 1);
+            }
+            logits.resize(outputs.size() * VOCAB);
+            batch.tokens = tokens.data(), batch.positions = positions.data(), batch.places = places.data();
+            batch.prefix = prefix.data(), batch.branch_from = from.data(), batch.branches = branches.data();
+            batch.sequence_from = this->sequence_from.data(), batch.pages = pages.data(), batch.page_counts = counts.data();
+            batch.branch_count = (int)branches.size(), batch.rows = (int)rows.size(), batch.sequences = (int)sequences.size();
+            batch.outputs = outputs.data(), batch.logits = logits.data(), batch.output_count = (int)outputs.size();
+        }
+        Plan(const Plan&) = delete;
+    };
+
+    // Returns the logits of all rows, but for silent ones.
     std::vector<float> run(const std::vector<const Pages*>& sequences, const std::vector<int32_t>& sequence_from,
                            const std::vector<Row>& rows, int threads) {
-        std::vector<int32_t> tokens, positions, places, prefix, from{0}, branches, outputs, counts;
-        std::vector<Word* const*> all;
-        for (const Pages* pages : sequences) all.push_back(pages->data()), counts.push_back((int32_t)pages->size());
-        BatchSpec b = {};
-        for (const Row& row : rows) {
-            outputs.push_back((int32_t)tokens.size());
-            tokens.push_back(row.token), positions.push_back(row.position), places.push_back(row.place);
-            prefix.push_back(row.prefix), branches.insert(branches.end(), row.branches.begin(), row.branches.end());
-            from.push_back((int32_t)branches.size()), b.reach = std::max(b.reach, row.place + 1);
-        }
-        std::vector<float> logits(rows.size() * VOCAB);
-        b.tokens = tokens.data(), b.positions = positions.data(), b.places = places.data(), b.prefix = prefix.data();
-        b.branch_from = from.data(), b.branches = branches.data(), b.sequence_from = sequence_from.data(), b.pages = all.data();
-        b.page_counts = counts.data(), b.branch_count = (int)branches.size();
-        b.outputs = outputs.data(), b.logits = logits.data(), b.rows = b.output_count = (int)rows.size();
-        b.sequences = (int)sequences.size();
-        check(!of<int32_t(const ModelSpec*, const BatchSpec*, void*, int)>("foretoken_run")(&m, &b, workspace, threads), "a pass");
-        return logits;
+        Plan plan(sequences, sequence_from, rows);
+        check(!of<int32_t(const ModelSpec*, const BatchSpec*, void*, int)>("foretoken_run")(&m, &plan.batch, workspace, threads), "a pass");
+        return plan.logits;
     }
 
     void move(const Pages& pages, int destination, const std::vector<int32_t>& sources) {
@@ -91,7 +103,7 @@ class TinyDecoder {
         return {logits.end() - rows * VOCAB, logits.end()};
     }
 
-   private:
+   protected:
     const Packing& packing;
     const Library& library;
     void* workspace = nullptr;

@@ -82,11 +82,12 @@ void pack_bytes(const Matrix& w, int64_t unit, uint8_t* to, const UpperBytes& up
     for (int64_t k = 0; k < w.steps; k += 2, pair += PAIR_BYTES) {
         const StepBytes first(w, unit, k), second(w, unit, k + 1);
         Ints low, high;
-        const bool known = find_codes(first.upper, upper.bytes + unit * 16, low) & find_codes(second.upper, upper.bytes + unit * 16, high);
+        const bool first_known = find_codes(first.upper, upper.bytes + unit * 16, low);
+        const bool second_known = find_codes(second.upper, upper.bytes + unit * 16, high);
         store_ints(pair, first.lower);
         store_ints(pair + 64, second.lower);
         store_ints(pair + 128, or_bits(low, shift_left16<4>(high)));
-        if (known) continue;
+        if (first_known && second_known) continue;
         Word* words = (Word*)upper.words + (int64_t)raw * 2 * STEP_WORDS;
         for (int i = 0; i < 2; i++)
             for (int block = 0; block < BLOCKS; block++, words += LANES)
@@ -177,6 +178,9 @@ void* foretoken_allocate(int64_t bytes) {
 #if defined(_WIN32)
     constexpr unsigned long reserved_and_committed = 0x3000, read_and_write = 0x04;
     return VirtualAlloc(nullptr, (size_t)bytes, reserved_and_committed, read_and_write);
+#elif defined(__SANITIZE_ADDRESS__)  // which knows the bounds of memory from the heap
+    void* data = nullptr;
+    return posix_memalign(&data, 4096, (size_t)bytes) ? nullptr : std::memset(data, 0, (size_t)bytes);
 #else
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return nullptr;
@@ -192,6 +196,9 @@ void foretoken_free(void* data, int64_t bytes) {
     (void)bytes;
     constexpr unsigned long released = 0x8000;
     VirtualFree(data, 0, released);
+#elif defined(__SANITIZE_ADDRESS__)
+    (void)bytes;
+    free(data);
 #else
     munmap(data, bytes);
 #endif
