@@ -33,10 +33,10 @@ def level_of(name: str) -> cpu.Level:
     return next(level for level in cpu.LEVELS if level.name == name)
 
 
-def compiled(tools: Toolchain, folder: Path, main: str = "cases.cpp") -> Path:
+def compiled(tools: Toolchain, folder: Path, main: str = "cases.cpp", optimize: str = "-O1") -> Path:
     """Returns the program of a file of ``cross``, which is kept in ``folder`` by its content as libraries are."""
     sources = [*(HERE / "cross").iterdir(), *build.SHARED.glob("*.hpp"), *SOURCES.glob("*.hpp")]
-    flags = ("-O1", "-std=c++17", "-w", "-ffp-contract=off")
+    flags = (optimize, "-std=c++17", "-w", "-ffp-contract=off")
     digest = hashlib.sha256(repr([tools.command, tools.linking, flags]).encode())
     for source in sorted(sources):
         digest.update(source.read_bytes())

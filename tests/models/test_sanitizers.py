@@ -45,7 +45,7 @@ def test_random_passes_have_no_finding_and_the_same_bits(sanitizer: str) -> None
         build.linked("decoder", decoder_sources(kinds, caches), own, tools=tools),
         build.linked("sampling", [(build.SHARED / "sampling.cpp", ())], own, tools=tools),
     )
-    program = compiled(tools, libraries[0].parent, "random_passes.cpp")
+    program = compiled(tools, libraries[0].parent, "random_passes.cpp", "-O0")
     printed = run([str(program), str(SEED), str(MODELS), *map(str, libraries)])
     assert printed.count("random passes") == len(kinds) * len(caches)
 

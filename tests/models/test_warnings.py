@@ -27,7 +27,7 @@ COMPILERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # program, an
 # The instruction sets with the most and the least code of their own, with kinds of weights and caches that differ most.
 SETS = {
     "amx": ([Kind.BFLOAT16, Kind.INT8, Kind.PACKED, Kind.GROUPED], [Kind.BFLOAT16]),
-    "generic": ([Kind.FLOAT32, Kind.INT8, grouped_kind(6, True, ScaleKind.TWO_LEVELS)], [Kind.INT8]),
+    "generic": ([Kind.FLOAT32, grouped_kind(6, True, ScaleKind.TWO_LEVELS)], [Kind.INT8]),
 }
 
 
