@@ -57,4 +57,4 @@ def test_wrong_requests_are_one_line(run, args, said):
 
 def test_an_engine_needs_a_way_to_speculate(run):
     result = run("audit", "--engine", "vllm", "--model", "m")
-    assert result.code == 1 and "vllm is audited with draft_model or ngram, not with 'none'" in result.err
+    assert result.code == 1 and "there is nothing to audit: the method is 'none'" in result.err

@@ -139,4 +139,6 @@ def test_a_plan_for_vllm_says_what_to_paste_there(run, tiny_pair, cache):
 def test_what_cannot_be_planned_there_is_one_line(run, tiny_pair, cache, options, words):
     result = run(*short(tiny_pair, *options))
     assert result.code == 1
-    assert words in result.err and result.err.count("\n") == 1
+    *stages, error = result.err.splitlines()
+    assert error.startswith("foretoken: error: ") and words in error
+    assert all(stage.endswith("vLLM starts") for stage in stages)
