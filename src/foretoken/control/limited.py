@@ -1,4 +1,4 @@
-"""A bound on draft lengths that may change while requests run."""
+"""Bounds on draft lengths: controllers around another one, and a bound that may change while requests run."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
 
 
-class Limited(Controller):
-    """The budgets of another controller under a bound, which also holds for requests that ask for a draft length.
+class Bounded(Controller):
+    """The budgets of another controller under bounds that a subclass sets in ``limits``."""
 
-    The bound changes between steps, so it does not depend on a token of the step, and no text depends on it.
+    def __init__(self, inner: Controller) -> None:
+        self.inner, self.costs = inner, inner.costs
 
-    Attributes:
-        limit: Largest number of draft tokens of a sequence in a step; 0 is plain decoding, None is no bound.
-    """
-
-    def __init__(self, inner: Controller, limit: int | None = None) -> None:
-        self.inner, self.limit, self.costs = inner, limit, inner.costs
+    def limits(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> Sequence[int]:
+        """Returns the largest budget of each sequence, at most ``max_draft_tokens[i]``."""
+        raise NotImplementedError
 
     def admit(self, context: Context) -> None:
         self.inner.admit(context)
 
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
-        limit = self.limit
-        tokens = max_draft_tokens if limit is None else [min(limit, tokens) for tokens in max_draft_tokens]
-        budgets = self.inner.budgets(contexts, tokens)
+        budgets = self.inner.budgets(contexts, self.limits(contexts, max_draft_tokens))
         self.resting = self.inner.resting
         return budgets
 
@@ -43,4 +39,26 @@ class Limited(Controller):
 
     @property
     def pause(self) -> str | None:
-        return "switched off" if self.limit == 0 else self.inner.pause
+        return self.inner.pause
+
+
+class Limited(Bounded):
+    """A bound on the budgets of another controller, which also holds for requests that ask for a draft length.
+
+    The bound changes between steps, so it does not depend on a token of the step, and no text depends on it.
+
+    Attributes:
+        limit: Largest number of draft tokens of a sequence in a step; 0 is plain decoding, None is no bound.
+    """
+
+    def __init__(self, inner: Controller, limit: int | None = None) -> None:
+        super().__init__(inner)
+        self.limit = limit
+
+    def limits(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> Sequence[int]:
+        limit = self.limit
+        return max_draft_tokens if limit is None else [min(limit, tokens) for tokens in max_draft_tokens]
+
+    @property
+    def pause(self) -> str | None:
+        return "switched off" if self.limit == 0 else super().pause

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.control.base import Controller
+from foretoken.control.limited import Bounded
 from foretoken.core.context import Context
-from foretoken.core.step import StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class MethodLength:
     constant: bool
 
 
-class PerMethod(Controller):
+class PerMethod(Bounded):
     """Gives each request the draft length of its method.
 
     A request's method, and its draft length if that is constant, are settled when it is queued, so that a later change
@@ -44,8 +44,8 @@ class PerMethod(Controller):
         method_of: Callable[[Context], str],
         default: Callable[[], str],
     ) -> None:
-        self.inner, self.lengths, self.costs = inner, lengths, inner.costs
-        self._method_of, self._default = method_of, default
+        super().__init__(inner)
+        self.lengths, self._method_of, self._default = lengths, method_of, default
 
     def admit(self, context: Context) -> None:
         context.method = self._method_of(context)
@@ -53,26 +53,17 @@ class PerMethod(Controller):
         if context.depth is None and length.constant:
             context.depth = length.max_tokens
 
-    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
-        limits = [self._limit(context, left) for context, left in zip(contexts, max_draft_tokens, strict=True)]
-        budgets = self.inner.budgets(contexts, limits)
-        self.resting = self.inner.resting
-        return budgets
-
-    def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
-        self.inner.observe(contexts, steps)
-
-    def forget(self, context: Context) -> None:
-        self.inner.forget(context)
+    def limits(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> Sequence[int]:
+        return [self._limit(context, left) for context, left in zip(contexts, max_draft_tokens, strict=True)]
 
     def describe(self) -> dict[str, Any]:
-        described, length = self.inner.describe(), self.lengths[self._default()]
+        described, length = super().describe(), self.lengths[self._default()]
         name = "fixed" if length.constant else described["name"]
         return described | {"name": name, "max_tokens": length.max_tokens}
 
     @property
     def pause(self) -> str | None:
-        return self.inner.pause if self.lengths[self._default()].max_tokens else None
+        return super().pause if self.lengths[self._default()].max_tokens else None
 
     def _limit(self, context: Context, left: int) -> int:
         max_tokens = self.lengths[self._method_of(context)].max_tokens
