@@ -174,7 +174,7 @@ class Destination:
                 _check_input(out, source.expanduser().absolute(), "file" if kind in _FILE_KINDS else "folder")
         result = cls(out, kind, force)
         result.check(out)
-        if kind in _ALONE and out.is_file() and kind_of(out.parent) not in _NO_ARTIFACT:
+        if kind in _ALONE and out.is_file() and kind_of(out.parent) not in (*_NO_ARTIFACT, GGUF_FOLDER):
             raise InvalidRequest(f"{out} belongs to {kind_of(out.parent)}; name another file")
         parent = next(p for p in out.resolve().parents if p.exists())
         if not parent.is_dir():

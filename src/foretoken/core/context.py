@@ -19,7 +19,7 @@ class Context:
 
     Args:
         id: Identifier of the sequence, unique in its engine.
-        tokens: Prompt and output. Only the engine appends to it.
+        tokens: Prompt and output. Only the engine appends to it; only ``rewind`` takes any away.
         prompt_length: Number of prompt tokens.
         law: Sampling parameters: turns the target's logits into probabilities.
         streams: Random numbers of the sequence.
@@ -55,6 +55,11 @@ class Context:
     _counts: TokenCounts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._counts = TokenCounts(self.prompt_length)
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """Replaces the tokens by others, for a context whose last tokens were predicted and did not come."""
+        self.tokens[:] = tokens
         self._counts = TokenCounts(self.prompt_length)
 
     @property

@@ -251,7 +251,7 @@ class DraftingWorker:
                     stack.enter_context(model.parked(session.context.id))
                 self.proposer.forget(session.context)
             current = None if session.mispredicted else session.sent.get(len(session.committed))
-            session.context.tokens[:] = session.committed
+            session.context.rewind(session.committed)
             session.sent = {} if current is None else {len(session.committed): current}
             session.mispredicted = False
 

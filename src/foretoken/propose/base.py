@@ -148,7 +148,7 @@ class Wrapper(Proposer):
         self.inner = inner
 
 
-class Forwarded:
+class ForwardedMember:
     """A member of ``Proposer`` that a wrapper reads from its ``inner``, and sets there.
 
     Args:
@@ -166,7 +166,7 @@ class Forwarded:
 
 
 for _name in MEMBERS:
-    setattr(Wrapper, _name, Forwarded(_name))
+    setattr(Wrapper, _name, ForwardedMember(_name))
 
 
 @dataclass(frozen=True)

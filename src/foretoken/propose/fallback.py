@@ -13,7 +13,7 @@ from typing import Any
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.propose.base import MEMBERS, Forwarded, Proposer, Wrapper
+from foretoken.propose.base import MEMBERS, ForwardedMember, Proposer, Wrapper
 
 _log = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # consecutive failures of one member after which the proposer is disabled
@@ -126,7 +126,7 @@ class FallbackProposer(Wrapper):
             _log.error("the method %s is disabled after %d failures of %s", method, _MAX_FAILURES, name)
 
 
-class Guarded(Forwarded):
+class Guarded(ForwardedMember):
     """A member of ``Proposer`` that a ``FallbackProposer`` guards."""
 
     def __get__(self, wrapper: Wrapper | None, owner: type[Wrapper]) -> Any:

@@ -374,10 +374,10 @@ void write_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, co
     });
 }
 
-// Raises where rows of logits or weights cannot be what they are said to be.
+// Refuses rows of logits or weights that cannot be. All rows may be the same one, 0 apart.
 void check_rows(int64_t stride, int64_t rows, int64_t n) {
     if (n < 1 || n > INT32_MAX) refuse("rows of %lld tokens; at least one is expected, and at most 2^31 - 1", (long long)n);
-    if (rows < 0 || (rows > 1 && stride < n)) refuse("%lld rows of %lld tokens, %lld apart", (long long)rows, (long long)n, (long long)stride);
+    if (rows < 0 || (rows > 1 && stride != 0 && stride < n)) refuse("%lld rows of %lld tokens, %lld apart", (long long)rows, (long long)n, (long long)stride);
 }
 
 void check_fraction(double u) {
