@@ -8,10 +8,12 @@ import random
 import pytest
 import torch
 
+from foretoken.core.context import Context
 from foretoken.core.grammar import Grammar
 from foretoken.core.history import History, TokenCounts
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
 from foretoken.engine.sequence import token_logprobs
 
 pytestmark = pytest.mark.skipif(native.kernels() is None, reason="there are no compiled kernels")
@@ -95,6 +97,13 @@ def test_counts_follow_a_sequence_that_grows() -> None:
         listed = [*tokens[20:], *path]
         assert dict(zip(*map(list, result), strict=True)) == {i: listed.count(i) for i in {*tokens, *path}}
         tokens += [rng.randrange(300) for _ in range(rng.randint(0, 5))]
+
+
+def test_a_rewound_sequence_is_counted_anew() -> None:
+    context = Context(0, [1, 2, 3, 3], 1, SamplingLaw(presence_penalty=1.0), Streams(0))
+    assert sorted(zip(*map(list, context.history().token_counts()), strict=True)) == [(1, 0), (2, 1), (3, 2)]
+    context.rewind([1, 5, 5, 5])
+    assert sorted(zip(*map(list, context.history([5]).token_counts()), strict=True)) == [(1, 0), (5, 4)]
 
 
 def test_ids_beyond_a_row_change_nothing() -> None:
