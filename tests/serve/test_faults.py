@@ -171,9 +171,11 @@ def worker_for(llm: LLM, **options: Any) -> Worker:
     return worker
 
 
-def test_a_worker_serves_cancels_and_refuses_without_a_server(spare: LLM) -> None:
+def test_a_worker_serves_cancels_and_refuses_without_a_server(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight requests of one engine: some are closed before or after their first token, the others get their text."""
     wanted = spare.generate("x = ", SamplingParams(max_tokens=30, temperature=0))[0].outputs[0].text
+    submitted, step = threading.Event(), spare.engine.step
+    monkeypatch.setattr(spare.engine, "step", lambda: step() if submitted.wait(PATIENCE) else [])
     worker = worker_for(spare, max_waiting=0)
 
     async def use() -> None:
@@ -182,6 +184,7 @@ def test_a_worker_serves_cancels_and_refuses_without_a_server(spare: LLM) -> Non
         with pytest.raises(Overloaded):
             await worker.submit(["x = "], params)
         generations[0].close()
+        submitted.set()
         assert [piece async for piece in generations[0]] == []
         async for _ in generations[1]:
             generations[1].close()
