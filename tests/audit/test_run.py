@@ -113,7 +113,8 @@ def test_a_wrong_one():
 
 @pytest.mark.slow
 def test_an_llm(tiny_pair):
-    result = audit(LLM(tiny_pair.target, tiny_pair.draft, max_model_len=256), ["def f(", "x = 1"], budget=1.0)
+    llm = LLM(tiny_pair.target, tiny_pair.draft, speculative_config={"method": "draft_model"}, max_model_len=256)
+    result = audit(llm, ["def f(", "x = 1"], budget=1.0)
     assert not any(check.outcome is CheckOutcome.FAILED for check in result.checks), result.to_dict()
     assert result.subject["method"] == "draft_model"
 

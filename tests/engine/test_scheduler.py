@@ -353,7 +353,8 @@ def test_a_bound_that_cannot_hold_one_sequence_is_refused():
 
 
 def test_methods_are_chosen_by_request(alone):
-    llm = LLM(dtype="float32", methods=["ngram", "prediction"], max_model_len=512)
+    config, methods = {"method": "draft_model"}, ["ngram", "prediction"]
+    llm = LLM(dtype="float32", speculative_config=config, methods=methods, max_model_len=512)
     assert llm.methods == ("draft_model", "ngram", "prediction")
     q = SamplingParams(max_tokens=40, temperature=0.0, speculative_method="ngram", speculative_tokens=4)
     assert llm.generate(PROMPTS[2], q)[0].stats.drafted > 0
