@@ -11,7 +11,7 @@ class ForetokenError(Exception):
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns what another library's exception says, in one line of at most 300 characters."""
+    """Returns the message of another library's exception, as one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
 

@@ -184,7 +184,7 @@ class SamplingLaw:
 
         Args:
             vocabulary: Number of logits.
-            history: History of the node; None where the law needs none.
+            history: History of the node; None if the law needs none.
         """
         allowed, banned, ends, (seen, generated) = None, _NO_IDS, _NO_IDS, _NO_COUNTS
         if history is not None and self._forbids:

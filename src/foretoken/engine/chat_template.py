@@ -64,7 +64,7 @@ def own_template(tokenizer: Any, model: str, advice: str) -> Any:
 
 
 def apply_template(tokenizer: Any, messages: Iterable[Any], **options: Any) -> Any:
-    """Returns what the tokenizer's ``apply_chat_template`` returns.
+    """Returns the result of the tokenizer's ``apply_chat_template``.
 
     Raises:
         InvalidRequest: the template refuses the messages, or fails for them.

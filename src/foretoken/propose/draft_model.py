@@ -195,7 +195,7 @@ class DraftModel(Proposer):
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _shape(self, context: Context, budget: int, drawn: bool) -> GrowthConfig | None:
-        """Returns how a draft grows that fits the draft's context window, None if none does or a token is unknown.
+        """Returns the growth of a draft that fits the draft's context window; None if none fits or a token is unknown.
 
         A tree expands more nodes than it keeps, so it is less deep near the end of the window.
         """

@@ -53,7 +53,7 @@ REAL_MODELS = {
 
 
 def real_model_path(name: str) -> Path:
-    """Returns where ``make real`` puts the model's file. Raises InvalidRequest for an unknown name."""
+    """Returns the path to which ``make real`` writes the model. Raises InvalidRequest for an unknown name."""
     if name not in REAL_MODELS:
         raise InvalidRequest(f"no real model {name!r}; known: {', '.join(REAL_MODELS)}")
     return cache_folder() / "real" / REAL_MODELS[name].file

@@ -75,7 +75,7 @@ def _messages(items: Iterable[Item]) -> list[Message]:
 
 
 class _Turn:
-    """What the model wrote in one turn."""
+    """Text, reasoning and calls of one turn of the model."""
 
     def __init__(self) -> None:
         self._clear()
