@@ -29,7 +29,8 @@ RUNTIMES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:halt_on_error=1",  # Python never frees all
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": "halt_on_error=1:report_thread_leaks=0",  # threads of the pool live as long as the process
+    # Threads of the pool live as long as the process. The suppressed reads are explained in csrc/pool.hpp.
+    "TSAN_OPTIONS": f"halt_on_error=1:report_thread_leaks=0:suppressions={Path(__file__).with_name('tsan.txt')}",
 }
 
 
