@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -97,6 +98,21 @@ def test_counts_follow_a_sequence_that_grows() -> None:
         listed = [*tokens[20:], *path]
         assert dict(zip(*map(list, result), strict=True)) == {i: listed.count(i) for i in {*tokens, *path}}
         tokens += [rng.randrange(300) for _ in range(rng.randint(0, 5))]
+
+
+class Unread(list[int]):
+    """A list whose tokens are reached by slices alone."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("all tokens were read")
+
+
+def test_counts_read_only_new_tokens() -> None:
+    tokens, counts = Unread([1, 2, 2]), TokenCounts(1)
+    for token in (3, 2, 4):
+        ids, generated = counts.at(tokens, ())
+        assert dict(zip(ids.tolist(), generated.tolist(), strict=True))[2] == tokens.count(2)
+        tokens.append(token)
 
 
 def test_a_rewound_sequence_is_counted_anew() -> None:

@@ -76,13 +76,13 @@ def load_sanitized() -> None:
 
 
 def python(module: str, *arguments: str, seconds: float = 3000) -> str:
-    """Runs a module of the tests in a process with the runtime of AddressSanitizer. Returns what it printed."""
+    """Runs a module of the tests in a process with the runtime of AddressSanitizer. Returns its output."""
     environment = {"LD_PRELOAD": ":".join(runtimes("address")), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return run([sys.executable, "-m", module, *arguments], environment, seconds)
 
 
 def run(command: list[str], environment: Mapping[str, str] | None = None, seconds: float = 600) -> str:
-    """Returns what a program prints that must end well: a finding of a sanitizer ends it with an error."""
+    """Returns the output of a program that must succeed: a finding of a sanitizer ends it with an error."""
     done = subprocess.run(
         command,
         env={**os.environ, **OPTIONS, **(environment or {})},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,7 @@ class TokenCounts:
             tokens: The sequence's tokens. They begin with those of earlier calls.
             path: Draft tokens after them.
         """
-        for position, token in enumerate(islice(tokens, self._num_tokens, None), self._num_tokens):
+        for position, token in enumerate(tokens[self._num_tokens :], self._num_tokens):
             self._add(token, position >= self._prompt_length)
         self._num_tokens = len(tokens)
         size = len(self._index)
