@@ -152,11 +152,13 @@ def model_of(name: str | None) -> Path:
     return zoo.path("target") if name is None else resolve(name).absolute()
 
 
-def corpus_of(paths: list[Path] | None) -> Corpus:
-    """Returns the user's files, or the standard library."""
-    from foretoken.train.data import from_files, standard_library
+def corpus_of(paths: list[Path] | None, model: str | None = None) -> Corpus:
+    """Returns the user's files, for a model of the user's the target's own text, or else the standard library."""
+    from foretoken.train.data import OWN_TEXT, from_files, standard_library
 
-    return from_files(paths) if paths else standard_library()
+    if paths:
+        return from_files(paths)
+    return standard_library() if model is None else OWN_TEXT
 
 
 def config_of(

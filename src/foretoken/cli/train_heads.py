@@ -19,7 +19,6 @@ from foretoken.cli.train import (
     Resume,
     Seed,
     Steps,
-    Texts,
     config_of,
     corpus_of,
     model_of,
@@ -36,7 +35,12 @@ Own = Annotated[int | None, typer.Option(help="Instead of the target's.")]
 def _shared(
     out: Out,
     model: Model = None,
-    data: Texts = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data", "--corpus", help="Text files, folders or .jsonl of prompts (repeatable); else the target writes."
+        ),
+    ] = None,
     steps: Steps = None,
     minutes: Minutes = None,
     batch: Annotated[int, typer.Option(help="Windows per step and process.")] = 4,
@@ -175,7 +179,7 @@ def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
         role,
         given["out"],
         model_of(given["model"]),
-        corpus_of(given["data"]),
+        corpus_of(given["data"], given["model"]),
         settings,
         config,
         data,

@@ -42,6 +42,10 @@ class Corpus:
     paths: tuple[Path, ...] = ()
 
 
+OWN_TEXT = Corpus("the target's own text", (), ())
+"""Stands for no files at all: the target writes its training text."""
+
+
 def standard_library() -> Corpus:
     """Returns the running Python's standard library without its tests and generated tables."""
     root = Path(sysconfig.get_paths()["stdlib"])

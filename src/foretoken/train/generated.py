@@ -16,13 +16,15 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, TrainingError
 from foretoken.core.files import atomic_file
 from foretoken.models.base import Handle, Model
-from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer, vocabulary_size
 from foretoken.models.loading import load_model
 from foretoken.train import processes
-from foretoken.train.data import Corpus, encode
+from foretoken.train.conversations import mixed_heats, turns_of, without_duplicates, write_windows
+from foretoken.train.data import OWN_TEXT, Corpus, encode
 from foretoken.train.head_config import HeadConfig
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter
+from foretoken.train.steps import open_writer
 from foretoken.train.teacher import fixed_windows
 
 _BATCH = 64  # sequences per forward pass
@@ -146,13 +148,28 @@ def sample_windows(
 
 
 def prepare_windows(
-    target: Path, device: torch.device, corpus: Corpus, folder: Path, config: TrainConfig, data: HeadConfig
+    target: Path,
+    device: torch.device,
+    corpus: Corpus,
+    folder: Path,
+    config: TrainConfig,
+    data: HeadConfig,
+    source: Path | None = None,
 ) -> dict[str, torch.Tensor]:
     """Returns windows of text, int64 [N, T], by name.
 
     "train" is for training. "greedy" and "drawn" are sampled by the target from prefixes of held-out files at
-    temperatures 0 and 1. "text" is cut from held-out files. Windows in ``folder`` for the same target, corpus and
-    settings are reused.
+    temperatures 0 and 1. "text" is cut from held-out files. Without a corpus, the target writes everything, see
+    ``conversations``. Windows in ``folder`` for the same target, corpus and settings are reused.
+
+    Args:
+        target: Folder of the target.
+        device: Its device.
+        corpus: Text, or ``OWN_TEXT``.
+        folder: Folder of the windows.
+        config: Training configuration.
+        data: Settings of the data.
+        source: The user's own file of the target, which writes faster on a CPU than the folder.
 
     Raises:
         InvalidRequest: ``folder`` holds other windows, or the corpus is shorter than a window.
@@ -160,15 +177,17 @@ def prepare_windows(
     """
     tokenizer = load_tokenizer(target)
     stream, held_out = encode(corpus.train, tokenizer), encode(corpus.held_out, tokenizer)
-    if min(len(stream), len(held_out)) < config.window:
+    if corpus != OWN_TEXT and min(len(stream), len(held_out)) < config.window:
         raise InvalidRequest(
             f"the corpus has {len(stream)} tokens and {len(held_out)} held out; at least one window of {config.window} "
             "of each is needed: add text or lower --window"
         )
     key, file = _key(target, stream, config, data), folder / "windows.pt"
     if processes.rank() == 0 and not file.exists():
-        model = load_model(target, "bfloat16", device)
-        windows = _windows(model, stream, held_out, config, data)
+        if corpus == OWN_TEXT:
+            windows = _own_text(target, source or target, device, config, data)
+        else:
+            windows = _windows(load_model(target, "bfloat16", device), stream, held_out, config, data)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_file(file) as partial:
@@ -205,6 +224,27 @@ def _windows(
     windows = torch.cat(parts)
     tests["text"] = fixed_windows(held_out, config.window, config.seed)[: data.held_out]
     return tests | {"train": windows[torch.from_numpy(np.random.default_rng(config.seed).permutation(len(windows)))]}
+
+
+def _own_text(
+    target: Path, source: Path, device: torch.device, config: TrainConfig, data: HeadConfig
+) -> dict[str, torch.Tensor]:
+    """Returns all windows, written by the target alone."""
+    tokenizer, size = load_tokenizer(target), vocabulary_size(target) or 0
+    turns, kind = turns_of(tokenizer, eos_ids(target, tokenizer, size))
+    heats = mixed_heats(np.random.default_rng([config.seed, 5]), data.windows)
+    heats = torch.cat((torch.zeros(data.held_out), torch.ones(data.held_out), heats))
+    limit = None if config.minutes is None else config.minutes * 60 * data.writing_share
+    with open_writer(target, source, device, config.window) as (batch, open_steps):
+        windows = write_windows(
+            open_steps, tokenizer, turns, heats, config.window, batch, config.seed + 1, device, limit
+        )
+    greedy, drawn = windows[: data.held_out], windows[data.held_out : 2 * data.held_out]
+    train = without_duplicates(windows[2 * data.held_out :])
+    with Reporter(kind) as report:
+        dropped = len(windows) - 2 * data.held_out - len(train)
+        report.line(f"{kind}: {len(train):,} windows of {config.window} tokens, {dropped:,} duplicates dropped")
+    return {"train": train, "greedy": greedy, "drawn": drawn, "text": drawn}
 
 
 def _key(target: Path, stream: torch.Tensor, config: TrainConfig, data: HeadConfig) -> str:

@@ -133,11 +133,11 @@ def train_head(
     run = check_run(out, heads_of("eagle3" if role == "peagle" else role), (*inputs, lessons), resume, force)
     if lessons is not None:
         Destination.checked(lessons, TRAINING_TEXT, inputs, force=True)
-    target = checkpoint_folder(target)
+    source, target = target, checkpoint_folder(target)
     with processes.joined(resolve_device(device)) as where, _lessons_folder(run.path, lessons, resume) as folder:
         teacher = Teacher(target, where, config.compile)
         _check_window(ROLES[role].make(settings, teacher, torch.ones(teacher.vocab)), config)  # before any work
-        text = prepare_windows(target, where, corpus, folder, config, data)
+        text = prepare_windows(target, where, corpus, folder, config, data, source)
         torch.manual_seed(config.seed)
         head = ROLES[role].make(settings, teacher, torch.bincount(text["train"].flatten(), minlength=teacher.vocab))
         earlier = _start(head, start)

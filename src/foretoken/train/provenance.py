@@ -26,7 +26,7 @@ def command_line(what: str, config: TrainConfig, corpus: str, option: str = "--c
         corpus: Name of the corpus. Files of the user's own are a placeholder.
         option: Name of the option for the corpus.
     """
-    texts = "" if "standard library" in corpus else f"{option} FILES"
+    texts = f"{option} FILES" if corpus == "user files" else ""
     return " ".join(f"foretoken train {what} {config.arguments()} {texts}".split())
 
 
