@@ -184,7 +184,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def test_chains_are_checked(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(llama.runner, NativeRunner)
     for vocab, limit, counts, message in (
-        (VOCAB + 1, 3, None, f"chains of {VOCAB + 1} tokens, and the model reads {VOCAB}"),
+        (VOCAB + 1, 3, None, f"chains of {VOCAB + 1} of {VOCAB + 1} tokens, and the model reads {VOCAB}"),
         (VOCAB, 60, 1, "row 8 is written to cache row 67, and its sequence has 64"),
     ):
         handle = llama.open(text(FIRST, 1))

@@ -26,6 +26,7 @@ from foretoken.core.verdict import Verdict
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Scores
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.toy import ToyModel
@@ -65,7 +66,7 @@ def features(proposer: Eagle, rows: list[int]) -> torch.Tensor:
 
 def test_features_pair_a_token_with_the_states_before_it(tmp_path: Path) -> None:
     """After any steps the next draft equals that of a head that saw the text at once."""
-    proposer = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2))
+    proposer = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2, tree="sampled"))
     c = context(0, [1, 2, 3, 4], temperature=0.0)
     assert proposer.propose([c], [4]) == [Draft.empty()]
     c.tokens += [5]
@@ -81,7 +82,7 @@ def test_features_pair_a_token_with_the_states_before_it(tmp_path: Path) -> None
     proposer.observe([c], [seen((12,), Draft.empty(), (), 7, 1)])
     draft = proposer.propose([c], [6])[0]
 
-    fresh = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2))
+    fresh = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2, tree="sampled"))
     rows = [0, 1, 2, 3, 4, 7, 8, 7]
     scores = Scores(torch.zeros(1, 101), {layer: states(rows, layer) for layer in (1, 2)})
     fresh.observe([c], [Observation(seen((12,), Draft.empty(), (), 0, 1).step, scores)])
@@ -92,7 +93,7 @@ def test_features_pair_a_token_with_the_states_before_it(tmp_path: Path) -> None
 
 
 def test_budgets_and_steps_bound_the_tree(tmp_path: Path) -> None:
-    proposer = eagle(tmp_path, EagleConfig(num_steps=3, top_k=4))
+    proposer = eagle(tmp_path, EagleConfig(num_steps=3, top_k=4, tree="sampled"))
     contexts = [context(i, [1, 2, 3], temperature=0.0) for i in range(4)]
     steps = [seen((3,), Draft.empty(), (), 0, 2) for _ in contexts]
     proposer.observe(contexts, steps)
@@ -134,6 +135,57 @@ def test_a_head_with_a_mask_drafts_all_levels_from_marginals(tmp_path: Path) -> 
     logits = net.to_target(net.teacher_forced([2, 3, 7, 7, 7], fed)[1:])
     expected = c.law.probs(logits, [c.history()] * 4)
     torch.testing.assert_close(draft.law.probs, expected, rtol=1e-4, atol=1e-5)
+
+
+HEADS: dict[str, dict[str, int]] = {"few tokens": {"draft_vocab": 37}, "all tokens": {"draft_vocab": 101}}
+REQUESTS: dict[str, tuple[Exactness, dict[str, float]]] = {
+    "greedy": (Exactness.DISTRIBUTION, {"temperature": 0.0}),
+    "drawn": (Exactness.DISTRIBUTION, {"temperature": 0.8, "top_k": 9}),
+    "raced": (Exactness.TRAJECTORY, {"temperature": 1.3, "top_p": 0.9}),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("quantizer", [None, Quantizer(8)], ids=["floats", "int8"])
+def test_chains_in_one_call_are_those_of_a_pass_for_each_level(
+    head: str, quantizer: Quantizer | None, tmp_path: Path
+) -> None:
+    """Two steps of a batch, with texts of several lengths, budgets and ways to draw."""
+    read = read_eagle(tiny.save(tmp_path, *tiny.eagle3(**HEADS[head])))
+
+    def drafts(at_once: bool) -> list[tuple[list[int], torch.Tensor | None]]:
+        embedding = read.tensors["embed_tokens.weight"]
+        net = EagleNet(read, embedding, torch.float32, torch.device("cpu"), 512, quantizer=quantizer)
+        assert net.drafts_chains
+        if not at_once:
+            net.vocabulary = None
+        proposer = Eagle(net, read.taps or (), EagleConfig(tree="chain"))
+        contexts = [
+            context(i, list(range(1, 4 + 30 * i)), grade, **law) for i, (grade, law) in enumerate(REQUESTS.values())
+        ]
+        found = []
+        proposer.observe(contexts, [seen((3,), Draft.empty(), (), 0, len(c.tokens) - 1) for c in contexts])
+        for budgets in ([4, 7, 1], [2, 5, 6]):
+            proposed = proposer.propose(contexts, budgets)
+            found += [(list(d.ids), d.law.probs if isinstance(d.law, Sampled) else None) for d in proposed]
+            for c in contexts:
+                first = len(c.tokens) - 1
+                c.tokens += [8, 9]
+                proposer.observe([c], [seen((8, 9), repeating((-1,), 8), (0,), first, 2)])
+        return found
+
+    for one, other in zip(drafts(True), drafts(False), strict=True):
+        assert one[0] == other[0]
+        assert (one[1] is None) == (other[1] is None)
+        assert one[1] is None or other[1] is None or torch.equal(one[1], other[1])
+
+
+def test_trees_are_grown_only_where_chains_need_a_call_for_each_level(tmp_path: Path) -> None:
+    assert eagle(tmp_path / "chain", EagleConfig()).config.tree == "chain"
+    assert eagle(tmp_path / "tree", EagleConfig(tree="top_k")).config.tree == "top_k"
+    head = read_eagle(tiny.save(tmp_path / "mask", *tiny.eagle3(mask=7)))
+    net = EagleNet(head, head.tensors["embed_tokens.weight"], torch.float32, torch.device("cpu"), 512)
+    assert ParallelEagle(net, head.taps or (), EagleConfig()).config.tree == "sampled"
 
 
 def test_the_trajectory_grade_leads_with_the_targets_noise(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ class Model(ABC):
         has_experts: whether a pass reads more weights the more its tokens differ (mixtures of experts).
         source_length: maximum number of tokens that the encoder reads; 0 for a model without an encoder.
         no_adapters: why the model computes no LoRA adapters, if it does not.
+        quantized: whether its matrices are quantized, so that a head's may be, too.
         taps_before_norm: whether one more than the number of layers is a tap, too: the last output before the norm.
     """
 
@@ -138,6 +139,7 @@ class Model(ABC):
     chunk_invariant: bool = False
     has_experts: bool = False
     source_length: int = 0
+    quantized: bool = False
     taps_before_norm: bool = False
     no_adapters: str = "this model computes no LoRA adapters"
 

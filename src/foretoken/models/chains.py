@@ -47,6 +47,21 @@ class Draws:
     rows: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftVocabulary:
+    """The tokens that a model may draft.
+
+    Attributes:
+        size: The first logits are theirs, so many.
+        width: Number of tokens of the distributions that they are drawn from.
+        ids: int32 [size], ascending; the token of each logit. None: its number.
+    """
+
+    size: int
+    width: int
+    ids: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ChainRequest:
     """A chain to draft.

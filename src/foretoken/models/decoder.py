@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores, growing
-from foretoken.models.chains import ChainRequest, ModelChain
+from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
 from foretoken.models.formats.grouped import GroupedWeights
@@ -70,7 +70,8 @@ class Decoder(Model):
         check_quantization(quantization)
         check_weight_format(weight_format)
         check_kv_cache_dtype(kv_cache_dtype)
-        check_prequantized(config)
+        in_file = check_prequantized(config) or isinstance(weights, GroupedWeights)
+        self.quantized = quantization is not None or in_file
         a = Architecture.of(config, max_length)
         self.architecture: Architecture | Seq2SeqArchitecture = a
         self.dtype, self.device = dtype, device
@@ -228,7 +229,7 @@ class Decoder(Model):
         self._shorten(handles)
         plan = PassPlan.of(handles, drafts, [0] * len(handles))
         self._check_reach(max(part.end + each.limit - 1 for part, each in zip(plan.parts, requests, strict=True)))
-        chains = self.runner.chains(plan, requests, vocab)
+        chains, _ = self.runner.chains(plan, requests, DraftVocabulary(vocab, vocab))
         for handle, chain in zip(handles, chains, strict=True):
             handle.cached = len(handle.tokens)
             handle.nodes[:] = chain.tokens if chain.ended else chain.tokens[:-1]  # the last one is in no pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from foretoken.core.law import PointMass, ProposalLaw, Sampled
 from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Stream
-from foretoken.models.base import Handle, Model
+from foretoken.models.base import Handle
 from foretoken.models.chains import ChainRequest, Draws, ModelChain
 from foretoken.propose.drawn_tree import expected_acceptance
 from foretoken.propose.stopping.base import Gate
@@ -24,6 +25,8 @@ from foretoken.propose.stopping.paying import PayingDraft
 
 # Maps logits [rows, Vd] over the draft's vocabulary to [rows, V] over the target's.
 Widen = Callable[[Tensor], Tensor]
+
+Opened = TypeVar("Opened", bound=Handle, contravariant=True)
 
 
 @dataclass(slots=True)
@@ -124,11 +127,26 @@ class Chain:
         return NodeDistributions(law, logits, lambda row: self.context.history(self.tokens))
 
 
-def draft_at_once(model: Model, active: Sequence[tuple[Handle, object]], vocab_size: int) -> bool:
+class DraftsChains(Protocol[Opened]):
+    """What drafts chains in one call: a model, or a head on a target's hidden states."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of its vocabulary."""
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether ``chains`` may be called."""
+
+    def chains(self, handles: Sequence[Opened], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        """See ``Model.chains``."""
+
+
+def draft_at_once(model: DraftsChains[Opened], active: Sequence[tuple[Opened, object]], vocab_size: int) -> bool:
     """Drafts the chains of all sequences in one call.
 
     Args:
-        model: The draft model.
+        model: The draft model or head.
         active: The sequences and what grows their drafts.
         vocab_size: The target's vocabulary size.
 

@@ -8,7 +8,7 @@ use.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -23,16 +23,27 @@ from foretoken.propose.hidden_states import HiddenStateProposer
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig(GrowthConfig):
-    """Growth of the head's drafts: by default trees with drawn siblings, which had the highest acceptance for sampled
-    requests.
+    """Growth of the head's drafts.
 
     Attributes:
+        tree: See ``GrowthConfig``. None is a chain where the head drafts chains in one call, which takes a fraction of
+            the time, and "sampled" elsewhere, which had the highest acceptance for sampled requests.
         parallel_drafting: Whether the head predicts all positions in one pass. None for heads that were trained for it.
     """
 
-    tree: TreeKind = "sampled"
+    tree: TreeKind | None = None  # type: ignore[assignment]
     top_k: int = 8
     parallel_drafting: bool | None = None
+
+    def __post_init__(self) -> None:
+        GrowthConfig.__post_init__(self if self.tree is not None else self._grown("sampled"))
+
+    def suited(self, net: EagleNet) -> EagleConfig:
+        """Returns the configuration for a head, with the tree that suits it where none is named."""
+        return self if self.tree is not None else self._grown("chain" if net.drafts_chains else "sampled")
+
+    def _grown(self, tree: TreeKind) -> EagleConfig:
+        return replace(self, tree=tree)
 
 
 class Eagle(HiddenStateProposer):
@@ -51,7 +62,7 @@ class Eagle(HiddenStateProposer):
         config: EagleConfig | None = None,
         reading: TapConvention | None = None,
     ) -> None:
-        super().__init__("eagle3" if net.joined else "eagle", net, taps, config or EagleConfig())
+        super().__init__("eagle3" if net.joined else "eagle", net, taps, (config or EagleConfig()).suited(net))
         self.reading = reading
 
 

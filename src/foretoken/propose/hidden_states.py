@@ -14,6 +14,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Scores
 from foretoken.models.heads.feature_net import DraftNet, HeadHandle
 from foretoken.propose.base import Needs, Observation, Proposer
+from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, GrowthConfig, begin, is_drawn
 from foretoken.propose.tree import Candidates, Tree, likeliest
 
@@ -126,6 +127,8 @@ class HiddenStateProposer(Proposer):
             active: The sequences and their drafts.
             levels: Maximum depth of each draft.
         """
+        if draft_at_once(self.net, active, self.net.vocab_size):
+            return
         _extend(active, self.net.catch_up([handle for handle, _ in active]))
         while active := [(handle, grower) for handle, grower in active if not grower.done]:
             drafts = [grower.growing() for _, grower in active]

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.models.chains import DraftVocabulary
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Ends, Entry, NormWeight
 from foretoken.models.heads.eagle import MASK, EagleHead
 from foretoken.models.heads.feature_net import FeatureNet
@@ -27,6 +29,7 @@ class EagleNet(FeatureNet):
         device: device of weights and KV cache.
         max_length: maximum length of a sequence in tokens, drafts included.
         unembed: the target's vocabulary head, for heads without their own.
+        quantizer: quantizes the matrices; None leaves them in ``dtype``.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class EagleNet(FeatureNet):
         device: torch.device,
         max_length: int,
         unembed: Callable[[Tensor], Tensor] | None = None,
+        quantizer: Quantizer | None = None,
     ) -> None:
         self.head, self.joined, self.dtype, self.device = head, head.version == 3, dtype, device
         self._fc = HeadProduct(head.tensors["fc.weight"], head.tensors.get("fc.bias"), device, dtype)
@@ -44,18 +48,22 @@ class EagleNet(FeatureNet):
         self._embedding = embedding.to(dtype)
         self._ids = head.ids()
         self._whole = head.draft_vocab == head.vocab and bool((self._ids == torch.arange(head.vocab)).all())
-        vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden)).to(dtype)  # zeros: unused
+        vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden))  # zeros: unused
         config = {**head.layer, "model_type": "llama", "vocab_size": vocabulary.shape[0]}
         config |= {"num_hidden_layers": head.layers, "max_position_embeddings": max_length}
         architecture = Architecture.of(config)
         self._eps = architecture.eps
         state = head.layers if head.norm_output else head.layers + 1
-        layers = [layer_weights(head.tensors, i, dtype) for i in range(head.layers)]
-        ends = Ends(self._embedding, self._norm("norm"), vocabulary)
+        layers = [layer_weights(head.tensors, i, dtype, quantizer) for i in range(head.layers)]
+        quantized = vocabulary.to(dtype) if quantizer is None else quantizer(vocabulary)
+        ends = Ends(self._embedding, self._norm("norm"), quantized)
         entry = Entry(self.joined, self._norm("layers.0.hidden_norm"), head.norm_before_residual)
         runner = build_runner(architecture, layers, ends, dtype, device, entry)
         borrowed = None if unembed is None or "lm_head.weight" in head.tensors else (unembed, state)
         super().__init__(runner, state, head.vocab, max_length, borrowed)
+        if self.joined and head.mask_token is None and bool((self._ids.diff() > 0).all()):
+            ids = None if self._whole else self._ids.int()
+            self.vocabulary = DraftVocabulary(head.draft_vocab, head.vocab, ids)
 
     # features
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
+from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.pass_plan import PassPlan
 
@@ -57,11 +58,22 @@ class DraftNet(ABC):
         max_length: maximum length of a sequence in tokens, drafts included.
         keeps: whether rows are kept for later sequences with the same prefix.
         batch_invariant: see ``Model``.
+        vocab_size: size of the target's vocabulary.
     """
 
     max_length: int
     keeps: bool = False
     batch_invariant: bool
+    vocab_size: int
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether ``chains`` may be called."""
+        return False
+
+    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        """Computes all pending rows, and drafts the chains behind them in one call; see ``Model.chains``."""
+        raise NotImplementedError
 
     @abstractmethod
     def features(self, taps: Tensor) -> Tensor:
@@ -125,7 +137,13 @@ class FeatureNet(DraftNet):
         vocab: size of the target's vocabulary.
         max_length: maximum length of a sequence in tokens, drafts included.
         unembed: a vocabulary head that ``runner`` does not have, such as the target's, and the tap that it reads.
+
+    Attributes:
+        vocabulary: the tokens of the network's logits, where a row's features are the state of the row before it; None
+            where chains are drafted level by level.
     """
+
+    vocabulary: DraftVocabulary | None = None
 
     def __init__(
         self,
@@ -135,7 +153,7 @@ class FeatureNet(DraftNet):
         max_length: int,
         unembed: tuple[Callable[[Tensor], Tensor], int] | None = None,
     ) -> None:
-        self._runner, self._state, self._vocab, self._unembed = runner, state, vocab, unembed
+        self._runner, self._state, self.vocab_size, self._unembed = runner, state, vocab, unembed
         self.max_length, self.keeps = max_length, False
         self.batch_invariant = runner.batch_invariant
 
@@ -206,14 +224,33 @@ class FeatureNet(DraftNet):
             fed += handle.fresh if feature is None else [*handle.fresh, feature.expand(len(mask), -1)]
         logits, states = self._score(handles, masks, torch.cat(fed))
         for handle, mask, own in zip(handles, masks, states, strict=True):
-            own = own[: len(own) - len(mask)]
-            handle.fresh.clear()
-            handle.cached, handle.states = len(handle.tokens), own[-1:]
-            if handle.outputs is not None:
-                handle.outputs.append(own)
-            if self.keeps and handle.root is not None:
-                self._runner.publish(handle.slot, self._row_keys([handle.root, *handle.tokens]), handle.cached)
+            self._caught_up(handle, own[: len(own) - len(mask)])
         return logits
+
+    def _caught_up(self, handle: HeadHandle, states: Tensor) -> None:
+        """Notes that all pending rows of a sequence are computed, with these outputs of the layer [rows, H]."""
+        handle.fresh.clear()
+        handle.cached, handle.states = len(handle.tokens), states[-1:]
+        if handle.outputs is not None:
+            handle.outputs.append(states)
+        if self.keeps and handle.root is not None:
+            self._runner.publish(handle.slot, self._row_keys([handle.root, *handle.tokens]), handle.cached)
+
+    @property
+    def drafts_chains(self) -> bool:
+        return self.vocabulary is not None and self._unembed is None and self._runner.computes_chains
+
+    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        assert self.vocabulary is not None
+        for handle in handles:
+            self.prefill(handle, JOINT_ROWS)
+        plan = PassPlan.of(handles, [Draft.empty()] * len(handles), [0] * len(handles))
+        plan = replace(plan, features=torch.cat([rows for handle in handles for rows in handle.fresh]))
+        chains, states = self._runner.chains(plan, requests, self.vocabulary, self._state)
+        assert states is not None
+        for handle, own in zip(handles, states.split([part.count for part in plan.parts]), strict=True):
+            self._caught_up(handle, own)
+        return chains
 
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
         return self.grow_on(handles, drafts, handles)
@@ -242,7 +279,7 @@ class FeatureNet(DraftNet):
 
     def _row_keys(self, tokens: Sequence[int]) -> list[int]:
         """Returns the key of each row for the prefix cache: its token, in the first row also the token before it."""
-        return [tokens[0] * self._vocab + tokens[1], *tokens[2:]] if len(tokens) > 1 else []
+        return [tokens[0] * self.vocab_size + tokens[1], *tokens[2:]] if len(tokens) > 1 else []
 
     # passes
 

@@ -7,26 +7,34 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from foretoken.models.formats.quantize import Matrix, Quantizer
 from foretoken.models.formats.weights import DenseMlpWeights, LayerWeights, NormWeight, SelfAttentionWeights
 
 
-def layer_weights(tensors: Mapping[str, Tensor], index: int, dtype: torch.dtype) -> LayerWeights:
+def layer_weights(
+    tensors: Mapping[str, Tensor], index: int, dtype: torch.dtype, quantizer: Quantizer | None = None
+) -> LayerWeights:
     """Returns the weights of layer ``index``; their shapes were checked when the head was read."""
+
+    def matrix(name: str) -> Matrix:
+        weight = tensors[f"{name}.weight"]
+        return weight.to(dtype) if quantizer is None else quantizer(weight)
+
     at = f"layers.{index}."
     qkv = [f"{at}self_attn.{part}_proj" for part in "qkv"]
     biased = all(f"{name}.bias" in tensors for name in qkv)
     attention = SelfAttentionWeights(
-        qkv=tuple(tensors[f"{name}.weight"].to(dtype) for name in qkv),
+        qkv=tuple(matrix(name) for name in qkv),
         qkv_bias=torch.cat([tensors[f"{name}.bias"] for name in qkv]).to(dtype) if biased else None,
         q_norm=norm_weight(tensors, f"{at}self_attn.q_norm"),
         k_norm=norm_weight(tensors, f"{at}self_attn.k_norm"),
-        out=tensors[f"{at}self_attn.o_proj.weight"].to(dtype),
+        out=matrix(f"{at}self_attn.o_proj"),
         out_bias=None,
     )
     mlp = DenseMlpWeights(
-        up=tuple(tensors[f"{at}mlp.{part}_proj.weight"].to(dtype) for part in ("gate", "up")),
+        up=tuple(matrix(f"{at}mlp.{part}_proj") for part in ("gate", "up")),
         up_bias=None,
-        down=tensors[f"{at}mlp.down_proj.weight"].to(dtype),
+        down=matrix(f"{at}mlp.down_proj"),
         down_bias=None,
     )
     return LayerWeights(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockNet
 from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
@@ -54,7 +55,8 @@ def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Pa
     head = read_eagle(folder)
     _check(head, folder, target)
     embedding = _embedding("EAGLE head", head.tensors, (head.vocab, head.hidden), folder, path)
-    net = EagleNet(head, embedding, target.dtype, target.device, target.max_length, target.unembed)
+    quantizer = Quantizer(8) if target.quantized and target.device.type == "cpu" else None
+    net = EagleNet(head, embedding, target.dtype, target.device, target.max_length, target.unembed, quantizer)
     if head.version == 1:
         return LoadedEagle(net, (target.num_layers,))
     taps = head.taps or default_taps(target.num_layers)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import NO_ENCODER
-from foretoken.models.chains import ChainRequest, ModelChain
+from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import NO_NORMS, BranchFactors
 from foretoken.models.formats.lora.tensors import AdapterLayer
@@ -70,7 +70,9 @@ class BasicRunner:
         """Never called: there are no adapters."""
         raise NotImplementedError
 
-    def chains(self, plan: PassPlan, requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(
+        self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
+    ) -> tuple[list[ModelChain], Tensor | None]:
         """Not called while ``computes_chains`` is false."""
         raise NotImplementedError
 
@@ -213,11 +215,17 @@ class Runner(Protocol):
                 cut depends on that sequence alone.
         """
 
-    def chains(self, plan: PassPlan, requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(
+        self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
+    ) -> tuple[list[ModelChain], Tensor | None]:
         """Computes every row of the plan, and the chains behind it.
 
         Args:
             plan: rows without drafts, the last of each sequence an output.
             requests: the chain of each sequence. Their ends have the same bounds.
-            vocab: tokens from this number on are not drafted.
+            vocabulary: the tokens that may be drafted.
+            state: the tap that is the features of the next row, in a model that takes features.
+
+        Returns:
+            The chains, and this tap of the plan's rows.
         """

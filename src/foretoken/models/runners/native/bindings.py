@@ -306,8 +306,8 @@ class ChainSpec(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("limits", "floors", "bases", "slopes", "bounds")),
         *((name, c_void_p) for name in ("tokens", "probabilities", "counts", "tried")),
-        *((name, c_void_p) for name in ("samplers", "choose")),
-        *((name, c_int32) for name in ("longest", "buckets", "vocab")),
+        *((name, c_void_p) for name in ("samplers", "choose", "ids")),
+        *((name, c_int32) for name in ("longest", "buckets", "vocab", "width")),
     ]
 
 

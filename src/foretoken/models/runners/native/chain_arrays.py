@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.native import sampling
-from foretoken.models.chains import ChainEnd, ChainRequest, Draws, ModelChain
+from foretoken.models.chains import ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain
 from foretoken.models.runners.native.bindings import ChainSpec, SamplerSpec
 
 
@@ -19,12 +19,12 @@ class ChainArrays:
 
     Args:
         requests: The chains. Their ends have the same bounds.
-        vocab: Tokens from this number on are not drafted.
+        vocabulary: The tokens that may be drafted.
     """
 
-    def __init__(self, requests: Sequence[ChainRequest], vocab: int) -> None:
+    def __init__(self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary) -> None:
         self._limits = array("i", [request.limit for request in requests])
-        self._longest, self._vocab = max(self._limits), vocab
+        self._longest, self._vocabulary = max(self._limits), vocabulary
         bounds = next((request.end.bounds for request in requests if request.end is not None), ())
         never = ChainEnd(bounds, [1.0] * (len(bounds) + 1), [0.0] * (len(bounds) + 1), [0.0])
         ends, depths = [request.end or never for request in requests], range(self._longest)
@@ -48,9 +48,11 @@ class ChainArrays:
             **{name: getattr(self, f"_{name}").buffer_info()[0] for name in names},
             samplers=ctypes.cast(self._samplers, ctypes.c_void_p),
             choose=sampling.chooser(),
+            ids=None if self._vocabulary.ids is None else self._vocabulary.ids.data_ptr(),
             longest=self._longest,
             buckets=len(self._bounds) + 1,
-            vocab=self._vocab,
+            vocab=self._vocabulary.size,
+            width=self._vocabulary.width,
         )
 
     def results(self) -> list[ModelChain]:
@@ -66,7 +68,7 @@ class ChainArrays:
 
     def _sampler(self, number: int, limit: int, draws: Draws) -> SamplerSpec:
         noise = array("Q", draws.keys) if draws.keys else array("d", draws.uniforms)
-        kept, rows = draws.kept.spec(self._vocab), torch.empty(limit if draws.rows else 1, self._vocab)
+        kept, rows = draws.kept.spec(width := self._vocabulary.width), torch.empty(limit if draws.rows else 1, width)
         self._held += [noise, kept, rows]
         if draws.rows:
             self._rows[number] = rows

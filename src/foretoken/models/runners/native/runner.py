@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native.build import KernelsUnavailable
-from foretoken.models.chains import ChainRequest, ModelChain
+from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
@@ -216,11 +216,8 @@ class NativeRunner(DecoderOnly):
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         a = self._architecture
         logits_out = torch.empty(len(plan.outputs), padded(a.vocab, UNIT)) if logits else None
-        tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
         arrays = self._arrays(plan)
-        arrays["tap_layers"] = array("i", tapped)
-        arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
-        features = plan.features.float().contiguous() if plan.features is not None else None
+        tapped, features = self._tapped(plan, arrays, taps), _floats(plan.features)
         steps = self._pages.plan(plan.parts)
         batch = _batch(plan, arrays, logits_out)
         if features is not None:
@@ -232,12 +229,24 @@ class NativeRunner(DecoderOnly):
         self._pages.finish()
         return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped)
 
-    def chains(self, plan: PassPlan, requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(
+        self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
+    ) -> tuple[list[ModelChain], Tensor | None]:
         logits = torch.empty(len(requests), padded(self._architecture.vocab, UNIT))
-        arrays, chains = self._arrays(plan, [request.limit for request in requests]), ChainArrays(requests, vocab)
-        batch = _batch(plan, arrays, logits)
+        arrays, chains = self._arrays(plan, [request.limit for request in requests]), ChainArrays(requests, vocabulary)
+        tapped = self._tapped(plan, arrays, () if state is None else (state,))
+        batch, features = _batch(plan, arrays, logits), _floats(plan.features)
+        if features is not None:
+            batch.features, batch.tap_count = features.data_ptr(), len(tapped)
         self._library.foretoken_chains(self._spec, batch, chains.spec(), self._workspace, self.threads)
-        return chains.results()
+        return chains.results(), None if state is None else tapped[state]
+
+    def _tapped(self, plan: PassPlan, arrays: dict[str, array[int]], taps: Sequence[int]) -> dict[int, Tensor]:
+        """Returns the hidden states that a pass with ``arrays``, which refer to them from now on, will write."""
+        tapped = {layer: torch.empty(len(plan.tokens), self._architecture.hidden) for layer in taps}
+        arrays["tap_layers"] = array("i", tapped)
+        arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
+        return tapped
 
     def _arrays(self, plan: PassPlan, further: Sequence[int] | None = None) -> dict[str, array[int]]:
         """Returns the arrays of a pass, with room for its rows and for ``further`` ones of each sequence."""
@@ -329,6 +338,10 @@ class NativeRunner(DecoderOnly):
         started = perf_counter()
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
         return perf_counter() - started
+
+
+def _floats(features: Tensor | None) -> Tensor | None:
+    return None if features is None else features.float().contiguous()
 
 
 def _batch(plan: PassPlan, arrays: Mapping[str, array[int]], logits: Tensor | None) -> BatchSpec:

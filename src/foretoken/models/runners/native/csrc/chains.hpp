@@ -1,7 +1,8 @@
 // Chains: the tokens that follow sequences, each the likeliest one after those before it or drawn, in one call.
 //
 // Each level is a pass over the newest token of every chain that goes on. In between nothing returns to Python, whose work for
-// a pass takes longer than the pass of a small model.
+// a pass takes longer than the pass of a small model. A head on a target's hidden states (EAGLE) reads its own tapped states
+// behind the first pass, those of the row before.
 #pragma once
 
 #include "maximum.hpp"
@@ -15,7 +16,7 @@ using Choose = int32_t (*)(const float* logits, int64_t n, const void* kept, int
 struct SamplerSpec {
     const void* kept;       // temperature and filters; null: the likeliest tokens are taken
     const uint64_t* noise;  // [limit]; the bits of uniform numbers, or the keys of races
-    float* rows;            // [limit][vocab]; result: their distributions; [vocab] unless it keeps them
+    float* rows;            // [limit][width]; result: their distributions; [width] unless it keeps them
     int32_t races, keeps;
 };
 
@@ -28,9 +29,11 @@ struct ChainSpec {
     float* probabilities;           // likewise
     int32_t* counts;                // [sequences]; result: tokens of each chain, fewer than its limit where it ended
     int32_t* tried;                 // [sequences]; result: with the token that is left out; 0 where tokens are drawn
-    const SamplerSpec* samplers;        // [sequences]
+    const SamplerSpec* samplers;    // [sequences]
     Choose choose;
-    int32_t longest, buckets, vocab;  // vocab: tokens that may be drafted
+    const int32_t* ids;             // [vocab], ascending; the token of each logit; null: its number
+    int32_t longest, buckets, vocab;  // vocab: logits of tokens that may be drafted
+    int32_t width;                  // tokens of the distributions; vocab without ids
 };
 
 // The largest of some logits, the first of equal ones, and its softmax probability; token -1 where they are not finite.
@@ -69,8 +72,11 @@ class Chains {
             pass(batch);
             const int64_t stride = m.head.units * BLOCKS * LANES;
             size_t kept = 0;
-            for (size_t i = 0; i < going.size(); i++)
-                if (extend(going[i], first.logits + i * stride)) going[kept++] = going[i];
+            for (size_t i = 0; i < going.size(); i++) {
+                if (!extend(going[i], first.logits + i * stride)) continue;
+                if (first.features) std::copy_n(batch.taps[0] + (int64_t)batch.outputs[i] * m.hidden, m.hidden, &features[kept * m.hidden]);
+                going[kept++] = going[i];
+            }
             going.resize(kept);
             plan(level + 1);
         }
@@ -80,8 +86,10 @@ class Chains {
     // Checks the first pass and the rows of all chains, so that the passes behind it need no further check.
     void check() {
         if (c.longest < 1 || c.buckets < 1) refuse("chains of %d tokens with %d buckets; at least one is expected", c.longest, c.buckets);
-        if (c.vocab < 1 || c.vocab > std::min<int64_t>(m.embedding_rows, m.head.units * BLOCKS * LANES))
-            refuse("chains of %d tokens, and the model reads %d", c.vocab, m.embedding_rows);
+        if (c.vocab < 1 || c.vocab > m.head.units * BLOCKS * LANES || c.width < c.vocab || c.width > m.embedding_rows)
+            refuse("chains of %d of %d tokens, and the model reads %d", c.vocab, c.width, m.embedding_rows);
+        for (int i = 0; c.ids && i < c.vocab; i++)
+            if (c.ids[i] < (i ? c.ids[i - 1] + 1 : 0) || c.ids[i] >= c.width) refuse("the token %d of logit %d among %d", c.ids[i], i, c.width);
         for (int s = 0; s < first.sequences; s++) {
             if (c.limits[s] < 1 || c.limits[s] > c.longest) refuse("chain %d has %d tokens, from 1 to %d are expected", s, c.limits[s], c.longest);
             const SamplerSpec& how = c.samplers[s];
@@ -90,7 +98,9 @@ class Chains {
         }
         PassCheck(m, first).run(threads, further.data());
         const PlanUse use(m, first);
-        if (first.features || first.tap_count || use.states || use.sources) refuse("chains of a model that needs more than tokens");
+        if (first.tap_count != (first.features ? 1 : 0) || use.states || use.sources) refuse("chains of a model that needs more than tokens");
+        if (first.features) features.resize((int64_t)first.sequences * m.hidden), tapped = features, tap = tapped.data();
+        if (c.ids) wide.assign(c.width, -INFINITY);
         if (!first.logits || first.output_count != first.sequences) refuse("%d rows of logits for %d chains", first.output_count, first.sequences);
         for (int s = 0; s < first.sequences; s++)
             if (first.outputs[s] != first.sequence_from[s + 1] - 1 || first.branch_count)
@@ -103,9 +113,10 @@ class Chains {
     bool draw(int s, const float* logits) {
         const SamplerSpec& how = c.samplers[s];
         const int64_t depth = c.counts[s];
-        float* row = how.rows + (how.keeps ? depth * c.vocab : 0);
+        float* row = how.rows + (how.keeps ? depth * c.width : 0);
         int64_t token;
-        const int32_t status = c.choose(logits, c.vocab, how.kept, how.races, how.noise + depth, row, &token, threads);
+        for (int i = 0; c.ids && i < c.vocab; i++) wide[c.ids[i]] = logits[i];
+        const int32_t status = c.choose(c.ids ? wide.data() : logits, c.width, how.kept, how.races, how.noise + depth, row, &token, threads);
         if (status == NO_MEMORY) throw std::bad_alloc();
         if (status != OK) refuse("token %lld of chain %d cannot be drawn", (long long)depth, s);
         if (token < 0) return false;
@@ -118,7 +129,7 @@ class Chains {
         if (best.token < 0) return false;
         const int depth = c.tried[s]++;
         const int64_t at = (int64_t)s * c.longest + depth;
-        c.tokens[at] = best.token, c.probabilities[at] = best.probability;
+        c.tokens[at] = c.ids ? c.ids[best.token] : best.token, c.probabilities[at] = best.probability;
         const int bucket = int(std::upper_bound(c.bounds, c.bounds + c.buckets - 1, best.probability) - c.bounds);
         reach[s] *= c.bases[s * c.buckets + bucket] + c.slopes[s * c.buckets + bucket] * best.probability;
         if (reach[s] < c.floors[at]) return false;
@@ -144,6 +155,7 @@ class Chains {
         batch.prefix = prefix.data(), batch.branch_from = branch_from.data(), batch.pages = pages.data(), batch.page_counts = page_counts.data();
         batch.sequence_from = batch.outputs = numbers.data();
         if (first.adapters) batch.adapters = adapters.data();
+        if (first.features) batch.features = features.data(), batch.taps = &tap;
         batch.rows = batch.sequences = batch.output_count = count;
     }
 
@@ -155,6 +167,9 @@ class Chains {
     std::vector<int32_t> further;  // [sequences]; rows behind those of the first pass
     std::vector<int> going;    // sequences
     std::vector<float> reach;  // [sequences]; how likely all tokens of a chain are accepted
+    std::vector<float> features, tapped;  // [sequences][hidden]; what a pass behind the first one reads, and its tapped states
+    float* tap = nullptr;
+    std::vector<float> wide;   // [width]; logits of all tokens
     std::vector<int32_t> tokens, positions, places, prefix, branch_from, page_counts, numbers;
     std::vector<Word* const*> pages;
     std::vector<const LoraAdapter*> adapters;

@@ -69,8 +69,8 @@ const LayoutField* foretoken_layout() {
                logits, tap_layers, taps, features, replay, adapters, source_pages, source_counts, source_lengths, rows, sequences,
                output_count, tap_count, branch_count, reach, source_reach)
         LAYOUT(SamplerSpec, kept, noise, rows, races, keeps)
-        LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, counts, tried, samplers, choose, longest,
-               buckets, vocab)
+        LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, counts, tried, samplers, choose, ids,
+               longest, buckets, vocab, width)
         {},
     };
     return fields;
