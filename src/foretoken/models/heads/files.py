@@ -32,14 +32,15 @@ TAPS_KEY = "foretoken_taps"  # our key in config.json: the tapped layers, as ind
 def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
     """Returns the folder of the heads to use: ``model``, or the heads that come with the target.
 
-    A target's own heads are in its folder under ``heads/<role>``; those of the bundled target are in the zoo.
+    ``model`` is a folder, the name of a bundled model, or a hub id. A target's own heads are in its folder under ``heads/<role>``; those of the bundled target are in the zoo.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no such heads.
         ModelLoadError: ``model`` is not found.
     """
     if model is not None:
-        return resolve(model)
+        bundled = any(m.name == str(model) for m in zoo.list_models()) and not Path(model).exists()
+        return zoo.path(str(model)) if bundled else resolve(model)
     if target is not None:
         own = target / HEADS_FOLDER / role
         if (own / "config.json").is_file():
@@ -48,7 +49,7 @@ def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
             return zoo.path(role)
     raise InvalidRequest(
         f"method {role!r} needs heads for this target and none came with it; pass 'model' in speculative_config, or "
-        f"train them: foretoken train {role} --model TARGET --data FILES"
+        f"train them: foretoken train {role} HEAD --model TARGET"
     )
 
 
