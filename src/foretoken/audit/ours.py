@@ -183,6 +183,9 @@ class _Keeping(Wrapper):
             self.rows.setdefault(context.id, []).append(seen.scores.logits[path].float().clone())
         super().observe(contexts, observations)
 
+    def reads_logits(self, context: Context) -> bool:
+        return True
+
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, verbose=False)["input_ids"])

@@ -26,6 +26,11 @@ class Law(Protocol):
         """Whether equal logits may give different probabilities. If not, histories may be omitted."""
         ...
 
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether ``best`` returns the argmax of unchanged logits, so that a model may compute it in place of them."""
+        return False
+
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
         """Returns each row's most probable token, the lowest id on ties; -1 where no token is possible."""
         ...
@@ -69,17 +74,24 @@ class NodeDistributions:
         law: Sampling parameters of the request.
         logits: [n+1, V]. Row 0 at the root, row i + 1 at node i.
         history: Returns the history of a row. Called only if ``law.needs_history``.
+        argmax: The argmax of each row in place of its logits, for a law with ``takes_argmax``; -1 where there is none.
     """
 
-    def __init__(self, law: Law, logits: Tensor, history: Callable[[int], History]) -> None:
-        self.shape = logits.shape
+    def __init__(
+        self, law: Law, logits: Tensor, history: Callable[[int], History], argmax: Sequence[int] | None = None
+    ) -> None:
+        self.shape = (len(logits if argmax is None else argmax), logits.shape[1])
         self._law, self._logits, self._history = law, logits, history
         self._known: dict[int, Tensor] = {}
-        self._best: list[int] | None = None
+        self._argmax, self._best = argmax, argmax
         self._errors: dict[int, Exception] = {}
 
     def __getitem__(self, row: int) -> Tensor:
         known = self._known.get(row)
+        if known is None and self._argmax is not None:
+            known = self._known[row] = torch.zeros(self.shape[1])
+            token = self._argmax[row]
+            known[token if token >= 0 else slice(None)] = 1.0 if token >= 0 else torch.nan
         if known is None:
             try:
                 known = self._law.probs(self._logits[row : row + 1], self._histories(row))[0]
@@ -95,7 +107,9 @@ class NodeDistributions:
         No other entries of the rows are computed. All are computed at once where the law needs no history, else one by
         one as the iterator advances.
         """
-        if self._law.needs_history:
+        if self._argmax is not None:
+            yield from (float(self[row][token]) for row, token in zip(rows, tokens, strict=True))
+        elif self._law.needs_history:
             for row, token in zip(rows, tokens, strict=True):
                 yield self._chance(row, token)
         elif rows:
@@ -110,11 +124,13 @@ class NodeDistributions:
         """
         if not self._law.greedy:
             return None
+        if self._best is not None:
+            return self._best[row]
         try:
             if self._logits.is_cpu:
                 return self._law.best(self._logits[row : row + 1], self._histories(row))[0]
-            if self._best is None:  # on a device a synchronization costs more than the rows, so all rows take one
-                self._best = self._law.best(self._logits, self._histories(*range(self.shape[0])))
+            # On a device a synchronization costs more than the rows, so all rows take one.
+            self._best = self._law.best(self._logits, self._histories(*range(self.shape[0])))
         except Exception as error:
             self._errors[row] = error
             return -1
@@ -122,6 +138,8 @@ class NodeDistributions:
 
     def refusal(self, row: int) -> Exception:
         """Returns the reason that no token is possible at ``row``."""
+        if self._argmax is not None:
+            return not_finite()
         return self._errors.get(row) or self._law.refusal(self._logits[row], self._history(row))
 
     def _chance(self, row: int, token: int) -> float:

@@ -85,6 +85,11 @@ class SamplingLaw:
         return self.needs_history or bool(self.logit_bias)
 
     @property
+    def takes_argmax(self) -> bool:
+        """See ``Law``."""
+        return self.greedy and not self.adjusts
+
+    @property
     def penalizes(self) -> bool:
         """Whether any penalty is set."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)

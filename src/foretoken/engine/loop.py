@@ -106,7 +106,10 @@ class Engine:
         """
         self.check(context)
         self.controller.admit(context)
-        self.scheduler.add(Sequence(context, stopping, options or OutputOptions(), priority))
+        sequence = Sequence(context, stopping, options or OutputOptions(), priority)
+        reads_logits = sequence.options.reads_logits or self.proposer.reads_logits(context)
+        sequence.argmax_only = context.law.takes_argmax and not reads_logits
+        self.scheduler.add(sequence)
 
     def check(self, context: Context) -> None:
         """Raises InvalidRequest for a prompt that is empty or that the model cannot take, or an unknown adapter."""

@@ -47,6 +47,11 @@ class OutputOptions:
     prompt_logprobs: int | None = None
     explain: bool = False
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether recording them takes the logits."""
+        return self.logprobs is not None or self.prompt_logprobs is not None or self.explain
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -65,6 +70,7 @@ class Sequence:
         recorded: Log-probabilities of the output tokens.
         prompt_recorded: Log-probabilities of the prompt tokens.
         explained: Probabilities of each step.
+        argmax_only: Whether only the argmax of its logits is read. See ``Handle.argmax_only``.
     """
 
     context: Context
@@ -79,6 +85,7 @@ class Sequence:
     recorded: list[TokenLogprobs] = field(default_factory=list)
     prompt_recorded: list[TokenLogprobs] = field(default_factory=list)
     explained: list[Explained] = field(default_factory=list)
+    argmax_only: bool = False
 
     @property
     def turn(self) -> tuple[int, int]:

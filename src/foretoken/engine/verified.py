@@ -91,7 +91,7 @@ def _verdict(sequence: Sequence, draft: Draft, scores: Scores, rule: Rule) -> Ve
     them as the target's own, and the next step ends the sequence.
     """
     context = sequence.context
-    probs = NodeDistributions(context.law, scores.logits, partial(context.history_at, draft))
+    probs = NodeDistributions(context.law, scores.logits, partial(context.history_at, draft), scores.argmax)
     try:
         stream = stream_for(context.exactness, context.streams, context.generated)
         return rule(draft.law, context.exactness)(draft, probs, stream)

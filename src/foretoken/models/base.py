@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Handle:
         cached: number of tokens whose rows are in the cache; the rows of ``nodes`` follow them.
         nodes: tokens of the draft nodes whose rows are in the cache, in the order of their rows.
         parents: parent of each of these nodes; -1 for the root.
+        argmax_only: whether nothing of a row's logits is read but their argmax, so that a model may leave them out.
     """
 
     slot: int
@@ -48,6 +50,7 @@ class Handle:
     cached: int = 0
     nodes: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
+    argmax_only: bool = False
 
     @property
     def pending(self) -> list[int]:
@@ -101,19 +104,28 @@ class Scores:
     Attributes:
         logits: [rows, V], in the host's memory, where distributions are computed alike whatever the model's device.
             Row 0 belongs to the root (the last committed token) and row i + 1 to draft node i. If earlier nodes were
-            scored before, only the new rows, in the same order.
+            scored before, only the new rows, in the same order. [0, V] where ``argmax`` is in their place.
         taps: hidden states [computed, H] by layer index, for every row that this call computed, a prompt's included:
             the pending tokens from position ``first`` on, then the new draft nodes. So the last rows are those of
             ``logits``. Index i is the *input* of layer i, as in transformers' ``hidden_states[i]``; the number of
             layers stands for the normed output.
         first: position of the first computed row in the sequence.
         slot: the sequence's place in the model's cache, for drafters that read it; -1 where nobody can.
+        argmax: the likeliest token of each row, the lowest id on ties, -1 where a logit is not finite; None where there
+            are logits.
     """
 
     logits: Tensor
     taps: dict[int, Tensor] = field(default_factory=dict)
     first: int = 0
     slot: int = -1
+    argmax: Sequence[int] | None = None
+
+
+@cache
+def no_logits(vocab: int) -> Tensor:
+    """Returns the logits of no rows."""
+    return torch.empty(0, vocab)
 
 
 class Model(ABC):

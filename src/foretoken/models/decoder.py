@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.base import Handle, Model, Scores, growing
+from foretoken.models.base import Handle, Model, Scores, growing, no_logits
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
@@ -207,13 +207,17 @@ class Decoder(Model):
             earlier: taps of the rows that it has computed before, in order.
         """
         result = self._run(plan, taps, logits=True)
-        assert result.logits is not None
         for handle, draft in zip(handles, drafts, strict=True):
             handle.cached = len(handle.tokens)
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
-        logits = result.logits.split(plan.output_counts)
         tapped = _by_sequence(result.taps, earlier, [part.count for part in plan.parts])
-        slots = [handle.slot for handle in handles]
+        slots, counts = [handle.slot for handle in handles], plan.output_counts
+        if result.argmax is not None:
+            none, ends = no_logits(self.vocab_size), accumulate(counts)
+            argmax = [result.argmax[end - count : end] for end, count in zip(ends, counts, strict=True)]
+            return [Scores(none, *scores) for scores in zip(tapped, firsts, slots, argmax, strict=True)]
+        assert result.logits is not None
+        logits = result.logits.split(counts)
         return [Scores(*scores) for scores in zip(logits, tapped, firsts, slots, strict=True)]
 
     @property

@@ -135,6 +135,9 @@ class Adaptive(Wrapper):
         self._take_over()
         return self.inner.propose(contexts, budgets)
 
+    def reads_logits(self, context: Context) -> bool:
+        return True
+
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, observation in zip(contexts, observations, strict=True):
             if context.cache_salt is None:

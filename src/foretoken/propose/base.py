@@ -24,11 +24,13 @@ class Needs:
         live_steps: It learns from decode steps as they ran: from the rows of rejected draft tokens, or from their
             duration.
         costs: The cost model that it reads. The engine keeps it up to date.
+        logits: ``observe`` reads logits. Without it they may be missing, see ``Scores.argmax``.
     """
 
     taps: tuple[int, ...] = ()
     live_steps: bool = False
     costs: CostModel | None = None
+    logits: bool = False
 
     @staticmethod
     def union(needs: Iterable[Needs]) -> Needs:
@@ -36,7 +38,8 @@ class Needs:
         all_needs = list(needs)
         taps = tuple(sorted({tap for each in all_needs for tap in each.taps}))
         costs = next((each.costs for each in all_needs if each.costs is not None), None)
-        return Needs(taps, any(each.live_steps for each in all_needs), costs)
+        live_steps, logits = (any(getattr(each, name) for each in all_needs) for name in ("live_steps", "logits"))
+        return Needs(taps, live_steps, costs, logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,10 @@ class Proposer:
     def parts(self, context: Context) -> Collection[DraftPart]:
         """Returns the parts that may draft for ``context``: in each step the one that ``context.part`` names."""
         return (DraftPart.ALL,)
+
+    def reads_logits(self, context: Context) -> bool:
+        """Returns whether ``observe`` reads the logits of ``context``."""
+        return self.needs.logits
 
     def reusable_prefix_len(self, context: Context) -> int:
         """Called before the target's prefill of a text, also after a preemption.

@@ -64,6 +64,9 @@ class PerRequestProposer(Proposer):
     def parts(self, context: Context) -> Collection[DraftPart]:
         return self.members[self.of(context)].parts(context)
 
+    def reads_logits(self, context: Context) -> bool:
+        return self.members[self.of(context)].reads_logits(context)
+
     def reusable_prefix_len(self, context: Context) -> int:
         return self.members[self.of(context)].reusable_prefix_len(context)
 

@@ -151,7 +151,7 @@ class Recycling(Proposer):
     name = "recycling"
     costless = True
     learns = True
-    needs = Needs(live_steps=True)
+    needs = Needs(live_steps=True, logits=True)
 
     def __init__(
         self, vocab_size: int, config: RecyclingConfig | None = None, table: NDArray[np.int32] | None = None

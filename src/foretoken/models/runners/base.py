@@ -32,10 +32,12 @@ class Pass:
         logits: float32 [outputs, V]; None if they were not requested.
         taps: hidden states [rows, H] of all rows by layer. Index i is the input of layer i, the number of layers stands
             for the normed output, and one more for the output before the norm.
+        argmax: the argmax of each output's logits, where the plan allows it in their place.
     """
 
     logits: Tensor | None
     taps: dict[int, Tensor] = field(default_factory=dict)
+    argmax: Sequence[int] | None = None
 
 
 class BasicRunner:

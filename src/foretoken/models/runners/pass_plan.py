@@ -46,6 +46,7 @@ class PassPlan:
         reach: the highest cache row in use, plus one.
         features: [rows, H], for a model whose input are features; see ``weights.Entry``.
         replay: the steps of recurrent layers, which the CUDA runner adds; None without them.
+        argmax_only: whether a runner may return the argmax of each output in place of its logits.
     """
 
     tokens: list[int]
@@ -56,6 +57,7 @@ class PassPlan:
     reach: int
     features: Tensor | None = None
     replay: ReplayPlan | None = None
+    argmax_only: bool = False
 
     @property
     def output_rows(self) -> slice | Tensor:
@@ -93,4 +95,5 @@ class PassPlan:
             first = handle.cached if pending else length + done
             parts.append(Part(handle.slot, first, count, length, draft))
         reach = max(part.end for part in parts)
-        return PassPlan(tokens, positions, parts, outputs, counts, reach)
+        argmax_only = all(handle.argmax_only for handle in handles)
+        return PassPlan(tokens, positions, parts, outputs, counts, reach, argmax_only=argmax_only)

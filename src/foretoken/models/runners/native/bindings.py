@@ -284,7 +284,7 @@ class BatchSpec(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "positions", "places", "prefix", "branch_from", "branches")),
         *((name, c_void_p) for name in ("sequence_from", "pages", "page_counts", "outputs", "logits")),
-        *((name, c_void_p) for name in ("tap_layers", "taps")),
+        *((name, c_void_p) for name in ("likeliest", "tap_layers", "taps")),
         ("features", c_void_p),
         ("replay", POINTER(ReplaySpec)),
         ("adapters", c_void_p),

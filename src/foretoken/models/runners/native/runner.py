@@ -214,12 +214,18 @@ class NativeRunner(DecoderOnly):
         return self._pages.nbytes()
 
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        a = self._architecture
-        logits_out = torch.empty(len(plan.outputs), padded(a.vocab, UNIT)) if logits else None
+        a, argmax = self._architecture, None
+        logits_out = None
+        if logits and plan.argmax_only:
+            argmax = array("i", bytes(4 * len(plan.outputs)))
+        elif logits:
+            logits_out = torch.empty(len(plan.outputs), padded(a.vocab, UNIT))
         arrays = self._arrays(plan)
         tapped, features = self._tapped(plan, arrays, taps), _floats(plan.features)
         steps = self._pages.plan(plan.parts)
         batch = _batch(plan, arrays, logits_out)
+        if argmax is not None:
+            batch.likeliest = argmax.buffer_info()[0]
         if features is not None:
             batch.features = features.data_ptr()
         if steps is not None:
@@ -227,7 +233,7 @@ class NativeRunner(DecoderOnly):
         batch.tap_count, batch.source_reach = len(tapped), max(arrays.get("source_lengths", (0,)))
         self._library.foretoken_run(self._spec, batch, self._workspace, self.threads)
         self._pages.finish()
-        return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped)
+        return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped, argmax)
 
     def chains(
         self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None

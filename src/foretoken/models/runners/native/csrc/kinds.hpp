@@ -5,6 +5,7 @@
 
 #include "activations.hpp"
 #include "chunks.hpp"
+#include "maximum.hpp"
 
 // Rows of words with a fixed stride, and beside each row the scales that its kind has.
 struct Input {
@@ -65,6 +66,31 @@ inline Floats get_floats(const Matrix& w, const Word* words, int64_t at) {
     return get<BF16>(words, at);
 }
 
+// The largest logit of each unit in each row, and its token, by the rule of maximum.hpp: NaN if a logit of the unit is.
+struct UnitMaxima {
+    float* largest;   // [rows][units]
+    int32_t* tokens;  // [rows][units]
+    int64_t units, vocab;
+
+    void add(int row, int64_t unit, Floats low, Floats high) const {
+        const int64_t token = unit * BLOCKS * LANES, left = vocab - token;
+        if (left < BLOCKS * LANES)  // the last unit may be padded
+            low = select(first_lanes(left), low, floats(-INFINITY)), high = select(first_lanes(left - LANES), high, floats(-INFINITY));
+        Maximum maximum;
+        maximum.add(low), maximum.add(high);
+        const float top = maximum.value();
+        const unsigned hits = bits(equal(low, floats(top))) | bits(equal(high, floats(top))) << LANES;
+        largest[row * units + unit] = top;
+        tokens[row * units + unit] = (int32_t)token + (hits ? __builtin_ctz(hits) : 0);
+    }
+    // Returns the likeliest token of a row, -1 where there is none.
+    int32_t token(int64_t row) const {
+        float top;
+        const int64_t unit = argmax(largest + row * units, units, top);
+        return unit < 0 ? -1 : tokens[row * units + unit];
+    }
+};
+
 // Stores the two blocks of a unit in rows of floats, with the strides of a row and a unit.
 struct RowStore {
     float* to;
@@ -76,11 +102,16 @@ struct RowStore {
     int64_t first_unit = 0;  // whose numbers are the first of a row
     Added added{};
     int64_t block_stride = LANES;  // between the two blocks
+    const UnitMaxima* maxima = nullptr;  // receives what would be stored, where `to` is null
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
         added(row, unit - first_unit, low, high);
-        float* at = to + row * row_stride + (unit - first_unit) * unit_stride;
         low = low * floats(factor), high = high * floats(factor);
+        if (!to) {
+            if (cap != 0.0f) low = soft(low), high = soft(high);
+            return maxima->add(row, unit, low, high);
+        }
+        float* at = to + row * row_stride + (unit - first_unit) * unit_stride;
         if (add) {
             low = low + load(at);
             high = high + load(at + block_stride);
@@ -91,6 +122,7 @@ struct RowStore {
     }
     // Prefetches what will be stored to.
     void ask(int row, int64_t unit) const {
+        if (!to) return;
         const float* at = to + row * row_stride + (unit - first_unit) * unit_stride;
         prefetch(at), prefetch(at + block_stride);
     }

@@ -41,7 +41,7 @@ struct Answered {
         return m.layer_count && count(b) < b.rows;
     }
 
-    static int count(const BatchSpec& b) { return b.logits ? b.output_count : 0; }
+    static int count(const BatchSpec& b) { return b.logits || b.likeliest ? b.output_count : 0; }
 };
 
 // The plan of attention over the states of an encoder: a row sees all of its sequence's, and no draft.

@@ -34,10 +34,13 @@ struct Pass {
     ExpertMlp<kv> experts;
     OwnInputs<kv> inputs;
     const int leaving;  // the layer where rows without logits leave
+    float* const unit_maxima;     // [outputs][units of the head]; see UnitMaxima
+    int32_t* const unit_tokens;
 
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
         : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), cross(attention, w), latent(p, w),
-          recurrent(p, w), dense(p, w), experts(p, w), inputs(p, w), leaving(last_writer(m)) {}
+          recurrent(p, w), dense(p, w), experts(p, w), inputs(p, w), leaving(last_writer(m)),
+          unit_maxima((float*)w.unit_maxima.data), unit_tokens((int32_t*)w.unit_tokens.data) {}
 
     // Allocates the memory of a pass, before its threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
@@ -51,6 +54,9 @@ struct Pass {
         DenseMlp<kv>::reserve(m, b, w);
         ExpertMlp<kv>::reserve(m, b, w, threads);
         OwnInputs<kv>::reserve(m, b, w);
+        if (b.logits || !b.likeliest) return;
+        w.unit_maxima.room<float>(b.output_count * m.head.units);
+        w.unit_tokens.room<int32_t>(b.output_count * m.head.units);
     }
 
     void run() {
@@ -72,7 +78,7 @@ struct Pass {
         }
         tap(m.layer_count);
         tap(m.layer_count + 1);
-        if (p.b.logits) head();
+        if (p.b.logits || p.b.likeliest) head();
     }
 
    private:
@@ -137,9 +143,12 @@ struct Pass {
 
     void head() {
         const BatchSpec& b = p.b;
-        const RowStore store{b.logits, m.head.units * BLOCKS * LANES, false, m.logit_scale, m.logit_cap};
+        const UnitMaxima maxima{unit_maxima, unit_tokens, m.head.units, m.vocab};
+        RowStore store{b.logits, m.head.units * BLOCKS * LANES, false, m.logit_scale, m.logit_cap};
+        store.maxima = &maxima;
         p.multiply_prepared(m.head, NORMED, b.output_count, [&](int64_t i, Word* words, float* scales) {
             p.normalize_row(m.head, p.hidden + b.outputs[i] * p.width, m.norm, words, scales);
         }, store);
+        if (!b.logits) p.member.each(b.output_count, 1, [&](int64_t i) { b.likeliest[i] = maxima.token(i); });
     }
 };

@@ -251,6 +251,7 @@ struct BatchSpec {
     const int32_t* page_counts;                    // [sequences]; their number
     const int32_t *outputs;                        // [output_count]; rows whose logits are needed
     float* logits;                                 // [output_count][padded vocab], or null
+    int32_t* likeliest;                            // [output_count]; in place of the logits their argmax, -1 where there is none
     const int32_t *tap_layers;                     // [tap_count]
     float* const* taps;                            // [tap_count] -> [rows][hidden]
     const float* features;                         // [rows][hidden]; start of the residual stream, or null

@@ -119,7 +119,7 @@ class PassCheck {
     }
 
     void check_outputs() const {
-        const int count = b.logits ? b.output_count : 0;
+        const int count = b.logits || b.likeliest ? b.output_count : 0;
         if (count && !b.outputs) refuse("a pass with %d rows of logits that does not name them", count);
         for (int i = 0; i < count; i++)
             if (b.outputs[i] < (i ? b.outputs[i - 1] + 1 : 0) || b.outputs[i] >= b.rows)
