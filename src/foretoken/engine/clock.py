@@ -14,14 +14,15 @@ class StepClock:
     """Times of the parts of one step, in seconds. A part ends when ``device`` has done its work."""
 
     def __init__(self, device: torch.device, batch: int, prompt_rows: int) -> None:
-        self._device = device
+        self._waits = device if device.type == "cuda" else None
         self.batch, self.prompt_rows, self.missed_tokens = batch, prompt_rows, 0
         self.laps: list[float] = []
         self._last = time.perf_counter()
 
     def lap(self) -> None:
         """Ends a part of the step."""
-        wait_for(self._device)
+        if self._waits is not None:
+            wait_for(self._waits)
         now = time.perf_counter()
         self.laps.append(now - self._last)
         self._last = now

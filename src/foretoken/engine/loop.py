@@ -18,7 +18,7 @@ from foretoken.engine.clock import StepClock
 from foretoken.engine.kv_budget import state_tokens
 from foretoken.engine.prefill_pace import PrefillPacer, PromptRows
 from foretoken.engine.prompt_logprobs import prompt_logprob_drafts, record_prompt_logprobs
-from foretoken.engine.scheduler import Scheduler, SchedulerUsage
+from foretoken.engine.scheduler import ScheduledBatch, Scheduler, SchedulerUsage
 from foretoken.engine.sequence import OutputOptions, Sequence
 from foretoken.engine.stopping import Stopping
 from foretoken.engine.verified import NO_VERDICT, VerifiedDraft, readable
@@ -150,33 +150,25 @@ class Engine:
         Raises:
             InvalidRequest: Another thread is running a step of this engine.
         """
-        with self._exclusive():
+        if not self._alone.acquire(blocking=False):
+            raise InvalidRequest("another thread runs this engine, a server perhaps; give each user an LLM of its own")
+        try:
             plan = self.scheduler.schedule()
             batch = [*plan.ready, *plan.prefilling]
             if not batch:
                 return []
-            contexts = [sequence.context for sequence in plan.ready]
-            prompt_rows = sum(len(s.handle.pending) for s in batch) - len(plan.ready)
-            clock = StepClock(self.target.device, len(contexts), prompt_rows)
-            with self._abandoning(batch):
-                budgets = self.controller.budgets(contexts, plan.max_draft_tokens) if contexts else []
-                clock.missed_tokens = sum(
-                    c.missed_tokens
-                    for c, budget in zip(contexts, budgets, strict=True)
-                    if budget and c.part is not DraftPart.FREE
-                )
-                drafts = self.proposer.propose(contexts, budgets) if contexts else []
-                drafts = readable(drafts, self.target, self.proposer.name)
-                drafts += prompt_logprob_drafts(plan.prefilling)
-                clock.lap()
-                scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
-                clock.lap()
-                own = slice(len(plan.ready))
-                parts = zip(plan.ready, budgets, drafts[own], scores[own], strict=True)
-                verified = [VerifiedDraft.of(*part, self.rule) for part in parts]
-            failed = self._prefill(plan.prefilling, scores[len(plan.ready) :])
+            prompt_rows = sum(s.handle.num_pending for s in batch) - len(plan.ready)
+            clock = StepClock(self.target.device, len(plan.ready), prompt_rows)
+            try:
+                verified, scores = self._verify(plan, batch, clock)
+            except BaseException:
+                self._abandon(batch)
+                raise
+            failed = self._prefill(plan.prefilling, scores) if plan.prefilling else []
             steps = self._settle(verified, clock) if verified else []
-            return [*steps, *(self._end(sequence) for sequence in failed)]
+            return [*steps, *map(self._end, failed)] if failed else steps
+        finally:
+            self._alone.release()
 
     def step_or_raise(self) -> list[StepOutput]:
         """Runs ``step``. Raises the error that ended a sequence, for callers that need every sequence to succeed."""
@@ -209,15 +201,27 @@ class Engine:
         """Removes a finished sequence from the engine and returns it."""
         return self.finished.pop(identifier)
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Raises InvalidRequest where another thread is running a step."""
-        if not self._alone.acquire(blocking=False):
-            raise InvalidRequest("another thread runs this engine, a server perhaps; give each user an LLM of its own")
-        try:
-            yield
-        finally:
-            self._alone.release()
+    def _verify(
+        self, plan: ScheduledBatch, batch: list[Sequence], clock: StepClock
+    ) -> tuple[list[VerifiedDraft], list[Scores]]:
+        """Drafts, runs the forward pass and verifies. Returns the verified drafts, and the prefilling sequences' scores."""
+        ready, budgets, drafts = plan.ready, list[int](), list[Draft]()
+        if ready:
+            contexts = [sequence.context for sequence in ready]
+            budgets = self.controller.budgets(contexts, plan.max_draft_tokens)
+            if any(budgets):
+                pairs = zip(contexts, budgets, strict=True)
+                missed = [c.missed_tokens for c, budget in pairs if budget and c.part is not DraftPart.FREE]
+                clock.missed_tokens = sum(missed)
+            drafts = readable(self.proposer.propose(contexts, budgets), self.target, self.proposer.name)
+        if plan.prefilling:
+            drafts += prompt_logprob_drafts(plan.prefilling)
+        clock.lap()
+        scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
+        clock.lap()
+        count = len(ready)
+        parts = zip(ready, budgets, drafts[:count], scores[:count], strict=True)
+        return [VerifiedDraft.of(*part, self.rule) for part in parts], scores[count:]
 
     def _prefill(self, prefilling: list[Sequence], scores: list[Scores]) -> list[Sequence]:
         """Records prompt log-probabilities and passes the target's states to the proposer. Returns failed sequences."""
@@ -250,10 +254,10 @@ class Engine:
         self._observe([(each, step) for each, step in zip(verified, steps, strict=True) if not each.sequence.error])
         for each, step in zip(verified, steps, strict=True):
             each.sequence.counts.add(step)
-        with ExitStack() as stack:
-            for each in reversed(verified):
-                if each.sequence.finish_reason is not None:
-                    stack.callback(self._retire, each.sequence)
+        if ended := [each.sequence for each in verified if each.sequence.finish_reason is not None]:
+            with ExitStack() as stack:
+                for sequence in reversed(ended):
+                    stack.callback(self._retire, sequence)
         return steps
 
     def _observe(self, outcomes: list[tuple[VerifiedDraft, StepOutput]]) -> None:
@@ -278,18 +282,13 @@ class Engine:
         self._retire(sequence)
         return step
 
-    @contextmanager
-    def _abandoning(self, batch: list[Sequence]) -> Iterator[None]:
-        """Restores every cache to the start of the step if the step fails before anything is emitted."""
-        try:
-            yield
-        except BaseException:
-            self.target.commit([sequence.handle for sequence in batch], [()] * len(batch))
-            with ExitStack() as stack:
-                for sequence in reversed(batch):
-                    sequence.context.num_proposer_tokens = 0
-                    stack.callback(self.proposer.forget, sequence.context)
-            raise
+    def _abandon(self, batch: list[Sequence]) -> None:
+        """Restores every cache to the start of a step that failed before anything was emitted."""
+        self.target.commit([sequence.handle for sequence in batch], [()] * len(batch))
+        with ExitStack() as stack:
+            for sequence in reversed(batch):
+                sequence.context.num_proposer_tokens = 0
+                stack.callback(self.proposer.forget, sequence.context)
 
     def _reusable_prefix_len(self, context: Context) -> int:
         return self.proposer.reusable_prefix_len(context)

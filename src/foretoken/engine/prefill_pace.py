@@ -103,6 +103,8 @@ class PrefillPacer:
 
     def observe(self, timings: Timings, draft_rows: int = 0) -> None:
         """Records the times of a step with decoding sequences, in which ``draft_rows`` draft tokens were verified."""
+        if self.limit != "auto":
+            return
         plain = self._step_without_prefill(timings.batch)
         if timings.prompt_rows:
             # A sequence or draft token beyond those of the step without prefill is another row, as a prompt token is.

@@ -127,6 +127,9 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Selects the sequences of the next step and gives the target their prefill chunks."""
         self._preempt_until_fit()
+        if not self.waiting and all(sequence.continues for sequence in self.running.values()):
+            ready = list(self.running.values())
+            return ScheduledBatch(ready, self._max_draft_tokens(ready), [])
         in_order = sorted(self.running.values(), key=lambda s: s.turn)
         decoding = sum(sequence.ready for sequence in in_order)
         waiting = len(in_order) - decoding + min(len(self.waiting), self.max_sequences - len(in_order))

@@ -108,6 +108,12 @@ class Sequence:
         """Whether the target has all tokens, or will have them after the next forward pass."""
         return not self.num_uncomputed and not self.needs_prompt_logprobs
 
+    @property
+    def continues(self) -> bool:
+        """Whether the next forward pass computes the row of its newest token, and nothing else but a draft."""
+        count = len(self.context.tokens)
+        return self.handle.cached == count - 1 and len(self.handle.tokens) == count and not self.needs_prompt_logprobs
+
     def fail(self, error: Exception) -> None:
         """Ends the sequence with an error."""
         self.error, self.finish_reason = error, "error"
@@ -150,11 +156,12 @@ class Counts:
     def add(self, step: StepOutput) -> None:
         """Counts one step."""
         self.steps += 1
-        self.drafts += bool(len(step.draft))
-        self.drafted += len(step.draft)
-        self.accepted += step.accepted
         self.tokens += len(step.tokens)
-        self.positions.add(max(step.draft.depths, default=0), step.accepted)
+        if drafted := len(step.draft):
+            self.drafts += 1
+            self.drafted += drafted
+            self.accepted += step.accepted
+            self.positions.add(max(step.draft.depths), step.accepted)
         if step.finish_reason is not None:
             self.finished = time.monotonic()
 

@@ -90,6 +90,8 @@ def _verdict(sequence: Sequence, draft: Draft, scores: Scores, rule: Rule) -> Ve
     Where the verdict reaches a node at which no token is possible, the accepted tokens are still emitted, the last of
     them as the target's own, and the next step ends the sequence.
     """
+    if scores.argmax is not None and not len(draft) and scores.argmax[0] >= 0:
+        return Verdict((), scores.argmax[0])  # nothing to verify, and no random number
     context = sequence.context
     probs = NodeDistributions(context.law, scores.logits, partial(context.history_at, draft), scores.argmax)
     try:

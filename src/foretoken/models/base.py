@@ -57,6 +57,11 @@ class Handle:
         """The committed tokens whose rows are not computed yet."""
         return self.tokens[self.cached :]
 
+    @property
+    def num_pending(self) -> int:
+        """Number of ``pending`` tokens."""
+        return len(self.tokens) - self.cached
+
     def advance(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
         """Appends committed tokens.
 

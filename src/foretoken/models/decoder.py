@@ -180,7 +180,7 @@ class Decoder(Model):
         earlier = [self._prefill(handle, taps) for handle in handles]
         scored = [growing(handle, draft) for handle, draft in zip(handles, drafts, strict=True)]
         firsts = [min(first, handle.cached) for first, handle in zip(firsts, handles, strict=True)]
-        rows = [len(h.pending) + len(draft) - done for h, draft, done in zip(handles, drafts, scored, strict=True)]
+        rows = [h.num_pending + len(draft) - done for h, draft, done in zip(handles, drafts, scored, strict=True)]
         scores: list[Scores] = []
         for some in evenly(rows, self.runner.pass_rows):
             plan = PassPlan.of(handles[some], drafts[some], scored[some])
@@ -272,8 +272,8 @@ class Decoder(Model):
             The taps of each pass.
         """
         tapped = []
-        while len(handle.pending) > self.runner.joint_rows:
-            rows = min(PREFILL_ROWS, len(handle.pending) - 1)
+        while handle.num_pending > self.runner.joint_rows:
+            rows = min(PREFILL_ROWS, handle.num_pending - 1)
             part = Handle(handle.slot, handle.tokens[: handle.cached + rows], handle.cached)
             tapped.append(self._run(PassPlan.of([part], [Draft.empty()], [0]), taps, logits=False).taps)
             handle.cached += rows
@@ -297,6 +297,9 @@ def evenly(sizes: Sequence[int], most: int) -> Iterator[slice]:
     Where single sizes are large, some may have more.
     """
     everything = max(1, sum(sizes))
+    if sizes and everything <= most:
+        yield slice(0, len(sizes))
+        return
     share = everything / math.ceil(everything / most)
     before = accumulate(sizes, initial=0)
     middles = ((at, start + size / 2) for at, (start, size) in enumerate(zip(before, sizes, strict=False)))
