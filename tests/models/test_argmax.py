@@ -1,9 +1,10 @@
-"""The argmax that a pass computes in place of logits is that of the logits, the lowest id on ties."""
+"""The argmax and the likeliest tokens that a pass finds are those of its logits, the lowest ids on ties."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,12 +74,15 @@ def both(model: Decoder) -> Iterator[tuple[torch.Tensor, Scores]]:
         results = []
         for argmax_only in (False, True):
             handles = [model.open(text(5 + i, i)) for i in range(len(drafts))]
-            for handle in handles:
-                handle.argmax_only = argmax_only
+            for i, handle in enumerate(handles):
+                handle.argmax_only, handle.ranks = argmax_only, 4 + i
             results.append(model.score(handles, drafts))
             for handle in handles:
                 model.close(handle)
-        yield from ((full.logits, scores) for full, scores in zip(*results, strict=True))
+        for full, scores in zip(*results, strict=True):
+            assert full.ranked is not None and scores.ranked is not None
+            assert np.array_equal(full.ranked, scores.ranked)
+            yield full.logits, scores
 
 
 def check(model: Decoder) -> set[int]:
@@ -89,6 +93,8 @@ def check(model: Decoder) -> set[int]:
     for logits, scores in both(model):
         assert scores.argmax is not None and not len(scores.logits)
         assert list(scores.argmax) == kernels.best(logits)
+        assert scores.ranked is not None and scores.ranked.shape[1] >= 4
+        assert np.array_equal(scores.ranked, kernels.largest(logits, scores.ranked.shape[1]))
         seen.update(scores.argmax)
     return seen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -25,7 +26,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.llm import LLM
 from foretoken.models.formats.checkpoint import eos_ids, resolve
-from foretoken.propose.base import Observation, Proposer, Wrapper
+from foretoken.propose.base import Needs, Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import NONE
 
@@ -183,8 +184,8 @@ class _Keeping(Wrapper):
             self.rows.setdefault(context.id, []).append(seen.scores.logits[path].float().clone())
         super().observe(contexts, observations)
 
-    def reads_logits(self, context: Context) -> bool:
-        return True
+    def needs_of(self, context: Context) -> Needs:
+        return replace(self.inner.needs_of(context), logits=True)
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:

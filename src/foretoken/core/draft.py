@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,13 @@ class Draft:
         """Returns a single path of draft tokens. The default ``law`` is that of fixed candidates."""
         ids = torch.as_tensor(tokens, dtype=torch.int64)
         return Draft(ids, tuple(range(-1, ids.shape[0] - 1)), law or PointMass())
+
+    @staticmethod
+    def tree(ids: Sequence[int], parents: Sequence[int], scores: Tensor | None = None) -> Draft:
+        """Returns a tree of fixed candidates."""
+        draft = Draft(torch.from_numpy(np.array(ids, np.int64)), tuple(parents), scores=scores)
+        draft.__dict__["ids"] = tuple(ids)
+        return draft
 
     def __len__(self) -> int:
         return len(self.parents)

@@ -30,6 +30,7 @@ class Detokenizer:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids = list(prompt[-_CONTEXT:])
         self._start, self._read = 0, len(self._ids)
+        self._texts: dict[int, str] = {}  # of single tokens
 
     def push(self, token: int) -> str:
         """Returns the text that ``token`` completes; empty while a character is incomplete."""
@@ -41,12 +42,22 @@ class Detokenizer:
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        before = self._decode(self._ids[self._start : self._read])
+        before = self._text_before()
         after = self._decode(self._ids[self._start :])
         if len(after) <= len(before) or (after.endswith(_REPLACEMENT) and not final):
             return ""
         self._start, self._read = self._read, len(self._ids)
         return after[len(before) :]
+
+    def _text_before(self) -> str:
+        """Returns the text of the tokens before the new ones: usually one token, and texts repeat their tokens."""
+        if self._read - self._start != 1:
+            return self._decode(self._ids[self._start : self._read])
+        token = self._ids[self._start]
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._decode([token])
+        return text
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

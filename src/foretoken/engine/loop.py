@@ -107,8 +107,9 @@ class Engine:
         self.check(context)
         self.controller.admit(context)
         sequence = Sequence(context, stopping, options or OutputOptions(), priority)
-        reads_logits = sequence.options.reads_logits or self.proposer.reads_logits(context)
-        sequence.argmax_only = context.law.takes_argmax and not reads_logits
+        needs = self.proposer.needs_of(context)
+        sequence.argmax_only = context.law.takes_argmax and not (sequence.options.reads_logits or needs.logits)
+        sequence.ranks = needs.ranks
         self.scheduler.add(sequence)
 
     def check(self, context: Context) -> None:
@@ -204,7 +205,7 @@ class Engine:
     def _verify(
         self, plan: ScheduledBatch, batch: list[Sequence], clock: StepClock
     ) -> tuple[list[VerifiedDraft], list[Scores]]:
-        """Drafts, runs the forward pass and verifies. Returns the verified drafts, and the prefilling sequences' scores."""
+        """Drafts, runs the forward pass and verifies. Returns the verdicts, and the scores of prefilling sequences."""
         ready, budgets, drafts = plan.ready, list[int](), list[Draft]()
         if ready:
             contexts = [sequence.context for sequence in ready]
@@ -251,7 +252,9 @@ class Engine:
             each.output(position, tokens, timings)
             for each, position, tokens in zip(verified, positions, emitted, strict=True)
         ]
-        self._observe([(each, step) for each, step in zip(verified, steps, strict=True) if not each.sequence.error])
+        outcomes = [(each, step) for each, step in zip(verified, steps, strict=True) if not each.sequence.error]
+        if outcomes:
+            self._observe(outcomes)
         for each, step in zip(verified, steps, strict=True):
             each.sequence.counts.add(step)
         if ended := [each.sequence for each in verified if each.sequence.finish_reason is not None]:
@@ -262,8 +265,6 @@ class Engine:
 
     def _observe(self, outcomes: list[tuple[VerifiedDraft, StepOutput]]) -> None:
         """Passes the step of the sequences that did not fail to the proposer, the controller and the cost models."""
-        if not outcomes:
-            return
         contexts, steps = [each.sequence.context for each, _ in outcomes], [step for _, step in outcomes]
         self.proposer.observe(contexts, [Observation(step, each.scores) for each, step in outcomes])
         if not self.controller.resting:

@@ -188,7 +188,7 @@ class Scheduler:
             sequence.prompt_recorded.clear()
         opened = tokens[:1] if sequence.needs_prompt_logprobs else tokens
         handle = sequence.handle = self.target.open(opened, context.source, context.cache_salt, context.adapter)
-        handle.argmax_only = sequence.argmax_only
+        handle.argmax_only, handle.ranks = sequence.argmax_only, sequence.ranks
         self.running[context.id] = sequence
         handle.truncate(min(handle.cached, self._on_admit(context)) + 1)
         if not sequence.counts.steps:

@@ -70,7 +70,8 @@ class Sequence:
         recorded: Log-probabilities of the output tokens.
         prompt_recorded: Log-probabilities of the prompt tokens.
         explained: Probabilities of each step.
-        argmax_only: Whether only the argmax of its logits is read. See ``Handle.argmax_only``.
+        argmax_only: See ``Handle``.
+        ranks: See ``Handle``.
     """
 
     context: Context
@@ -86,6 +87,7 @@ class Sequence:
     prompt_recorded: list[TokenLogprobs] = field(default_factory=list)
     explained: list[Explained] = field(default_factory=list)
     argmax_only: bool = False
+    ranks: int = 0
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -111,8 +113,8 @@ class Sequence:
     @property
     def continues(self) -> bool:
         """Whether the next forward pass computes the row of its newest token, and nothing else but a draft."""
-        count = len(self.context.tokens)
-        return self.handle.cached == count - 1 and len(self.handle.tokens) == count and not self.needs_prompt_logprobs
+        handle, count = self.handle, len(self.context.tokens)
+        return handle.cached == count - 1 and len(handle.tokens) == count and not self.needs_prompt_logprobs
 
     def fail(self, error: Exception) -> None:
         """Ends the sequence with an error."""

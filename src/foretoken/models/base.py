@@ -15,7 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.draft import Draft
@@ -42,7 +44,9 @@ class Handle:
         cached: number of tokens whose rows are in the cache; the rows of ``nodes`` follow them.
         nodes: tokens of the draft nodes whose rows are in the cache, in the order of their rows.
         parents: parent of each of these nodes; -1 for the root.
-        argmax_only: whether nothing of a row's logits is read but their argmax, so that a model may leave them out.
+        argmax_only: whether nothing of a row's logits is read but their argmax and ``ranks``, so that a model may leave
+            them out.
+        ranks: number of the likeliest tokens of each row that are read, the likeliest first; 0 for none.
     """
 
     slot: int
@@ -51,6 +55,7 @@ class Handle:
     nodes: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     argmax_only: bool = False
+    ranks: int = 0
 
     @property
     def pending(self) -> list[int]:
@@ -69,7 +74,7 @@ class Handle:
             The destination row, and the cache rows to move there in this order; the other draft rows are dropped.
         """
         at = self.cached
-        rows = [at + node for node in self.match(tokens)]
+        rows = [at + node for node in self.match(tokens)] if self.nodes else []
         self.cached += len(rows)
         self.tokens.extend(tokens)
         self.rewind()
@@ -118,6 +123,8 @@ class Scores:
         slot: the sequence's place in the model's cache, for drafters that read it; -1 where nobody can.
         argmax: the likeliest token of each row, the lowest id on ties, -1 where a logit is not finite; None where there
             are logits.
+        ranked: [rows, k], the likeliest tokens of each row, the likeliest first; None where the model leaves ranking
+            to those who read the logits.
     """
 
     logits: Tensor
@@ -125,6 +132,7 @@ class Scores:
     first: int = 0
     slot: int = -1
     argmax: Sequence[int] | None = None
+    ranked: NDArray[np.int64] | None = None
 
 
 @cache

@@ -211,14 +211,15 @@ class Decoder(Model):
             handle.cached = len(handle.tokens)
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
         tapped = _by_sequence(result.taps, earlier, [part.count for part in plan.parts])
-        slots, counts = [handle.slot for handle in handles], plan.output_counts
+        slots, ends = [handle.slot for handle in handles], list(accumulate(plan.output_counts))
+        outputs = [slice(end - count, end) for end, count in zip(ends, plan.output_counts, strict=True)]
+        ranked = [None] * len(outputs) if result.ranked is None else [result.ranked[own] for own in outputs]
         if result.argmax is not None:
-            none, ends = no_logits(self.vocab_size), accumulate(counts)
-            argmax = [result.argmax[end - count : end] for end, count in zip(ends, counts, strict=True)]
-            return [Scores(none, *scores) for scores in zip(tapped, firsts, slots, argmax, strict=True)]
+            none, argmax = no_logits(self.vocab_size), [result.argmax[own] for own in outputs]
+            return [Scores(none, *scores) for scores in zip(tapped, firsts, slots, argmax, ranked, strict=True)]
         assert result.logits is not None
-        logits = result.logits.split(counts)
-        return [Scores(*scores) for scores in zip(logits, tapped, firsts, slots, strict=True)]
+        logits, no_argmax = result.logits.split(plan.output_counts), [None] * len(outputs)
+        return [Scores(*scores) for scores in zip(logits, tapped, firsts, slots, no_argmax, ranked, strict=True)]
 
     @property
     def drafts_chains(self) -> bool:

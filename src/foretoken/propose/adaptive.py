@@ -15,7 +15,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.student import Student, TargetSpan
-from foretoken.propose.base import Observation, Proposer, Wrapper
+from foretoken.propose.base import Needs, Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel, ParallelDraftModel
 
 _log = logging.getLogger(__name__)
@@ -135,8 +135,8 @@ class Adaptive(Wrapper):
         self._take_over()
         return self.inner.propose(contexts, budgets)
 
-    def reads_logits(self, context: Context) -> bool:
-        return True
+    def needs_of(self, context: Context) -> Needs:
+        return replace(self.inner.needs_of(context), logits=True)
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, observation in zip(contexts, observations, strict=True):

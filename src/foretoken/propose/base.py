@@ -25,12 +25,15 @@ class Needs:
             duration.
         costs: The cost model that it reads. The engine keeps it up to date.
         logits: ``observe`` reads logits. Without it they may be missing, see ``Scores.argmax``.
+        ranks: Number of the likeliest tokens of each row that ``observe`` reads, see ``Scores.ranked``. Where a model
+            does not rank them, there are logits.
     """
 
     taps: tuple[int, ...] = ()
     live_steps: bool = False
     costs: CostModel | None = None
     logits: bool = False
+    ranks: int = 0
 
     @staticmethod
     def union(needs: Iterable[Needs]) -> Needs:
@@ -39,7 +42,7 @@ class Needs:
         taps = tuple(sorted({tap for each in all_needs for tap in each.taps}))
         costs = next((each.costs for each in all_needs if each.costs is not None), None)
         live_steps, logits = (any(getattr(each, name) for each in all_needs) for name in ("live_steps", "logits"))
-        return Needs(taps, live_steps, costs, logits)
+        return Needs(taps, live_steps, costs, logits, max((each.ranks for each in all_needs), default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,9 @@ class Proposer:
         """Returns the parts that may draft for ``context``: in each step the one that ``context.part`` names."""
         return (DraftPart.ALL,)
 
-    def reads_logits(self, context: Context) -> bool:
-        """Returns whether ``observe`` reads the logits of ``context``."""
-        return self.needs.logits
+    def needs_of(self, context: Context) -> Needs:
+        """Returns the needs that ``context`` has."""
+        return self.needs
 
     def reusable_prefix_len(self, context: Context) -> int:
         """Called before the target's prefill of a text, also after a preemption.

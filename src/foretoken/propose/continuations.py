@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+import numpy as np
 import torch
 
 from foretoken.core.draft import Draft
@@ -32,8 +33,8 @@ class CandidateTree:
         """Returns fixed candidates. A node's score is the log of its probability."""
         if not self.tokens:
             return Draft.empty()
-        scores = torch.tensor([math.log(p) for p in self.probs])
-        return Draft(torch.tensor(self.tokens, dtype=torch.int64), tuple(self.parents), scores=scores)
+        scores = torch.from_numpy(np.array([math.log(p) for p in self.probs], np.float32))
+        return Draft.tree(self.tokens, self.parents, scores)
 
 
 def candidate_tree(

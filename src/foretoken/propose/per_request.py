@@ -48,6 +48,8 @@ class PerRequestProposer(Proposer):
         return self.usual if context.method is None else context.method
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        if member := self._only_member(contexts):
+            return member.propose(contexts, budgets)
         drafts = [Draft.empty()] * len(contexts)
         for member, own in self._by_member(contexts):
             made = member.propose([contexts[i] for i in own], [budgets[i] for i in own])
@@ -64,8 +66,8 @@ class PerRequestProposer(Proposer):
     def parts(self, context: Context) -> Collection[DraftPart]:
         return self.members[self.of(context)].parts(context)
 
-    def reads_logits(self, context: Context) -> bool:
-        return self.members[self.of(context)].reads_logits(context)
+    def needs_of(self, context: Context) -> Needs:
+        return self.members[self.of(context)].needs_of(context)
 
     def reusable_prefix_len(self, context: Context) -> int:
         return self.members[self.of(context)].reusable_prefix_len(context)
@@ -75,6 +77,9 @@ class PerRequestProposer(Proposer):
             member.prefill([contexts[i] for i in own], [scores[i] for i in own])
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
+        if only := self._only_member(contexts):
+            only.observe(contexts, observations)
+            return
         for member, own in self._by_member(contexts):
             member.observe([contexts[i] for i in own], [observations[i] for i in own])
 
@@ -100,6 +105,11 @@ class PerRequestProposer(Proposer):
     def _owners(self) -> list[Proposer]:
         """The members that are no part of another one."""
         return [member for name, member in self.members.items() if name not in self.alone]
+
+    def _only_member(self, contexts: Sequence[Context]) -> Proposer | None:
+        """Returns the member that drafts for all contexts; None if there are several."""
+        names = {self.of(context) for context in contexts}
+        return self.members[names.pop()] if len(names) == 1 else None
 
     def _by_member(self, contexts: Sequence[Context]) -> list[tuple[Proposer, list[int]]]:
         """Returns the members that have work, with the indices of their contexts."""

@@ -65,7 +65,7 @@ class RankAcceptance:
         prior = 0.5 / np.arange(1.0, width + 1.0) ** 1.5
         self._hits = prior * self._PRIOR
         self._trials = self._PRIOR
-        self._order: list[tuple[int, float]] | None = None
+        self._order: tuple[NDArray[np.int64], NDArray[np.float64]] | None = None
 
     def add(self, rank: int | None) -> None:
         """Counts one emitted token. ``rank`` is its rank in the row of the token before it, None if absent."""
@@ -78,11 +78,12 @@ class RankAcceptance:
         self._order = None
 
     @property
-    def order(self) -> list[tuple[int, float]]:
-        """Pairs (rank, probability), the likeliest first."""
+    def order(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The ranks, the likeliest first, and their probabilities."""
         if self._order is None:
             rates = self._hits / self._trials
-            self._order = [(int(rank), float(rates[rank])) for rank in np.argsort(-rates, kind="stable")]
+            ranks = np.argsort(-rates, kind="stable")
+            self._order = ranks, rates[ranks]
         return self._order
 
 
@@ -151,13 +152,13 @@ class Recycling(Proposer):
     name = "recycling"
     costless = True
     learns = True
-    needs = Needs(live_steps=True, logits=True)
 
     def __init__(
         self, vocab_size: int, config: RecyclingConfig | None = None, table: NDArray[np.int32] | None = None
     ) -> None:
         """Creates empty tables, or tables that start from ``table`` [V, k]."""
         self.config = config or RecyclingConfig()
+        self.needs = Needs(live_steps=True, ranks=self.config.top_k)
         top_k = self.config.top_k
         max_tables = max(1, _TABLES_BYTES // (4 * vocab_size * top_k))
         self.successors = lru_cache(max_tables)(lambda cache_salt: Successors.new(vocab_size, top_k, table))
@@ -173,7 +174,8 @@ class Recycling(Proposer):
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, observation in zip(contexts, observations, strict=True):
-            likeliest = top(observation.scores.logits, self.config.top_k)
+            scores, width = observation.scores, self.config.top_k
+            likeliest = top(scores.logits, width) if scores.ranked is None else scores.ranked[:, :width].tolist()
             self.successors(context.cache_salt).learn(context, observation.step, likeliest)
 
     def forget(self, context: Context) -> None:
@@ -197,11 +199,16 @@ class Recycling(Proposer):
         if context.id not in self._seen:
             self._seen.add(context.id)
             successors.add_prompt([*context.source, *context.tokens])
-        rates = successors.ranks[context.law.greedy].order
-        tokens, parents, weights = self._tree(successors.table, context.tokens[-1], budget, rates)
+        table, root, (ranks, rates) = successors.table, context.tokens[-1], successors.ranks[context.law.greedy].order
+        if kernels := native.kernels():
+            tokens, parents, weights = kernels.tree(table, root, budget, self.config.num_steps, ranks, rates)
+        else:
+            order = list(zip(ranks.tolist(), rates.tolist(), strict=True))
+            tokens, parents, weights = self._tree(table, root, budget, order)
         if not tokens:
             return Draft.empty()
-        return Draft(torch.tensor(tokens), tuple(parents), scores=torch.tensor(weights).log())
+        scores = torch.from_numpy(np.array(weights, np.float32)).log_()
+        return Draft.tree(tokens, parents, scores)
 
     def _tree(
         self, table: NDArray[np.int32], root: int, budget: int, rates: Sequence[tuple[int, float]]

@@ -98,11 +98,18 @@ class Filter(NamedTuple):
         return FilterSpec(min(1.0 / self.temperature, _MAX_FLOAT), floor, top_k, self.top_p)
 
 
+class _SuccessorTable(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("successors", "ranks", "rates")),
+        *((name, c_int64) for name in ("vocab", "width")),
+    ]
+
+
 class Kernels:
     """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        check_layout(library, (FilterSpec, _Distribution, _Adjustment))
+        check_layout(library, (FilterSpec, _Distribution, _SuccessorTable, _Adjustment))
         self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
         pointer, wide, number = c_void_p, c_int64, c_int32
         logits, token = (pointer, wide, wide, wide), POINTER(c_int64)
@@ -114,6 +121,8 @@ class Kernels:
         self._adjust = declare(library, "foretoken_adjust", *logits, POINTER(_Adjustment), pointer, number)
         self._largest = declare(library, "foretoken_largest", *logits, wide, pointer, number)
         self._log_sum = declare(library, "foretoken_log_sum", pointer, wide, wide, POINTER(c_double), token)
+        tree = (POINTER(_SuccessorTable), wide, wide, wide, pointer, pointer, pointer, token)
+        self._tree = declare(library, "foretoken_heaviest_tree", *tree)
         excess = (pointer, number, pointer, c_double, pointer, wide, POINTER(c_double), number)
         self._excess = declare(library, "foretoken_excess", *excess)
         weights = (pointer, number, wide)
@@ -151,6 +160,31 @@ class Kernels:
         total, larger = c_double(), c_int64()
         self._log_sum(row.data_ptr(), row.shape[0], token, total, larger)
         return total.value, larger.value
+
+    def tree(
+        self,
+        table: NDArray[np.int32],
+        root: int,
+        budget: int,
+        max_depth: int,
+        ranks: NDArray[np.int64],
+        rates: NDArray[np.float64],
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Returns the ``budget`` heaviest nodes below ``root`` as tokens, parents and weights. See ``Recycling``.
+
+        Args:
+            table: [V, width], contiguous. Successors of each token, -1 for none.
+            root: The token.
+            budget: Maximum number of nodes.
+            max_depth: Maximum depth of a node.
+            ranks: [width], the ranks by falling rate.
+            rates: [width], their rates.
+        """
+        spec = _SuccessorTable(table.ctypes.data, ranks.ctypes.data, rates.ctypes.data, *table.shape)
+        tokens, parents, weights = (c_int64 * budget)(), (c_int64 * budget)(), (c_double * budget)()
+        count = c_int64()
+        self._tree(spec, root, budget, max_depth, tokens, parents, weights, count)
+        return tokens[: count.value], parents[: count.value], weights[: count.value]
 
     def rows(self, logits: Tensor, kept: Filter) -> Tensor:
         """Returns probabilities, float32 [rows, V]. A row that contains NaN or whose maximum is not finite is NaN."""

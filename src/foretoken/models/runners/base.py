@@ -6,6 +6,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
@@ -33,11 +35,13 @@ class Pass:
         taps: hidden states [rows, H] of all rows by layer. Index i is the input of layer i, the number of layers stands
             for the normed output, and one more for the output before the norm.
         argmax: the argmax of each output's logits, where the plan allows it in their place.
+        ranked: [outputs, ranks], the likeliest tokens of each output, where the plan asks for them.
     """
 
     logits: Tensor | None
     taps: dict[int, Tensor] = field(default_factory=dict)
     argmax: Sequence[int] | None = None
+    ranked: NDArray[np.int64] | None = None
 
 
 class BasicRunner:

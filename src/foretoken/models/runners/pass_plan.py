@@ -47,6 +47,7 @@ class PassPlan:
         features: [rows, H], for a model whose input are features; see ``weights.Entry``.
         replay: the steps of recurrent layers, which the CUDA runner adds; None without them.
         argmax_only: whether a runner may return the argmax of each output in place of its logits.
+        ranks: number of the likeliest tokens of each output that a runner may return beside that; 0 for none.
     """
 
     tokens: list[int]
@@ -58,6 +59,7 @@ class PassPlan:
     features: Tensor | None = None
     replay: ReplayPlan | None = None
     argmax_only: bool = False
+    ranks: int = 0
 
     @property
     def output_rows(self) -> slice | Tensor:
@@ -96,4 +98,5 @@ class PassPlan:
             parts.append(Part(handle.slot, first, count, length, draft))
         reach = max(part.end for part in parts)
         argmax_only = all(handle.argmax_only for handle in handles)
-        return PassPlan(tokens, positions, parts, outputs, counts, reach, argmax_only=argmax_only)
+        ranks = max(handle.ranks for handle in handles)
+        return PassPlan(tokens, positions, parts, outputs, counts, reach, argmax_only=argmax_only, ranks=ranks)

@@ -122,9 +122,9 @@ class Pages:
 
     def publish(self, number: int, tokens: Sequence[int], rows: int) -> None:
         """Makes full pages shareable: the slot's first ``rows`` rows hold the first of ``tokens`` and are final."""
-        slot = self._slots[number]
         if self.limit is None:
             return
+        slot = self._slots[number]
         while (slot.known + 1) * PAGE <= rows:
             at = slot.known
             before = slot.pages[at - 1].serial if at else slot.scope

@@ -86,12 +86,13 @@ inline bool adjust(float* x, int64_t n, const Adjustment& a) {
 }
 
 // Writes the ids of the `count` largest of x [n], largest first, lower ids first on ties; NaN counts as the largest.
-inline void largest_ids(const float* x, int64_t n, int64_t count, int64_t* ids) {
+// below(from, to, bound): whether no element of a run of RUN elements exceeds `bound`, and none is NaN.
+template <int64_t RUN, class Below>
+inline void largest_ids(const float* x, int64_t n, int64_t count, int64_t* ids, Below below) {
     struct Entry {
         float x;
         int64_t id;
     };
-    static constexpr int64_t RUN = 8 * LANES;
     auto before = [](const Entry& a, const Entry& b) {
         if (std::isnan(a.x) != std::isnan(b.x)) return std::isnan(a.x);
         return a.x > b.x || (!(a.x < b.x) && a.id < b.id);
@@ -101,13 +102,7 @@ inline void largest_ids(const float* x, int64_t n, int64_t count, int64_t* ids) 
     heap.reserve(count + 1);
     for (int64_t from = 0; from < n; from += RUN) {
         const int64_t to = std::min(n, from + RUN);
-        if ((int64_t)heap.size() == count && !std::isnan(heap[0].x)) {
-            const Floats bound = floats(heap[0].x);
-            unsigned any = 0;
-            for (int64_t v = from; v < to; v += LANES)
-                any |= ~bits(less_or_equal(load_first(x + v, to - v, -INFINITY), bound)) & 0xffff;  // NaN is not less
-            if (!any) continue;
-        }
+        if ((int64_t)heap.size() == count && !std::isnan(heap[0].x) && below(from, to, heap[0].x)) continue;
         for (int64_t v = from; v < to; v++) {
             const Entry entry{x[v], v};
             if ((int64_t)heap.size() == count) {
@@ -121,6 +116,15 @@ inline void largest_ids(const float* x, int64_t n, int64_t count, int64_t* ids) 
     }
     std::sort_heap(heap.begin(), heap.end(), before);
     for (int64_t i = 0; i < (int64_t)heap.size(); i++) ids[i] = heap[i].id;
+}
+
+inline void largest_ids(const float* x, int64_t n, int64_t count, int64_t* ids) {
+    largest_ids<8 * LANES>(x, n, count, ids, [x](int64_t from, int64_t to, float bound) {
+        unsigned any = 0;
+        for (int64_t v = from; v < to; v += LANES)
+            any |= ~bits(less_or_equal(load_first(x + v, to - v, -INFINITY), floats(bound))) & 0xffff;  // NaN is not less
+        return !any;
+    });
 }
 
 // The logarithm of the sum of exponentials of x [n], and how many numbers are larger than x[token].

@@ -284,13 +284,13 @@ class BatchSpec(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "positions", "places", "prefix", "branch_from", "branches")),
         *((name, c_void_p) for name in ("sequence_from", "pages", "page_counts", "outputs", "logits")),
-        *((name, c_void_p) for name in ("likeliest", "tap_layers", "taps")),
+        *((name, c_void_p) for name in ("likeliest", "ranked", "tap_layers", "taps")),
         ("features", c_void_p),
         ("replay", POINTER(ReplaySpec)),
         ("adapters", c_void_p),
         *((name, c_void_p) for name in ("source_pages", "source_counts", "source_lengths")),
         *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "branch_count")),
-        *((name, c_int32) for name in ("reach", "source_reach")),
+        *((name, c_int32) for name in ("ranks", "reach", "source_reach")),
     ]
 
 

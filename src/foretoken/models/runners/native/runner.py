@@ -8,6 +8,7 @@ from copy import copy
 from time import perf_counter
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -214,18 +215,18 @@ class NativeRunner(DecoderOnly):
         return self._pages.nbytes()
 
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        a, argmax = self._architecture, None
-        logits_out = None
-        if logits and plan.argmax_only:
-            argmax = array("i", bytes(4 * len(plan.outputs)))
-        elif logits:
-            logits_out = torch.empty(len(plan.outputs), padded(a.vocab, UNIT))
+        a, outputs = self._architecture, len(plan.outputs) if logits else 0
+        argmax = array("i", bytes(4 * outputs)) if outputs and plan.argmax_only else None
+        ranked = np.empty((outputs, min(plan.ranks, a.vocab)), np.int64) if outputs and plan.ranks else None
+        logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if outputs and not plan.argmax_only else None
         arrays = self._arrays(plan)
         tapped, features = self._tapped(plan, arrays, taps), _floats(plan.features)
         steps = self._pages.plan(plan.parts)
         batch = _batch(plan, arrays, logits_out)
         if argmax is not None:
             batch.likeliest = argmax.buffer_info()[0]
+        if ranked is not None:
+            batch.ranked, batch.ranks = ranked.ctypes.data, ranked.shape[1]
         if features is not None:
             batch.features = features.data_ptr()
         if steps is not None:
@@ -233,7 +234,7 @@ class NativeRunner(DecoderOnly):
         batch.tap_count, batch.source_reach = len(tapped), max(arrays.get("source_lengths", (0,)))
         self._library.foretoken_run(self._spec, batch, self._workspace, self.threads)
         self._pages.finish()
-        return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped, argmax)
+        return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped, argmax, ranked)
 
     def chains(
         self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None

@@ -6,6 +6,7 @@
 #include "activations.hpp"
 #include "chunks.hpp"
 #include "maximum.hpp"
+#include "vocabulary.hpp"
 
 // Rows of words with a fixed stride, and beside each row the scales that its kind has.
 struct Input {
@@ -89,6 +90,13 @@ struct UnitMaxima {
         const int64_t unit = argmax(largest + row * units, units, top);
         return unit < 0 ? -1 : tokens[row * units + unit];
     }
+    // Writes the `count` likeliest tokens of a row of logits, the likeliest first.
+    void rank(int64_t row, const float* logits, int64_t count, int64_t* ids) const {
+        const float* of_row = largest + row * units;
+        largest_ids<BLOCKS * LANES>(logits, vocab, count, ids, [of_row](int64_t from, int64_t, float bound) {
+            return of_row[from / (BLOCKS * LANES)] <= bound;
+        });
+    }
 };
 
 // Stores the two blocks of a unit in rows of floats, with the strides of a row and a unit.
@@ -102,21 +110,19 @@ struct RowStore {
     int64_t first_unit = 0;  // whose numbers are the first of a row
     Added added{};
     int64_t block_stride = LANES;  // between the two blocks
-    const UnitMaxima* maxima = nullptr;  // receives what would be stored, where `to` is null
+    const UnitMaxima* maxima = nullptr;  // of what is stored, or in place of it where `to` is null
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
         added(row, unit - first_unit, low, high);
+        float* at = to ? to + row * row_stride + (unit - first_unit) * unit_stride : nullptr;
         low = low * floats(factor), high = high * floats(factor);
-        if (!to) {
-            if (cap != 0.0f) low = soft(low), high = soft(high);
-            return maxima->add(row, unit, low, high);
-        }
-        float* at = to + row * row_stride + (unit - first_unit) * unit_stride;
         if (add) {
             low = low + load(at);
             high = high + load(at + block_stride);
         }
         if (cap != 0.0f) low = soft(low), high = soft(high);
+        if (maxima) maxima->add(row, unit, low, high);
+        if (!to) return;
         store(at, low);
         store(at + block_stride, high);
     }

@@ -17,7 +17,7 @@ struct Answered {
         positions.clear(), prefix.clear(), branches.clear(), outputs.clear();
         branch_from.assign(1, 0), sequence_from.assign(1, 0);
         int sequence = 0;
-        for (int i = 0; i < count(b); i++) {
+        for (int i = 0; i < b.answers(); i++) {
             const int row = b.outputs[i];
             for (; b.sequence_from[sequence + 1] <= row; sequence++) sequence_from.push_back(i);
             positions.push_back(b.positions[row]);
@@ -26,8 +26,8 @@ struct Answered {
             branch_from.push_back((int32_t)branches.size());
             outputs.push_back(i);
         }
-        sequence_from.resize(b.sequences + 1, count(b));
-        batch.rows = count(b);
+        sequence_from.resize(b.sequences + 1, b.answers());
+        batch.rows = b.answers();
         batch.positions = positions.data(), batch.prefix = prefix.data(), batch.outputs = outputs.data();
         batch.branches = branches.data(), batch.branch_from = branch_from.data();
         batch.sequence_from = sequence_from.data();
@@ -38,10 +38,8 @@ struct Answered {
     static bool fewer(const ModelSpec& m, const BatchSpec& b) {
         for (int t = 0; t < b.tap_count; t++)
             if (b.tap_layers[t] > last_writer(m)) return false;
-        return m.layer_count && count(b) < b.rows;
+        return m.layer_count && b.answers() < b.rows;
     }
-
-    static int count(const BatchSpec& b) { return b.logits || b.likeliest ? b.output_count : 0; }
 };
 
 // The plan of attention over the states of an encoder: a row sees all of its sequence's, and no draft.

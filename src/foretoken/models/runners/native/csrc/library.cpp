@@ -66,8 +66,8 @@ const LayoutField* foretoken_layout() {
         LAYOUT(ReplaySpec, first_step, sources, targets, saves, inputs, states, logs, log_rows, snapshots, moved, moved_of,
                moved_to, moved_stride, steps, copies, moves, snapshot_count)
         LAYOUT(BatchSpec, tokens, positions, places, prefix, branch_from, branches, sequence_from, pages, page_counts, outputs,
-               logits, likeliest, tap_layers, taps, features, replay, adapters, source_pages, source_counts, source_lengths, rows, sequences,
-               output_count, tap_count, branch_count, reach, source_reach)
+               logits, likeliest, ranked, tap_layers, taps, features, replay, adapters, source_pages, source_counts, source_lengths, rows, sequences,
+               output_count, tap_count, branch_count, ranks, reach, source_reach)
         LAYOUT(SamplerSpec, kept, noise, rows, races, keeps)
         LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, counts, tried, samplers, choose, ids,
                longest, buckets, vocab, width)

@@ -36,11 +36,12 @@ struct Pass {
     const int leaving;  // the layer where rows without logits leave
     float* const unit_maxima;     // [outputs][units of the head]; see UnitMaxima
     int32_t* const unit_tokens;
+    float* const ranked_logits;   // [outputs][padded vocab], where only the likeliest tokens are requested
 
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
         : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), cross(attention, w), latent(p, w),
           recurrent(p, w), dense(p, w), experts(p, w), inputs(p, w), leaving(last_writer(m)),
-          unit_maxima((float*)w.unit_maxima.data), unit_tokens((int32_t*)w.unit_tokens.data) {}
+          unit_maxima((float*)w.unit_maxima.data), unit_tokens((int32_t*)w.unit_tokens.data), ranked_logits((float*)w.ranked_logits.data) {}
 
     // Allocates the memory of a pass, before its threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
@@ -54,9 +55,10 @@ struct Pass {
         DenseMlp<kv>::reserve(m, b, w);
         ExpertMlp<kv>::reserve(m, b, w, threads);
         OwnInputs<kv>::reserve(m, b, w);
-        if (b.logits || !b.likeliest) return;
+        if (!b.likeliest && !b.ranked) return;
         w.unit_maxima.room<float>(b.output_count * m.head.units);
         w.unit_tokens.room<int32_t>(b.output_count * m.head.units);
+        if (!b.logits && b.ranked) w.ranked_logits.room<float>(b.output_count * m.head.units * BLOCKS * LANES);
     }
 
     void run() {
@@ -78,7 +80,7 @@ struct Pass {
         }
         tap(m.layer_count);
         tap(m.layer_count + 1);
-        if (p.b.logits || p.b.likeliest) head();
+        if (p.b.answers()) head();
     }
 
    private:
@@ -143,12 +145,18 @@ struct Pass {
 
     void head() {
         const BatchSpec& b = p.b;
+        const bool finds = b.likeliest || b.ranked;
+        const int64_t stride = m.head.units * BLOCKS * LANES;
+        float* logits = !b.logits && b.ranked ? ranked_logits : b.logits;
         const UnitMaxima maxima{unit_maxima, unit_tokens, m.head.units, m.vocab};
-        RowStore store{b.logits, m.head.units * BLOCKS * LANES, false, m.logit_scale, m.logit_cap};
-        store.maxima = &maxima;
+        RowStore store{logits, stride, false, m.logit_scale, m.logit_cap};
+        store.maxima = finds ? &maxima : nullptr;
         p.multiply_prepared(m.head, NORMED, b.output_count, [&](int64_t i, Word* words, float* scales) {
             p.normalize_row(m.head, p.hidden + b.outputs[i] * p.width, m.norm, words, scales);
         }, store);
-        if (!b.logits) p.member.each(b.output_count, 1, [&](int64_t i) { b.likeliest[i] = maxima.token(i); });
+        p.member.each(finds ? b.output_count : 0, 1, [&](int64_t i) {
+            if (b.likeliest) b.likeliest[i] = maxima.token(i);
+            if (b.ranked) maxima.rank(i, logits + i * stride, b.ranks, b.ranked + i * b.ranks);
+        });
     }
 };

@@ -251,7 +251,8 @@ struct BatchSpec {
     const int32_t* page_counts;                    // [sequences]; their number
     const int32_t *outputs;                        // [output_count]; rows whose logits are needed
     float* logits;                                 // [output_count][padded vocab], or null
-    int32_t* likeliest;                            // [output_count]; in place of the logits their argmax, -1 where there is none
+    int32_t* likeliest;                            // [output_count], or null; argmax of the logits, -1 where there is none
+    int64_t* ranked;                               // [output_count][ranks], or null; the likeliest tokens, the likeliest first
     const int32_t *tap_layers;                     // [tap_count]
     float* const* taps;                            // [tap_count] -> [rows][hidden]
     const float* features;                         // [rows][hidden]; start of the residual stream, or null
@@ -259,8 +260,10 @@ struct BatchSpec {
     const LoraAdapter* const* adapters;            // [sequences]; the adapter of each sequence, or null; null: none
     Word* const* const* source_pages;              // [sequences]; keys and values of an encoder's states, or null
     const int32_t *source_counts, *source_lengths;  // [sequences]; the number of these pages, and of the states
-    int32_t rows, sequences, output_count, tap_count, branch_count, reach;
+    int32_t rows, sequences, output_count, tap_count, branch_count, ranks, reach;
     int32_t source_reach;                          // the largest of source_lengths
+
+    int answers() const { return logits || likeliest || ranked ? output_count : 0; }  // rows that the vocabulary head reads
 };
 
 // The last layer that writes to the cache or to a state: those behind it need only the rows whose logits are needed.

@@ -119,11 +119,12 @@ class PassCheck {
     }
 
     void check_outputs() const {
-        const int count = b.logits || b.likeliest ? b.output_count : 0;
+        const int count = b.answers();
         if (count && !b.outputs) refuse("a pass with %d rows of logits that does not name them", count);
         for (int i = 0; i < count; i++)
             if (b.outputs[i] < (i ? b.outputs[i - 1] + 1 : 0) || b.outputs[i] >= b.rows)
                 refuse("logits of row %d, of %d rows; outputs must ascend", b.outputs[i], b.rows);
+        if (b.ranked && (b.ranks < 1 || b.ranks > m.vocab)) refuse("the likeliest %d of %d tokens", b.ranks, m.vocab);
         for (int i = 0; i < b.tap_count; i++)
             if (b.tap_layers[i] < 0 || b.tap_layers[i] > m.layer_count + 1 || !b.taps[i])
                 refuse("hidden states of layer %d, of %d layers", b.tap_layers[i], m.layer_count);

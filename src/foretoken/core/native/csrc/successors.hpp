@@ -1,0 +1,48 @@
+// Trees of token recycling, read from a table of each token's likeliest successors.
+#pragma once
+
+#include <cstdint>
+#include <queue>
+#include <vector>
+
+#include "status.hpp"
+
+// successors: [vocab][width], the likeliest first; -1 for none. Ranks in the order of their rates, the largest first.
+struct SuccessorTable {
+    const int32_t* successors;
+    const int64_t* ranks;  // [width]
+    const double* rates;   // [width]; of each of `ranks`
+    int64_t vocab, width;
+};
+
+// Writes the `budget` heaviest nodes below a token, parents before children. A node's weight is the product of its ranks' rates
+// from the root down; of equal weights the one that was offered first is taken. Returns their number.
+inline int64_t heaviest_tree(const SuccessorTable& t, int64_t root, int64_t budget, int64_t max_depth, int64_t* tokens, int64_t* parents, double* weights) {
+    struct Offer {
+        double weight, base;  // base: weight of the parent
+        int64_t serial, parent, depth, token, place;
+        bool operator<(const Offer& other) const { return weight < other.weight || (weight == other.weight && serial > other.serial); }
+    };
+    std::priority_queue<Offer> offers;
+    int64_t serial = 0, count = 0;
+    // Offers the next known successor of `token`, from this place among the ranks on.
+    auto offer = [&](int64_t parent, int64_t depth, int64_t token, int64_t place, double base) {
+        if (token < 0 || token >= t.vocab) refuse("successors of token %lld, of %lld tokens", (long long)token, (long long)t.vocab);
+        for (; place < t.width; place++)
+            if (t.successors[token * t.width + t.ranks[place]] >= 0) {
+                offers.push({base * t.rates[place], base, serial++, parent, depth, token, place});
+                return;
+            }
+    };
+    offer(-1, 1, root, 0, 1.0);
+    while (!offers.empty() && count < budget) {
+        const Offer best = offers.top();
+        offers.pop();
+        const int64_t token = t.successors[best.token * t.width + t.ranks[best.place]];
+        tokens[count] = token, parents[count] = best.parent, weights[count] = best.weight;
+        offer(best.parent, best.depth, best.token, best.place + 1, best.base);
+        if (best.depth < max_depth) offer(count, best.depth + 1, token, 0, best.weight);
+        count++;
+    }
+    return count;
+}
