@@ -37,6 +37,9 @@ class FailingLaw(SamplingLaw):
 
     needs_history = True
 
+    def choose(self, logits, histories, noise):  # type: ignore[no-untyped-def]
+        return -1
+
     def probs(self, logits, histories):  # type: ignore[no-untyped-def]
         if any(history.generated >= 2 for history in histories):
             raise Failure("law")

@@ -199,6 +199,9 @@ def test_aborting_works_at_every_moment():
 class Failing(SamplingLaw):
     """Fails once five tokens are there."""
 
+    def choose(self, logits, histories, noise):  # type: ignore[no-untyped-def]
+        return -1
+
     def probs(self, logits, histories):  # type: ignore[no-untyped-def]
         raise InvalidRequest("no law")
 

@@ -12,6 +12,7 @@ from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.history import History
 from foretoken.core.law import PointMass, ProposalLaw, Sampled, TopPlusSampled, WithoutReplacement
+from foretoken.core.native.sampling import Noise
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import VERIFIERS
@@ -48,6 +49,10 @@ class Recorded(SamplingLaw):
     def probs(self, logits: torch.Tensor, histories: Sequence[History]) -> torch.Tensor:
         COMPUTED.extend(logits)
         return super().probs(logits, histories)
+
+    def choose(self, logits: torch.Tensor, histories: Sequence[History], noise: Noise) -> int:
+        COMPUTED.extend(logits)
+        return super().choose(logits, histories, noise)
 
     def chances(self, logits: torch.Tensor, histories: Sequence[History], tokens: Sequence[int]) -> list[float]:
         before = len(COMPUTED)

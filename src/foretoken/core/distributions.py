@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
+from foretoken.core.native.sampling import Noise
 
 
 class Law(Protocol):
@@ -51,6 +52,13 @@ class Law(Protocol):
     def chances(self, logits: Tensor, histories: Sequence[History], tokens: Sequence[int]) -> list[float]:
         """Returns the probability of ``tokens[r]`` in row r, equal to that of ``probs``."""
         return at_tokens(self.probs(logits, histories), tokens)
+
+    def choose(self, logits: Tensor, histories: Sequence[History], noise: Noise) -> int:
+        """Returns the token that ``noise`` draws from ``probs`` of the only row, without returning the row.
+
+        -1 where no token is possible, or where the row is needed.
+        """
+        return -1
 
     def refusal(self, logits: Tensor, history: History) -> InvalidRequest:
         """Returns the error that ends a request at a node where no token is possible. logits: [V]"""
@@ -135,6 +143,15 @@ class NodeDistributions:
             self._errors[row] = error
             return -1
         return self._best[row]
+
+    def draw(self, row: int, noise: Noise) -> int:
+        """Returns ``Law.choose`` at ``row``; -1 where its distribution is known already."""
+        if row in self._known:
+            return -1
+        try:
+            return self._law.choose(self._logits[row : row + 1], self._histories(row), noise)
+        except Exception:  # raised again by ``__getitem__``
+            return -1
 
     def refusal(self, row: int) -> Exception:
         """Returns the reason that no token is possible at ``row``."""

@@ -120,6 +120,11 @@ class SamplingLaw:
                 return kernels.chances(scores, tokens, self.kept)
         return at_tokens(self.probs(logits, histories), tokens)
 
+    def choose(self, logits: Tensor, histories: Sequence[History], noise: native.Noise) -> int:
+        """See ``Law``."""
+        scores = self._scores(logits, histories)
+        return kernels.choose(scores, self.kept, noise) if (kernels := native.for_rows(scores)) else -1
+
     @property
     def kept(self) -> native.Filter:
         """Temperature and filters, for the kernels."""

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import lru_cache
+from struct import pack, unpack
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -136,6 +137,11 @@ class PrivateStream:
         # Rounding can put the point past the end; the last token with any mass is then the right one.
         return drawn if drawn < weights.shape[-1] else int(weights.nonzero()[-1])
 
+    def noise(self, index: int) -> native.Noise:
+        """Returns the number of a categorical draw."""
+        (bits,) = unpack("<Q", pack("<d", self._uniform(2 * index + 1)))
+        return native.Noise(False, bits)
+
     def uniforms(self, count: int) -> list[float]:
         """Returns the numbers of the first ``count`` categorical draws."""
         return [self._uniform(2 * index + 1) for index in range(count)]
@@ -166,6 +172,10 @@ class SharedStream:
             return race_winner(weights.numpy(), self._key(index))
         scores = self.race(weights, index)
         return int(scores.argmax()) if bool((scores > 0).any()) else _nothing_to_draw()
+
+    def noise(self, index: int) -> native.Noise:
+        """Returns the key of a categorical draw."""
+        return native.Noise(True, self._key(index))
 
     def race(self, weights: Tensor, index: int) -> Tensor:
         """Returns weights / E, float64 [V]. The largest entry wins; the next largest are the likeliest alternatives."""

@@ -57,34 +57,33 @@ class RankAcceptance:
     """Rate at which the successor of each rank came true, over every emitted token: no observation is censored.
 
     Starts from a power law with the weight of ``_PRIOR`` tokens, and decays, so that it follows the text.
+
+    Attributes:
+        hits: float64 [width], how often the successor of each rank came true. Always the same array.
+        trials: Number of tokens.
     """
 
     _PRIOR, _MEMORY = 32.0, 2000.0
 
     def __init__(self, width: int) -> None:
         prior = 0.5 / np.arange(1.0, width + 1.0) ** 1.5
-        self._hits = prior * self._PRIOR
-        self._trials = self._PRIOR
-        self._order: tuple[NDArray[np.int64], NDArray[np.float64]] | None = None
+        self.hits = prior * self._PRIOR
+        self.trials = self._PRIOR
 
     def add(self, rank: int | None) -> None:
         """Counts one emitted token. ``rank`` is its rank in the row of the token before it, None if absent."""
-        if self._trials >= self._MEMORY:
-            self._hits *= 0.5
-            self._trials *= 0.5
-        self._trials += 1.0
+        if self.trials >= self._MEMORY:
+            self.hits *= 0.5
+            self.trials *= 0.5
+        self.trials += 1.0
         if rank is not None:
-            self._hits[rank] += 1.0
-        self._order = None
+            self.hits[rank] += 1.0
 
     @property
-    def order(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The ranks, the likeliest first, and their probabilities."""
-        if self._order is None:
-            rates = self._hits / self._trials
-            ranks = np.argsort(-rates, kind="stable")
-            self._order = ranks, rates[ranks]
-        return self._order
+    def order(self) -> list[tuple[int, float]]:
+        """Pairs (rank, probability), the likeliest first."""
+        rates = self.hits / self.trials
+        return [(int(rank), float(rates[rank])) for rank in np.argsort(-rates, kind="stable")]
 
 
 @dataclass(eq=False, slots=True)
@@ -94,10 +93,12 @@ class Successors:
     Attributes:
         table: int32 [V, top_k], successors of each token, the likeliest first.
         ranks: Acceptance by rank, for greedy requests (True) and for sampled ones (False).
+        compiled: Both as the kernels read them, likewise.
     """
 
     table: NDArray[np.int32]
     ranks: dict[bool, RankAcceptance]
+    compiled: dict[bool, native.SuccessorTable]
 
     @staticmethod
     def new(vocab_size: int, top_k: int, start: NDArray[np.int32] | None) -> Successors:
@@ -106,7 +107,9 @@ class Successors:
         if start is not None:
             width = min(top_k, start.shape[1])
             table[:, :width] = start[:, :width]
-        return Successors(table, {greedy: RankAcceptance(top_k) for greedy in (True, False)})
+        ranks = {greedy: RankAcceptance(top_k) for greedy in (True, False)}
+        compiled = {greedy: native.SuccessorTable.of(table, each.hits) for greedy, each in ranks.items()}
+        return Successors(table, ranks, compiled)
 
     def add_prompt(self, prompt: Sequence[int]) -> None:
         """Adds the successions within a prompt, whose rows have no logits, for tokens without an entry."""
@@ -199,12 +202,12 @@ class Recycling(Proposer):
         if context.id not in self._seen:
             self._seen.add(context.id)
             successors.add_prompt([*context.source, *context.tokens])
-        table, root, (ranks, rates) = successors.table, context.tokens[-1], successors.ranks[context.law.greedy].order
+        root, greedy, depth = context.tokens[-1], context.law.greedy, self.config.num_steps
+        ranks = successors.ranks[greedy]
         if kernels := native.kernels():
-            tokens, parents, weights = kernels.tree(table, root, budget, self.config.num_steps, ranks, rates)
+            tokens, parents, weights = kernels.tree(successors.compiled[greedy], ranks.trials, root, budget, depth)
         else:
-            order = list(zip(ranks.tolist(), rates.tolist(), strict=True))
-            tokens, parents, weights = self._tree(table, root, budget, order)
+            tokens, parents, weights = self._tree(successors.table, root, budget, ranks.order)
         if not tokens:
             return Draft.empty()
         scores = torch.from_numpy(np.array(weights, np.float32)).log_()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.errors import NoTokenAllowed
-from foretoken.core.streams import Stream
+from foretoken.core.streams import PrivateStream, SharedStream, Stream
 
 Probs = Tensor | NodeDistributions
 """[n+1, V]. ``probs[i]`` is the distribution [V] at the root for i = 0, else at node i - 1.
@@ -28,6 +28,10 @@ def draw(probs: Probs, row: int, stream: Stream, index: int) -> int:
     """
     certain = probs.certain(row) if isinstance(probs, NodeDistributions) else None
     if certain is None:
+        if isinstance(probs, NodeDistributions) and isinstance(stream, PrivateStream | SharedStream):
+            token = probs.draw(row, stream.noise(index))
+            if token >= 0:
+                return token
         return stream.categorical(reached(probs, row), index=index)
     if certain < 0:
         raise NoTokenAllowed(row)

@@ -98,18 +98,37 @@ class Filter(NamedTuple):
         return FilterSpec(min(1.0 / self.temperature, _MAX_FLOAT), floor, top_k, self.top_p)
 
 
-class _SuccessorTable(Structure):
+class Noise(NamedTuple):
+    """The random number of one draw.
+
+    Attributes:
+        races: Whether the token is the winner of a race, else the token at a fraction of the mass.
+        bits: Key of the race, or the bits of the fraction, a float64.
+    """
+
+    races: bool
+    bits: int
+
+
+class SuccessorTable(Structure):
+    """Likeliest successors of each token, and how often those of each rank came true, as the kernels read them."""
+
     _fields_ = [
-        *((name, c_void_p) for name in ("successors", "ranks", "rates")),
+        *((name, c_void_p) for name in ("successors", "hits")),
         *((name, c_int64) for name in ("vocab", "width")),
     ]
+
+    @staticmethod
+    def of(successors: NDArray[np.int32], hits: NDArray[np.float64]) -> SuccessorTable:
+        """Returns the table of contiguous arrays [V, width] (-1 for none) and [width], which it does not keep alive."""
+        return SuccessorTable(successors.ctypes.data, hits.ctypes.data, *successors.shape)
 
 
 class Kernels:
     """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        check_layout(library, (FilterSpec, _Distribution, _SuccessorTable, _Adjustment))
+        check_layout(library, (FilterSpec, _Distribution, SuccessorTable, _Adjustment))
         self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
         pointer, wide, number = c_void_p, c_int64, c_int32
         logits, token = (pointer, wide, wide, wide), POINTER(c_int64)
@@ -121,12 +140,14 @@ class Kernels:
         self._adjust = declare(library, "foretoken_adjust", *logits, POINTER(_Adjustment), pointer, number)
         self._largest = declare(library, "foretoken_largest", *logits, wide, pointer, number)
         self._log_sum = declare(library, "foretoken_log_sum", pointer, wide, wide, POINTER(c_double), token)
-        tree = (POINTER(_SuccessorTable), wide, wide, wide, pointer, pointer, pointer, token)
+        tree = (POINTER(SuccessorTable), c_double, wide, wide, wide, pointer, pointer, pointer, token)
         self._tree = declare(library, "foretoken_heaviest_tree", *tree)
         excess = (pointer, number, pointer, c_double, pointer, wide, POINTER(c_double), number)
         self._excess = declare(library, "foretoken_excess", *excess)
         weights = (pointer, number, wide)
         self._draw = declare(library, "foretoken_draw", *weights, c_double, token, POINTER(c_double), number)
+        chosen = (pointer, wide, POINTER(FilterSpec), number, POINTER(c_uint64), pointer, token, number)
+        self._choose = declare(library, "foretoken_choose", *chosen)
         self._race = declare(library, "foretoken_race", *weights, c_uint64, token, number)
 
     def best(self, logits: Tensor) -> list[int]:
@@ -162,28 +183,12 @@ class Kernels:
         return total.value, larger.value
 
     def tree(
-        self,
-        table: NDArray[np.int32],
-        root: int,
-        budget: int,
-        max_depth: int,
-        ranks: NDArray[np.int64],
-        rates: NDArray[np.float64],
+        self, table: SuccessorTable, trials: float, root: int, budget: int, max_depth: int
     ) -> tuple[list[int], list[int], list[float]]:
-        """Returns the ``budget`` heaviest nodes below ``root`` as tokens, parents and weights. See ``Recycling``.
-
-        Args:
-            table: [V, width], contiguous. Successors of each token, -1 for none.
-            root: The token.
-            budget: Maximum number of nodes.
-            max_depth: Maximum depth of a node.
-            ranks: [width], the ranks by falling rate.
-            rates: [width], their rates.
-        """
-        spec = _SuccessorTable(table.ctypes.data, ranks.ctypes.data, rates.ctypes.data, *table.shape)
+        """Returns the ``budget`` heaviest nodes below ``root`` as tokens, parents and weights. See ``Recycling``."""
         tokens, parents, weights = (c_int64 * budget)(), (c_int64 * budget)(), (c_double * budget)()
         count = c_int64()
-        self._tree(spec, root, budget, max_depth, tokens, parents, weights, count)
+        self._tree(table, trials, root, budget, max_depth, tokens, parents, weights, count)
         return tokens[: count.value], parents[: count.value], weights[: count.value]
 
     def rows(self, logits: Tensor, kept: Filter) -> Tensor:
@@ -228,6 +233,14 @@ class Kernels:
         wide = weights.dtype == torch.float64
         self._draw(weights.data_ptr(), wide, weights.shape[0], u, token, total, torch.get_num_threads())
         return token.value, total.value
+
+    def choose(self, logits: Tensor, kept: Filter, noise: Noise) -> int:
+        """Returns ``draw`` or ``race`` of ``rows`` in one call, for the only row of ``logits``; -1 if there is none."""
+        vocabulary, token = logits.shape[1], c_int64()
+        row, filters = np.empty(vocabulary, np.float32), kept.spec(vocabulary)
+        bits, threads = c_uint64(noise.bits), torch.get_num_threads()
+        self._choose(logits.data_ptr(), vocabulary, filters, noise.races, bits, row.ctypes.data, token, threads)
+        return token.value
 
     def race(self, weights: Tensor, key: int) -> int:
         """Returns the argmax of weights / E under ``key``, lowest id on ties; -1 where all are zero."""

@@ -394,7 +394,7 @@ const LayoutField* foretoken_layout() {
     static const LayoutField fields[] = {
         LAYOUT(FilterSpec, inverse, floor, top_k, top_p)
         LAYOUT(Distribution, top, inverse, lowest, over, last)
-        LAYOUT(SuccessorTable, successors, ranks, rates, vocab, width)
+        LAYOUT(SuccessorTable, successors, hits, vocab, width)
         LAYOUT(Adjustment, allowed, banned, ends, biased, biases, seen, generated, banned_count, end_count, biased_count, seen_count,
                repetition, frequency, presence)
         {},
@@ -503,12 +503,10 @@ int32_t foretoken_log_sum(const float* x, int64_t n, int64_t token, double* sum,
 }
 
 // Writes the heaviest tree of successors below a token; see successors.hpp. Arrays have room for `budget` nodes.
-int32_t foretoken_heaviest_tree(const SuccessorTable* table, int64_t root, int64_t budget, int64_t max_depth, int64_t* tokens,
-                                int64_t* parents, double* weights, int64_t* count) {
+int32_t foretoken_heaviest_tree(const SuccessorTable* table, double trials, int64_t root, int64_t budget, int64_t max_depth,
+                                int64_t* tokens, int64_t* parents, double* weights, int64_t* count) {
     return guarded([&] {
-        for (int64_t i = 0; i < table->width; i++)
-            if (table->ranks[i] < 0 || table->ranks[i] >= table->width) refuse("rank %lld of %lld", (long long)table->ranks[i], (long long)table->width);
-        *count = heaviest_tree(*table, root, budget, max_depth, tokens, parents, weights);
+        *count = heaviest_tree(*table, trials, root, budget, max_depth, tokens, parents, weights);
     }, "a tree of %lld tokens", (long long)budget);
 }
 
