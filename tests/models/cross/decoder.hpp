@@ -89,8 +89,23 @@ class TinyDecoder {
     std::vector<float> run(const std::vector<const Pages*>& sequences, const std::vector<int32_t>& sequence_from,
                            const std::vector<Row>& rows, int threads) {
         Plan plan(sequences, sequence_from, rows);
+        constexpr int RANKS = 3;
+        std::vector<int32_t> likeliest(plan.outputs.size());
+        std::vector<int64_t> ranked(likeliest.size() * RANKS);
+        plan.batch.likeliest = likeliest.data(), plan.batch.ranked = ranked.data(), plan.batch.ranks = RANKS;
         check(!of<int32_t(const ModelSpec*, const BatchSpec*, void*, int)>("foretoken_run")(&m, &plan.batch, workspace, threads), "a pass");
+        for (size_t i = 0; i < likeliest.size(); i++) {
+            check(likeliest[i] == ranked[i * RANKS], "the likeliest token of row ", (int)i);
+            for (int rank = 0; rank < RANKS; rank++) check(before(&plan.logits[i * VOCAB], ranked[i * RANKS + rank]) == rank, "rank ", rank, " of row ", (int)i);
+        }
         return plan.logits;
+    }
+
+    // How many tokens are likelier than this one, those of equal logits in the order of their ids.
+    static int before(const float* logits, int64_t token) {
+        int count = 0;
+        for (int64_t v = 0; v < VOCAB; v++) count += logits[v] > logits[token] || (logits[v] == logits[token] && v < token);
+        return count;
     }
 
     void move(const Pages& pages, int destination, const std::vector<int32_t>& sources) {
