@@ -216,9 +216,9 @@ class NativeRunner(DecoderOnly):
 
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         a, outputs = self._architecture, len(plan.outputs) if logits else 0
-        argmax = array("i", bytes(4 * outputs)) if outputs and plan.argmax_only else None
-        ranked = np.empty((outputs, min(plan.ranks, a.vocab)), np.int64) if outputs and plan.ranks else None
-        logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if outputs and not plan.argmax_only else None
+        argmax = array("i", bytes(4 * outputs)) if logits and plan.argmax_only else None
+        ranked = np.empty((outputs, min(plan.ranks, a.vocab)), np.int64) if logits and plan.ranks else None
+        logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if logits and not plan.argmax_only else None
         arrays = self._arrays(plan)
         tapped, features = self._tapped(plan, arrays, taps), _floats(plan.features)
         steps = self._pages.plan(plan.parts)
@@ -251,8 +251,9 @@ class NativeRunner(DecoderOnly):
     def _tapped(self, plan: PassPlan, arrays: dict[str, array[int]], taps: Sequence[int]) -> dict[int, Tensor]:
         """Returns the hidden states that a pass with ``arrays``, which refer to them from now on, will write."""
         tapped = {layer: torch.empty(len(plan.tokens), self._architecture.hidden) for layer in taps}
-        arrays["tap_layers"] = array("i", tapped)
-        arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
+        if tapped:
+            arrays["tap_layers"] = array("i", tapped)
+            arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
         return tapped
 
     def _arrays(self, plan: PassPlan, further: Sequence[int] | None = None) -> dict[str, array[int]]:
