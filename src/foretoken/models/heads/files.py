@@ -32,7 +32,8 @@ TAPS_KEY = "foretoken_taps"  # our key in config.json: the tapped layers, as ind
 def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
     """Returns the folder of the heads to use: ``model``, or the heads that come with the target.
 
-    ``model`` is a folder, the name of a bundled model, or a hub id. A target's own heads are in its folder under ``heads/<role>``; those of the bundled target are in the zoo.
+    ``model`` is a folder, the name of a bundled model, or a hub id. A target's own heads are in its folder under
+    ``heads/<role>``; those of the bundled target are in the zoo.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no such heads.
