@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
+from tests.real import real_model
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
@@ -95,3 +96,17 @@ def test_the_draft_earns_its_keep() -> None:
     drafts = sum(o.stats.drafts for o in outputs)
     accepted = sum(o.stats.accepted for o in outputs)
     assert 1 + accepted / drafts > 1.8
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_the_head_of_smollm2_drafts_chains_and_changes_no_text() -> None:
+    target = real_model("smollm2")
+    config = {"method": "eagle3", "model": "smollm2-135m-eagle3", "num_speculative_tokens": 5, "control": "fixed"}
+    plain, drafted = LLM(target, speculative_config={"method": "none"}), LLM(target, speculative_config=config)
+    messages = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Count to ten.")]
+    for params in (SamplingParams(max_tokens=40, temperature=0.0), SamplingParams(max_tokens=40, seed=3)):
+        expected, outputs = (llm.chat(messages, params) for llm in (plain, drafted))
+        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+        stats = [o.outputs[0].stats for o in outputs]
+        assert sum(s.steps for s in stats) < 0.8 * sum(s.tokens for s in stats)

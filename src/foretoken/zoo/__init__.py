@@ -1,4 +1,4 @@
-"""The bundled models: small models trained on the source of the Python standard library."""
+"""The bundled models: small models trained on the source of the Python standard library, and a head for SmolLM2."""
 
 from __future__ import annotations
 
