@@ -38,7 +38,7 @@ extern "C" {
 
 void foretoken_use_pool(const void* functions) { POOL = (const PoolFunctions*)functions; }
 
-// Returns what was wrong in the last call of this thread that failed.
+// The error message of this thread's last call that failed.
 const char* foretoken_problem() { return problem(); }
 
 }  // extern "C"

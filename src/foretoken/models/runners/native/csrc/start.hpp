@@ -23,7 +23,7 @@ struct Start {
         });
     }
 
-    // Returns what writes an input row of the first attention of an EAGLE-3 head: embedding and features, concatenated.
+    // A function that writes an input row of the first attention of an EAGLE-3 head: embedding and features, concatenated.
     auto joined(const Matrix& w, const NormSpec& norm) {
         return [this, &w, norm](int64_t r, Word* words, float* scales) {
             float* row = p.own_row();
