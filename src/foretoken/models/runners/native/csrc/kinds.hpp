@@ -40,10 +40,12 @@ inline void arrange(const Matrix& w, const Input& x, const RowTiles& tiles, int 
     else side_by_side<CHUNK_ROWS, 2>(x.words + first * x.stride, x.stride, w.steps, tiles.height(t), to);
 }
 
-// Stores sixteen floats of an input row of a float kind; `at` counts numbers.
-inline void put_floats(const Matrix& w, Word* words, int64_t at, Floats v) {
+// Stores sixteen floats of an input row of a float kind, and zeroes what follows the last of its `count` numbers; `at` counts
+// numbers.
+inline void put_floats(const Matrix& w, Word* words, int64_t at, int64_t count, Floats v) {
     if (w.kind == F32) put_input<F32>(words, at, v);
     else put_input<BF16>(words, at, v);
+    if (at + LANES >= count) clear_tail(w, count, words);
 }
 
 // What is added to the products of some rows: for each row the numbers of all outputs, or null. Nothing is added to a row
@@ -167,7 +169,7 @@ struct ActivatedStore {
         else prefetch(floats + row * stride + at);
     }
     void keep(int row, int64_t at, Floats v) const {
-        if (is_float(down)) put_floats(down, words + row * input_stride(down), at, v);
+        if (is_float(down)) put_floats(down, words + row * input_stride(down), at, stride, v);
         else store(floats + row * stride + at, v);
     }
 };

@@ -107,7 +107,6 @@ struct AttentionMixer {
 
     // Computes attention over the keys and values that each row of `b` sees.
     void attend(const AttentionSpec& layer, const BatchSpec& b) {
-        p.clear_tails(layer.out, ATTENDED, width(layer));
         Attention<kv> attention(m, b, layer, PageLayout(m, layer, kv), queries, own);
         const int together = heads_at_once(m, layer), parts = m.heads / together;
         const std::vector<QueryTile>& cut = tiles->of(together);
@@ -191,7 +190,7 @@ struct AttentionMixer {
         for (int i = 0; i < dim; i += LANES) {
             Floats v = load(values + i);
             if (m.gated_attention) v = v * logistic(load(gates(layer, row) + head * dim + i));
-            if (is_float(out)) put_floats(out, p.inputs[ATTENDED] + row * input_stride(out), head * dim + i, v);
+            if (is_float(out)) put_floats(out, p.inputs[ATTENDED] + row * input_stride(out), head * dim + i, width(layer), v);
             else store(mixed + ((int64_t)row * m.heads + head) * dim + i, v);
         }
     }

@@ -57,7 +57,6 @@ struct RecurrentMixer {
     // Norms and gates what the state adds.
     void mix(const LayerSpec& of) {
         const RecurrentSpec& layer = of.recurrent;
-        p.clear_tails(layer.out, ATTENDED, out_width);
         const int64_t groups = of.recurs == DELTA ? shape.value_heads : of.recurs == MAMBA ? shape.key_heads : 1;
         const int64_t count = out_width / groups;
         p.member.each(p.b.rows * groups, 4, [&](int64_t item) {
@@ -73,7 +72,7 @@ struct RecurrentMixer {
             if (!shape.norm_first) normalize(m, x, norm, count, x);
             for (int64_t i = 0; i < count; i += LANES) {
                 const Floats v = load(x + i);
-                if (is_float(layer.out)) put_floats(layer.out, p.inputs[ATTENDED] + row * input_stride(layer.out), at + i, v);
+                if (is_float(layer.out)) put_floats(layer.out, p.inputs[ATTENDED] + row * input_stride(layer.out), at + i, out_width, v);
             }
         });
     }

@@ -23,7 +23,6 @@ struct DenseMlp {
 
     void enter(const MlpSpec& mlp, const NormSpec& norm, int number) {
         const Added added = p.added_to_normed(number, &LoraLayer::up, norm);
-        p.clear_tails(mlp.down, ACTIVATED, mlp.inner);
         const bool gated = mlp.gated;
         ActivatedStore store{mlp.down, p.inputs[ACTIVATED], inner, mlp.inner, p.m.activation, gated};
         store.added = added;

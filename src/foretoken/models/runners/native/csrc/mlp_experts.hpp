@@ -146,20 +146,12 @@ struct ExpertMlp {
             normalize(p.m, p.hidden + r * p.width, norm, hidden, row);
             std::fill(row + hidden, row + inputs, 0.0f);
             encode(s.up, row, count, input(room.words, room.scales, s.up), r);
-            for (int64_t pair = r * s.router.chosen; pair < (r + 1) * s.router.chosen; pair++)
-                clear_inner(s.down, work.sizes.inner, inner_words(work, pair));
             if (work.sizes.shared) {
                 encode(s.shared_up, row, count, input(room.shared_words, room.shared_scales, s.shared_up), r);
-                clear_inner(s.shared_down, work.sizes.shared_inner, inner_words(work, work.pairs + r));
                 ((float*)room.shared_weights.data)[r] = s.shared_gate ? shared_weight(row, s.shared_gate, added, r) : 1.0f;
             }
             if (s.router_norm) normalize(p.m, p.hidden + r * p.width, s.router_norm, hidden, row);
         });
-    }
-
-    // Zeroes the padding of a row that is written without `encode`.
-    static void clear_inner(const Matrix& down, int64_t count, Word* words) {
-        if (is_float(down)) clear_tail(down, count, words);
     }
 
     // The input of `down` for a pair: words, and floats where words are encoded later.

@@ -5,7 +5,18 @@
 
 #include "lora.hpp"
 
-constexpr int REPEATED_ROWS = 4;  // up to this many rows, every thread prepares its own copy, which saves a loop
+// Every thread prepares a copy of a product's input, which saves a loop, if it has up to REPEATED_ROWS rows, or up to MOST_REPEATED
+// of REPEATED_NUMBERS numbers in all.
+constexpr int REPEATED_ROWS = 4, MOST_REPEATED = 16, REPEATED_NUMBERS = 8192;
+
+inline bool repeats(const Matrix& w, int rows) {
+    return rows <= REPEATED_ROWS || (rows <= MOST_REPEATED && rows * w.steps * per_word((Kind)w.kind) <= REPEATED_NUMBERS);
+}
+
+// Words of such a copy: its rows, with a line between them, and their scales, at most three for sixteen numbers.
+inline int64_t repeated_words(const Widest& widest) {
+    return std::max<int64_t>(REPEATED_ROWS * (widest.words + widest.scales), REPEATED_NUMBERS * 5 / 4);
+}
 
 enum InputNumber : int { NORMED, ATTENDED, ACTIVATED };  // inputs of products
 
@@ -40,9 +51,7 @@ struct Rows {
         if (b.rows >= MANY_ROWS) w.arranged.room<Word>(b.rows * widest.words);
         if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_attention.resize(threads);
         for (int t = 0; t < threads; t++)
-            w.own_words[t].room<Word>(REPEATED_ROWS * (widest.words + widest.scales) +
-                                      std::max({(m.joined ? 2 : 1) * width, padded(m.latent.query_rank, LANES),
-                                                (int64_t)m.layer_inputs.width}));
+            w.own_words[t].room<Word>(repeated_words(widest) + std::max({(m.joined ? 2 : 1) * width, padded(m.latent.query_rank, LANES), (int64_t)m.layer_inputs.width}));
     }
 
     int sequence_of(int row) const {
@@ -68,11 +77,11 @@ struct Rows {
     void multiply_prepared(const Matrix& w, InputNumber number, int rows, Fill fill, const Store& store) {
         Input x = input(w, number);
         auto one = [&](int64_t r) { fill(r, x.words + r * x.stride, x.scales + r * x.scale_stride); };
-        if (rows > REPEATED_ROWS) {
+        if (!repeats(w, rows)) {
             member.each(rows, 1, one);
             return multiply(w, x, rows, store);
         }
-        x.words = own, x.scales = (float*)(own + REPEATED_ROWS * widest.words);
+        x.words = own, x.scales = (float*)(own + rows * x.stride);
         Loop units = member.begin(w.units, units_at_once(w, rows, member.threads), [&] {
             for (int r = 0; r < rows; r++) one(r);
         });
@@ -101,7 +110,7 @@ struct Rows {
         multiply_prepared(w, NORMED, b.rows, normed(w, norm), store);
     }
 
-    // Returns what writes an input row: the residual stream after a norm.
+    // A function that writes an input row: the residual stream after a norm.
     auto normed(const Matrix& w, const NormSpec& norm) {
         return [this, &w, norm](int64_t r, Word* words, float* scales) { normalize_row(w, hidden + r * width, norm, words, scales); };
     }
@@ -114,7 +123,7 @@ struct Rows {
     }
 
     // Memory of this thread for a row, a latent of queries or a layer's own input, or for two rows of an EAGLE-3 head.
-    float* own_row() const { return (float*)(own + REPEATED_ROWS * (widest.words + widest.scales)); }
+    float* own_row() const { return (float*)(own + repeated_words(widest)); }
 
     // Adds a product times a factor to the residual stream. A norm is that of the product, or of the sum. multiply(store) stores
     // the product.
@@ -159,12 +168,6 @@ struct Rows {
         member.each(b.rows, 1, [&](int64_t r) {
             for (int64_t i = 0; i < m.hidden; i++) hidden[r * width + i] *= factor;
         });
-    }
-
-    // Zeroes the padding after `count` numbers in each row of an input that is written without `encode`.
-    void clear_tails(const Matrix& w, InputNumber number, int64_t count) {
-        if (!is_float(w) || count / per_word((Kind)w.kind) == w.steps) return;
-        member.each(b.rows, 8, [&](int64_t r) { clear_tail(w, count, inputs[number] + r * input_stride(w)); });
     }
 
    private:
