@@ -2,17 +2,36 @@
 //
 // Keys are taken a page at a time, in the order of their positions, in one pass over the cache: scores, softmax with the
 // largest score so far, weighted sum of values (2205.14135). A row's pages, and the order within them, follow from its own
-// keys alone, wherever these lie and whatever else is in the pass, and so does its result. Meanwhile the next page is asked for.
+// keys alone, wherever these lie and whatever else is in the pass, and so does its result. Meanwhile the next page is prefetched.
+//
+// Each stretch of STRETCH positions has sums of its own, which are merged in order. So several threads may compute a row's
+// stretches, and whether they do changes no bit.
 #pragma once
 
 #include "arranged.hpp"
 #include "attention_rows.hpp"
 
-// What comes next in memory, asked for a few lines at a time.
-struct Ahead {
-    const char *at = nullptr, *end = nullptr;
-    void ask(int lines) {
-        for (const char* until = std::min(at + 64 * lines, end); at < until; at += 64) prefetch_far(at);
+constexpr int STRETCH = 16 * PAGE;  // merging adds 2 % to the work of eight rows behind 6,000 tokens (Zen 5)
+
+// The softmax of a query over some of its keys, relative to the largest score.
+struct Softmax {
+    float* mixed;  // weighted values [dim], sums of weights by lane [LANES], the largest score
+    int dim;
+
+    static constexpr int64_t numbers(int64_t dim) { return dim + 2 * LANES; }
+    float* sums() const { return mixed + dim; }
+    float& top() const { return mixed[dim + LANES]; }
+
+    void clear(float score) const { std::fill(mixed, sums() + LANES, 0.0f), top() = score; }
+
+    // Adds the softmax over the keys that follow.
+    void add(const Softmax& next) const {
+        const float largest = next.top() > top() ? next.top() : top();
+        auto factor = [&](float score) { return score == largest ? floats(1.0f) : exponential(floats(score - largest)); };
+        const Floats before = factor(top()), after = factor(next.top());
+        for (int i = 0; i < dim + LANES; i += LANES)
+            store(mixed + i, multiply_add(load(next.mixed + i), after, load(mixed + i) * before));
+        top() = largest;
     }
 };
 
@@ -30,13 +49,14 @@ class Attention : AttentionRows<kv> {
     // memory: this thread's own, of `numbers` floats.
     Attention(const ModelSpec& m, const BatchSpec& b, const AttentionSpec& layer, const PageLayout& layout, const Word* all_queries,
               float* memory)
-        : Base{m, b, layer, layout, all_queries}, scores(memory), sums(scores + TILE_QUERIES * PAGE),
-          mixed(sums + TILE_QUERIES * LANES), bytes((Word*)(mixed + TILE_QUERIES * layer.head_dim)),
+        : Base{m, b, layer, layout, all_queries}, scores(memory), current(scores + TILE_QUERIES * PAGE),
+          merged(current + TILE_QUERIES * Softmax::numbers(layer.head_dim)),
+          bytes((Word*)(merged + TILE_QUERIES * Softmax::numbers(layer.head_dim))),
           queries(bytes + (kv == INT8 || PAIRED ? TILE_QUERIES * ROW_WORDS : 0)) {}
 
     static int64_t numbers(const ModelSpec& m) {
-        return TILE_QUERIES * (PAGE + LANES + ROW_WORDS + largest_of_layers(m, [&](const AttentionSpec& layer) {
-            return layer.head_dim + PageLayout(m, layer, kv).query_words;
+        return TILE_QUERIES * (PAGE + ROW_WORDS + largest_of_layers(m, [&](const AttentionSpec& layer) {
+            return 2 * Softmax::numbers(layer.head_dim) + PageLayout(m, layer, kv).query_words;
         }));
     }
 
@@ -45,44 +65,47 @@ class Attention : AttentionRows<kv> {
     template <class Store>
     void run(int sequence, int part, int first, int last, Store store) {
         begin(sequence, part, first, last);
-        int end_prefix = 0, end = 0, from = b.reach;
-        for (int row = first; row < last; row++) {
-            end_prefix = std::max(end_prefix, prefix(row)), end = std::max(end, keys_of(row));
-            from = std::min(from, start(row));
-        }
-        for (from = from / PAGE * PAGE; from < end; from += PAGE) {
-            page = from / PAGE;
-            ahead = from + PAGE < end_prefix ? next_page() : Ahead();
-            if (from < end_prefix) score();
-            branched = score_branches();
-            for (int row = first; row < last; row++) weigh(row);
-            mix();
-        }
-        for (int q = 0; q < count; q++) {
-            float* out = mixed + q * layer.head_dim;
-            const Floats scale = floats(1.0f / total(q));
-            for (int i = 0; i < layer.head_dim; i += LANES) ::store(out + i, load(out + i) * scale);
-            store(row_of(q), head_of(q), out);
-        }
+        for (int q = 0; q < count; q++) of_query(merged, q).clear(sink(head_of(q)));
+        for (int number = from / STRETCH; number * STRETCH < end; number++)
+            add_stretch(number, [&](int q, const Softmax& added) { of_query(merged, q).add(added); });
+        for (int q = 0; q < count; q++) store(row_of(q), head_of(q), divided(head_of(q), of_query(merged, q)));
+    }
+
+    // The same for one stretch of keys. Calls store(row, head, softmax) for the rows that see any of them.
+    template <class Store>
+    void run_stretch(int sequence, int part, int first, int last, int number, Store store) {
+        begin(sequence, part, first, last);
+        if (from / STRETCH > number || end <= number * STRETCH) return;
+        add_stretch(number, [&](int q, const Softmax& added) { store(row_of(q), head_of(q), added); });
+    }
+
+    // Merges the stretches of a row and head [stretches][Softmax::numbers]. Returns mixed [head_dim].
+    const float* join(int row, int head, float* stretches) {
+        const Softmax all = of_query(merged, 0);
+        all.clear(sink(head));
+        for (int number = start(row) / STRETCH; number * STRETCH < keys_of(row); number++)
+            all.add({stretches + number * Softmax::numbers(all.dim), all.dim});
+        return divided(head, all);
     }
 
    private:
-    float* const scores;  // [TILE_QUERIES][PAGE]; then the weights of keys, relative to the largest so far
-    float* const sums;    // [TILE_QUERIES][LANES]; of the weights
-    float* const mixed;   // [TILE_QUERIES][head_dim]; of values
+    float* const scores;                  // [TILE_QUERIES][PAGE]; then the weights of keys, relative to the largest so far
+    float *const current, *const merged;  // softmax of each query: over the current stretch, and over those before it
     Word* const bytes;    // [TILE_QUERIES][ROW_WORDS]; of an int8 cache: weights times scales of values; or paired weights
     Word* const queries;  // [TILE_QUERIES][words of a head]
-    float tops[TILE_QUERIES];            // largest scores so far
+    alignas(64) float tops[TILE_QUERIES], factors[TILE_QUERIES];  // largest scores of the stretch, and what sums before them are scaled by
     WholeRow query_rows[TILE_QUERIES], weight_rows[TILE_QUERIES];  // of an int8 cache
     Word* const* pages;
-    int first, count, group, first_head, kv_head;
-    int page;       // the current one
-    bool branched;  // some row has keys after its prefix in it
-    Ahead ahead;
+    int first, last, count, group, first_head, kv_head;
+    int from, end_prefix, end;  // keys that some row sees, from the first of a page on; and those of them in a prefix
+    int page;            // the current one
+    bool branched;       // some row has keys after its prefix in it
+    const Word* next;    // keys of the next page, and its values behind them; null: none
 
     int row_of(int q) const { return first + q / group; }
     int head_of(int q) const { return first_head + q % group; }
-    float sink(int q) const { return layer.sinks ? layer.sinks[head_of(q)] : -INFINITY; }
+    float sink(int head) const { return layer.sinks ? layer.sinks[head] : -INFINITY; }
+    Softmax of_query(float* all, int q) const { return {all + q * Softmax::numbers(layer.head_dim), layer.head_dim}; }
 
     // Keys of a row in the current page: [start, end of the prefix), then up to `end` those after it.
     int first_in_page(int row) const { return std::max(start(row) - page * PAGE, 0); }
@@ -91,14 +114,17 @@ class Attention : AttentionRows<kv> {
     // The cache row of key `i` of the current page, which is after the prefix.
     int branch(int row, int i) const { return b.branches[b.branch_from[row] + page * PAGE + i - prefix(row)]; }
 
-    void begin(int sequence, int part, int from, int last) {
-        pages = b.pages[sequence], group = heads_at_once(m, layer), first = from, count = (last - from) * group;
-        first_head = part * group, kv_head = first_head / (m.heads / layer.kv_heads);
-        std::fill(sums, sums + count * LANES, 0.0f), std::fill(mixed, mixed + count * layer.head_dim, 0.0f);
+    void begin(int sequence, int part, int first_row, int last_row) {
+        pages = b.pages[sequence], group = heads_at_once(m, layer), first = first_row, last = last_row;
+        count = (last - first) * group, first_head = part * group, kv_head = first_head / (m.heads / layer.kv_heads);
+        from = b.reach, end_prefix = end = 0;
+        for (int row = first; row < last; row++) {
+            end_prefix = std::max(end_prefix, prefix(row)), end = std::max(end, keys_of(row));
+            from = std::min(from, start(row) / PAGE * PAGE);
+        }
         for (int q = 0; q < count; q++) {
             Word* to = queries + q * layout.query_words;
             std::memcpy(to, this->query(row_of(q), head_of(q)), sizeof(Word) * layout.query_words);
-            tops[q] = sink(q);
             if constexpr (kv == INT8) {
                 WholeRow& row = query_rows[q];
                 const Word* facts = to + 2 * layout.key_words;
@@ -108,20 +134,38 @@ class Attention : AttentionRows<kv> {
         }
     }
 
+    // Computes the softmax of each query over a stretch. Calls merge(q, softmax) where the query sees some of its keys.
+    template <class Merge>
+    void add_stretch(int number, Merge merge) {
+        const int at = number * STRETCH, until = at + STRETCH;
+        for (int q = 0; q < count; q++) of_query(current, q).clear(tops[q] = sink(head_of(q)));
+        for (int key = std::max(from, at); key < std::min(end, until); key += PAGE) add_page(key / PAGE);
+        for (int q = 0; q < count; q++)
+            if (start(row_of(q)) < until && keys_of(row_of(q)) > at) of_query(current, q).top() = tops[q], merge(q, of_query(current, q));
+    }
+
+    // Divides the weighted values by the sum of weights, in which a sink counts as one more key.
+    const float* divided(int head, const Softmax& all) const {
+        float total = sum_of(load(all.sums()));
+        if (layer.sinks) total += first_lane(exponential(floats(sink(head) - all.top())));
+        for (int i = 0; i < all.dim; i += LANES) store(all.mixed + i, load(all.mixed + i) * floats(1.0f / total));
+        return all.mixed;
+    }
+
+    void add_page(int number) {
+        page = number;
+        next = (page + 1) * PAGE < end_prefix ? half(page + 1, false) : nullptr;
+        if (page * PAGE < end_prefix) score();
+        branched = score_branches();
+        weigh();
+        mix();
+    }
+
     Word* half(int number, bool values) const {
         return pages[number] + layout.at(kv_head) + (values ? layout.half_words : 0);
     }
 
-    Ahead next_page() const {
-        const char* at = (const char*)half(page + 1, false);
-        return {at, at + 2 * layout.half_words * sizeof(Word)};
-    }
-
-    // Lines to ask for at each of about eight moments of a page, or for each query.
-    int some_lines() const { return int(2 * layout.half_words * sizeof(Word) / 64 / std::max(8, count)); }
-
     void score() {
-        ahead.ask(some_lines());
         if constexpr (kv == INT8) {
             byte_product(half(page, false), layout.key_words, PAGE / LANES, query_rows, count, [&](int q, int block, Floats sums) {
                 store(scores + q * PAGE + block * LANES, byte_scores(q, page * PAGE / LANES + block, sums));
@@ -162,59 +206,60 @@ class Attention : AttentionRows<kv> {
         return any;
     }
 
-    // Turns the scores of a row's queries into weights, exp(score - largest so far), and adds them up.
-    void weigh(int row) {
-        const int low = first_in_page(row), high = end_in_page(row);
-        for (int q = (row - first) * group, end = q + group; q < end; q++) {
-            ahead.ask(some_lines());
+    // Turns scores into weights, exp(score - largest so far), and adds them up. When a larger score appears, earlier sums are
+    // scaled by `factors`: those of all queries, because a branch for some would be mispredicted. Meanwhile the next page is
+    // prefetched, here, where nothing else is read from beyond the first level of caches.
+    void weigh() {
+        alignas(64) float larger[TILE_QUERIES];
+        const Word *line = next, *const behind = next ? next + 2 * layout.half_words : nullptr;
+        const int64_t step = padded((2 * layout.half_words + count - 1) / count, LANES);
+        each_query([&](int row, int low, int high, int q) {
             float* weights = scores + q * PAGE;
-            if (low < high) {
-                if (layer.relative) shift(weights, row, low, high, layer.relative + head_of(q) * (2 * m.farthest + 1));
-                if (m.biases) slant(weights, row, low, high, m.biases + head_of(q) * m.bias_stride);
-                std::fill(weights, weights + low, -INFINITY), std::fill(weights + high, weights + PAGE, -INFINITY);
-                soften(q, weights);
-            } else if constexpr (PAIRED) {
-                std::fill(bytes + q * ROW_WORDS, bytes + (q + 1) * ROW_WORDS, 0);
-            } else {
-                std::fill(weights, weights + PAGE, 0.0f);
-            }
+            larger[q] = tops[q];
+            if (low >= high) return;
+            if (layer.relative) shift(weights, row, low, high, layer.relative + head_of(q) * (2 * m.farthest + 1));
+            if (m.biases) slant(weights, row, low, high, m.biases + head_of(q) * m.bias_stride);
+            if (low > 0 || high < PAGE) std::fill(weights, weights + low, -INFINITY), std::fill(weights + high, weights + PAGE, -INFINITY);
+            Floats largest = floats(tops[q]);
+            each<PAGE / LANES>([&](auto i) __attribute__((always_inline)) { largest = largest_of(largest, load(weights + i() * LANES)); });
+            const float top = largest_lane(largest);
+            larger[q] = top > tops[q] ? top : tops[q];
+        });
+        for (int q = 0; q < count; q += LANES) {
+            store(factors + q, exponential(load(tops + q) - load(larger + q)));
+            store(tops + q, load(larger + q));
+        }
+        each_query([&](int, int low, int high, int q) {
+            float* weights = scores + q * PAGE;
+            for (const Word* until = std::min(line + step, behind); line < until; line += LANES) prefetch(line);
+            if (low < high) soften(q, weights);
+            else if constexpr (PAIRED) std::fill(bytes + q * ROW_WORDS, bytes + (q + 1) * ROW_WORDS, 0);
+            else std::fill(weights, weights + PAGE, 0.0f);
             if constexpr (kv == INT8) weigh_bytes(q, weights);
+        });
+    }
+
+    // Calls f(row, first key of the page, end, query).
+    template <class F>
+    INLINE void each_query(F f) const {
+        for (int row = first, q = 0; row < last; row++) {
+            const int low = first_in_page(row), high = end_in_page(row);
+            for (const int end_row = q + group; q < end_row; q++) f(row, low, high, q);
         }
     }
 
-    void soften(int q, float* weights) {
-        constexpr int VECTORS = PAGE / LANES;
-        Floats largest = floats(tops[q]), all[VECTORS];
-        each<VECTORS>([&](auto i) __attribute__((always_inline)) {
-            all[i()] = load(weights + i() * LANES), largest = largest_of(largest, all[i()]);
-        });
-        if (const float top = largest_lane(largest); top > tops[q]) raise(q, top);
+    INLINE void soften(int q, float* weights) const {
         const Floats top = floats(tops[q]);
-        Floats sum = load(sums + q * LANES);
-        each<VECTORS>([&](auto i) __attribute__((always_inline)) {
-            const Floats e = keep(different(all[i()], floats(-INFINITY)), exponential(all[i()] - top));
+        float* sums = of_query(current, q).sums();
+        Floats sum = load(sums) * floats(factors[q]);
+        each<PAGE / LANES>([&](auto i) __attribute__((always_inline)) {
+            const Floats score = load(weights + i() * LANES);
+            const Floats e = keep(different(score, floats(-INFINITY)), exponential(score - top));
             sum = sum + e;
             if constexpr (PAIRED) put<BF16>(bytes + q * ROW_WORDS, i() * LANES, e);
             else store(weights + i() * LANES, e);
         });
-        store(sums + q * LANES, sum);
-    }
-
-    // Makes sums relative to a larger score.
-    void raise(int q, float top) {
-        if (tops[q] != -INFINITY) {
-            const Floats factor = exponential(floats(tops[q] - top));
-            float *sum = sums + q * LANES, *out = mixed + q * layer.head_dim;
-            store(sum, load(sum) * factor);
-            for (int i = 0; i < layer.head_dim; i += LANES) store(out + i, load(out + i) * factor);
-        }
-        tops[q] = top;
-    }
-
-    // The sum of a query's weights, in which a sink counts as one more key.
-    float total(int q) const {
-        const float sum = sum_of(load(sums + q * LANES));
-        return layer.sinks ? sum + first_lane(exponential(floats(sink(q) - tops[q]))) : sum;
+        store(sums, sum);
     }
 
     // ALiBi (2108.12409): key i is at position i, and the last one is the row itself.
@@ -246,9 +291,8 @@ class Attention : AttentionRows<kv> {
 
     // Adds the weighted values of the current page, in the order of the keys.
     void mix() {
+        const Word* values = half(page, true);
         if constexpr (kv == INT8) {
-            ahead.ask(8 * some_lines());
-            const Word* values = half(page, true);
             if (branched) {
                 for (int q = 0; q < count; q++) mix_branched_bytes(q, values);
             } else {
@@ -258,7 +302,6 @@ class Attention : AttentionRows<kv> {
             return;
         }
         if (branched) return mix_branched();
-        const Word* values = half(page, true);
         const int64_t words = layout.key_words;
         auto value = [values, words](int key) __attribute__((always_inline)) { return values + key * words; };
         if (count > MIX_QUERIES) mix_some<TALL_QUERIES, TALL_VECTORS>(0, count, PAGE, value);
@@ -282,12 +325,11 @@ class Attention : AttentionRows<kv> {
     template <int Q, int V, class Value>
     void mix_some(int from, int many, int keys, const Value& value) {
         const RowTiles tiles(many, Q);
-        const int dim = layer.head_dim;
+        const int dim = layer.head_dim, stride = int(Softmax::numbers(dim));
         for (int at = 0; at < dim; at += V * LANES)
             for (int t = 0; t < tiles.count; t++) {
                 const int q = from + tiles.first(t);
-                ahead.ask(some_lines());
-                const MixTile tile{PAIRED ? (const float*)bytes + q * ROW_WORDS : scores + q * PAGE, mixed + q * dim + at, dim, at, keys};
+                const MixTile tile{PAIRED ? (const float*)bytes + q * ROW_WORDS : scores + q * PAGE, current + q * stride + at, factors + q, stride, at, keys};
                 pick_mix<Q, V>(tiles.height(t), std::min((dim - at) / LANES, V), tile, value);
             }
     }
@@ -295,6 +337,7 @@ class Attention : AttentionRows<kv> {
     struct MixTile {
         const float* weights;  // [queries][PAGE], or paired weights [queries][ROW_WORDS]
         float* to;             // [queries][stride]
+        const float* factors;  // of what is there
         int64_t stride;
         int at, keys;          // number of a value where `to` begins; keys of the page
     };
@@ -311,7 +354,7 @@ class Attention : AttentionRows<kv> {
     static void mix_tile(MixTile tile, Value value) {
         Floats sums[Q][V];
         each<Q>([&](auto q) __attribute__((always_inline)) {
-            each<V>([&](auto v) __attribute__((always_inline)) { sums[q()][v()] = load(tile.to + q() * tile.stride + v() * LANES); });
+            each<V>([&](auto v) __attribute__((always_inline)) { sums[q()][v()] = load(tile.to + q() * tile.stride + v() * LANES) * floats(tile.factors[q()]); });
         });
         if constexpr (PAIRED) {
             const Word* weight = (const Word*)tile.weights;
@@ -341,8 +384,8 @@ class Attention : AttentionRows<kv> {
     }
 
     void add_bytes(int q, int block, Floats sums) {
-        float* to = mixed + q * layer.head_dim + block * LANES;
-        store(to, multiply_add(floats(weight_rows[q].scale), sums, load(to)));
+        float* to = of_query(current, q).mixed + block * LANES;
+        store(to, multiply_add(floats(weight_rows[q].scale), sums, load(to) * floats(factors[q])));
     }
 
     // Adds the values of one query, some of whose keys are after the prefix.

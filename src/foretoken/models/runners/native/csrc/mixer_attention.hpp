@@ -19,19 +19,26 @@ inline void rotate(float* head, const RopeSpec& rope, int position) {
         for (int i = 0; i < half; i++) turn(i, head[i], head[i + half]);
 }
 
+// An item of attention is a tile of rows and a head of keys. With fewer items than FEW_ITEMS per thread, each stretch of their
+// keys is an item. Keys of one stretch have smaller tiles instead, of LEAST_QUERIES at least, until each thread has two items.
+constexpr int FEW_ITEMS = 4, LEAST_QUERIES = 12;
+
+inline int ceiling(int n, int by) { return (n + by - 1) / by; }
+inline int stretches_of(int keys) { return ceiling(keys, STRETCH); }
+
 template <Kind kv>
 struct AttentionMixer {
     Rows<kv>& p;
     const ModelSpec& m;
     const Tiles*tiles, &answered_tiles;
     const int64_t qkv_width;
-    float *qkv, *mixed, *own;
+    float *qkv, *mixed, *own, *stretches;
     Word* queries;
 
     AttentionMixer(Rows<kv>& rows, Workspace& w)
         : p(rows), m(rows.m), tiles(&w.tiles), answered_tiles(w.answered_tiles), qkv_width(row_numbers(m)),
           qkv((float*)w.qkv.data), mixed((float*)w.mixed.data), own((float*)w.own_attention[p.member.thread].data),
-          queries((Word*)w.queries.data) {}
+          stretches((float*)w.stretches.data), queries((Word*)w.queries.data) {}
 
     static int64_t row_numbers(const ModelSpec& m) {
         return padded(largest_of_layers(m, [&](const AttentionSpec& layer) {
@@ -42,7 +49,9 @@ struct AttentionMixer {
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, dim = largest_of_layers(m, [](const AttentionSpec& layer) { return layer.head_dim; });
         const int64_t heads = m.heads * dim;
-        tile(m, b, w);
+        tile(m, b, w, threads);
+        const int64_t queries = std::min<int64_t>(rows * m.heads, (int64_t)FEW_ITEMS * threads * TILE_QUERIES);
+        w.stretches.room<float>(queries * stretches_of(std::max(b.reach, b.source_reach)) * Softmax::numbers(dim));
         w.qkv.room<float>(rows * row_numbers(m));
         w.queries.room<Word>(rows * m.heads * largest_of_layers(m, [&](const AttentionSpec& layer) {
             return PageLayout(m, layer, kv).query_words;
@@ -52,11 +61,14 @@ struct AttentionMixer {
     }
 
     // The rows of each sequence in tiles, for each number of heads that are computed together.
-    static void tile(const ModelSpec& m, const BatchSpec& b, Workspace& w) {
+    static void tile(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         w.tiles.clear(), w.answered_tiles.clear();
         for (int i = 0; i < m.layer_count; i++) {
             if (!m.layers[i].attends) continue;
-            const int heads = heads_at_once(m, m.layers[i].attention), rows = TILE_QUERIES / heads;
+            const int heads = heads_at_once(m, m.layers[i].attention);
+            int rows = TILE_QUERIES / heads;
+            if (const int items = b.sequences * (m.heads / heads); b.reach <= STRETCH && items && items < 2 * threads)
+                rows = std::min(rows, std::max(ceiling(b.rows, b.sequences * ceiling(2 * threads, items)), ceiling(LEAST_QUERIES, heads)));
             w.tiles.add(heads, rows, b), w.answered_tiles.add(heads, rows, w.answered.batch);
         }
     }
@@ -110,10 +122,28 @@ struct AttentionMixer {
         Attention<kv> attention(m, b, layer, PageLayout(m, layer, kv), queries, own);
         const int together = heads_at_once(m, layer), parts = m.heads / together;
         const std::vector<QueryTile>& cut = tiles->of(together);
-        p.member.each((int64_t)cut.size() * parts, 1, [&](int64_t item) {
-            const QueryTile& tile = cut[item / parts];
-            attention.run(tile.sequence, int(item % parts), tile.first, tile.last,
-                          [&](int row, int at, const float* values) { keep(layer, row, at, values); });
+        const int64_t items = (int64_t)cut.size() * parts, count = stretches_of(b.reach);
+        const bool windowed = layer.window && std::abs(layer.window) <= STRETCH;
+        const bool apart = count > 1 && !windowed && p.member.threads > 1 && items < FEW_ITEMS * p.member.threads;
+        auto each_tile = [&](int64_t of, auto run) {
+            p.member.each(items * of, 1, [&](int64_t item) {
+                const QueryTile& tile = cut[item / of / parts];
+                run(tile.sequence, int(item / of % parts), tile.first, tile.last, int(item % of));
+            });
+        };
+        if (!apart)
+            return each_tile(1, [&](int sequence, int part, int first, int last, int) {
+                attention.run(sequence, part, first, last, [&](int row, int head, const float* values) { keep(layer, row, head, values); });
+            });
+        const int64_t numbers = Softmax::numbers(layer.head_dim);
+        each_tile(count, [&](int sequence, int part, int first, int last, int number) {
+            attention.run_stretch(sequence, part, first, last, number, [&](int row, int head, const Softmax& of) {
+                std::memcpy(stretches + (((int64_t)row * m.heads + head) * count + number) * numbers, of.mixed, sizeof(float) * numbers);
+            });
+        });
+        p.member.each((int64_t)b.rows * m.heads, 4, [&](int64_t item) {
+            const int row = int(item / m.heads), head = int(item % m.heads);
+            keep(layer, row, head, attention.join(row, head, stretches + item * count * numbers));
         });
     }
 

@@ -40,7 +40,7 @@ struct LatentMixer {
 
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, heads = rows * m.heads;
-        AttentionMixer<kv>::tile(m, b, w);
+        AttentionMixer<kv>::tile(m, b, w, threads);
         w.qkv.room<float>(rows * first_numbers(m));
         if (m.latent.query_rank) w.latent_queries.room<float>(rows * query_numbers(m));
         w.absorbed.room<float>(heads * head_numbers(m));

@@ -159,7 +159,7 @@ struct ExpertRoom {
 struct Workspace {
     Buffer hidden, embedded, branch, aside, qkv, queries, mixed, inner, scales, normed, attended, activated, arranged;
     Buffer recurrent, prepared, recurrent_mixed;
-    Buffer layer_inputs, gated_inputs;
+    Buffer layer_inputs, gated_inputs, stretches;
     Buffer unit_maxima, unit_tokens, ranked_logits;
     Buffer latent_queries, absorbed, head_words, head_scales, latent_mixes;
     std::vector<Buffer> own_words, own_attention, own_states;
