@@ -21,7 +21,7 @@ from foretoken.models.families.multimodal import text_part
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.fp8 import Fp8Weights
 from foretoken.models.formats.gguf.names import is_gguf
-from foretoken.models.formats.memory import check_fits, weight_bytes
+from foretoken.models.formats.memory import check_fits, give_back, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, rounded, unpacked
 from foretoken.models.formats.quantize import Quantizer
@@ -106,7 +106,9 @@ def load_model(
         compiled = where.type == "cpu" and packs_groups(kind)
         compress = compiled and packs(runtime.decoder_of(config), kind, weight_format)
         check_fits(_needed(tensors, scheme, kind, compiled, PACKED_BITS if compress else None), where, str(path))
-        return runtime(config, tensors, kind, where, max_length, quantization, weight_format, kv_cache_dtype)
+        model = runtime(config, tensors, kind, where, max_length, quantization, weight_format, kv_cache_dtype)
+        give_back(int(config.get("hidden_size") or 0))
+        return model
     if kv_cache_dtype != "auto":
         raise InvalidRequest(
             f"kv_cache_dtype={kv_cache_dtype!r} needs the native decoder, which does not run {path} here; leave it out"

@@ -15,6 +15,7 @@ from pydantic import Field
 from foretoken.core.errors import ForetokenError, ModelLoadError, reason_of
 from foretoken.core.schema import Layers, Schema, Size, TokenId, TokenIds, parse, read_object
 from foretoken.models.formats.gguf.names import SPLIT_NAME, is_gguf
+from foretoken.models.formats.memory import give_back
 from foretoken.models.formats.tokenizer import PlainTokenizer, is_plain
 from foretoken.models.formats.weight_files import Weights
 
@@ -244,18 +245,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer
     """
     path = resolve(name)
     try:
-        if is_gguf(path):
-            return _gguf(path).tokenizer()
-        settings = _tokenizer_settings(path)
-        if is_plain(path, settings):
-            return PlainTokenizer.load(path)
-        if settings.get("tokenizer_class") in _FAST_CLASSES and "auto_map" not in settings:
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(path)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = _tokenizer(path)
     except ForetokenError:
         raise
     except Exception as error:  # tokenizers raise bare exceptions for broken files
@@ -269,6 +259,23 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer
         raise ModelLoadError(
             f"no tokenizer loads from {path}; expected tokenizer.json or vocabulary files: {reason_of(error)}"
         ) from error
+    give_back(len(tokenizer))  # four times what the tokenizer keeps, before weights are loaded
+    return tokenizer
+
+
+def _tokenizer(path: Path) -> PreTrainedTokenizerBase | PlainTokenizer:
+    if is_gguf(path):
+        return _gguf(path).tokenizer()
+    settings = _tokenizer_settings(path)
+    if is_plain(path, settings):
+        return PlainTokenizer.load(path)
+    if settings.get("tokenizer_class") in _FAST_CLASSES and "auto_map" not in settings:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def load_vocabulary(path: Path) -> dict[str, int] | None:

@@ -16,7 +16,7 @@ CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
 _EMBEDDINGS = ("embed_tokens", "word_embeddings.", "embed_in", ".wte.")  # parts of the names of embeddings
 _OF_LAYERS = "embed_tokens_per_layer"  # which is no vocabulary head
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt
 _WIDE = 512  # numbers of a row: narrower layers leave less behind than returning it is worth
 
 
@@ -66,15 +66,16 @@ def reuse_freed() -> None:
     if change is not None:
         change(_TRIM_THRESHOLD, 2**26)
         change(_MMAP_THRESHOLD, 2**24)
+        change(_ARENA_MAX, 1)  # freed memory of other threads' arenas cannot be returned
 
 
-def give_back(hidden: int = _WIDE) -> None:
+def give_back(width: int = _WIDE) -> None:
     """Returns freed memory to the system. glibc keeps it otherwise, in holes too small for the next large matrix.
 
     Args:
-        hidden: the width of the layer that was read last; nothing is done after a narrow one.
+        width: width of the layers, or tokens of the vocabulary, that were read last; nothing is done if there are few.
     """
-    if hidden < _WIDE:
+    if width < _WIDE:
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

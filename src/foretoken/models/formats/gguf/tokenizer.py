@@ -39,6 +39,7 @@ ENDS |= {"[e~["}
 _ENDS_OF_CHANNELS = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
 
+@lru_cache(maxsize=2)  # a target and a draft model
 def special_ids(header: Header) -> dict[str, Any]:
     """Returns the special token ids as generation_config.json has them.
 
@@ -67,6 +68,7 @@ def gguf_tokenizer(header: Header) -> PlainTokenizer:
         ModelLoadError: the file has no tokenizer, or one of an unknown kind.
         Exception: its vocabulary is damaged; tokenizers raises no narrower class.
     """
+    special_ids(header)  # reads the vocabulary as well: kept, so that it is not read again beside the weights
     vocabulary = _Vocabulary.read(header)
     end = vocabulary.token(header, "eos")
     return PlainTokenizer(_built(header, vocabulary), end, partial(_transformers_tokenizer, header.path))
@@ -127,7 +129,6 @@ class _Vocabulary:
         self.kinds = kinds
 
     @staticmethod
-    @lru_cache(maxsize=2)  # a target and a draft model
     def read(header: Header) -> _Vocabulary:
         """Reads the vocabulary. Raises ModelLoadError if there is none."""
         tokens = header.array("tokenizer.ggml.tokens")
