@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from foretoken.core.errors import ForetokenError
 
@@ -19,7 +20,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.setting import memory
 imported = memory("VmHWM")
 llm = LLM(**json.loads(sys.argv[1]))
-next(iter(llm.stream("def", SamplingParams(max_tokens=1, temperature=0))))
+for _ in llm.stream("def", SamplingParams(max_tokens=int(sys.argv[2]), temperature=0, ignore_eos=True)):
+    pass
 print(json.dumps({"imported": imported, "peak": memory("VmHWM")}), flush=True)
 """
 
@@ -36,12 +38,12 @@ class Startup:
     imported_bytes: int
 
 
-def startup(name: str, options: dict[str, str], times: int = 3) -> Startup:
-    """Times ``LLM(**options)`` and one token, ``times`` times after one warm-up. Raises ForetokenError."""
+def startup(name: str, options: dict[str, Any], times: int = 3, tokens: int = 1) -> Startup:
+    """Times ``LLM(**options)`` and its first tokens, ``times`` times after one warm-up. Raises ForetokenError."""
     seconds: list[float] = []
     reported = {"peak": 0, "imported": 0}
     for _ in range(times + 1):
-        took, reported = _run([sys.executable, "-c", _PROGRAM, json.dumps(options)])
+        took, reported = _run([sys.executable, "-c", _PROGRAM, json.dumps(options), str(tokens)])
         seconds.append(took)
     warm = seconds[1:]
     return Startup(name, median(warm), min(warm), max(warm), reported["peak"], reported["imported"])
