@@ -52,17 +52,23 @@ def costs(
 
     torch.set_num_threads(cores())
     bundled = [] if models.target else [zoo.path("target")]
-    wide, small = models.target or scaled("0.7b"), models.draft or zoo.path("draft")
+    wide = models.target or scaled("0.7b")
+    small = models.draft or (zoo.path("draft") if bundled else None)
+    drafting: dict[str, Any] = {"draft_model": str(small)} if small else {"speculative_config": {"method": "recycling"}}
     sizes, contexts = _numbers("--rows", rows), _numbers("--context", context)
     notes = wide_console(color, stderr=True)
-    record: dict[str, Any] = {"setting": setting() | {"target": wide.name, "draft": small.name}}
+    record: dict[str, Any] = {
+        "setting": setting() | {"target": wide.name, "draft": small.name if small else "recycling"}
+    }
     shown: list[Any] = []
     target = (wide, quantization or "", weight_format, kv_cache_dtype)
     measures: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
         "passes": lambda: _passes(target, sizes, contexts, turns, batch, notes),
-        "transformers": lambda: _transformers([small, *bundled, wide], min(contexts), turns, notes),
-        "steps": lambda: _steps(small, target, max_tokens, notes),
-        "startup": lambda: _startup(small, bool(bundled), target, min(3, turns), notes),
+        "transformers": lambda: _transformers(
+            [*([small] if small else []), *bundled, wide], min(contexts), turns, notes
+        ),
+        "steps": lambda: _steps(_options(target) | drafting, max_tokens, notes),
+        "startup": lambda: _startup(wide.name, bool(bundled), _options(target) | drafting, min(3, turns), notes),
     }
     for part in chosen:
         record[part], tables = measures[part]()
@@ -120,7 +126,7 @@ def _transformers(folders: Sequence[Path], context: int, turns: int, notes: Cons
     return facts, ["\none step: one row through Model.score, and transformers' module", tables.transformers(result)]
 
 
-def _steps(small: Path, target: tuple[Path, str, str, str], max_tokens: int, notes: Console) -> tuple[Any, list[Any]]:
+def _steps(options: dict[str, Any], max_tokens: int, notes: Console) -> tuple[Any, list[Any]]:
     """Measures steps on a few prompts after one that warms up, greedy and sampled."""
     from dataclasses import asdict
 
@@ -130,7 +136,7 @@ def _steps(small: Path, target: tuple[Path, str, str, str], max_tokens: int, not
     from foretoken.bench.workloads import FUNCTIONS
     from foretoken.cli.theme import waiting
 
-    llm = LLM(draft_model=small, **_options(target))
+    llm = LLM(**options)
     result = {}
     with waiting(notes, "steps"):
         for name, extra in {"temperature 0": {"temperature": 0.0}, "temperature 1": {}, "seeded": {"seed": 1}}.items():
@@ -141,19 +147,16 @@ def _steps(small: Path, target: tuple[Path, str, str, str], max_tokens: int, not
     return facts, ["\nthe parts of a step at draft length 4, ms", tables.breakdown(result)]
 
 
-def _startup(
-    small: Path, bundled: bool, target: tuple[Path, str, str, str], times: int, notes: Console
-) -> tuple[Any, list[Any]]:
+def _startup(name: str, bundled: bool, options: dict[str, Any], times: int, notes: Console) -> tuple[Any, list[Any]]:
     from dataclasses import asdict
 
     from foretoken.bench import tables
     from foretoken.bench.startup import startup
     from foretoken.cli.theme import waiting
 
-    options = {"draft_model": str(small), **_options(target)}
     with waiting(notes, "starting fresh processes"):
         result = [startup("bundled pair", {}, times)] if bundled else []
-        result.append(startup(target[0].name, options, times))
+        result.append(startup(name, options, times))
     return [asdict(each) for each in result], [
         "\nfrom nothing to the first token, a fresh process",
         tables.startups(result),
