@@ -206,15 +206,60 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def tiny_pair(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Two random Llamas, sharpened so that they have opinions; they seldom agree."""
+    from foretoken.train.target import Shape
+
+    pair = Pair(*(tmp_path_factory.mktemp("pair") / name for name in ("target", "draft")))
+    _save_random(pair.target, tokenizer, Shape(64, 96, 3, 4, 2, 16, 512))
+    _save_random(pair.draft, tokenizer, Shape(32, 48, 1, 2, 2, 16, 512))
+    return pair
+
+
+WIDE_VOCABULARY = 151_936  # Qwen's
+
+
+@pytest.fixture(scope="session")
+def wide_tokenizer(tokenizer: Any) -> Any:
+    """``tokenizer`` with a vocabulary of usual size: tokens that no merge leads to, but that models and grammars use."""
+    import json
+
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    vocabulary |= {f"w{number:x}": number for number in range(len(tokenizer), WIDE_VOCABULARY)}
+    end = tokenizer.eos_token
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token=end, pad_token=end)
+
+
+@pytest.fixture(scope="session")
+def wide_pair(wide_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A random Llama of two layers with a large vocabulary, and the same with noise, which often agrees with it."""
+    from foretoken.train.target import Shape
+
+    pair = Pair(*(tmp_path_factory.mktemp("wide") / name for name in ("target", "draft")))
+    for path, noise in ((pair.target, 0.0), (pair.draft, 0.4)):
+        _save_random(path, wide_tokenizer, Shape(64, 96, 2, 4, 2, 16, 512), noise)
+    return pair
+
+
+@pytest.fixture(scope="session", params=["tiny", "wide"])
+def any_pair(request: pytest.FixtureRequest) -> Pair:
+    """Pairs with a small and a large vocabulary."""
+    pair: Pair = request.getfixturevalue(f"{request.param}_pair")
+    return pair
+
+
+def _save_random(folder: Path, tokenizer: Any, shape: Any, noise: float = 0.0) -> None:
+    """Writes a random Llama with three times the usual weights; ``noise`` is relative to their deviation."""
     import torch
 
-    from foretoken.train.target import Shape, new_model, save
+    from foretoken.train.target import new_model, save
 
-    folder = tmp_path_factory.mktemp("pair")
-    for name, shape in (("target", Shape(64, 96, 3, 4, 2, 16, 512)), ("draft", Shape(32, 48, 1, 2, 2, 16, 512))):
-        model = new_model(shape, tokenizer, seed=1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(3)
-        save(model, tokenizer, folder / name)
-    return Pair(folder / "target", folder / "draft")
+    model, generator = new_model(shape, tokenizer, seed=1), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+            if noise and parameter.ndim > 1:
+                parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    save(model, tokenizer, folder)

@@ -22,8 +22,8 @@ PROMPTS = ["def greet(name):\n", "x", "class Ü:  # 🙂\n" * 9]
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_pair: Any) -> LLM:
-    return LLM(tiny_pair.target, tiny_pair.draft, dtype="float32")
+def llm(any_pair: Any) -> LLM:
+    return LLM(any_pair.target, any_pair.draft, dtype="float32")
 
 
 def texts(llm: LLM, prompts: Any = PROMPTS, **params: Any) -> list[str]:
@@ -40,18 +40,18 @@ def test_the_readmes_call(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0}, {"seed": 3}, {"seed": 3, "top_p": 0.9, "repetition_penalty": 1.2}]
 )
-def test_one_text_per_seed_for_every_draft_proposer_and_batch(llm: LLM, tiny_pair: Any, params: dict[str, Any]) -> None:
+def test_one_text_per_seed_for_every_draft_proposer_and_batch(llm: LLM, any_pair: Any, params: dict[str, Any]) -> None:
     plain = texts(llm, speculative_tokens=0, **params)
     for depth in (1, 4, 8):
         assert texts(llm, speculative_tokens=depth, **params) == plain
     assert [texts(llm, p, **params)[0] for p in PROMPTS] == plain
-    lookup = LLM(tiny_pair.target, speculative_config={"method": "ngram"}, dtype="float32")
+    lookup = LLM(any_pair.target, speculative_config={"method": "ngram"}, dtype="float32")
     assert texts(lookup, **params) == plain
 
 
-def test_equal_seeds_give_equal_texts_and_others_do_not(llm: LLM, tiny_pair: Any) -> None:
+def test_equal_seeds_give_equal_texts_and_others_do_not(llm: LLM, any_pair: Any) -> None:
     assert texts(llm, seed=1) == texts(llm, seed=1) != texts(llm, seed=2)
-    again = [LLM(tiny_pair.target, dtype="float32", seed=5) for _ in range(2)]
+    again = [LLM(any_pair.target, dtype="float32", seed=5) for _ in range(2)]
     assert texts(again[0]) == texts(again[1])
     assert texts(again[0]) != texts(again[1], "y")
 
@@ -346,9 +346,9 @@ def test_an_empty_prompt_of_a_real_model_continues_from_bos() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g128"])
-def test_a_quantized_target_is_exact_with_respect_to_itself(llm: LLM, tiny_pair: Any, scheme: str) -> None:
+def test_a_quantized_target_is_exact_with_respect_to_itself(llm: LLM, any_pair: Any, scheme: str) -> None:
     """Another target than the plain one, and one text for each seed whatever is proposed."""
-    quantized = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", quantization=scheme)
+    quantized = LLM(any_pair.target, any_pair.draft, dtype="float32", quantization=scheme)
     prompt = llm.tokenizer.encode(PROMPTS[0])
     plain_logits, quantized_logits = (
         one.target.score([one.target.open(prompt)], [Draft.empty()])[0].logits for one in (llm, quantized)

@@ -23,10 +23,11 @@ def fuzz() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize(("models", "kind"), [("tiny", "float32"), ("tiny", "int8"), ("wide", "bfloat16")])
 @pytest.mark.slow
-def test_random_requests_are_the_same_drafted_and_plain(fuzz: Any, kind: str, tmp_path: Path):
-    pair, counts = fuzz.Pair(tmp_path), Counter()
+def test_random_requests_are_the_same_drafted_and_plain(fuzz: Any, models: str, kind: str, tmp_path: Path, request):
+    pair = fuzz.Pair(tmp_path) if models == "tiny" else request.getfixturevalue("wide_pair")
+    counts: Counter[str] = Counter()
     configs = [fuzz.TINY[0], fuzz.TINY[3], fuzz.TINY[-1]]
     arena = fuzz.Arena.open("tiny", pair.target, pair.draft, configs, kind)
     differences = [d for seed in (0, 5) for d in arena.compare(seed, engines=3, counts=counts) if d is not None]

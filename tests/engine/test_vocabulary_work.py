@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.conftest import WIDE_VOCABULARY, Pair
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken import LLM, SamplingParams
@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(native.kernels() is None, reason="there are no compiled kernels"),
 ]
-VOCAB = 151_936
 # They allocate, or give a tensor another shape or type that it has already.
 PASSING_ON = {
     *("alias", "detach", "empty", "index", "lift_fresh", "resolve_conj", "resolve_neg", "select", "slice"),
@@ -51,30 +50,16 @@ class VocabularyOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        wide = any(isinstance(each, torch.Tensor) and each.numel() >= VOCAB for each in (*args, result))
-        if wide and (name not in PASSING_ON or (name == "index" and result.numel() >= VOCAB)):
+        wide = any(isinstance(each, torch.Tensor) and each.numel() >= WIDE_VOCABULARY for each in (*args, result))
+        if wide and (name not in PASSING_ON or (name == "index" and result.numel() >= WIDE_VOCABULARY)):
             self.counts[name] += 1
         return result
 
 
-@pytest.fixture(scope="module")
-def wide_model(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers with the vocabulary of Qwen."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.random.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=True, **shape)
-    folder = tmp_path_factory.mktemp("wide")
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=["recycling", "draft_model"])
-def wide_llm(request: pytest.FixtureRequest, wide_model: Path) -> LLM:
-    model = {"model": str(wide_model)} if request.param == "draft_model" else {}
-    return LLM(str(wide_model), speculative_config={"method": request.param, **model})
+def wide_llm(request: pytest.FixtureRequest, wide_pair: Pair) -> LLM:
+    model = {"model": str(wide_pair.draft)} if request.param == "draft_model" else {}
+    return LLM(wide_pair.target, speculative_config={"method": request.param, **model})
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -34,6 +34,7 @@ from foretoken.plan.step_timing import (
     time_plain_pass,
     time_prefill,
 )
+from foretoken.plan.tally import AcceptanceEstimate, StepTally
 from foretoken.plan.texts import write
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
@@ -432,3 +433,8 @@ def test_plain_steps_are_timed_in_the_midst_of_every_few_lanes() -> None:
         assert len(own) == len(plain) == 6
         assert max(abs(one.seconds - other.seconds) for one, other in zip(own, plain, strict=True)) <= 2 * 6
     assert log.count(PLAIN) == 3 * (6 + 4)  # thrice in each of two turns, whose first two steps are not counted
+
+
+def test_a_sample_without_steps_drafts_nothing():
+    """All of its tokens came with the prompt."""
+    assert AcceptanceEstimate((StepTally(),), "text").sizes == {0: 1.0}

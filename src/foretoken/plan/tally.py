@@ -82,12 +82,13 @@ class AcceptanceEstimate:
 
     @property
     def sizes(self) -> dict[int, float]:
-        """Shares of the steps by number of draft tokens."""
+        """Shares of the steps by number of draft tokens. No token is drafted where there are no steps."""
         total = StepTally()
         for tally in self.tallies:
             for size, count in tally.sizes.items():
                 total.add_size(size, count)
-        return {size: count / sum(total.sizes.values()) for size, count in sorted(total.sizes.items())}
+        shares = {size: count / sum(total.sizes.values()) for size, count in sorted(total.sizes.items())}
+        return shares or {0: 1.0}
 
     @property
     def acceptance(self) -> tuple[float, ...]:
