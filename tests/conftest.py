@@ -239,7 +239,7 @@ def wide_pair(wide_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 
     pair = Pair(*(tmp_path_factory.mktemp("wide") / name for name in ("target", "draft")))
     for path, noise in ((pair.target, 0.0), (pair.draft, 0.4)):
-        _save_random(path, wide_tokenizer, Shape(64, 96, 2, 4, 2, 16, 512), noise)
+        _save_random(path, wide_tokenizer, Shape(64, 96, 2, 4, 2, 16, 512), 6.0, noise)
     return pair
 
 
@@ -250,8 +250,8 @@ def any_pair(request: pytest.FixtureRequest) -> Pair:
     return pair
 
 
-def _save_random(folder: Path, tokenizer: Any, shape: Any, noise: float = 0.0) -> None:
-    """Writes a random Llama with three times the usual weights; ``noise`` is relative to their deviation."""
+def _save_random(folder: Path, tokenizer: Any, shape: Any, scale: float = 3.0, noise: float = 0.0) -> None:
+    """Writes a random Llama with ``scale`` times the usual weights; ``noise`` is relative to their deviation."""
     import torch
 
     from foretoken.train.target import new_model, save
@@ -259,7 +259,7 @@ def _save_random(folder: Path, tokenizer: Any, shape: Any, noise: float = 0.0) -
     model, generator = new_model(shape, tokenizer, seed=1), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3)
+            parameter.mul_(scale)
             if noise and parameter.ndim > 1:
                 parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
     save(model, tokenizer, folder)
