@@ -29,9 +29,10 @@ def test_random_requests_are_the_same_drafted_and_plain(fuzz: Any, models: str, 
     pair = fuzz.Pair(tmp_path) if models == "tiny" else request.getfixturevalue("wide_pair")
     counts: Counter[str] = Counter()
     configs = [fuzz.TINY[0], fuzz.TINY[3], fuzz.TINY[-1]]
-    seeds = (0, 5) if models == "tiny" else (0,)
+    if models == "wide":
+        configs = configs[:1]  # checking a draft's vocabulary and listing tokens for grammars take seconds
     arena = fuzz.Arena.open("tiny", pair.target, pair.draft, configs, kind)
-    differences = [d for seed in seeds for d in arena.compare(seed, engines=3, counts=counts) if d is not None]
+    differences = [d for seed in (0, 5) for d in arena.compare(seed, engines=3, counts=counts) if d is not None]
     assert not differences, differences[0]
     assert counts["accepted"] and counts["aborted"] and counts["failed"], "the requests are too tame"
     usage = [llm.engine.usage for llm in arena.drafted.values()]
