@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tests.conftest import Pair
 from tests.serve.conftest import PATIENCE, Running, running
 from tests.serve.test_errors import error_of
 from tokenizers import Tokenizer
@@ -25,32 +28,50 @@ PROMPT: dict[str, Any] = {"prompt": "def main(args):\n    x = ", "temperature": 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "def f(x):"}], "temperature": 0, "max_tokens": 12}
 
 
+@pytest.fixture(scope="module")
+def wide_server(wide_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model with a large vocabulary, and a chat template."""
+    folder = shutil.copytree(wide_pair.target, tmp_path_factory.mktemp("chat") / "target")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with running(LLM(folder, wide_pair.draft, isolate_failures=True)) as found:
+        yield found
+
+
+@pytest.fixture(params=["server", "wide_server"])
+def any_server(request: pytest.FixtureRequest) -> Running:
+    found: Running = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("speculative_tokens", [0, 4])
-def test_allowed_token_ids(server: Running, llm: LLM, temperature: float, speculative_tokens: int) -> None:
-    ids = [llm.tokenizer.convert_tokens_to_ids(token) for token in ("a", "b", "c")]
+def test_allowed_token_ids(any_server: Running, temperature: float, speculative_tokens: int) -> None:
+    ids = [any_server.worker.llm.tokenizer.convert_tokens_to_ids(token) for token in ("a", "b", "c")]
     extra = {"temperature": temperature, "seed": 1, "speculative_tokens": speculative_tokens, "return_token_ids": True}
     for path, body in (("completions", PROMPT), ("chat/completions", CHAT)):
-        got = server.post({**body, **extra, "allowed_token_ids": ids}, path).json()["choices"][0]
+        got = any_server.post({**body, **extra, "allowed_token_ids": ids}, path).json()["choices"][0]
         assert set(got["token_ids"]) <= set(ids) and len(got["token_ids"]) == 12 and got["finish_reason"] == "length"
-    assert error_of(server.post({**PROMPT, "allowed_token_ids": []}), 400)["param"] == "allowed_token_ids"
-    assert "vocabulary" in error_of(server.post({**PROMPT, "allowed_token_ids": [10**6]}), 400)["message"]
+    assert error_of(any_server.post({**PROMPT, "allowed_token_ids": []}), 400)["param"] == "allowed_token_ids"
+    assert "vocabulary" in error_of(any_server.post({**PROMPT, "allowed_token_ids": [10**6]}), 400)["message"]
 
 
-def test_allowed_token_ids_that_leave_nothing(server: Running, llm: LLM) -> None:
-    digit = llm.tokenizer.convert_tokens_to_ids("1")
-    got = server.post({**PROMPT, "allowed_token_ids": [digit], "guided_choice": ["yes", "no"]})
+def test_allowed_token_ids_that_leave_nothing(any_server: Running) -> None:
+    digit = any_server.worker.llm.tokenizer.convert_tokens_to_ids("1")
+    got = any_server.post({**PROMPT, "allowed_token_ids": [digit], "guided_choice": ["yes", "no"]})
     assert "guided_choice, allowed_token_ids" in error_of(got, 400)["message"]
 
 
-def test_return_token_ids(server: Running, llm: LLM) -> None:
-    whole = server.post({**PROMPT, "return_token_ids": True}).json()["choices"][0]
-    assert whole["prompt_token_ids"] == llm.tokenizer(PROMPT["prompt"])["input_ids"] and len(whole["token_ids"]) == 12
-    chat = server.post({**CHAT, "return_token_ids": True}, "chat/completions").json()
-    tokenized = httpx.post(f"{server.url}/tokenize", json={"messages": CHAT["messages"]}).json()
+def test_return_token_ids(any_server: Running) -> None:
+    whole = any_server.post({**PROMPT, "return_token_ids": True}).json()["choices"][0]
+    assert (
+        whole["prompt_token_ids"] == any_server.worker.llm.tokenizer(PROMPT["prompt"])["input_ids"]
+        and len(whole["token_ids"]) == 12
+    )
+    chat = any_server.post({**CHAT, "return_token_ids": True}, "chat/completions").json()
+    tokenized = httpx.post(f"{any_server.url}/tokenize", json={"messages": CHAT["messages"]}).json()
     assert chat["prompt_token_ids"] == tokenized["tokens"] and len(chat["choices"][0]["token_ids"]) == 12
     for path, body, wanted in (("completions", PROMPT, whole), ("chat/completions", CHAT, chat["choices"][0])):
-        text = server.post({**body, "return_token_ids": True, "stream": True}, path).text
+        text = any_server.post({**body, "return_token_ids": True, "stream": True}, path).text
         chunks = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: {")]
         ids = [token for chunk in chunks for c in chunk["choices"] for token in c.get("token_ids", ())]
         assert ids == wanted["token_ids"]
@@ -58,20 +79,20 @@ def test_return_token_ids(server: Running, llm: LLM) -> None:
         assert first["prompt_token_ids"] == (chat if path.startswith("chat") else whole)["prompt_token_ids"]
 
 
-def test_prompt_logprobs(server: Running) -> None:
-    got = server.post({**PROMPT, "prompt_logprobs": 2, "return_token_ids": True}).json()["choices"][0]
+def test_prompt_logprobs(any_server: Running) -> None:
+    got = any_server.post({**PROMPT, "prompt_logprobs": 2, "return_token_ids": True}).json()["choices"][0]
     entries = got["prompt_logprobs"]
     assert entries[0] is None and len(entries) == len(got["prompt_token_ids"])
     for token, entry in zip(got["prompt_token_ids"][1:], entries[1:], strict=True):
         assert 2 <= len(entry) <= 3 and set(entry[str(token)]) == {"logprob", "rank", "decoded_token"}
         assert sum(item["rank"] <= 2 for item in entry.values()) == 2
-    echoed = server.post({**PROMPT, "echo": True, "logprobs": 0}).json()["choices"][0]["logprobs"]
+    echoed = any_server.post({**PROMPT, "echo": True, "logprobs": 0}).json()["choices"][0]["logprobs"]
     own = [None, *(e[str(t)]["logprob"] for t, e in zip(got["prompt_token_ids"][1:], entries[1:], strict=True))]
     assert echoed["token_logprobs"][: len(own)] == own
-    chat = server.post({**CHAT, "prompt_logprobs": 0}, "chat/completions").json()
+    chat = any_server.post({**CHAT, "prompt_logprobs": 0}, "chat/completions").json()
     assert chat["prompt_logprobs"][0] is None and all(len(entry) >= 1 for entry in chat["prompt_logprobs"][1:])
-    assert error_of(server.post({**PROMPT, "prompt_logprobs": 21}), 400)["param"] == "prompt_logprobs"
-    assert "streamed" in error_of(server.post({**PROMPT, "prompt_logprobs": 1, "stream": True}), 400)["message"]
+    assert error_of(any_server.post({**PROMPT, "prompt_logprobs": 21}), 400)["param"] == "prompt_logprobs"
+    assert "streamed" in error_of(any_server.post({**PROMPT, "prompt_logprobs": 1, "stream": True}), 400)["message"]
 
 
 def test_truncate_prompt_tokens(server: Running, llm: LLM) -> None:
