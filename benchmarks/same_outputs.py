@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from request_fuzz import Case, random_case, run
 from rich.progress import track
 
 from foretoken import LLM
 from foretoken.bench.setting import setting, wide_console
 from foretoken.zoo.real import REAL_MODELS, real_model_path
+from request_fuzz import Case, random_case, run
 
 BATCH = 10
 METHODS = ("ngram", "suffix", "recycling")
@@ -54,7 +54,7 @@ def outputs(model: str, pairs: int) -> list[Any]:
 def main(
     save: Annotated[Path | None, typer.Option(help="Write the outputs here.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Compare with outputs that --save wrote.")] = None,
-    model: Annotated[list[str], typer.Option(help="Real models or paths; may be repeated.")] = list(REAL_MODELS),  # noqa: B006
+    model: Annotated[list[str], typer.Option(help="Real models or paths; may be repeated.")] = list(REAL_MODELS),
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of prompt and parameters per model.")] = 1_000,
 ) -> None:
     """Saves the outputs of random requests, or compares them with saved ones."""

@@ -219,7 +219,7 @@ WIDE_VOCABULARY = 151_936  # Qwen's
 
 @pytest.fixture(scope="session")
 def wide_tokenizer(tokenizer: Any) -> Any:
-    """``tokenizer`` with a vocabulary of usual size: tokens that no merge leads to, but that models and grammars use."""
+    """``tokenizer`` with a vocabulary of usual size: tokens that no merge leads to, for models and grammars."""
     import json
 
     from tokenizers import Tokenizer
