@@ -30,7 +30,8 @@ from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.bench.workloads import FUNCTIONS, encoded_prompts
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.outputs import StreamPiece
 from foretoken.train.widen.checkpoint import scaled
 
@@ -134,7 +135,9 @@ def main(
     torch.set_num_threads(cores())
     where, model = target or scaled("0.7b"), draft or str(zoo.path("draft"))
     shared: dict[str, Any] = {} if model == "none" else {"model": model}
-    texts = load_prompts(prompts, count) if prompts else [FUNCTIONS[i % len(FUNCTIONS)] for i in range(count)]
+    texts: list[Any] = [FUNCTIONS[i % len(FUNCTIONS)] for i in range(count)]
+    if prompts:
+        texts = encoded_prompts(load_tokenizer(where), prompts, count)
     groups = [texts[at : at + batch] for at in range(0, len(texts), batch)]
     named: dict[str, dict[str, Any]] = {PLAIN: {"method": "none"}, DEFAULT: shared}
     for each in config or (BY_HAND if shared else ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from foretoken.bench.costs import Loaded, pass_costs, step_cost
 from foretoken.bench.floor import Floor, matrices
 from foretoken.bench.sampling_bias import sampling_bias
 from foretoken.bench.step_times import step_times
-from foretoken.bench.workloads import FUNCTIONS, ragged
+from foretoken.bench.workloads import FUNCTIONS, encoded_prompts, ragged
 from foretoken.core.errors import InvalidRequest
 from foretoken.costs.measured import TimeSpread
 from foretoken.train.widen.checkpoint import like
@@ -133,3 +134,12 @@ def test_ragged_prompts_span_their_range():
     assert len({len(prompt) for prompt in prompts[:4]}) == 4
     assert all(bytes(prompt).decode() in FUNCTIONS[i % 8] for i, prompt in enumerate(prompts) if len(prompt) < 100)
     assert prompts == ragged(encode, count=16)
+
+
+def test_prompts_of_a_file_go_through_the_chat_template(tokenizer, tmp_path):
+    tokenizer, file = copy.deepcopy(tokenizer), tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "def f("}\n{"turns": ["a b", "c"]}\n')
+    assert encoded_prompts(tokenizer, file) == [tokenizer(text)["input_ids"] for text in ("def f(", "a b")]
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    assert encoded_prompts(tokenizer, file) == [tokenizer(text)["input_ids"] for text in ("<def f(>", "<a b>")]
+    assert encoded_prompts(tokenizer, None, 1) == [tokenizer(FUNCTIONS[0])["input_ids"]]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.engine.chat_template import apply_template
 
 # No prompt ends with a line break: the next line's break and indentation are often one token.
 FUNCTIONS: tuple[str, ...] = (
@@ -119,8 +121,20 @@ def prompts_or_functions(path: Path | None, count: int | None = None) -> list[st
     return list(FUNCTIONS)[:count] if path is None else load_prompts(path, count)
 
 
+def encoded_prompts(tokenizer: Any, path: Path | None, count: int | None = None) -> list[list[int]]:
+    """Returns the prompts of a file as token ids, through the chat template if the model has one, or our own functions.
+
+    Our functions are continued as they are.
+    """
+    texts = prompts_or_functions(path, count)
+    if path is None or not getattr(tokenizer, "chat_template", None):
+        return [list(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+    chats = ([{"role": "user", "content": text}] for text in texts)
+    return [list(apply_template(tokenizer, c, add_generation_prompt=True, return_dict=False)) for c in chats]
+
+
 def load_prompts(path: Path, count: int | None = None) -> list[str]:
-    """Returns the ``prompt`` fields of a JSON-lines file, at most ``count``, in the order of the file."""
+    """Returns the prompts of a JSON-lines file, at most ``count``, in its order: ``prompt``, or the first of ``turns``."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -130,8 +144,9 @@ def load_prompts(path: Path, count: int | None = None) -> list[str]:
         if not line.strip():
             continue
         try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError) as error:
+            fields = json.loads(line)
+            prompts.append(str(fields["turns"][0] if "turns" in fields else fields["prompt"]))
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise InvalidRequest(
                 f'{path}, line {number}: expected one JSON object a line with a "prompt", got {line[:60]!r}'
             ) from error

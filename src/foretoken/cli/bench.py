@@ -170,15 +170,12 @@ def _quantization(target: Path, name: str | None) -> str:
 
 def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[list[int]], str]:
     """Returns the prompts as token ids, which are the same for every system, and the name of their source."""
-    from foretoken.bench.workloads import prompts_or_functions, ragged
+    from foretoken.bench.workloads import encoded_prompts, ragged
     from foretoken.models.formats.checkpoint import load_tokenizer
 
     tokenizer = load_tokenizer(target)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, verbose=False)["input_ids"])
-
     if name == "ragged":
+        encode = lambda text: list(tokenizer(text, verbose=False)["input_ids"])  # noqa: E731
         return ragged(encode, count or 16), "ragged prompts of 20 to 1,000 tokens"
     file = Path(name) if name else None
-    return list(map(encode, prompts_or_functions(file, count))), file.name if file else "our own functions"
+    return encoded_prompts(tokenizer, file, count), file.name if file else "our own functions"
