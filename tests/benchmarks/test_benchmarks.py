@@ -132,6 +132,19 @@ def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monke
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded_python")
+@pytest.mark.slow
+def test_memory_is_measured_in_a_process_of_its_own():
+    assert "stdlib-1m" in call("memory", ["--model", str(zoo.path("draft")), "--tokens", "4"])
+
+
+@pytest.mark.slow
+def test_saved_outputs_are_compared(folder):
+    requests = ["--model", str(zoo.path("draft")), "--pairs", "10"]
+    assert call("same_outputs", [*requests, "--save", "before.json"])
+    assert "0 of 10 pairs differ" in call("same_outputs", [*requests, "--compare", "before.json"])
+
+
 def test_endpoint_alarms_counts_outcomes():
     with fake_server(Behaviour()) as url:
         printed = call("endpoint_alarms", ["--endpoint", url, "--audits", "1", "--budget", "4000"])

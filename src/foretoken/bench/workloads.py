@@ -134,7 +134,7 @@ def encoded_prompts(tokenizer: Any, path: Path | None, count: int | None = None)
 
 
 def load_prompts(path: Path, count: int | None = None) -> list[str]:
-    """Returns the prompts of a JSON-lines file, at most ``count``, in its order: ``prompt``, or the first of ``turns``."""
+    """Returns the first prompts of a JSON-lines file: the field ``prompt``, or the first of ``turns``."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
