@@ -131,7 +131,6 @@ def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monke
     assert drop.read_text(encoding="ascii") == "3"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_memory_is_measured_in_a_process_of_its_own():
@@ -145,6 +144,7 @@ def test_saved_outputs_are_compared(folder):
     assert "0 of 10 pairs differ" in call("same_outputs", [*requests, "--compare", "before.json"])
 
 
+@pytest.mark.slow
 def test_endpoint_alarms_counts_outcomes():
     with fake_server(Behaviour()) as url:
         printed = call("endpoint_alarms", ["--endpoint", url, "--audits", "1", "--budget", "4000"])
