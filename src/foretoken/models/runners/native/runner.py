@@ -37,6 +37,7 @@ from foretoken.models.runners.native.kv_cache import cache_kind, token_bytes
 from foretoken.models.runners.native.lora import PackedAdapter
 from foretoken.models.runners.native.memory import Arena, padded
 from foretoken.models.runners.native.positions import PositionTables
+from foretoken.models.runners.native.product import multiplied
 from foretoken.models.runners.native.support import check_supported
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.hybrid import HybridState
@@ -325,17 +326,7 @@ class NativeRunner(DecoderOnly):
         return view
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        a, rows = self._architecture, array("i", range(hidden.shape[0]))
-        features, logits = hidden.float().contiguous(), torch.empty(len(rows), padded(a.vocab, UNIT))
-        batch = BatchSpec(
-            features=features.data_ptr(),
-            outputs=rows.buffer_info()[0],
-            logits=logits.data_ptr(),
-            rows=len(rows),
-            output_count=len(rows),
-        )
-        self._library.foretoken_run(self._head_alone, batch, self._workspace, self.threads)
-        return logits[:, : a.vocab]
+        return multiplied(self._library, self._head_alone, self._workspace, self.threads, hidden)
 
     def floor(self, rows: int) -> float:
         """Runs the matrix products of a pass without the rest of it.
