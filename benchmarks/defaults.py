@@ -3,6 +3,8 @@
     python benchmarks/defaults.py --prompts humaneval.jsonl --temperature 0 --temperature 1
     python benchmarks/defaults.py --batch 8 --count 8
     python benchmarks/defaults.py --target WIDE --draft none --batch 16 --count 16  # its MTP layers alone
+    python benchmarks/defaults.py --target SmolLM2.gguf --draft none --prompts spec_bench.jsonl --by-category \
+        --config '{"method": "suffix"}' --config '{"method": "eagle3", "model": "smollm2-135m-eagle3"}'
 
 All systems complete the same prompts, each in an ``LLM`` of its own in this process, and take turns of ``--steps``
 steps. Figures are tokens over seconds while decoding: what came with the first tokens, and the time until then, does
@@ -80,7 +82,7 @@ class Run:
         total.seconds += perf_counter() - started
 
 
-def begun(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Run:
+def begun(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> Run:
     """Starts completions and returns them once every one has its first tokens."""
     pieces, first, finished = llm.stream(list(prompts), params), set[int](), 0
     for piece in pieces:
@@ -92,7 +94,7 @@ def begun(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Run:
 
 
 def race(
-    systems: Mapping[str, LLM], groups: Sequence[Sequence[str]], params: SamplingParams, steps: int
+    systems: Mapping[str, LLM], groups: Sequence[Sequence[Any]], params: SamplingParams, steps: int
 ) -> dict[str, Total]:
     """Returns each system's total over all groups of prompts, in turns of ``steps`` steps in random order."""
     totals, order = {name: Total() for name in systems}, random.Random(0)
@@ -104,15 +106,24 @@ def race(
     return totals
 
 
-def table(cells: Mapping[float, Mapping[str, Total]]) -> Table:
-    """Returns a line for each temperature and system, the ratio to plain decoding and to the fastest by hand."""
+def by_categories(texts: Sequence[Any], file: Path, count: int) -> dict[str, list[Any]]:
+    """Returns the first ``count`` of ``texts`` of each category, in the order of the lines of ``file``."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    parts: dict[str, list[Any]] = {}
+    for text, line in zip(texts, lines, strict=True):
+        parts.setdefault(str(json.loads(line).get("category", "other")), []).append(text)
+    return {category: part[:count] for category, part in parts.items()}
+
+
+def table(cells: Mapping[str, Mapping[str, Total]]) -> Table:
+    """Returns a line for each cell and system, the ratio to plain decoding and to the fastest by hand."""
     shown = Table("T", "system", "tokens/s", "tokens a step", "/ plain", "/ best by hand", box=box.MARKDOWN)
-    for temperature, totals in cells.items():
+    for cell, totals in cells.items():
         best = max((total.speed for name, total in totals.items() if name not in (DEFAULT, PLAIN)), default=0.0)
         for name, total in totals.items():
             ratios = f"{total.speed / totals[PLAIN].speed:.2f}", f"{total.speed / best:.2f}" if best else ""
             length = total.tokens / max(1, total.steps)
-            shown.add_row(f"{temperature:g}", name, f"{total.speed:.1f}", f"{length:.2f}", *ratios)
+            shown.add_row(cell, name, f"{total.speed:.1f}", f"{length:.2f}", *ratios)
     return shown
 
 
@@ -123,7 +134,8 @@ def main(
     ] = None,
     config: Annotated[list[str] | None, typer.Option(help="A configuration by hand as JSON; repeatable.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each; default: our own few.")] = None,
-    count: Annotated[int, typer.Option(min=1)] = 8,
+    count: Annotated[int, typer.Option(min=1, help="Prompts, with --by-category of each.")] = 8,
+    by_category: Annotated[bool, typer.Option("--by-category", help="A cell for each category of --prompts.")] = False,
     tokens: Annotated[int, typer.Option(min=2, help="Of each completion.")] = 96,
     temperature: Annotated[list[float], typer.Option(min=0.0, help="Repeatable.")] = [0.0, 1.0],
     batch: Annotated[int, typer.Option(min=1, help="Prompts completed at once.")] = 1,
@@ -135,10 +147,10 @@ def main(
     torch.set_num_threads(cores())
     where, model = target or scaled("0.7b"), draft or str(zoo.path("draft"))
     shared: dict[str, Any] = {} if model == "none" else {"model": model}
-    texts: list[Any] = [FUNCTIONS[i % len(FUNCTIONS)] for i in range(count)]
+    parts: dict[str, list[Any]] = {"": [FUNCTIONS[i % len(FUNCTIONS)] for i in range(count)]}
     if prompts:
-        texts = encoded_prompts(load_tokenizer(where), prompts, count)
-    groups = [texts[at : at + batch] for at in range(0, len(texts), batch)]
+        texts = encoded_prompts(load_tokenizer(where), prompts, None if by_category else count)
+        parts = by_categories(texts, prompts, count) if by_category else {"": texts}
     named: dict[str, dict[str, Any]] = {PLAIN: {"method": "none"}, DEFAULT: shared}
     for each in config or (BY_HAND if shared else ()):
         keys = json.loads(each)
@@ -154,13 +166,15 @@ def main(
         cells = {}
         for heat in temperature:
             params = SamplingParams(max_tokens=tokens, temperature=heat, ignore_eos=True)
-            cells[heat] = race(systems, groups, params, steps)
+            for part, texts in parts.items():
+                groups = [texts[at : at + batch] for at in range(0, len(texts), batch)]
+                cells[f"{heat:g} {part}".strip()] = race(systems, groups, params, steps)
     console = wide_console()
     console.print(table(cells))
     facts = setting() | {"target": where.name, "count": count, "tokens": tokens, "batch": batch, "steps": steps}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
-        record = {str(heat): {name: asdict(total) for name, total in cell.items()} for heat, cell in cells.items()}
+        record = {title: {name: asdict(total) for name, total in cell.items()} for title, cell in cells.items()}
         json_file.write_text(json.dumps({"setting": facts, "cells": record}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -39,6 +39,7 @@ COMMANDS = {
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
     "deciding": "--batch 1 --tokens 8 --repeats 1",
     "defaults": "--target TARGET --draft DRAFT --count 2 --batch 2 --tokens 8 --temperature 1 "
+    "--prompts prompts.jsonl --by-category "
     """--config '{"method": "draft_model", "num_speculative_tokens": 2}'""",
     "editing": f"--target DRAFT --dtype float32 {NGRAM} --turns 1 --tasks 1",
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer --turns 1",
