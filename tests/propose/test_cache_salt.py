@@ -153,7 +153,7 @@ def test_a_heads_own_cache_is_opened_with_salt_and_adapter() -> None:
     opened = []
 
     class Net:
-        joined, max_length = True, 512
+        joined, max_length, drafts_chains = True, 512, False
 
         def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> HeadHandle:
             opened.append(scope)

@@ -147,41 +147,56 @@ REQUESTS: dict[str, tuple[Exactness, dict[str, float]]] = {
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("quantizer", [None, Quantizer(8)], ids=["floats", "int8"])
-def test_chains_in_one_call_are_those_of_a_pass_for_each_level(
-    head: str, quantizer: Quantizer | None, tmp_path: Path
+@pytest.mark.parametrize(
+    "config",
+    [
+        EagleConfig(tree="chain"),
+        EagleConfig(tree="at_once"),
+        EagleConfig(tree="at_once", num_steps=3, top_k=5),
+        EagleConfig(tree="at_once", top_k=1),
+    ],
+    ids=["chain", "tree", "wide tree", "narrow tree"],
+)
+def test_drafts_in_one_call_are_those_of_a_pass_for_each_level(
+    head: str, quantizer: Quantizer | None, config: EagleConfig, tmp_path: Path
 ) -> None:
     """Two steps of a batch, with texts of several lengths, budgets and ways to draw."""
     read = read_eagle(tiny.save(tmp_path, *tiny.eagle3(**HEADS[head])))
+    requests = [*REQUESTS.values(), REQUESTS["greedy"]]
 
-    def drafts(at_once: bool) -> list[tuple[list[int], torch.Tensor | None]]:
+    def drafts(at_once: bool) -> list[Draft]:
         embedding = read.tensors["embed_tokens.weight"]
         net = EagleNet(read, embedding, torch.float32, torch.device("cpu"), 512, quantizer=quantizer)
         assert net.drafts_chains
         if not at_once:
             net.vocabulary = None
-        proposer = Eagle(net, read.taps or (), EagleConfig(tree="chain"))
-        contexts = [
-            context(i, list(range(1, 4 + 30 * i)), grade, **law) for i, (grade, law) in enumerate(REQUESTS.values())
-        ]
+        grown: list[bool] = []
+        net.grow = lambda *a, grow=net.grow: (grown.append(True), grow(*a))[1]  # type: ignore[method-assign, misc]
+        proposer = Eagle(net, read.taps or (), config)
+        contexts = [context(i, list(range(1, 4 + 30 * i)), grade, **law) for i, (grade, law) in enumerate(requests)]
         found = []
         proposer.observe(contexts, [seen((3,), Draft.empty(), (), 0, len(c.tokens) - 1) for c in contexts])
-        for budgets in ([4, 7, 1], [2, 5, 6]):
-            proposed = proposer.propose(contexts, budgets)
-            found += [(list(d.ids), d.law.probs if isinstance(d.law, Sampled) else None) for d in proposed]
+        for budgets in ([9, 7, 1, 4], [2, 5, 6, 24]):
+            found += proposer.propose(contexts, budgets)
             for c in contexts:
                 first = len(c.tokens) - 1
                 c.tokens += [8, 9]
                 proposer.observe([c], [seen((8, 9), repeating((-1,), 8), (0,), first, 2)])
+        assert grown == ([] if at_once else grown)
         return found
 
     for one, other in zip(drafts(True), drafts(False), strict=True):
-        assert one[0] == other[0]
-        assert (one[1] is None) == (other[1] is None)
-        assert one[1] is None or other[1] is None or torch.equal(one[1], other[1])
+        assert (one.ids, one.parents) == (other.ids, other.parents)
+        assert isinstance(one.law, Sampled) == isinstance(other.law, Sampled)
+        if isinstance(one.law, Sampled) and isinstance(other.law, Sampled):
+            assert torch.equal(one.law.probs, other.law.probs)
+        if other.scores is not None:
+            assert one.scores is not None
+            torch.testing.assert_close(one.scores, other.scores, rtol=1e-5, atol=1e-5)
 
 
-def test_trees_are_grown_only_where_chains_need_a_call_for_each_level(tmp_path: Path) -> None:
-    assert eagle(tmp_path / "chain", EagleConfig()).config.tree == "chain"
+def test_the_default_tree_is_what_one_call_drafts(tmp_path: Path) -> None:
+    assert eagle(tmp_path / "once", EagleConfig()).config.tree == "at_once"
     assert eagle(tmp_path / "tree", EagleConfig(tree="top_k")).config.tree == "top_k"
     head = read_eagle(tiny.save(tmp_path / "mask", *tiny.eagle3(mask=7)))
     net = EagleNet(head, head.tensors["embed_tokens.weight"], torch.float32, torch.device("cpu"), 512)

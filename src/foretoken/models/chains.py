@@ -1,7 +1,8 @@
-"""Chains that a model drafts in one call: what is asked for, and what it returns."""
+"""Chains and trees that a model drafts in one call: what is asked for, and what it returns."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -63,30 +64,60 @@ class DraftVocabulary:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeShape:
+    """How a tree of fixed candidates grows (2406.16858, section 4).
+
+    Attributes:
+        width: Candidates of a node, and nodes expanded on a level.
+        steps: Levels.
+        temperature: Temperature of the probabilities that candidates are ranked by, above 0.
+        floor: Score below which a node is not expanded.
+    """
+
+    width: int
+    steps: int
+    temperature: float
+    floor: float = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class ChainRequest:
-    """A chain to draft.
+    """A chain or tree to draft.
 
     Attributes:
         limit: The largest number of tokens, at least 1.
         draws: How tokens are drawn; None takes the likeliest ones.
         end: Where a chain of likeliest tokens ends before; None for nowhere.
+        tree: The shape of a tree of likely tokens; None for a chain.
     """
 
     limit: int
     draws: Draws | None = None
     end: ChainEnd | None = None
+    tree: TreeShape | None = None
+
+    @property
+    def rows(self) -> int:
+        """The largest number of rows that drafting computes behind the sequence's own."""
+        return self.limit - 1 if self.tree is None else (self.tree.steps - 1) * self.tree.width
+
+    @property
+    def widest(self) -> int:
+        """The largest number of rows of a level."""
+        return 1 if self.tree is None else self.tree.width
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChain:
-    """A chain that a model drafted.
+    """A chain or tree that a model drafted.
 
     Attributes:
         tokens: The tokens.
         ended: Whether the chain has fewer tokens than it might: the next one would be unlikely, or none is possible.
         candidates: Of a chain of likeliest tokens: the tokens, with the one before which the chain ended.
-        probabilities: What the model gives each of ``candidates``.
+        probabilities: What the model gives each of ``candidates``; of a tree the scores of ``tokens``.
         rows: float32 [tokens, vocabulary], the distribution that each was drawn from, if they were asked for.
+        parents: Of a tree: the node above each token, -1 for none.
     """
 
     tokens: list[int]
@@ -94,3 +125,4 @@ class ModelChain:
     candidates: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
     rows: Tensor | None = None
+    parents: list[int] = field(default_factory=list)

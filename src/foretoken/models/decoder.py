@@ -233,7 +233,7 @@ class Decoder(Model):
             growing(handle, draft)
         self._shorten(handles)
         plan = PassPlan.of(handles, drafts, [0] * len(handles))
-        self._check_reach(max(part.end + each.limit - 1 for part, each in zip(plan.parts, requests, strict=True)))
+        self._check_reach(max(part.end + each.rows for part, each in zip(plan.parts, requests, strict=True)))
         chains, _ = self.runner.chains(plan, requests, DraftVocabulary(vocab, vocab))
         for handle, chain in zip(handles, chains, strict=True):
             handle.cached = len(handle.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -127,6 +127,17 @@ class Chain:
         return NodeDistributions(law, logits, lambda row: self.context.history(self.tokens))
 
 
+@runtime_checkable
+class AtOnce(Protocol):
+    """A draft that a model may draft in one call."""
+
+    def request(self) -> ChainRequest | None:
+        """Returns what the model is asked for; None where it cannot draft this."""
+
+    def take(self, chain: ModelChain) -> None:
+        """Takes over what the model drafted."""
+
+
 class DraftsChains(Protocol[Opened]):
     """What drafts chains in one call: a model, or a head on a target's hidden states."""
 
@@ -151,15 +162,15 @@ def draft_at_once(model: DraftsChains[Opened], active: Sequence[tuple[Opened, ob
         vocab_size: The target's vocabulary size.
 
     Returns:
-        Whether it did. Nothing is drafted if the model cannot, or if one draft is a tree or a chain that needs a look
-        at every token: its passes would come on top of the others'.
+        Whether it did. Nothing is drafted if the model cannot, or if one draft needs a look at every token: its passes
+        would come on top of the others'.
     """
     if not model.drafts_chains:
         return False
     vocab = min(model.vocab_size, vocab_size)
-    chains: list[tuple[Chain, ChainRequest]] = []
+    chains: list[tuple[AtOnce, ChainRequest]] = []
     for _, grower in active:
-        if not isinstance(grower, Chain) or (request := grower.request()) is None:
+        if not isinstance(grower, AtOnce) or (request := grower.request()) is None:
             return False
         if request.draws and vocab < vocab_size:  # rows would lack tokens of the target
             return False

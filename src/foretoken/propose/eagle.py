@@ -20,14 +20,16 @@ from foretoken.propose.base import BuildContext, Method
 from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, grow_at_once
 from foretoken.propose.hidden_states import HiddenStateProposer
 
+LEVELS = 5  # of a tree that is drafted at once, by default; each takes a pass of the head
+
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig(GrowthConfig):
     """Growth of the head's drafts.
 
     Attributes:
-        tree: See ``GrowthConfig``. None is a chain where the head drafts chains in one call, which takes a fraction of
-            the time, and "sampled" elsewhere, which had the highest acceptance for sampled requests.
+        tree: See ``GrowthConfig``. None is "at_once" where the compiled kernels draft in one call, which takes a
+            fraction of the time, and "sampled" elsewhere, which had the highest acceptance for sampled requests.
         parallel_drafting: Whether the head predicts all positions in one pass. None for heads that were trained for it.
     """
 
@@ -40,7 +42,11 @@ class EagleConfig(GrowthConfig):
 
     def suited(self, net: EagleNet) -> EagleConfig:
         """Returns the configuration for a head, with the tree that suits it where none is named."""
-        return self if self.tree is not None else self._grown("chain" if net.drafts_chains else "sampled")
+        if self.tree is not None:
+            return self
+        if not net.drafts_chains:
+            return self._grown("sampled")
+        return replace(self, tree="at_once", num_steps=self.num_steps or LEVELS)
 
     def _grown(self, tree: TreeKind) -> EagleConfig:
         return replace(self, tree=tree)

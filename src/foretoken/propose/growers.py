@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+import torch
 from torch import Tensor
 
 from foretoken.core.checks import integer
@@ -19,13 +20,14 @@ from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.streams import Purpose
+from foretoken.models.chains import ChainRequest, ModelChain, TreeShape
 from foretoken.propose.chain import Chain, Widen
 from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
 from foretoken.propose.stopping.base import Gate
 from foretoken.propose.stopping.paying import PayingDraft
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
 
-TreeKind = Literal["chain", "top_k", "ranked", DrawnTreeKind]
+TreeKind = Literal["chain", "top_k", "ranked", "at_once", DrawnTreeKind]
 TREE_STEPS = 8  # default depth of a tree
 
 # Returns likely children from the draft's logits [frontier, Vd] at the tree's frontier.
@@ -41,7 +43,8 @@ class GrowthConfig:
     Attributes:
         tree: "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings drawn
             without replacement; "greedy_multi", the likeliest siblings and one drawn; "ranked", "top_k" where
-            candidates are fixed, and a chain where tokens are drawn.
+            candidates are fixed, and a chain where tokens are drawn; "at_once", "top_k" for greedy requests, else a
+            chain, which a head drafts in one call on a CPU.
         num_steps: Maximum depth, hence the number of draft passes. None is the whole budget, for trees at most 8.
         top_k: Maximum number of siblings, and of nodes expanded on a level.
     """
@@ -58,7 +61,7 @@ class GrowthConfig:
 
     def is_chain(self, drawn: bool) -> bool:
         """Returns whether a draft whose tokens are ``drawn``, or else fixed candidates, is a chain."""
-        return self.tree == "chain" or (self.tree == "ranked" and drawn)
+        return self.tree == "chain" or (self.tree in ("ranked", "at_once") and drawn)
 
     def steps(self, budget: int, drawn: bool = False) -> int:
         """Returns the maximum depth of a draft of ``budget`` nodes."""
@@ -93,13 +96,32 @@ class Grower(Protocol):
 
 @dataclass(slots=True)
 class RankedTreeGrower:
-    """Grows the best candidates by ``rank``, re-ranked over all levels."""
+    """Grows the best candidates by ``rank``, re-ranked over all levels.
+
+    Attributes:
+        temperature: The one at which ``rank`` takes the likeliest tokens; None if it ranks otherwise.
+        drafted: The draft, if a model drafted it at once.
+    """
 
     budget: int
     steps: int
     width: int
     rank: Rank
     tree: Tree
+    temperature: float | None = None
+    drafted: Draft | None = None
+
+    def request(self) -> ChainRequest | None:
+        """Returns what a model is asked for that drafts the tree at once; None if it cannot rank as ``rank`` does."""
+        if self.temperature is None:
+            return None
+        shape = TreeShape(self.width, self.steps, self.temperature, self.tree.floor)
+        return ChainRequest(self.budget, tree=shape)
+
+    def take(self, chain: ModelChain) -> None:
+        """Takes over a tree that a model drafted at once."""
+        tokens, scores = torch.tensor(chain.tokens, dtype=torch.int64), torch.tensor(chain.probabilities)
+        self.drafted = Draft(tokens, tuple(chain.parents), scores=scores)
 
     @property
     def done(self) -> bool:
@@ -112,7 +134,7 @@ class RankedTreeGrower:
         self.tree.expand(self.rank(logits, self.tree), self.width, self.budget)
 
     def draft(self) -> Draft:
-        return self.tree.pruned(self.budget)
+        return self.tree.pruned(self.budget) if self.drafted is None else self.drafted
 
 
 @dataclass(slots=True)
@@ -175,6 +197,7 @@ def begin(
     gate: Gate | None = None,
     paying: PayingDraft | None = None,
     floor: float = 0.0,
+    greedy_temperature: float | None = None,
 ) -> Grower:
     """Returns the grower of a draft of ``budget`` nodes for ``context``, which draws from ``law`` or ranks by it.
 
@@ -182,6 +205,8 @@ def begin(
         floor: Estimated probability of acceptance below which a tree does not grow, and nothing is drawn.
         greedy_rank: Ranks for a greedy request whose law needs no history. None ranks by ``law`` at temperature 1:
             which other token could be the target's argmax depends on the probabilities at temperature 1.
+        greedy_temperature: The temperature at which ``greedy_rank`` takes the likeliest tokens; None if it ranks
+            otherwise.
         gate: May end a chain early. A tree always uses its budget.
         paying: Likewise.
     """
@@ -189,8 +214,9 @@ def begin(
     streams, position = context.streams, context.generated
     stream = streams.shared(position) if shared else streams.private(Purpose.DRAFT, position)
     drawn = is_drawn(context, law)
-    steps, width = config.steps(budget, drawn), config.top_k
-    if config.tree == "chain" or config.is_chain(drawn):  # the first tells the type checker what is left
+    chained = drawn or (config.tree == "at_once" and not law.greedy)
+    steps, width = config.steps(budget, chained), config.top_k
+    if config.tree == "chain" or config.is_chain(chained):  # the first tells the type checker what is left
         return Chain(context, steps, law, widen, stream, drawn=drawn, gate=gate, paying=paying, floor=floor)
     ranking = law.with_temperature(1.0) if law.greedy else law
 
@@ -199,14 +225,15 @@ def begin(
         histories = [context.history(tree.path(node)) for node in tree.frontier] if ranking.needs_history else ()
         return drafting_probs(ranking, widen(logits), histories)
 
-    def ranked(rank: Rank) -> Grower:
-        return RankedTreeGrower(budget, steps, width, rank, Tree(floor=math.log(floor) if floor else -math.inf))
+    def ranked(rank: Rank, temperature: float | None = None) -> Grower:
+        tree = Tree(floor=math.log(floor) if floor else -math.inf)
+        return RankedTreeGrower(budget, steps, width, rank, tree, temperature)
 
     if law.greedy and greedy_rank is not None and not law.needs_history:
-        return ranked(greedy_rank)
+        return ranked(greedy_rank, greedy_temperature)
     if shared and not law.greedy:
         return ranked(lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level))
-    if law.greedy or config.tree == "top_k" or config.tree == "ranked":
+    if law.greedy or config.tree == "top_k" or config.tree == "ranked" or config.tree == "at_once":
         return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width))
     grown = DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream, floor=floor)
     return SampledTreeGrower(grown, distributions)

@@ -141,7 +141,16 @@ class HiddenStateProposer(Proposer):
         return complete and has_new and len(context.tokens) + budget <= self.net.max_length
 
     def _grower(self, context: Context, budget: int) -> Grower:
-        return begin(self.config, context, budget, self.net.to_target, context.law, self._greedy_rank, floor=self.floor)
+        return begin(
+            self.config,
+            context,
+            budget,
+            self.net.to_target,
+            context.law,
+            self._greedy_rank,
+            floor=self.floor,
+            greedy_temperature=SHARPER.temperature,
+        )
 
     def _greedy_rank(self, logits: Tensor, tree: Tree) -> Candidates:
         """Ranks the draft's own tokens; no distribution over the target's whole vocabulary is needed."""

@@ -55,10 +55,12 @@ class RandomDecoder : public TinyDecoder<BF16, cache, weights> {
         std::vector<int32_t> tokens(count * longest), counts(count), tried(count);
         std::vector<float> probabilities(count * longest);
         const std::vector<SamplerSpec> samplers(count, SamplerSpec{});
+        const std::vector<TreeSpec> trees(count, TreeSpec{});
+        std::vector<int32_t> parents(count * longest);
         ChainSpec c = {};
         c.limits = limits.data(), c.floors = floors.data(), c.bases = bases.data(), c.slopes = slopes.data();
         c.tokens = tokens.data(), c.probabilities = probabilities.data(), c.counts = counts.data(), c.tried = tried.data();
-        c.samplers = samplers.data(), c.longest = longest, c.buckets = 1, c.vocab = c.width = Base::VOCAB;
+        c.samplers = samplers.data(), c.trees = trees.data(), c.parents = parents.data(), c.longest = longest, c.buckets = 1, c.vocab = c.width = Base::VOCAB;
         check(!this->template of<int32_t(const ModelSpec*, const BatchSpec*, const ChainSpec*, void*, int)>("foretoken_chains")(
                   &this->m, &plan.batch, &c, this->workspace, threads), "chains");
         std::vector<std::vector<int32_t>> all;

@@ -300,13 +300,19 @@ class SamplerSpec(Structure):
     _fields_ = [*((name, c_void_p) for name in ("kept", "noise", "rows")), ("races", c_int32), ("keeps", c_int32)]
 
 
+class TreeSpec(Structure):
+    """How a tree of fixed candidates grows; width 0 stands for a chain."""
+
+    _fields_ = [*((name, c_int32) for name in ("width", "steps")), ("temperature", c_float), ("floor", c_float)]
+
+
 class ChainSpec(Structure):
-    """Chains behind the sequences of a pass, for ``foretoken_chains``."""
+    """Chains and trees behind the sequences of a pass, for ``foretoken_chains``."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("limits", "floors", "bases", "slopes", "bounds")),
-        *((name, c_void_p) for name in ("tokens", "probabilities", "counts", "tried")),
-        *((name, c_void_p) for name in ("samplers", "choose", "ids")),
+        *((name, c_void_p) for name in ("tokens", "probabilities", "parents", "counts", "tried")),
+        *((name, c_void_p) for name in ("samplers", "trees", "choose", "ids")),
         *((name, c_int32) for name in ("longest", "buckets", "vocab", "width")),
     ]
 
@@ -314,7 +320,7 @@ class ChainSpec(Structure):
 _DECODED = (  # the structures of a decoder, as csrc/library.cpp lists them
     *(Matrix, NormSpec, AttentionSpec, CrossSpec, RecurrentSpec, MlpSpec, LayerInputSpec, RouterSpec, ExpertsSpec),
     *(LayerSpec, RopeSpec, StateSpec, LatentSpec, LayerInputsSpec, ModelSpec),
-    *(LoraPart, LoraSpec, LoraLayer, LoraWidths, LoraAdapter, ReplaySpec, BatchSpec, SamplerSpec, ChainSpec),
+    *(LoraPart, LoraSpec, LoraLayer, LoraWidths, LoraAdapter, ReplaySpec, BatchSpec, SamplerSpec, TreeSpec, ChainSpec),
 )
 
 

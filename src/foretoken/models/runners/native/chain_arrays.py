@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foretoken.core.native import sampling
 from foretoken.models.chains import ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain
-from foretoken.models.runners.native.bindings import ChainSpec, SamplerSpec
+from foretoken.models.runners.native.bindings import ChainSpec, SamplerSpec, TreeSpec
 
 
 class ChainArrays:
@@ -33,20 +33,36 @@ class ChainArrays:
         self._slopes = array("f", [slope for end in ends for slope in end.slopes])
         self._floors = array("f", [end.floors[min(depth, len(end.floors) - 1)] for end in ends for depth in depths])
         size, count = len(requests) * self._longest, len(requests)
+        self._trees, self._parents = (TreeSpec * count)(), array("i", bytes(4 * size))
         self._tokens, self._probabilities = array("i", bytes(4 * size)), array("f", bytes(4 * size))
         self._counts, self._tried = array("i", bytes(4 * count)), array("i", bytes(4 * count))
         self._samplers, self._rows = (SamplerSpec * count)(), dict[int, Tensor]()
         self._held: list[object] = []
         for number, request in enumerate(requests):
+            if request.tree is not None:
+                shape = request.tree
+                self._trees[number] = TreeSpec(shape.width, shape.steps, shape.temperature, shape.floor)
             if request.draws is not None:
                 self._samplers[number] = self._sampler(number, request.limit, request.draws)
 
     def spec(self) -> ChainSpec:
         """Returns the specification, whose arrays are those of this object."""
-        names = ("limits", "floors", "bases", "slopes", "bounds", "tokens", "probabilities", "counts", "tried")
+        names = (
+            "limits",
+            "floors",
+            "bases",
+            "slopes",
+            "bounds",
+            "tokens",
+            "probabilities",
+            "parents",
+            "counts",
+            "tried",
+        )
         return ChainSpec(
             **{name: getattr(self, f"_{name}").buffer_info()[0] for name in names},
             samplers=ctypes.cast(self._samplers, ctypes.c_void_p),
+            trees=ctypes.cast(self._trees, ctypes.c_void_p),
             choose=sampling.chooser(),
             ids=None if self._vocabulary.ids is None else self._vocabulary.ids.data_ptr(),
             longest=self._longest,
@@ -60,6 +76,17 @@ class ChainArrays:
         chains = []
         for number, (limit, count, tried) in enumerate(zip(self._limits, self._counts, self._tried, strict=True)):
             start = number * self._longest
+            if self._trees[number].width:
+                nodes = slice(start, start + count)
+                chains.append(
+                    ModelChain(
+                        self._tokens[nodes].tolist(),
+                        count < limit,
+                        probabilities=self._probabilities[nodes].tolist(),
+                        parents=self._parents[nodes].tolist(),
+                    )
+                )
+                continue
             tokens, known = self._tokens[start : start + count].tolist(), slice(start, start + tried)
             rows = self._rows[number][:count] if number in self._rows else None
             candidates, probabilities = self._tokens[known].tolist(), self._probabilities[known].tolist()

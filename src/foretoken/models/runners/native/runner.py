@@ -240,8 +240,9 @@ class NativeRunner(DecoderOnly):
     def chains(
         self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
     ) -> tuple[list[ModelChain], Tensor | None]:
-        logits = torch.empty(len(requests), padded(self._architecture.vocab, UNIT))
-        arrays, chains = self._arrays(plan, [request.limit for request in requests]), ChainArrays(requests, vocabulary)
+        logits = torch.empty(sum(request.widest for request in requests), padded(self._architecture.vocab, UNIT))
+        arrays = self._arrays(plan, [request.rows + 1 for request in requests])
+        chains = ChainArrays(requests, vocabulary)
         tapped = self._tapped(plan, arrays, () if state is None else (state,))
         batch, features = _batch(plan, arrays, logits), _floats(plan.features)
         if features is not None:

@@ -1,12 +1,14 @@
-// Chains: the tokens that follow sequences, each the likeliest one after those before it or drawn, in one call.
+// Chains: the tokens that follow sequences, each the likeliest one after those before it or drawn, in one call; and trees of
+// likely tokens.
 //
-// Each level is a pass over the newest token of every chain that goes on. In between nothing returns to Python, whose work for
+// Each level is a pass over the newest tokens of every draft that goes on. In between nothing returns to Python, whose work for
 // a pass takes longer than the pass of a small model. A head on a target's hidden states (EAGLE) reads its own tapped states
 // behind the first pass, those of the row before.
 #pragma once
 
 #include "maximum.hpp"
 #include "pass.hpp"
+#include "trees.hpp"
 #include "validate.hpp"
 
 // Draws a token from the distribution of logits [n], which `row` receives; -1 where none is possible (core/native/sampling.cpp).
@@ -26,10 +28,12 @@ struct ChainSpec {
     const float *bases, *slopes;    // [sequences][buckets]; a token of probability p is accepted at the rate base + slope p
     const float* bounds;            // [buckets - 1]; the probabilities between buckets, ascending
     int32_t* tokens;                // [sequences][longest]; result, with the token that is left out
-    float* probabilities;           // likewise
+    float* probabilities;           // likewise; of a tree the scores
+    int32_t* parents;               // [sequences][longest]; result, of a tree; -1: the last row of the sequence
     int32_t* counts;                // [sequences]; result: tokens of each chain, fewer than its limit where it ended
     int32_t* tried;                 // [sequences]; result: with the token that is left out; 0 where tokens are drawn
     const SamplerSpec* samplers;    // [sequences]
+    const TreeSpec* trees;          // [sequences]
     Choose choose;
     const int32_t* ids;             // [vocab], ascending; the token of each logit; null: its number
     int32_t longest, buckets, vocab;  // vocab: logits of tokens that may be drafted
@@ -59,10 +63,19 @@ struct Likeliest {
 
 class Chains {
    public:
-    // first: the pass over the pending tokens of all sequences, with logits of the last token of each.
-    Chains(const ModelSpec& m, const BatchSpec& first, const ChainSpec& spec, int threads) : threads(threads), m(m), first(first), c(spec), batch(first) {
+    // first: the pass over the pending tokens of all sequences, with logits of the last token of each. Its logits have room for
+    // the widest level of all drafts.
+    Chains(const ModelSpec& m, const BatchSpec& first, const ChainSpec& spec, int threads)
+        : threads(threads), m(m), first(first), c(spec), stride(m.head.units * BLOCKS * LANES), batch(first), trees(first.sequences) {
         check();
-        for (int s = 0; s < first.sequences; s++) going.push_back(s), reach.push_back(1.0f), c.counts[s] = c.tried[s] = 0;
+        for (int s = 0; s < first.sequences; s++) {
+            going.push_back(s), reach.push_back(1.0f), starts.push_back(s), c.counts[s] = c.tried[s] = 0;
+            batch.ranks = std::max(batch.ranks, c.trees[s].width);
+            widest += std::max(1, c.trees[s].width);
+        }
+        if (batch.ranks) ranked.resize((int64_t)widest * batch.ranks), batch.ranked = ranked.data();
+        if (first.features) features.resize(widest * m.hidden), tapped = features, tap = tapped.data();
+        if (c.ids) wide.assign(c.width, -INFINITY);
     }
 
     // Calls pass(batch) for each level.
@@ -70,23 +83,26 @@ class Chains {
     void run(F pass) {
         for (int level = 0; !going.empty(); level++) {
             pass(batch);
-            const int64_t stride = m.head.units * BLOCKS * LANES;
-            size_t kept = 0;
+            std::vector<int> still, sources;  // sequences that go on; the row of `batch` whose child each next row is
             for (size_t i = 0; i < going.size(); i++) {
-                if (!extend(going[i], first.logits + i * stride)) continue;
-                if (first.features) std::copy_n(batch.taps[0] + (int64_t)batch.outputs[i] * m.hidden, m.hidden, &features[kept * m.hidden]);
-                going[kept++] = going[i];
+                const int s = going[i], row = starts[i];
+                if (!(c.trees[s].width ? grow(s, row) : extend(s, first.logits + row * stride))) continue;
+                still.push_back(s);
+                if (!c.trees[s].width) sources.push_back(batch.outputs[row]);
+                for (int node : trees[s].frontier) sources.push_back(batch.outputs[row + trees[s].row_of_parent(node)]);
             }
-            going.resize(kept);
+            going = still;
+            for (size_t i = 0; first.features && i < sources.size(); i++)
+                std::copy_n(batch.taps[0] + (int64_t)sources[i] * m.hidden, m.hidden, &features[i * m.hidden]);
             plan(level + 1);
         }
     }
 
    private:
-    // Checks the first pass and the rows of all chains, so that the passes behind it need no further check.
+    // Checks the first pass and the rows of all drafts, so that the passes behind it need no further check.
     void check() {
         if (c.longest < 1 || c.buckets < 1) refuse("chains of %d tokens with %d buckets; at least one is expected", c.longest, c.buckets);
-        if (c.vocab < 1 || c.vocab > m.head.units * BLOCKS * LANES || c.width < c.vocab || c.width > m.embedding_rows)
+        if (c.vocab < 1 || c.vocab > stride || c.width < c.vocab || c.width > m.embedding_rows)
             refuse("chains of %d of %d tokens, and the model reads %d", c.vocab, c.width, m.embedding_rows);
         for (int i = 0; c.ids && i < c.vocab; i++)
             if (c.ids[i] < (i ? c.ids[i - 1] + 1 : 0) || c.ids[i] >= c.width) refuse("the token %d of logit %d among %d", c.ids[i], i, c.width);
@@ -94,14 +110,15 @@ class Chains {
             if (c.limits[s] < 1 || c.limits[s] > c.longest) refuse("chain %d has %d tokens, from 1 to %d are expected", s, c.limits[s], c.longest);
             const SamplerSpec& how = c.samplers[s];
             if (how.kept && !(c.choose && how.noise && how.rows)) refuse("chain %d is drawn, without what it is drawn with", s);
-            further.push_back(c.limits[s] - 1);
+            const TreeSpec& tree = c.trees[s];
+            if (tree.width < 0 || tree.width > std::min(c.vocab, m.vocab) || (tree.width && (tree.steps < 1 || how.kept || !(tree.temperature > 0.0f))))
+                refuse("a tree of %d tokens a node and %d levels", tree.width, tree.steps);
+            further.push_back(tree.width ? (tree.steps - 1) * tree.width : c.limits[s] - 1);
         }
         PassCheck(m, first).run(threads, further.data());
         const PlanUse use(m, first);
         if (first.tap_count != (first.features ? 1 : 0) || use.states || use.sources) refuse("chains of a model that needs more than tokens");
-        if (first.features) features.resize((int64_t)first.sequences * m.hidden), tapped = features, tap = tapped.data();
-        if (c.ids) wide.assign(c.width, -INFINITY);
-        if (!first.logits || first.output_count != first.sequences) refuse("%d rows of logits for %d chains", first.output_count, first.sequences);
+        if (!first.logits || first.ranked || first.output_count != first.sequences) refuse("%d rows of logits for %d chains", first.output_count, first.sequences);
         for (int s = 0; s < first.sequences; s++)
             if (first.outputs[s] != first.sequence_from[s + 1] - 1 || first.branch_count)
                 refuse("chain %d does not follow the last row of its sequence", s);
@@ -109,6 +126,19 @@ class Chains {
 
     // Adds a token to a chain, or ends it. Returns whether it goes on.
     bool extend(int s, const float* logits) { return c.samplers[s].kept ? draw(s, logits) : take(s, logits); }
+
+    // Adds a level to a tree, whose newest nodes have the logits from `row` on. Returns whether it goes on.
+    bool grow(int s, int row) {
+        Tree& tree = trees[s];
+        tree.expand(c.trees[s], c.limits[s], [&](int i, int k) {
+            const int64_t token = ranked[(int64_t)(row + i) * batch.ranks + k];
+            return token < c.vocab ? token : -1;
+        }, [&](int i) { return first.logits + (row + i) * stride; }, c.vocab, c.ids);
+        if (tree.level < c.trees[s].steps && !tree.frontier.empty()) return true;
+        const int64_t at = (int64_t)s * c.longest;
+        c.counts[s] = tree.best(c.limits[s], c.tokens + at, c.parents + at, c.probabilities + at);
+        return tree.frontier.clear(), false;
+    }
 
     bool draw(int s, const float* logits) {
         const SamplerSpec& how = c.samplers[s];
@@ -136,41 +166,55 @@ class Chains {
         return ++c.counts[s] < c.limits[s];
     }
 
-    // Plans the pass over the newest tokens of the chains that go on, `depth` tokens behind those of the first pass.
+    // Plans the pass over the newest tokens of the drafts that go on, `depth` tokens behind those of the first pass.
     void plan(int depth) {
         const int count = (int)going.size();
-        tokens.clear(), positions.clear(), places.clear(), prefix.clear(), pages.clear(), page_counts.clear(), adapters.clear();
+        tokens.clear(), positions.clear(), places.clear(), prefix.clear(), branches.clear(), pages.clear(), page_counts.clear(), adapters.clear();
+        branch_from.assign(1, 0), sequence_from.assign(1, 0), starts.clear();
         batch.reach = 0;
         for (int s : going) {
-            const int row = first.outputs[s], place = first.places[row] + depth;
-            tokens.push_back(c.tokens[(int64_t)s * c.longest + depth - 1]);
-            positions.push_back(first.positions[row] + depth), places.push_back(place), prefix.push_back(place + 1);
-            pages.push_back(first.pages[s]), page_counts.push_back(first.page_counts[s]);
+            const int row = first.outputs[s], place = first.places[row] + 1;
+            starts.push_back((int)tokens.size());
+            auto add = [&](int token, int at, int keys) {
+                tokens.push_back(token), positions.push_back(first.positions[row] + depth), places.push_back(at), prefix.push_back(keys);
+                branch_from.push_back((int32_t)branches.size());
+                batch.reach = std::max(batch.reach, at + 1);
+            };
+            if (!c.trees[s].width) add(c.tokens[(int64_t)s * c.longest + depth - 1], place + depth - 1, place + depth);
+            for (int node : trees[s].frontier) {
+                trees[s].each_above(node, [&](int above) { branches.push_back(place + trees[s].scored_as[above]); });
+                add(trees[s].tokens[node], place + trees[s].scored_as[node], place);
+            }
+            pages.push_back(first.pages[s]), page_counts.push_back(first.page_counts[s]), sequence_from.push_back((int32_t)tokens.size());
             if (first.adapters) adapters.push_back(first.adapters[s]);
-            batch.reach = std::max(batch.reach, place + 1);
         }
-        branch_from.assign(count + 1, 0), numbers.resize(count + 1);
-        for (int i = 0; i <= count; i++) numbers[i] = i;
-        batch.tokens = tokens.data(), batch.positions = positions.data(), batch.places = places.data();
+        numbers.resize(tokens.size());
+        for (size_t i = 0; i < numbers.size(); i++) numbers[i] = (int32_t)i;
+        batch.tokens = tokens.data(), batch.positions = positions.data(), batch.places = places.data(), batch.branches = branches.data();
         batch.prefix = prefix.data(), batch.branch_from = branch_from.data(), batch.pages = pages.data(), batch.page_counts = page_counts.data();
-        batch.sequence_from = batch.outputs = numbers.data();
+        batch.sequence_from = sequence_from.data(), batch.outputs = numbers.data();
         if (first.adapters) batch.adapters = adapters.data();
         if (first.features) batch.features = features.data(), batch.taps = &tap;
-        batch.rows = batch.sequences = batch.output_count = count;
+        batch.rows = batch.output_count = (int)tokens.size(), batch.sequences = count, batch.branch_count = (int)branches.size();
     }
 
     const int threads;
     const ModelSpec& m;
     const BatchSpec& first;
     const ChainSpec& c;
+    const int64_t stride;  // of logits
     BatchSpec batch;
+    std::vector<Tree> trees;       // [sequences]
+    int64_t widest = 0;            // rows of the widest level
     std::vector<int32_t> further;  // [sequences]; rows behind those of the first pass
-    std::vector<int> going;    // sequences
-    std::vector<float> reach;  // [sequences]; how likely all tokens of a chain are accepted
-    std::vector<float> features, tapped;  // [sequences][hidden]; what a pass behind the first one reads, and its tapped states
+    std::vector<int> going;        // sequences
+    std::vector<int> starts;       // of each, the number of its first row with logits
+    std::vector<float> reach;      // [sequences]; how likely all tokens of a chain are accepted
+    std::vector<int64_t> ranked;   // [widest][ranks]; the likeliest tokens
+    std::vector<float> features, tapped;  // [widest][hidden]; what a pass behind the first one reads, and its tapped states
     float* tap = nullptr;
-    std::vector<float> wide;   // [width]; logits of all tokens
-    std::vector<int32_t> tokens, positions, places, prefix, branch_from, page_counts, numbers;
+    std::vector<float> wide;       // [width]; logits of all tokens
+    std::vector<int32_t> tokens, positions, places, prefix, branch_from, branches, sequence_from, page_counts, numbers;
     std::vector<Word* const*> pages;
     std::vector<const LoraAdapter*> adapters;
 };

@@ -69,8 +69,9 @@ const LayoutField* foretoken_layout() {
                logits, likeliest, ranked, tap_layers, taps, features, replay, adapters, source_pages, source_counts, source_lengths, rows, sequences,
                output_count, tap_count, branch_count, ranks, reach, source_reach)
         LAYOUT(SamplerSpec, kept, noise, rows, races, keeps)
-        LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, counts, tried, samplers, choose, ids,
-               longest, buckets, vocab, width)
+        LAYOUT(TreeSpec, width, steps, temperature, floor)
+        LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, parents, counts, tried, samplers, trees, choose,
+               ids, longest, buckets, vocab, width)
         {},
     };
     return fields;
