@@ -22,8 +22,8 @@ import typer
 
 from clients import Answer, ask, serving, talking
 from foretoken import LLM, SamplingParams
-from foretoken.bench.http_client import at_once
 from foretoken.bench.setting import wide_console
+from foretoken.core.http import at_once
 from serving import mixed, save
 
 console = wide_console()

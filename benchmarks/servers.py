@@ -14,10 +14,10 @@ from pathlib import Path
 
 import httpx
 
-from foretoken.bench.http_client import listed_models
 from foretoken.bench.peers.export import gguf
 from foretoken.bench.peers.registry import PEERS
 from foretoken.bench.setting import cores
+from foretoken.core.http import listed_models
 
 CONTEXT = "4096"
 SEQUENCES = "64"

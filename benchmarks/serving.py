@@ -31,9 +31,9 @@ from rich.table import Table
 
 from clients import Answer, ask, serving, talking
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.http_client import at_once
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
+from foretoken.core.http import at_once
 from foretoken.train.widen.checkpoint import scaled
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from foretoken.bench.http_client import at_once, auth_headers, base_url, listed_models
 from foretoken.core.errors import ForetokenError
+from foretoken.core.http import at_once, auth_headers, base_url, listed_models
 
 _SHOWN = 200  # characters of an error
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # an event that is not one of OpenAI's API

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from foretoken.bench.http_client import at_once, auth_headers, base_url
+from foretoken.core.http import at_once, auth_headers, base_url
 from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer, answer_of, joined
 from foretoken.endpoint.journal import Journal, request_key, restored_answer
 

@@ -1,4 +1,4 @@
-"""What every client of an OpenAI-compatible server needs: its address, its models, and many requests at once."""
+"""Clients of OpenAI-compatible servers: addresses, keys, listed models, and requests at once."""
 
 from __future__ import annotations
 
