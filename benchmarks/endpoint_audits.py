@@ -21,10 +21,10 @@ from rich.table import Table
 from clients import serving
 from foretoken import zoo
 from foretoken.audit.endpoint import Endpoint, audit_endpoint
+from foretoken.audit.endpoint.engines import started
 from foretoken.audit.result import Audit
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.endpoint.engines import started
 from foretoken.speculation import SpeculativeConfig
 from servers import eager_serving, listed_model
 

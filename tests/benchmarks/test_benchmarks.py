@@ -17,15 +17,15 @@ import pytest
 import typer
 from tests.audit.endpoint.fake import Behaviour
 from tests.audit.endpoint.fake import serving as fake_server
-from tests.endpoint.test_engines import Fake, through
+from tests.audit.endpoint.test_engines import Fake, through
 from tests.plan.endpoint.simulated import StreamingBehaviour
 from tests.plan.endpoint.simulated import streaming as simulated_server
 from typer.testing import CliRunner
 
 from foretoken import zoo
+from foretoken.audit.endpoint.engines import EnginePair
 from foretoken.bench.http_load import LoadResult, Percentiles
 from foretoken.bench.peers.registry import PEERS
-from foretoken.endpoint.engines import EnginePair
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.loading import load_model
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 from tests.audit.endpoint.fake import Behaviour, serving
 from tests.audit.endpoint.tasks import PROMPTS
-from tests.endpoint.test_engines import Fake, through
+from tests.audit.endpoint.test_engines import Fake, through
 
-from foretoken.endpoint.engines import EnginePair
+from foretoken.audit.endpoint.engines import EnginePair
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def words(tmp_path, monkeypatch):
         with serving(Behaviour()) as url:
             yield EnginePair(name, "table", Fake(through(url, speculative_tokens=0)), Fake(through(url)))
 
-    monkeypatch.setattr("foretoken.endpoint.engines.started", started)
+    monkeypatch.setattr("foretoken.audit.endpoint.engines.started", started)
     return asked, ("--engine", "vllm", "--budget", "4ktokens", "--prompts", str(prompts))
 
 

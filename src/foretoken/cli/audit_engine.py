@@ -31,7 +31,7 @@ def audit_engine(
     from foretoken.audit.endpoint import Endpoint, audit_endpoint
     from foretoken.audit.run import NOTHING
     from foretoken.bench.workloads import prompts_or_functions
-    from foretoken.endpoint.engines import started
+    from foretoken.audit.endpoint.engines import started
 
     texts, (target, config) = prompts_or_functions(compared.prompts), models.pair()
     if config.method_in_force == NONE:

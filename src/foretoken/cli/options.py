@@ -16,7 +16,7 @@ from foretoken.cli.theme import ColorMode, console, waiting
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from foretoken.endpoint.client import Patience
+    from foretoken.probe.client import Patience
     from foretoken.llm import LLM
     from foretoken.speculation import SpeculativeConfig
 
@@ -156,7 +156,7 @@ class ServerOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the same by the names of the fields of ``ServerPair`` and ``Endpoint``. Raises InvalidRequest."""
-        from foretoken.endpoint.dialects import ServerKind
+        from foretoken.probe.dialects import ServerKind
 
         if self.server not in list(ServerKind):
             raise InvalidRequest(f"--server must be {', '.join(ServerKind)}, got {self.server!r}")
@@ -177,7 +177,7 @@ class PatienceOptions:
 
     def patience(self) -> Patience:
         """Returns the same for the client of a server."""
-        from foretoken.endpoint.client import Patience
+        from foretoken.probe.client import Patience
 
         return Patience(self.timeout, self.retries)
 

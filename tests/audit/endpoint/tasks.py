@@ -9,9 +9,9 @@ from typing import Any
 from foretoken.audit.endpoint.run import Endpoint
 from foretoken.audit.endpoint.sizes import Sizes
 from foretoken.audit.endpoint.work import EndpointTask
-from foretoken.endpoint.client import EndpointClient, Patience
-from foretoken.endpoint.dialects import DIALECTS, ServerKind
-from foretoken.endpoint.side import Side, probed
+from foretoken.probe.client import EndpointClient, Patience
+from foretoken.probe.dialects import DIALECTS, ServerKind
+from foretoken.probe.side import Side, probed
 
 from .fake import Behaviour, serving
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from foretoken.audit.endpoint.cells import Cells, FalseLogprobsError, TunedSampling, tuned, whole
-from foretoken.endpoint.answers import TokenPlace
+from foretoken.probe.answers import TokenPlace
 
 TOP = tuple((name, math.log(p)) for name, p in (("a", 0.5), ("b", 0.25), ("c", 0.1)))
 

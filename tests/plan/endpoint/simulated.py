@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from foretoken.endpoint.answers import Arrival, Failed, ServerAnswer
-from foretoken.endpoint.counts import DraftCounts
 from foretoken.plan.endpoint.waves import Wave
+from foretoken.probe.answers import Arrival, Failed, ServerAnswer
+from foretoken.probe.counters import DraftCounts
 
 PROMPTS = tuple(f"prompt number {i}: " for i in range(24))
 

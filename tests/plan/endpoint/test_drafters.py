@@ -6,10 +6,6 @@ import pytest
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
-from foretoken.endpoint.answers import ServerAnswer
-from foretoken.endpoint.client import EndpointClient
-from foretoken.endpoint.dialects import DIALECTS, ServerKind
-from foretoken.endpoint.side import Side
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.endpoint import LocalModels
 from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance
@@ -18,6 +14,10 @@ from foretoken.plan.endpoint.engines import copying
 from foretoken.plan.endpoint.outcome import EndpointPredictor
 from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
 from foretoken.plan.texts import SampledText
+from foretoken.probe.answers import ServerAnswer
+from foretoken.probe.client import EndpointClient
+from foretoken.probe.dialects import DIALECTS, ServerKind
+from foretoken.probe.side import Side
 
 SIDE = Side("plain", EndpointClient("http://127.0.0.1:9"), "m", DIALECTS[ServerKind.VLLM])
 REPEATING = [SampledText((1, 2, 3 + i), (*range(10, 20), *range(10, 20), *range(10, 20)), 30) for i in range(6)]

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.endpoint.client import Patience
-from foretoken.endpoint.counts import ServerCounters
-from foretoken.endpoint.dialects import ServerKind
 from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, outcome, plan_endpoint, waves
+from foretoken.probe.client import Patience
+from foretoken.probe.counters import ServerCounters
+from foretoken.probe.dialects import ServerKind
 
 from .simulated import PROMPTS, StreamingBehaviour, streaming
 

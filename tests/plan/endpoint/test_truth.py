@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from foretoken.core.errors import ForetokenError
-from foretoken.endpoint.client import EndpointClient
-from foretoken.endpoint.dialects import DIALECTS, ServerKind
-from foretoken.endpoint.side import Abilities, Side
 from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, plan_endpoint, run
 from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance
 from foretoken.plan.endpoint.measuring import own_depth
 from foretoken.plan.endpoint.outcome import OWN, EndpointPlan, EndpointPredictor, EndpointRow
 from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
+from foretoken.probe.client import EndpointClient
+from foretoken.probe.dialects import DIALECTS, ServerKind
+from foretoken.probe.side import Abilities, Side
 
 from .simulated import PROMPTS, SimulatedEngine, SimulatedSender, close
 

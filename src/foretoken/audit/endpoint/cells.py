@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.endpoint.answers import TokenPlace
+from foretoken.probe.answers import TokenPlace
 
 _LEAST = 1e-4  # probability below which the rest is merged with the least likely token
 _SUM = 1.01  # largest sum of probabilities that rounding explains

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from foretoken.core.draft import Draft
-from foretoken.endpoint.answers import Failed, ServerAnswer, TokenPlace
 from foretoken.models.loading import load_model
+from foretoken.probe.answers import Failed, ServerAnswer, TokenPlace
 
 TOP = 50  # likeliest tokens that are cells of their own
 

@@ -16,8 +16,8 @@ from foretoken.audit.result import CONTROL, Check, CheckOutcome
 from foretoken.audit.sampled import sampling_check
 from foretoken.audit.subject import AuditedCompletion
 from foretoken.audit.tally import BINS, TokenTally
-from foretoken.endpoint.answers import ServerAnswer, TokenPlace
-from foretoken.endpoint.side import EndpointRequest, Reference, Side
+from foretoken.probe.answers import ServerAnswer, TokenPlace
+from foretoken.probe.side import EndpointRequest, Reference, Side
 
 NAME = "sampled distribution"
 PLAIN = "sampled distribution, plain"

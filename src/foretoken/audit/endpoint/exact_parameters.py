@@ -11,8 +11,8 @@ from typing import Any
 from foretoken.audit.endpoint.findings import ParameterFinding, Treatment
 from foretoken.audit.endpoint.sizes import OBJECT_TOKENS, OBJECTS
 from foretoken.audit.endpoint.work import EndpointTask
-from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer
-from foretoken.endpoint.side import CHAT, EndpointRequest, Side
+from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer
+from foretoken.probe.side import CHAT, EndpointRequest, Side
 
 _TEXTS, _CHOICES, _ALTERNATIVES = 4, 2, 3
 _SCHEMA = {

@@ -14,8 +14,8 @@ from foretoken.audit.divergence import first_difference
 from foretoken.audit.endpoint.cells import TunedSampling
 from foretoken.audit.endpoint.work import AGAIN, ALONE, CROWD, PENALIZED, PENALTIES, EndpointTask, because, missing
 from foretoken.audit.result import Check, CheckOutcome
-from foretoken.endpoint.answers import ServerAnswer, TokenPlace
-from foretoken.endpoint.side import Side
+from foretoken.probe.answers import ServerAnswer, TokenPlace
+from foretoken.probe.side import Side
 
 NAME = "greedy parity"
 LOGPROBS = "log-probabilities"

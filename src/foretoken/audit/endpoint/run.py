@@ -12,6 +12,7 @@ from typing import Any
 from foretoken.audit.chance import ALPHA
 from foretoken.audit.endpoint.checkpoint import CheckpointReference
 from foretoken.audit.endpoint.distribution import detectable, distribution
+from foretoken.audit.endpoint.engines import EnginePair
 from foretoken.audit.endpoint.exact_parameters import exact_findings
 from foretoken.audit.endpoint.findings import findings_check
 from foretoken.audit.endpoint.parity import parity
@@ -21,14 +22,13 @@ from foretoken.audit.endpoint.work import EndpointTask
 from foretoken.audit.result import Audit, Check, CheckOutcome
 from foretoken.audit.run import Watch
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.endpoint.answers import Failed, Refused, ServerAnswer
-from foretoken.endpoint.client import Patience
-from foretoken.endpoint.counts import ServerCounters
-from foretoken.endpoint.dialects import ServerKind
-from foretoken.endpoint.engines import EnginePair
-from foretoken.endpoint.journal import Journal, restored_answer
-from foretoken.endpoint.side import EndpointRequest, Prompt, Reference, Side, probed, tokenized
-from foretoken.endpoint.sides import ServerPair, why_unusable
+from foretoken.probe.answers import Failed, Refused, ServerAnswer
+from foretoken.probe.client import Patience
+from foretoken.probe.counters import ServerCounters
+from foretoken.probe.dialects import ServerKind
+from foretoken.probe.journal import Journal, restored_answer
+from foretoken.probe.side import EndpointRequest, Prompt, Reference, Side, probed, tokenized
+from foretoken.probe.sides import ServerPair, why_unusable
 
 ENDPOINT, SPECULATION = "endpoint", "speculation"
 PARAMETERS, SAMPLING = "other parameters", "sampling parameters"

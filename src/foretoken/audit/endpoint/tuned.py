@@ -13,8 +13,8 @@ from foretoken.audit.endpoint.cells import TunedSampling, tuned
 from foretoken.audit.endpoint.findings import ParameterFinding, Treatment
 from foretoken.audit.endpoint.work import EndpointTask
 from foretoken.audit.tally import Sum
-from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
-from foretoken.endpoint.side import EndpointRequest, Reference, Side
+from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
+from foretoken.probe.side import EndpointRequest, Reference, Side
 
 _SEEN = 0.01  # level at which the unchanged distribution is ruled out
 _ROUNDING = 1e-6  # sum of scores that is 0 but for rounding

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from foretoken.audit.endpoint.checkpoint import CheckpointReference
 from foretoken.audit.endpoint.sizes import Sizes
 from foretoken.audit.result import Check, CheckOutcome
-from foretoken.endpoint.answers import Failed, Reply, ServerAnswer, TokenPlace
-from foretoken.endpoint.side import EndpointRequest, Prompt, Reference, Side
+from foretoken.probe.answers import Failed, Reply, ServerAnswer, TokenPlace
+from foretoken.probe.side import EndpointRequest, Prompt, Reference, Side
 
 ALONE, AGAIN, CROWD, PENALIZED = "alone", "again", "in a crowd", "with penalties"
 PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0}  # of greedy texts, which they change much

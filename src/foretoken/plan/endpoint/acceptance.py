@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from foretoken.endpoint.counts import DraftCounts
 from foretoken.plan.endpoint.waves import StreamTimes, Wave
 from foretoken.plan.statistics import ratio_interval
+from foretoken.probe.counters import DraftCounts
 
 LEVEL = 0.95
 AGREE = 1.2  # ratio of tokens per pass by metrics and by bursts up to which both say the same

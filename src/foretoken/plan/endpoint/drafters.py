@@ -13,8 +13,6 @@ import torch
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
-from foretoken.endpoint.answers import ServerAnswer
-from foretoken.endpoint.side import Side, tokenized
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.models.loading import load_model
@@ -23,6 +21,8 @@ from foretoken.plan.endpoint.acceptance import CannotTellError, TokensPerPass
 from foretoken.plan.predictions import spread
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import SampledText
+from foretoken.probe.answers import ServerAnswer
+from foretoken.probe.side import Side, tokenized
 from foretoken.speculation import Builder
 
 _FEWEST = 4  # texts from which an interval means something

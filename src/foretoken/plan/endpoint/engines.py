@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foretoken.endpoint.client import EndpointClient
-from foretoken.endpoint.dialects import ServerKind
 from foretoken.plan.candidates import Candidate
+from foretoken.probe.client import EndpointClient
+from foretoken.probe.dialects import ServerKind
 
 _DEPTHS = (2, 4, 8)
 _NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}

@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.endpoint.answers import ServerAnswer
-from foretoken.endpoint.side import Side
-from foretoken.endpoint.sides import switched
 from foretoken.plan.endpoint.acceptance import CannotTellError
 from foretoken.plan.endpoint.engines import told_depth
 from foretoken.plan.endpoint.waves import MeasuredLane, Wave, WaveSender, rest_between
+from foretoken.probe.answers import ServerAnswer
+from foretoken.probe.side import Side
+from foretoken.probe.sides import switched
 
 LEAST, MOST = 4, 20  # waves of each lane and concurrency
 USUAL = 5

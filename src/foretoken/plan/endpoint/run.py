@@ -11,10 +11,6 @@ from typing import Any
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.endpoint.answers import Refused
-from foretoken.endpoint.journal import Journal
-from foretoken.endpoint.side import Side, answering
-from foretoken.endpoint.sides import ServerPair, why_unusable
 from foretoken.plan.endpoint.acceptance import (
     AGREE,
     CannotTellError,
@@ -39,6 +35,10 @@ from foretoken.plan.endpoint.measuring import (
 from foretoken.plan.endpoint.outcome import EndpointPlan, EndpointPredictor
 from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel, measured_plain, measured_speculative
 from foretoken.plan.endpoint.waves import MeasuredLane, Wave, WaveSender
+from foretoken.probe.answers import Refused
+from foretoken.probe.journal import Journal
+from foretoken.probe.side import Side, answering
+from foretoken.probe.sides import ServerPair, why_unusable
 
 CONCURRENCY = (1, 4, 16)
 

@@ -16,11 +16,11 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from foretoken.endpoint.answers import Failed, Refused, ServerAnswer
-from foretoken.endpoint.client import Ask, EndpointClient
-from foretoken.endpoint.counts import DraftCounts, ServerCounters
-from foretoken.endpoint.journal import Journal, request_key, restored_answer
-from foretoken.endpoint.side import EndpointRequest, Side
+from foretoken.probe.answers import Failed, Refused, ServerAnswer
+from foretoken.probe.client import Ask, EndpointClient
+from foretoken.probe.counters import DraftCounts, ServerCounters
+from foretoken.probe.journal import Journal, request_key, restored_answer
+from foretoken.probe.side import EndpointRequest, Side
 
 _JUMP = 3.0  # ratio of two gaps, next to each other in size, that separates passes from tokens of one pass
 _PASSES, _SHARE = 3, 0.08  # gaps between passes, at least, and their share: fewer are stalls

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from foretoken.endpoint.client import EndpointClient
+from foretoken.probe.client import EndpointClient
 
 
 class ServerKind(StrEnum):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from foretoken.endpoint.counts import DraftCounts, counts_of
+from foretoken.probe.counters import DraftCounts, counts_of
 
 OTHER = ""
 _MOST = 2**40  # tokens of an answer, which no server reaches

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.core.errors import ForetokenError
-from foretoken.endpoint.answers import Failed, Refused, ServerAnswer
-from foretoken.endpoint.client import EndpointClient, Patience
-from foretoken.endpoint.dialects import DIALECTS, Dialect, ServerKind, detect
-from foretoken.endpoint.journal import Journal, restored_answer
-from foretoken.endpoint.side import Side
+from foretoken.probe.answers import Failed, Refused, ServerAnswer
+from foretoken.probe.client import EndpointClient, Patience
+from foretoken.probe.dialects import DIALECTS, Dialect, ServerKind, detect
+from foretoken.probe.journal import Journal, restored_answer
+from foretoken.probe.side import Side
 
 
 @dataclass(frozen=True, slots=True)

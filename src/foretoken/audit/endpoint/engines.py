@@ -18,11 +18,11 @@ from foretoken.bench.peers.registry import BOOT, PEERS, folder
 from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
-from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer, answer_of
-from foretoken.endpoint.client import Ask, EndpointClient
-from foretoken.endpoint.dialects import DIALECTS, Dialect, ServerKind
-from foretoken.endpoint.side import Side
 from foretoken.models.formats.checkpoint import resolve
+from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, answer_of
+from foretoken.probe.client import Ask, EndpointClient
+from foretoken.probe.dialects import DIALECTS, Dialect, ServerKind
+from foretoken.probe.side import Side
 from foretoken.speculation import SpeculativeConfig
 
 _VLLM = DIALECTS[ServerKind.VLLM]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
-from foretoken.endpoint.client import Ask, EndpointClient
-from foretoken.endpoint.dialects import Dialect
+from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
+from foretoken.probe.client import Ask, EndpointClient
+from foretoken.probe.dialects import Dialect
 
 CHAT = "chat/completions"
 _TOPS = (20, 5)  # alternatives to ask for, the first number that is taken

@@ -11,16 +11,15 @@ import pytest
 from tests.audit.endpoint.fake import ALPHABET, TARGET, Behaviour, _softmax, serving
 from tests.audit.endpoint.tasks import PROMPTS, SIZES, tasked
 
-from foretoken.audit.endpoint import Endpoint, audit_endpoint
+from foretoken.audit.endpoint import Endpoint, audit_endpoint, engines
+from foretoken.audit.endpoint.engines import EngineClient, EnginePair, EngineProcess
 from foretoken.audit.endpoint.parity import parity
 from foretoken.audit.result import CheckOutcome
 from foretoken.bench.peers.protocol import Setup
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest
-from foretoken.endpoint import engines
-from foretoken.endpoint.answers import Failed, Refused, ServerAnswer, TokenPlace
-from foretoken.endpoint.client import Ask
-from foretoken.endpoint.engines import EngineClient, EnginePair, EngineProcess
+from foretoken.probe.answers import Failed, Refused, ServerAnswer, TokenPlace
+from foretoken.probe.client import Ask
 from foretoken.speculation import SpeculativeConfig
 
 ECHO = """

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 
 from foretoken.core.http import at_once, auth_headers, base_url
-from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer, answer_of, joined
-from foretoken.endpoint.journal import Journal, request_key, restored_answer
+from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, answer_of, joined
+from foretoken.probe.journal import Journal, request_key, restored_answer
 
 _SHOWN = 200  # characters of a server's words
 _REFUSALS = (400, 401, 403, 404, 405, 413, 415, 422, 501)

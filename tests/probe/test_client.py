@@ -11,10 +11,10 @@ from tests.audit.endpoint.fake import Behaviour, listening, serving
 from tests.audit.endpoint.tasks import QUICK
 
 from foretoken.core.errors import WriteError
-from foretoken.endpoint import client as client_module
-from foretoken.endpoint.answers import OTHER, Failed, Refused, ServerAnswer, TokenPlace, answer_of
-from foretoken.endpoint.client import Ask, EndpointClient
-from foretoken.endpoint.journal import Journal, restored_answer
+from foretoken.probe import client as client_module
+from foretoken.probe.answers import OTHER, Failed, Refused, ServerAnswer, TokenPlace, answer_of
+from foretoken.probe.client import Ask, EndpointClient
+from foretoken.probe.journal import Journal, restored_answer
 
 BODY = {"model": "table", "prompt": "a", "max_tokens": 3, "temperature": 0.0, "logprobs": 2}
 

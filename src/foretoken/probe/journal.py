@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from foretoken.core.errors import WriteError
-from foretoken.endpoint.answers import Arrival, ServerAnswer, TokenPlace
-from foretoken.endpoint.counts import DraftCounts
+from foretoken.probe.answers import Arrival, ServerAnswer, TokenPlace
+from foretoken.probe.counters import DraftCounts
 
 T = TypeVar("T")
 
