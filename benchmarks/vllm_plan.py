@@ -36,9 +36,17 @@ from foretoken.cli.plan_vllm import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.outcome import Plan
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.vllm.measured import PLAIN, VllmCandidate, VllmRun
-from foretoken.plan.vllm.planning import chosen, vllm_plan
-from foretoken.plan.vllm.runs import Answers, Bench, PromptCompleter, answers, runs
+from foretoken.plan.vllm import (
+    PLAIN,
+    Answers,
+    Bench,
+    PromptCompleter,
+    VllmCandidate,
+    VllmRun,
+    answers,
+    chosen,
+    vllm_plan,
+)
 from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts
 
@@ -278,7 +286,7 @@ def deployed(
     """Runs the chosen configuration in a process created for its draft length, beside plain decoding."""
     depth = best["num_speculative_tokens"]
     fresh = replace(lane, name=f"{lane.name}, restarted", depths=(depth,))
-    done = runs(bench, [fresh], prompts, start=processes.start)
+    done = [each.run() for each in answers(bench, [fresh], prompts, start=processes.start)]
     pairs = []
     for row in rows:
         if dict(row.config) == best:

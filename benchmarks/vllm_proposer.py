@@ -28,8 +28,7 @@ from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.cli.plan_vllm import OURS
 from foretoken.models.formats.checkpoint import load_tokenizer
-from foretoken.plan.vllm.measured import VllmCandidate
-from foretoken.plan.vllm.runs import Bench, PromptCompleter
+from foretoken.plan.vllm import Bench, PromptCompleter, VllmCandidate
 
 METHODS: tuple[Mapping[str, Any], ...] = (
     {"method": "suffix"},

@@ -13,8 +13,7 @@ from tests.audit.endpoint.tasks import QUICK
 from foretoken.core.errors import WriteError
 from foretoken.probe import client as client_module
 from foretoken.probe.answers import OTHER, Failed, Refused, ServerAnswer, TokenPlace, answer_of
-from foretoken.probe.client import Ask, EndpointClient
-from foretoken.probe.journal import Journal, restored_answer
+from foretoken.probe.client import Ask, EndpointClient, Journal
 
 BODY = {"model": "table", "prompt": "a", "max_tokens": 3, "temperature": 0.0, "logprobs": 2}
 
@@ -56,11 +55,11 @@ def test_a_stream_is_put_together():
 def test_answers_survive_the_process(tmp_path):
     file, behaviour = tmp_path / "audit.partial", Behaviour()
     with serving(behaviour) as url:
-        first = EndpointClient(url, patience=QUICK, journal=Journal(restored_answer, file))
+        first = EndpointClient(url, patience=QUICK, journal=Journal(ServerAnswer, file))
         before = first.post("completions", [ask("a"), ask("b", prompt_logprobs=2)], 1)
         first.journal.close(finished=False)
         file.write_text(file.read_text() + '{"key": "half a li')
-        later = EndpointClient(url, patience=QUICK, journal=Journal(restored_answer, file))
+        later = EndpointClient(url, patience=QUICK, journal=Journal(ServerAnswer, file))
         again = later.post("completions", [ask("a"), ask("b", prompt_logprobs=2), ask("c")], 1)
         later.journal.close(finished=True)
     assert again[:2] == before and len(behaviour.seen) == 3
@@ -70,7 +69,7 @@ def test_answers_survive_the_process(tmp_path):
 
 def test_a_journal_that_cannot_be_kept(tmp_path):
     with pytest.raises(WriteError, match="cannot keep answers"):
-        Journal(restored_answer, tmp_path / "nowhere" / "audit.partial")
+        Journal(ServerAnswer, tmp_path / "nowhere" / "audit.partial")
 
 
 def test_names_of_tokens():

@@ -29,9 +29,9 @@ def audit_engine(
     """Audits an engine, after its costs were shown. Raises InvalidRequest and ForetokenError."""
     tokens, seconds = budget(compared.budget)
     from foretoken.audit.endpoint import Endpoint, audit_endpoint
+    from foretoken.audit.endpoint.engines import started
     from foretoken.audit.run import NOTHING
     from foretoken.bench.workloads import prompts_or_functions
-    from foretoken.audit.endpoint.engines import started
 
     texts, (target, config) = prompts_or_functions(compared.prompts), models.pair()
     if config.method_in_force == NONE:

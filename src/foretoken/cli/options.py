@@ -16,8 +16,8 @@ from foretoken.cli.theme import ColorMode, console, waiting
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from foretoken.probe.client import Patience
     from foretoken.llm import LLM
+    from foretoken.probe.client import Patience
     from foretoken.speculation import SpeculativeConfig
 
 MODEL, DRAFT_MODEL = ("--model", "-m"), ("--draft-model", "-md")  # names of options, for every command

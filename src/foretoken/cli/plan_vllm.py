@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from foretoken.plan.outcome import Plan
-    from foretoken.plan.vllm.measured import VllmCandidate
-    from foretoken.plan.vllm.runs import Bench
+    from foretoken.plan.vllm import Bench, VllmCandidate
 
 _ROLES = ("eagle3", "medusa")  # of the bundled heads that vLLM loads
 OURS = "foretoken.interop_vllm.VllmProposer"
@@ -41,7 +40,7 @@ def lanes(
     A configuration may hold "additional_config" beside vLLM's keys. Raises InvalidRequest or ModelLoadError.
     """
     from foretoken.models.formats.checkpoint import resolve
-    from foretoken.plan.vllm.measured import VllmCandidate
+    from foretoken.plan.vllm import VllmCandidate
 
     result = [VllmCandidate.of({"method": "draft_model", "model": str(resolve(draft))}) for draft in drafts]
     result += [_head(resolve(head), target) for head in heads]
@@ -65,7 +64,7 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     from foretoken.models.formats.checkpoint import load_config
     from foretoken.models.heads.block import read_block
     from foretoken.plan.candidates import CHAIN, head_method
-    from foretoken.plan.vllm.measured import VllmCandidate
+    from foretoken.plan.vllm import VllmCandidate
 
     method = head_method(folder)
     blocks = method in ("dflash", "dspark")
@@ -100,7 +99,7 @@ class PlanEngineOptions:
 
     def bench(self, target: Path, sample: SampleOptions, precision: PrecisionOptions) -> Bench:
         """Returns the benchmark on vLLM. Raises InvalidRequest for options that do not apply to it."""
-        from foretoken.plan.vllm.runs import Bench
+        from foretoken.plan.vllm import Bench
 
         for option, value in (
             ("--weight-format", precision.weight_format),
@@ -139,8 +138,7 @@ def plan_for_vllm(
     from foretoken.bench.setting import setting
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.plan.render import rendered
-    from foretoken.plan.vllm.planning import record, vllm_plan
-    from foretoken.plan.vllm.runs import runs
+    from foretoken.plan.vllm import answers, record, vllm_plan
     from foretoken.report.plan import page
 
     model, drafts, heads = candidates.models(_ROLES)
@@ -156,7 +154,7 @@ def plan_for_vllm(
         notes.print(f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True)
 
     with staged(notes) as say:
-        measured = runs(bench, chosen, ids, say, refused=refused)
+        measured = [each.run() for each in answers(bench, chosen, ids, say, refused=refused)]
     facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
     result = vllm_plan(chosen, measured, setting=facts, prompts=sample.source(len(ids)))
 
@@ -172,7 +170,7 @@ def plan_for_vllm(
 def _pastes(plan: Plan, known: Sequence[VllmCandidate]) -> Iterator[Text]:
     from rich.text import Text
 
-    from foretoken.plan.vllm.planning import chosen
+    from foretoken.plan.vllm import chosen
 
     if plan.best is None:
         yield Text("\nover everything asked about: do not speculate", style="bold yellow")

@@ -1,8 +1,8 @@
-"""What a server answers: texts, finish reasons, tokens, and log-probabilities as OpenAI, vLLM and llama.cpp write them.
+"""Answers of servers: texts, finish reasons, tokens, and log-probabilities as OpenAI, vLLM and llama.cpp write them.
 
 A token is named by its id where the answer has ids, else by its text. Texts that several tokens may share (parts of
-characters, special tokens, nothing at all) all get the name ``OTHER``, which is never among the likeliest tokens, so
-that each place has one name for every outcome.
+characters, special tokens, the empty text) all get the name ``OTHER``, which is never among the likeliest tokens, so
+that each position has one name for every outcome.
 """
 
 from __future__ import annotations
@@ -15,30 +15,21 @@ from typing import Any, NamedTuple
 from foretoken.probe.counters import DraftCounts, counts_of
 
 OTHER = ""
-_MOST = 2**40  # tokens of an answer, which no server reaches
+_MAX_TOKENS = 2**40  # of an answer; larger counts are errors
 _SHARED = re.compile(r"|.*\ufffd.*|<[^<>]*>|\[[A-Z_0-9]+\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPlace:
-    """A place of a text.
-
-    Attributes:
-        token: Name of the token there.
-        logprob: Its log-probability, None if the server does not say.
-        top: The likeliest tokens there, as (name, log-probability), likeliest first.
-    """
+    """A position of a text: its token by name, that token's log-probability if known, and the likeliest tokens."""
 
     token: str
     logprob: float | None
-    top: tuple[tuple[str, float], ...] = ()
+    top: tuple[tuple[str, float], ...] = ()  # (name, log-probability), likeliest first
 
 
 class Arrival(NamedTuple):
-    """A chunk of a stream that had text. tokens: those of the chunk, None if the server does not say.
-
-    seconds: since the request was sent. characters: of the chunk's text.
-    """
+    """A chunk of a stream with text. seconds: since the request. tokens: in the chunk, None if unknown."""
 
     seconds: float
     tokens: int | None
@@ -47,20 +38,19 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """One completion.
+    """One completion. Fields that the server does not report are empty.
 
     Attributes:
-        text: The text.
-        finish: The finish reason, "" if there is none.
-        places: The generated tokens, where the server tells them.
-        ids: Their ids, where the server tells them.
-        prompt_ids: Those of the prompt.
-        scored: The likeliest tokens at each place of the prompt, where they were asked for, and its own token, unnamed.
-            The first place has none.
+        text: The text of the first choice.
+        finish: The finish reason.
+        places: The generated tokens with their log-probabilities.
+        ids: Ids of the generated tokens.
+        prompt_ids: Ids of the prompt's tokens.
+        scored: The likeliest tokens at each position of the prompt, if requested. The first position has none.
         choices: The texts of all choices.
-        tokens: Generated tokens, as the server counts them.
-        prompt_tokens: Prompt tokens, as the server counts them.
-        counts: Draft tokens of this request, None if the server does not say.
+        tokens: Number of generated tokens, as the server counts them.
+        prompt_tokens: Number of prompt tokens, as the server counts them.
+        counts: Draft tokens of this request, None if unknown.
         seconds: Time from the request to the answer.
         began: When the request was sent, by ``time.perf_counter``.
         arrivals: Chunks of a stream.
@@ -82,12 +72,12 @@ class ServerAnswer:
 
     @property
     def drafted(self) -> int | None:
-        """Draft tokens of this request, None if the server does not say."""
+        """Draft tokens of this request, None if unknown."""
         return None if self.counts is None else int(self.counts.drafted)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tokens by name, or the characters of the text if the server tells no tokens."""
+        """The tokens by name, or the characters of the text if the server reports no tokens."""
         if self.ids:
             return tuple(map(str, self.ids))
         return tuple(place.token for place in self.places) or tuple(self.text)
@@ -95,14 +85,14 @@ class ServerAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The server refused a request. why: in its own words."""
+    """A request that the server refused. why: the server's words."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request that got no usable answer after all retries. why: what happened."""
+    """A request without a usable answer after all retries. why: the reason."""
 
     why: str
 
@@ -111,26 +101,25 @@ Reply = ServerAnswer | Refused | Failed
 
 
 def answer_of(data: Any, top: int, seconds: float = 0.0) -> ServerAnswer:
-    """Returns the answer in the body of a completion or chat completion.
+    """Returns the answer in the parsed body of a completion or chat completion.
 
     Args:
         data: The parsed body.
-        top: Number of alternatives that were asked for at each token.
-        seconds: See ``ServerAnswer``.
+        top: Number of alternatives that were requested at each token.
+        seconds: Time from the request to the answer.
 
     Raises:
         ValueError: The body is not one of OpenAI's API.
     """
     try:
-        choices = data["choices"]
-        first = choices[0]
-        usage = data.get("usage") or {}
-        texts = tuple(_text(choice) for choice in choices)
+        choices, usage = data["choices"], data.get("usage") or {}
+        first, texts = choices[0], tuple(map(_text, choices))
+        logprobs = first.get("logprobs")
         return ServerAnswer(
             text=texts[0],
             finish=str(first.get("finish_reason") or ""),
-            places=_places(first.get("logprobs"), top),
-            ids=tuple(map(int, first.get("token_ids") or _content_ids(first.get("logprobs")))),
+            places=_places(logprobs, top),
+            ids=tuple(map(int, first.get("token_ids") or _llamacpp_ids(logprobs))),
             prompt_ids=tuple(map(int, first.get("prompt_token_ids") or data.get("prompt_token_ids") or ())),
             scored=_scored(first.get("prompt_logprobs") or data.get("prompt_logprobs") or ()),
             choices=texts,
@@ -147,31 +136,31 @@ def joined(events: Sequence[Any], top: int, times: Sequence[float], seconds: flo
     """Returns the answer of a stream. events: its parsed chunks. times: when each came. Raises ValueError."""
     text, finish, arrivals = "", None, []
     ids: list[int] = []
-    told: dict[str, Any] = {}
+    body: dict[str, Any] = {}
     try:
         for event, came in zip(events, times, strict=True):
             if event.get("error"):
                 raise ValueError(f"the stream ended with an error: {event['error']}")
-            told |= {key: event[key] for key in ("usage", "metrics", "timings") if event.get(key)}
+            body |= {key: event[key] for key in ("usage", "metrics", "timings") if event.get(key)}
             for choice in event.get("choices") or ():
                 delta = choice.get("delta")
-                own = (choice.get("text") if delta is None else delta.get("content")) or ""
+                chunk = (choice.get("text") if delta is None else delta.get("content")) or ""
                 thought = (delta or {}).get("reasoning_content") or (delta or {}).get("reasoning") or ""
-                fresh = choice.get("token_ids") or ()
-                text, finish = text + own, choice.get("finish_reason") or finish
-                ids.extend(map(int, fresh))
-                told |= {key: choice[key] for key in ("prompt_token_ids",) if choice.get(key)}
-                if own or fresh or thought:
-                    arrivals.append(Arrival(came, len(fresh) or None, len(own) + len(thought)))
+                tokens = choice.get("token_ids") or ()
+                text, finish = text + chunk, choice.get("finish_reason") or finish
+                ids.extend(map(int, tokens))
+                body |= {key: choice[key] for key in ("prompt_token_ids",) if choice.get(key)}
+                if chunk or tokens or thought:
+                    arrivals.append(Arrival(came, len(tokens) or None, len(chunk) + len(thought)))
     except (TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"the stream is not one of OpenAI's API ({type(error).__name__}: {error})") from error
-    answer = answer_of(told | {"choices": [{"text": text, "finish_reason": finish, "token_ids": ids}]}, top, seconds)
+    answer = answer_of(body | {"choices": [{"text": text, "finish_reason": finish, "token_ids": ids}]}, top, seconds)
     return replace(answer, arrivals=tuple(arrivals), tokens=answer.tokens or len(ids))
 
 
 def _count(value: Any) -> int:
     number = int(value or 0)
-    if not 0 <= number < _MOST:
+    if not 0 <= number < _MAX_TOKENS:
         raise ValueError(f"a number of tokens was expected, got {str(value)[:40]}")
     return number
 
@@ -187,47 +176,38 @@ def _places(logprobs: Any, top: int) -> tuple[TokenPlace, ...]:
     if not logprobs:
         return ()
     if "content" in logprobs:
-        return tuple(_chat_place(entry, top) for entry in logprobs["content"] or ())
-    tokens, own = logprobs["tokens"], logprobs.get("token_logprobs") or ()
-    every = logprobs.get("top_logprobs") or [None] * len(tokens)
+        rows = ((row, row.get("top_logprobs") or ()) for row in logprobs["content"] or ())
+        return tuple(
+            _place(_named(row), float(row["logprob"]), [(_named(each), each["logprob"]) for each in table], top)
+            for row, table in rows
+        )
+    tokens = logprobs["tokens"]
+    tables = ((table or {}).items() for table in logprobs.get("top_logprobs") or [None] * len(tokens))
+    each = zip(tokens, logprobs.get("token_logprobs") or (), tables, strict=True)
+    return tuple(_place(token, logprob, table, top) for token, logprob, table in each)
+
+
+def _scored(tables: Sequence[Any]) -> tuple[TokenPlace | None, ...]:
+    """Parses vLLM's prompt_logprobs, tables by token id. The prompt's own token is not marked in them."""
     return tuple(
-        TokenPlace(_name(token), None if logprob is None else float(logprob), _likeliest((table or {}).items(), top))
-        for token, logprob, table in zip(tokens, own, every, strict=True)
+        None if table is None else _place(OTHER, None, [(name, each["logprob"]) for name, each in table.items()])
+        for table in tables
     )
 
 
-def _chat_place(entry: Mapping[str, Any], top: int) -> TokenPlace:
-    table = entry.get("top_logprobs") or ()
-    if "id" in entry:
-        likeliest = tuple((str(each["id"]), float(each["logprob"])) for each in table)
-        return TokenPlace(str(entry["id"]), float(entry["logprob"]), _ordered(likeliest)[:top])
-    pairs = [(each["token"], each["logprob"]) for each in table]
-    return TokenPlace(_name(entry["token"]), float(entry["logprob"]), _likeliest(pairs, top))
+def _named(entry: Mapping[str, Any]) -> str:
+    return str(entry["id"]) if "id" in entry else entry["token"]  # llama.cpp has both
 
 
-def _scored(entries: Sequence[Any]) -> tuple[TokenPlace | None, ...]:
-    """Reads vLLM's prompt_logprobs: tables by id. Which of the tokens is the prompt's own, the one who asked knows."""
-    return tuple(
-        None
-        if table is None
-        else TokenPlace(OTHER, None, _ordered([(name, float(each["logprob"])) for name, each in table.items()]))
-        for table in entries
-    )
-
-
-def _content_ids(logprobs: Any) -> tuple[int, ...]:
-    """Returns the ids in llama.cpp's log-probabilities."""
+def _llamacpp_ids(logprobs: Any) -> tuple[int, ...]:
     content = (logprobs or {}).get("content") or ()
     return tuple(entry["id"] for entry in content) if all("id" in entry for entry in content) else ()
 
 
-def _likeliest(pairs: Iterable[tuple[str, float]], top: int) -> tuple[tuple[str, float], ...]:
-    ordered = _ordered([(name, float(value)) for name, value in pairs])[:top]
-    return tuple((name, value) for name, value in ordered if _name(name) != OTHER)
-
-
-def _ordered(pairs: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    return tuple(sorted(pairs, key=lambda pair: -pair[1]))
+def _place(token: str, logprob: Any, table: Iterable[tuple[str, Any]], top: int | None = None) -> TokenPlace:
+    likeliest = sorted(((name, float(value)) for name, value in table), key=lambda pair: -pair[1])[:top]
+    named = tuple((name, value) for name, value in likeliest if _name(name) != OTHER)
+    return TokenPlace(_name(token), None if logprob is None else float(logprob), named)
 
 
 def _name(text: str) -> str:

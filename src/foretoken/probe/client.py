@@ -1,38 +1,101 @@
-"""Requests to a server: retries, rate limits, time limits, and what was spent.
+"""Requests to a server: retries, rate limits, time limits, and the answers of earlier runs.
 
-Nothing raises for what a server does: a request ends with an answer, a refusal in the server's words, or a failure with
-the reason, and the checks decide what that means.
+Nothing raises for a server's behaviour: a request ends with an answer, a refusal in the server's words, or a failure
+with the reason, and the analyses decide what that means.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import httpx
+from pydantic import TypeAdapter, ValidationError
 
+from foretoken.core.errors import WriteError
 from foretoken.core.http import at_once, auth_headers, base_url
 from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, answer_of, joined
-from foretoken.probe.journal import Journal, request_key, restored_answer
+
+T = TypeVar("T")
 
 _SHOWN = 200  # characters of a server's words
 _REFUSALS = (400, 401, 403, 404, 405, 413, 415, 422, 501)
 _IN_A_ROW = 3  # failed requests after which no more are sent
 _PAGE_SECONDS = 10.0  # for a page that is not an answer, such as metrics
 _PAGE_BYTES = 2**24  # of such a page
-_LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
+_LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server requests
+
+
+class Journal(Generic[T]):
+    """Answers by request, so that nothing is requested twice.
+
+    Attributes:
+        resumed: Keys of the answers of an earlier run.
+
+    Args:
+        kind: Type of an answer, a dataclass.
+        file: JSON lines, one for each answer; None keeps them in memory alone. An incomplete last line is ignored.
+
+    Raises:
+        WriteError: The file cannot be read or written.
+    """
+
+    def __init__(self, kind: type[T], file: Path | None = None) -> None:
+        self._file = file
+        self._answers: dict[str, T] = {}
+        if file is not None:
+            try:
+                adapter, lines = TypeAdapter(kind), file.read_text("utf-8").splitlines() if file.exists() else []
+                self._answers = dict(filter(None, (_restored(line, adapter) for line in lines)))
+                self._out = file.open("a", encoding="utf-8")
+            except OSError as error:
+                raise WriteError(f"cannot keep answers in {file}: {error.strerror}; choose another --output") from error
+        self.resumed = frozenset(self._answers)
+
+    def get(self, key: str) -> T | None:
+        """Returns the answer to an earlier request, of this run or the one before."""
+        return self._answers.get(key)
+
+    def keep(self, key: str, answer: T) -> None:
+        self._answers[key] = answer
+        if self._file is not None:
+            self._out.write(json.dumps({"key": key, "answer": asdict(answer)}) + "\n")  # type: ignore[call-overload]
+            self._out.flush()
+
+    def close(self, finished: bool) -> None:
+        """Closes the file, and removes it if the run is finished."""
+        if self._file is not None:
+            self._out.close()
+            if finished:
+                self._file.unlink(missing_ok=True)
+
+
+def _restored(line: str, adapter: TypeAdapter[T]) -> tuple[str, T] | None:
+    try:
+        record = json.loads(line)
+        return str(record["key"]), adapter.validate_python(record["answer"])
+    except (ValidationError, ValueError, LookupError, TypeError):
+        return None
+
+
+def request_key(url: str, tag: str, body: Mapping[str, Any]) -> str:
+    """Returns the key of a request. tag: distinguishes equal requests."""
+    text = json.dumps([url, tag, body], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to bear with a server.
+    """Time limits and retries.
 
     Attributes:
         timeout: Seconds for one answer.
@@ -47,7 +110,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. tag: tells apart requests with equal bodies. top: alternatives asked for at each token."""
+    """One request. tag: distinguishes requests with equal bodies. top: alternatives requested at each token."""
 
     body: Mapping[str, Any]
     tag: str
@@ -56,47 +119,33 @@ class Ask:
 
 @dataclass(slots=True)
 class Spent:
-    """What was asked of a server.
+    """Requests to a server, and tokens as it counts them. drafted: None if it does not count draft tokens."""
 
-    Attributes:
-        requests: Requests, retries included.
-        retries: Retries.
-        prompt_tokens: Prompt tokens, as the server counts them.
-        tokens: Generated tokens, as the server counts them.
-        resumed: Answers that an earlier run left.
-        drafted: Draft tokens of all answers, None if the server does not say.
-    """
-
-    requests: int = 0
+    requests: int = 0  # retries included
     retries: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
-    resumed: int = 0
+    resumed: int = 0  # answers of an earlier run
     drafted: int | None = None
 
-    def draft(self, answer: ServerAnswer) -> None:
-        """Counts the draft tokens of an answer."""
+    def add(self, answer: ServerAnswer, resumed: bool = False) -> None:
+        if resumed:
+            self.resumed += 1
+        else:
+            self.tokens += answer.tokens
+            self.prompt_tokens += answer.prompt_tokens
         if answer.drafted is not None:
             self.drafted = (self.drafted or 0) + answer.drafted
 
 
 @dataclass(slots=True)
 class EndpointClient:
-    """A server's address and key, with the patience for it.
+    """A server's address and key. tick: called after every request."""
 
-    Attributes:
-        url: Its address, with or without ``/v1``.
-        key: An API key, if it asks for one.
-        patience: Time limits and retries.
-        journal: Answers of earlier runs.
-        tick: Called after every request.
-        spent: What was asked of it.
-    """
-
-    url: str
+    url: str  # with or without /v1
     key: str | None = None
     patience: Patience = field(default_factory=Patience)
-    journal: Journal[ServerAnswer] = field(default_factory=lambda: Journal(restored_answer))
+    journal: Journal[ServerAnswer] = field(default_factory=lambda: Journal(ServerAnswer))
     tick: Callable[[], None] = field(default=lambda: None)
     spent: Spent = field(default_factory=Spent)
     _failures: int = 0
@@ -108,9 +157,7 @@ class EndpointClient:
         """Sends requests, ``concurrency`` at a time. Returns a reply to each. path: such as ``completions``."""
 
         async def work() -> list[Reply]:
-            limits, headers = httpx.Limits(max_connections=None), auth_headers(self.key)
-            patience, trusted = self.patience.timeout, _certificates()
-            async with httpx.AsyncClient(timeout=patience, limits=limits, headers=headers, verify=trusted) as http:
+            async with self._http(self.patience.timeout, limits=httpx.Limits(max_connections=None)) as http:
                 return await at_once(max(1, concurrency), [partial(self._reply, http, path, ask) for ask in asks])
 
         return asyncio.run(work())
@@ -122,10 +169,13 @@ class EndpointClient:
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
             return ""
 
+    def _http(self, timeout: float, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(timeout=timeout, headers=auth_headers(self.key), verify=_certificates(), **options)
+
     async def _page(self, path: str, body: Mapping[str, Any] | None) -> str:
         method, sent, content = "GET" if body is None else "POST", None if body is None else dict(body), bytearray()
         async with (
-            httpx.AsyncClient(headers=auth_headers(self.key), timeout=_PAGE_SECONDS, verify=_certificates()) as http,
+            self._http(_PAGE_SECONDS) as http,
             http.stream(method, f"{self.url}{path}", json=sent) as answer,
         ):
             if answer.status_code != 200:
@@ -138,20 +188,16 @@ class EndpointClient:
 
     async def _reply(self, http: httpx.AsyncClient, path: str, ask: Ask) -> Reply:
         key = request_key(f"{self.url}/{path}", ask.tag, ask.body)
-        known = self.journal.get(key)
-        if known is not None:
+        if (earlier := self.journal.get(key)) is not None:
             if key in self.journal.resumed:
-                self.spent.resumed += 1
-                self.spent.draft(known)
-            return known
+                self.spent.add(earlier, resumed=True)
+            return earlier
         if self._failures >= _IN_A_ROW:
             return Failed(f"not sent, after {_IN_A_ROW} failures in a row")
         reply = await self._tried(http, path, ask)
         self._failures = self._failures + 1 if isinstance(reply, Failed) else 0
         if isinstance(reply, ServerAnswer):
-            self.spent.tokens += reply.tokens
-            self.spent.prompt_tokens += reply.prompt_tokens
-            self.spent.draft(reply)
+            self.spent.add(reply)
             self.journal.keep(key, reply)
         self.tick()
         return reply
@@ -180,36 +226,35 @@ class EndpointClient:
 
     async def _once(self, http: httpx.AsyncClient, path: str, ask: Ask) -> Reply:
         began, url = time.perf_counter(), f"{self.url}/v1/{path}"
-        if ask.body.get("stream"):
-            async with http.stream("POST", url, json=dict(ask.body)) as answer:
-                if answer.status_code != 200:
-                    await answer.aread()
-                    return _refusal(answer)
-                lines, times = list[str](), list[float]()
-                async for line in answer.aiter_lines():
-                    if line.startswith("data:"):
-                        lines.append(line[5:].strip())
-                        times.append(time.perf_counter() - began)
-            whole = bool(lines) and lines[-1] == "[DONE]"
-            events = [json.loads(line) for line in (lines[:-1] if whole else lines)]
-            streamed = joined(events, ask.top, times[: len(events)], time.perf_counter() - began)
-            if not whole:
-                raise ValueError("the stream was closed before its end")
-            return replace(streamed, began=began)
-        answer = await http.post(url, json=dict(ask.body))
-        if answer.status_code != 200:
-            return _refusal(answer)
-        return answer_of(answer.json(), ask.top, time.perf_counter() - began)
+        if not ask.body.get("stream"):
+            answer = await http.post(url, json=dict(ask.body))
+            if answer.status_code != 200:
+                return _refusal(answer)
+            return answer_of(answer.json(), ask.top, time.perf_counter() - began)
+        lines, times = list[str](), list[float]()
+        async with http.stream("POST", url, json=dict(ask.body)) as answer:
+            if answer.status_code != 200:
+                await answer.aread()
+                return _refusal(answer)
+            async for line in answer.aiter_lines():
+                if line.startswith("data:"):
+                    lines.append(line[5:].strip())
+                    times.append(time.perf_counter() - began)
+        complete = bool(lines) and lines[-1] == "[DONE]"
+        events = [json.loads(line) for line in (lines[:-1] if complete else lines)]
+        streamed = joined(events, ask.top, times[: len(events)], time.perf_counter() - began)
+        if not complete:
+            raise ValueError("the stream was closed before its end")
+        return replace(streamed, began=began)
 
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Returns the trusted certificates, which take long to read."""
-    return httpx.create_ssl_context()
+    return httpx.create_ssl_context()  # slow, because it reads all trusted certificates
 
 
 class _LimitedError(Exception):
-    """The server is limited or broken for now. wait: seconds that it asks for."""
+    """The server is limited or broken for now. wait: seconds that it requests."""
 
     def __init__(self, why: str, wait: float | None) -> None:
         super().__init__(why)
@@ -218,17 +263,13 @@ class _LimitedError(Exception):
 
 def _refusal(answer: httpx.Response) -> Refused:
     """Returns a refusal. Raises _LimitedError if another try may help."""
-    why = f"{answer.status_code}: {_words(answer)}"
-    if answer.status_code in _REFUSALS:
-        return Refused(why)
-    asked = answer.headers.get("retry-after", "")
-    raise _LimitedError(why, float(asked) if asked.replace(".", "", 1).isdigit() else None)
-
-
-def _words(answer: httpx.Response) -> str:
     try:
         error = answer.json()["error"]
         said = error["message"] if isinstance(error, dict) else error
     except (ValueError, LookupError, TypeError, RecursionError):
         said = answer.text
-    return " ".join(str(said).split())[:_SHOWN] or answer.reason_phrase
+    why = f"{answer.status_code}: {' '.join(str(said).split())[:_SHOWN] or answer.reason_phrase}"
+    if answer.status_code in _REFUSALS:
+        return Refused(why)
+    asked = answer.headers.get("retry-after", "")
+    raise _LimitedError(why, float(asked) if asked.replace(".", "", 1).isdigit() else None)

@@ -1,4 +1,4 @@
-"""What each server calls its parameters, and how it switches speculation off for one request."""
+"""Kinds of servers: their names of parameters, and how each switches speculation off for one request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foretoken.probe.client import EndpointClient
 
 
 class ServerKind(StrEnum):
-    """The kinds of server that the audit knows."""
+    """The kinds of servers that can be audited and planned for."""
 
     AUTO = "auto"
     FORETOKEN = "foretoken"
@@ -29,14 +29,14 @@ class Dialect:
     Attributes:
         kind: Its kind, or the name of an engine.
         neutral: Fields that switch its default filters off, so that texts follow softmax(logits / temperature).
-        plain: Fields that switch speculation off for one request; None where only another server decodes plainly.
-        depth: Field of the draft length of one request, "" where there is none.
-        endless: Fields that keep a text going after an end-of-sequence token, without changing what is sampled.
-        told: Fields that make it tell token ids.
+        plain: Fields that switch speculation off for one request, None if no field does.
+        depth: Field of the draft length of one request, "" if there is none.
+        endless: Fields that continue a text after an end-of-sequence token, without changing the distribution.
+        token_ids: Fields that request token ids.
         scores: Whether it has vLLM's ``prompt_logprobs``.
         names: Its names of parameters, by OpenAI's or vLLM's.
-        unknown: Parameters that it does not claim to have.
-        window: Number of last tokens, the prompt's included, that penalties count; None where presence and frequency
+        unknown: Parameters that it does not offer.
+        window: Number of last tokens, the prompt's included, that penalties count; None if presence and frequency
             count the text alone and repetition counts both.
     """
 
@@ -44,8 +44,8 @@ class Dialect:
     neutral: Mapping[str, Any]
     plain: Mapping[str, Any] | None = None
     depth: str = ""
-    endless: Mapping[str, Any] = field(default_factory=dict)
-    told: Mapping[str, Any] = field(default_factory=dict)
+    endless: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
+    token_ids: Mapping[str, Any] = field(default_factory=lambda: {"return_token_ids": True})
     scores: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     unknown: frozenset[str] = frozenset()
@@ -64,12 +64,8 @@ class Dialect:
             case _:
                 return {"structured_outputs": {"json": schema}}
 
-    def name(self, parameter: str) -> str:
-        """Returns its own name of a parameter."""
-        return self.names.get(parameter, parameter)
 
-
-_NEUTRAL = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL: Mapping[str, Any] = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _NOT_OPENAI = frozenset({"top_k", "min_p", "repetition_penalty", "bad_words", "min_tokens", "stop_token_ids"})
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -77,44 +73,44 @@ DIALECTS: Mapping[str, Dialect] = {
     for dialect in (
         Dialect(
             ServerKind.FORETOKEN,
-            {**_NEUTRAL, "top_k": 0},
+            {**NEUTRAL, "top_k": 0},
             plain={"speculative_tokens": 0},
             depth="speculative_tokens",
-            endless={"ignore_eos": True},
-            told={"return_token_ids": True},
             scores=True,
         ),
-        Dialect(
-            ServerKind.VLLM,
-            {**_NEUTRAL, "top_k": -1},
-            endless={"ignore_eos": True},
-            told={"return_token_ids": True},
-            scores=True,
-        ),
-        Dialect(
-            ServerKind.SGLANG,
-            {**_NEUTRAL, "top_k": -1},
-            endless={"ignore_eos": True},
-            told={"return_token_ids": True},
-            unknown=frozenset({"bad_words"}),
-        ),
+        Dialect(ServerKind.VLLM, {**NEUTRAL, "top_k": -1}, scores=True),
+        Dialect(ServerKind.SGLANG, {**NEUTRAL, "top_k": -1}, unknown=frozenset({"bad_words"})),
         Dialect(
             ServerKind.LLAMACPP,
             {"top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "top_k": 0, "typical_p": 1.0},
             plain={"speculative.n_max": 0},
+            endless={},
+            token_ids={},
             names={"repetition_penalty": "repeat_penalty"},
             unknown=frozenset({"bad_words", "min_tokens", "stop_token_ids"}),
             window=64,
         ),
-        Dialect(ServerKind.OPENAI, {"top_p": 1.0}, unknown=_NOT_OPENAI),
+        Dialect(ServerKind.OPENAI, {"top_p": 1.0}, endless={}, token_ids={}, unknown=_NOT_OPENAI),
     )
 }
 
 
 def detect(client: EndpointClient) -> Dialect:
-    """Returns the dialect of a server from the owner of its models; OpenAI's where that is not known."""
+    """Returns the dialect of a server from the owner of its models; OpenAI's if the owner is unknown."""
     try:
         owner = json.loads(client.get("/v1/models"))["data"][0].get("owned_by", "")
         return DIALECTS[ServerKind(owner)]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return DIALECTS[ServerKind.OPENAI]
+
+
+def reported_depth(kind: str, client: EndpointClient) -> int | None:
+    """Returns the draft length that a server reports, None if it reports none. Only SGLang does."""
+    if kind != ServerKind.SGLANG:
+        return None
+    try:
+        page = client.get("/server_info") or client.get("/get_server_info")
+        steps = json.loads(page).get("speculative_num_steps")
+        return int(steps) if steps else None
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None

@@ -1,4 +1,4 @@
-"""One way to decode, plain or speculative: a server, the fields that switch, and what it is able to tell."""
+"""One way to decode, plain or speculative: a server, the fields that select it, and what the server can report."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from foretoken.core.errors import ForetokenError
 from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
-from foretoken.probe.client import Ask, EndpointClient
-from foretoken.probe.dialects import Dialect
+from foretoken.probe.client import Ask, EndpointClient, Journal, Patience
+from foretoken.probe.dialects import DIALECTS, Dialect, ServerKind, detect
 
 CHAT = "chat/completions"
-_TOPS = (20, 5)  # alternatives to ask for, the first number that is taken
+CHARACTERS = 3.2  # of a token, about
+_TOPS = (20, 5)  # numbers of alternatives to request, in this order
 _PROBED = 6  # tokens of the first answer
+_KEY_OR_MODEL = ("401", "403", "404")  # refusals that the user can fix
 _INSTRUCTION = "Continue this text, without any words of your own:\n\n"
 
-
 Prompt = str | tuple[int, ...]
+"""A text, or token ids."""
 
 
 class Reference(StrEnum):
-    """Where the target's distribution comes from."""
+    """The source of the target's distribution."""
 
     CHECKPOINT = "the checkpoint, computed here"
     PROMPT = "the server's prompt_logprobs"
@@ -33,26 +36,25 @@ class Reference(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a server tells. path: of completions. top: alternatives at each token, 0 without log-probabilities."""
+    """Abilities of a server. path: of completions. top: alternatives at each token, 0 without log-probabilities."""
 
     path: str = "completions"
     top: int = 0
-    told: Mapping[str, Any] = field(default_factory=dict)
     reference: Reference = Reference.NONE
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
-    """A completion to ask for.
+    """A completion to request.
 
     Attributes:
         prompt: A text, or token ids.
-        max_tokens: Its longest length.
-        tag: Tells apart equal requests.
+        max_tokens: Its greatest length.
+        tag: Distinguishes equal requests.
         temperature: Sampling temperature; None sends none.
-        top: Whether log-probabilities are wanted.
-        options: Further fields, by OpenAI's or vLLM's names. They win over the side's own.
-        endless: Whether the text goes on after an end-of-sequence token, where the server can do that.
+        top: Whether to request log-probabilities.
+        options: Further fields, by OpenAI's or vLLM's names. They override the side's.
+        endless: Whether the text continues after an end-of-sequence token, if the server can do that.
         continued: Whether a chat is asked to continue the prompt as a text; else the prompt is the user's message.
     """
 
@@ -68,16 +70,7 @@ class EndpointRequest:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A way to decode.
-
-    Attributes:
-        name: "plain" or "speculative".
-        client: The server.
-        model: The model's name there.
-        dialect: What the server calls its parameters.
-        switch: Fields that make it this side.
-        abilities: What it tells.
-    """
+    """A way to decode: "plain" or "speculative". switch: fields that select it on the server."""
 
     name: str
     client: EndpointClient
@@ -88,40 +81,27 @@ class Side:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether tokens and their ids are told with log-probabilities alone, as by llama.cpp."""
-        return not self.dialect.told
+        """Whether tokens and their ids come with log-probabilities alone, as from llama.cpp."""
+        return not self.dialect.token_ids
 
     def complete(self, requests: Sequence[EndpointRequest], concurrency: int) -> list[Reply]:
         """Returns a reply to each request, ``concurrency`` at a time."""
         top = self.abilities.top
-        asks = [
-            Ask(self.body(request), f"{self.name}/{request.tag}", top if request.top else 0) for request in requests
-        ]
+        asks = [Ask(self.body(each), f"{self.name}/{each.tag}", top if each.top else 0) for each in requests]
         replies = self.client.post(self.abilities.path, asks, concurrency)
-        return [_of_prompt(reply, request.prompt) for reply, request in zip(replies, requests, strict=True)]
-
-    def score(
-        self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
-    ) -> list[tuple[TokenPlace, ...] | Failed]:
-        """Returns the places of each text with the log-probabilities of plain decoding without any filter.
-
-        Args:
-            texts: (text, tag) of completions.
-            concurrency: Requests at a time.
-        """
-        match self.abilities.reference:
-            case Reference.PROMPT:
-                return self._score_prompts(texts, concurrency)
-            case Reference.EACH:
-                return self._score_each(texts, concurrency)
-            case _:
-                return [text.places for text, _ in texts]
+        return [
+            replace(reply, prompt_ids=request.prompt)
+            if isinstance(reply, ServerAnswer) and isinstance(request.prompt, tuple) and not reply.prompt_ids
+            else reply
+            for reply, request in zip(replies, requests, strict=True)
+        ]
 
     def body(self, request: EndpointRequest) -> dict[str, Any]:
+        """Returns the JSON body of a request."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": request.max_tokens}
         if self.abilities.path == CHAT:
-            asked = f"{_INSTRUCTION if request.continued else ''}{request.prompt}"
-            body["messages"] = [{"role": "user", "content": asked}]
+            message = f"{_INSTRUCTION if request.continued else ''}{request.prompt}"
+            body["messages"] = [{"role": "user", "content": message}]
         else:
             body["prompt"] = list(request.prompt) if isinstance(request.prompt, tuple) else request.prompt
         if request.temperature is not None:
@@ -129,94 +109,74 @@ class Side:
         if request.top and self.abilities.top:
             chat = {"logprobs": True, "top_logprobs": self.abilities.top}
             body |= chat if self.abilities.path == CHAT else {"logprobs": self.abilities.top}
-        body |= {**self.dialect.neutral, **self.abilities.told, **self.switch}
+        body |= {**self.dialect.neutral, **self.dialect.token_ids, **self.switch}
         body |= self.dialect.endless if request.endless else {}
-        return body | {self.dialect.name(name): value for name, value in request.options.items()}
+        return body | {self.dialect.names.get(name, name): value for name, value in request.options.items()}
 
-    def _score_prompts(
+    def score(
         self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
     ) -> list[tuple[TokenPlace, ...] | Failed]:
-        options = {"prompt_logprobs": self.abilities.top}
-        requests = [
-            EndpointRequest((*text.prompt_ids, *text.ids), 1, f"{tag}/score", top=False, options=options)
-            for text, tag in texts
+        """Returns the positions of each text with the log-probabilities of plain decoding without any filter.
+
+        Args:
+            texts: (text, tag) of completions.
+            concurrency: Requests at a time.
+        """
+        if self.abilities.reference not in (Reference.PROMPT, Reference.EACH):
+            return [text.places for text, _ in texts]
+        requests = [self._score_requests(text, tag) for text, tag in texts]
+        replies = iter(self.complete([each for row in requests for each in row], concurrency))
+        return [
+            self._scored(text, [next(replies) for _ in row]) for (text, _), row in zip(texts, requests, strict=True)
         ]
-        scored: list[tuple[TokenPlace, ...] | Failed] = []
-        for (text, _), reply in zip(texts, self.complete(requests, concurrency), strict=True):
-            if isinstance(reply, ServerAnswer) and len(reply.scored) == len(text.prompt_ids) + len(text.ids):
-                rows = reply.scored[len(text.prompt_ids) :]
-                scored.append(tuple(self._own(token, row) for token, row in zip(text.ids, rows, strict=True)))
-            else:
-                scored.append(Failed("no prompt_logprobs" if isinstance(reply, ServerAnswer) else reply.why))
-        return scored
 
-    def _own(self, token: int, row: TokenPlace | None) -> TokenPlace:
-        """Returns a place of a scored prompt with the prompt's own token."""
-        top = () if row is None else row.top
-        return TokenPlace(str(token), dict(top).get(str(token)), top[: self.abilities.top])
-
-    def _score_each(
-        self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
-    ) -> list[tuple[TokenPlace, ...] | Failed]:
-        requests = [
-            EndpointRequest((*text.prompt_ids, *text.ids[:at]), 1, f"{tag}/score/{at}")
-            for text, tag in texts
-            for at in range(len(text.ids))
+    def _score_requests(self, text: ServerAnswer, tag: str) -> list[EndpointRequest]:
+        if self.abilities.reference is Reference.PROMPT:
+            options = {"prompt_logprobs": self.abilities.top}
+            return [EndpointRequest((*text.prompt_ids, *text.ids), 1, f"{tag}/score", top=False, options=options)]
+        return [
+            EndpointRequest((*text.prompt_ids, *text.ids[:at]), 1, f"{tag}/score/{at}") for at in range(len(text.ids))
         ]
-        replies = iter(self.complete(requests, concurrency))
-        scored: list[tuple[TokenPlace, ...] | Failed] = []
-        for text, _ in texts:
-            own = [next(replies) for _ in text.ids]
-            wrong = next((each for each in own if not isinstance(each, ServerAnswer) or not each.places), None)
-            if wrong is None:
-                rows = [each.places[0] for each in own if isinstance(each, ServerAnswer)]
-                scored.append(tuple(self._own(token, row) for token, row in zip(text.ids, rows, strict=True)))
+
+    def _scored(self, text: ServerAnswer, replies: Sequence[Reply]) -> tuple[TokenPlace, ...] | Failed:
+        rows: list[TokenPlace | None] = []
+        for reply in replies:
+            if not isinstance(reply, ServerAnswer):
+                return Failed(reply.why)
+            if self.abilities.reference is Reference.EACH:
+                if not reply.places:
+                    return Failed("no logprobs")
+                rows.append(reply.places[0])
+            elif len(reply.scored) == len(text.prompt_ids) + len(text.ids):
+                rows += reply.scored[len(text.prompt_ids) :]
             else:
-                scored.append(Failed("no logprobs" if isinstance(wrong, ServerAnswer) else wrong.why))
-        return scored
+                return Failed("no prompt_logprobs")
+        tops = [() if row is None else row.top for row in rows]
+        return tuple(
+            TokenPlace(str(token), dict(top).get(str(token)), top[: self.abilities.top])
+            for token, top in zip(text.ids, tops, strict=True)
+        )
 
 
-def _of_prompt(reply: Reply, prompt: Prompt) -> Reply:
-    if isinstance(reply, ServerAnswer) and isinstance(prompt, tuple) and not reply.prompt_ids:
-        return replace(reply, prompt_ids=prompt)
-    return reply
-
-
-def probed(side: Side, prompt: str) -> Side | Refused | Failed:
-    """Returns the side with its abilities, found out by a few requests."""
+def probed(side: Side, prompt: str, logprobs: bool = True) -> Side | Refused | Failed:
+    """Returns the side with its abilities, from a few requests. logprobs: whether to look for log-probabilities."""
     reply: Reply = Failed("nothing was asked")
     for path in ("completions", CHAT):
-        for top in (*_TOPS, 0):
-            able = replace(side, abilities=Abilities(path, top, side.dialect.told))
+        for top in (*_TOPS, 0) if logprobs else (0,):
+            able = replace(side, abilities=Abilities(path, top))
             (reply,) = able.complete([EndpointRequest(prompt, _PROBED, f"probe/{top}")], 1)
             if isinstance(reply, ServerAnswer) and (reply.places or not top):
-                return _with_reference(able, prompt, reply)
-            if isinstance(reply, Failed):
-                return reply
-            if isinstance(reply, Refused) and reply.why[:3] in ("401", "403"):
+                return _with_reference(able, prompt, reply) if logprobs else able
+            if isinstance(reply, Failed) or (isinstance(reply, Refused) and reply.why[:3] in ("401", "403")):
                 return reply
     return reply if isinstance(reply, Refused) else Failed("it answers with neither a text nor a refusal")
 
 
-def answering(side: Side, prompt: str) -> Side | Refused | Failed:
-    """Returns the side with the path of its completions, found out by a request or two."""
-    refused: Refused | None = None
-    for path in ("completions", CHAT):
-        able = replace(side, abilities=Abilities(path, told=side.dialect.told))
-        (reply,) = able.complete([EndpointRequest(prompt, _PROBED, f"probe/{path}", top=False)], 1)
-        if isinstance(reply, ServerAnswer):
-            return able
-        if isinstance(reply, Failed) or reply.why[:3] in ("401", "403"):
-            return reply
-        refused = reply
-    return refused or Failed("nothing was asked")
-
-
-def _with_reference(side: Side, prompt: str, seen: ServerAnswer) -> Side:
+def _with_reference(side: Side, prompt: str, answer: ServerAnswer) -> Side:
     """Returns the side with the best source of the target's distribution that works."""
-    able, text = side.abilities, seen
-    if able.top and able.path != CHAT and seen.ids:
-        text = replace(seen, prompt_ids=seen.prompt_ids or tokenized(side, prompt))
+    able, text = side.abilities, answer
+    if able.top and able.path != CHAT and answer.ids:
+        text = replace(answer, prompt_ids=answer.prompt_ids or tokenized(side, prompt))
         kinds = (Reference.PROMPT, Reference.EACH) if side.dialect.scores else (Reference.EACH,)
         for kind in kinds if text.prompt_ids else ():
             scoring = replace(side, abilities=replace(able, reference=kind))
@@ -227,9 +187,57 @@ def _with_reference(side: Side, prompt: str, seen: ServerAnswer) -> Side:
 
 
 def tokenized(side: Side, prompt: str) -> tuple[int, ...]:
-    """Returns the ids of a prompt by llama.cpp's ``/tokenize``, nothing where there is none."""
+    """Returns the ids of a prompt by llama.cpp's ``/tokenize``, () if the server has no such page."""
     try:
         tokens = json.loads(side.client.get("/tokenize", {"content": prompt, "add_special": True}))["tokens"]
         return tuple(map(int, tokens))
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPair:
+    """A server with speculation, and the same model without it.
+
+    Attributes:
+        url: The server that speculates.
+        model: The model's name there.
+        baseline: A server of the same model without speculation; None if ``url`` can switch it off for a request.
+        kind: Kind of the server at ``url``.
+        key: Its API key.
+        baseline_key: API key of the baseline; None for the same.
+        patience: Time limits and retries.
+    """
+
+    url: str
+    model: str
+    baseline: str | None = None
+    kind: ServerKind = ServerKind.AUTO
+    key: str | None = None
+    baseline_key: str | None = None
+    patience: Patience = field(default_factory=Patience)
+
+    def sides(self, answers: Journal[ServerAnswer] | None = None) -> list[Side]:
+        """Returns the plain side, if there is one, and the speculative side. answers: Keeps the answers."""
+        journal = Journal(ServerAnswer) if answers is None else answers
+        client = EndpointClient(self.url, self.key, self.patience, journal)
+        dialect = self._dialect(client)
+        speculative = Side("speculative", client, self.model, dialect)
+        if self.baseline is not None:
+            other = EndpointClient(self.baseline, self.baseline_key or self.key, self.patience, journal)
+            theirs = self._dialect(other)
+            return [Side("plain", other, self.model, theirs, theirs.plain or {}), speculative]
+        if dialect.plain is None:
+            return [speculative]
+        other = EndpointClient(self.url, self.key, self.patience, journal)  # counts by itself
+        return [Side("plain", other, self.model, dialect, dialect.plain), speculative]
+
+    def _dialect(self, client: EndpointClient) -> Dialect:
+        return detect(client) if self.kind is ServerKind.AUTO else DIALECTS[self.kind]
+
+
+def why_unusable(side: Side, reply: Refused | Failed) -> str:
+    """Returns why a side gave no text. Raises ForetokenError if the user can fix that."""
+    if isinstance(reply, Refused) and reply.why[:3] in _KEY_OR_MODEL:
+        raise ForetokenError(f"{side.client.url} refuses {side.model!r} ({reply.why}); see --model and --api-key")
+    return f"the {side.name} side, {side.client.url}, gave no text: {reply.why}"

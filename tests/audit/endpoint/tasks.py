@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from foretoken.audit.endpoint.run import Endpoint
-from foretoken.audit.endpoint.sizes import Sizes
-from foretoken.audit.endpoint.work import EndpointTask
+from foretoken.audit.endpoint.task import EndpointTask, Sizes
 from foretoken.probe.client import EndpointClient, Patience
 from foretoken.probe.dialects import DIALECTS, ServerKind
 from foretoken.probe.side import Side, probed

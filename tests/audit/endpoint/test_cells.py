@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from foretoken.audit.endpoint.cells import Cells, FalseLogprobsError, TunedSampling, tuned, whole
+from foretoken.audit.endpoint.distribution import Cells, FalseLogprobsError, whole
+from foretoken.audit.endpoint.tuned import TunedSampling, tuned
 from foretoken.probe.answers import TokenPlace
 
 TOP = tuple((name, math.log(p)) for name, p in (("a", 0.5), ("b", 0.25), ("c", 0.1)))

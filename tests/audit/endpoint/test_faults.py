@@ -8,8 +8,7 @@ import pytest
 
 from foretoken.audit.endpoint import tuned
 from foretoken.audit.endpoint.distribution import distribution
-from foretoken.audit.endpoint.exact_parameters import exact_findings
-from foretoken.audit.endpoint.findings import Treatment
+from foretoken.audit.endpoint.parameters import Treatment, exact_findings
 from foretoken.audit.endpoint.parity import parity
 from foretoken.audit.result import CheckOutcome
 

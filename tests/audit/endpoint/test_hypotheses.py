@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.audit.endpoint.findings import Treatment
+from foretoken.audit.endpoint.parameters import Treatment
 from foretoken.audit.endpoint.tuned import TwoHypotheses
 
 CHANGED, UNCHANGED = (0.8, 0.2, 0.0), (0.5, 0.3, 0.2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.audit.endpoint.sizes import Sizes
+from foretoken.audit.endpoint.task import Sizes
 
 
 @pytest.mark.parametrize("tokens", [8_000, 20_000, 60_000, 500_000])

@@ -8,9 +8,8 @@ from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.endpoint import LocalModels
-from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance
-from foretoken.plan.endpoint.drafters import predicted_drafters, texts_of
-from foretoken.plan.endpoint.engines import copying
+from foretoken.plan.endpoint.acceptance import EndpointAcceptance
+from foretoken.plan.endpoint.drafters import copying, predicted_drafters, texts_of
 from foretoken.plan.endpoint.outcome import EndpointPredictor
 from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
 from foretoken.plan.texts import SampledText
@@ -18,6 +17,7 @@ from foretoken.probe.answers import ServerAnswer
 from foretoken.probe.client import EndpointClient
 from foretoken.probe.dialects import DIALECTS, ServerKind
 from foretoken.probe.side import Side
+from foretoken.probe.workload import CannotTellError
 
 SIDE = Side("plain", EndpointClient("http://127.0.0.1:9"), "m", DIALECTS[ServerKind.VLLM])
 REPEATING = [SampledText((1, 2, 3 + i), (*range(10, 20), *range(10, 20), *range(10, 20)), 30) for i in range(6)]

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, outcome, plan_endpoint, waves
+from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, outcome, plan_endpoint
+from foretoken.probe import waves
 from foretoken.probe.client import Patience
 from foretoken.probe.counters import ServerCounters
 from foretoken.probe.dialects import ServerKind

@@ -8,13 +8,13 @@ import pytest
 
 from foretoken.core.errors import ForetokenError
 from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, plan_endpoint, run
-from foretoken.plan.endpoint.acceptance import CannotTellError, EndpointAcceptance
-from foretoken.plan.endpoint.measuring import own_depth
+from foretoken.plan.endpoint.acceptance import EndpointAcceptance
 from foretoken.plan.endpoint.outcome import OWN, EndpointPlan, EndpointPredictor, EndpointRow
 from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
 from foretoken.probe.client import EndpointClient
 from foretoken.probe.dialects import DIALECTS, ServerKind
 from foretoken.probe.side import Abilities, Side
+from foretoken.probe.workload import CannotTellError, draft_length
 
 from .simulated import PROMPTS, SimulatedEngine, SimulatedSender, close
 
@@ -167,10 +167,10 @@ def test_the_draft_length_is_taken_from_bursts_that_recur(rate, depth):
     waves = [SimulatedSender(engine, 64).send(speculative, [prompt], prompt) for prompt in PROMPTS[:4]]
     waves = [replace(wave, counted=None) for wave in waves]
     if depth:
-        assert own_depth(speculative, waves) == depth
+        assert draft_length(speculative, waves) == depth
     else:
         with pytest.raises(CannotTellError, match="--depth"):
-            own_depth(speculative, waves)
+            draft_length(speculative, waves)
 
 
 def test_a_loss_before_gains_does_not_switch_speculation_off():

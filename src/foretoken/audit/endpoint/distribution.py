@@ -1,83 +1,117 @@
-"""Whether sampled tokens follow the target's distribution, and whether the test would notice if they did not."""
+"""Whether sampled tokens follow the target's distribution, and whether the test would notice if they did not.
+
+A distribution is tested over cells: the likeliest tokens one by one, and all others as one cell. Merging outcomes keeps
+a test valid, so that a server's top-k log-probabilities suffice to test its samples.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from foretoken.audit.chance import noncentrality
-from foretoken.audit.endpoint.cells import Cells, FalseLogprobsError, whole
-from foretoken.audit.endpoint.work import EndpointTask, because, missing
+from foretoken.audit.endpoint.task import EndpointTask, because, inconclusive, missing
 from foretoken.audit.negative import Plant, control_check, plant_of
 from foretoken.audit.result import CONTROL, Check, CheckOutcome
 from foretoken.audit.sampled import sampling_check
 from foretoken.audit.subject import AuditedCompletion
 from foretoken.audit.tally import BINS, TokenTally
 from foretoken.probe.answers import ServerAnswer, TokenPlace
-from foretoken.probe.side import EndpointRequest, Reference, Side
+from foretoken.probe.side import Reference, Side
 
 NAME = "sampled distribution"
 PLAIN = "sampled distribution, plain"
-TILTED, SOFTENED = 0.25, 1.5  # share of tokens that the control replaces, and its temperature
+TILTED, SOFTENED = 0.25, 1.5  # fraction of tokens that the control replaces, and its temperature
 _TESTS = 5  # statistics of a tally, about
+_MIN_REST = 1e-4  # probability below which the rest is merged with the least likely token
+_SUM = 1.01  # largest sum of probabilities that rounding explains
+
+
+class FalseLogprobsError(Exception):
+    """Log-probabilities that no distribution can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """A distribution and its outcome. probs: of each cell. at: the cell of the sampled token."""
+
+    probs: tuple[float, ...]
+    at: int
+
+
+def whole(place: TokenPlace) -> Cells:
+    """Returns the target's distribution at a position: its likeliest tokens in the order of names, then the rest.
+
+    Raises:
+        FalseLogprobsError: Its log-probabilities are not those of a distribution.
+    """
+    ordered = sorted(place.top)
+    probs = [math.exp(value) for _, value in ordered]
+    total = sum(probs)
+    if not total <= _SUM or any(value > math.log(_SUM) for _, value in ordered):
+        raise FalseLogprobsError(f"probabilities at one place add up to {total:.3g}")
+    at = next((i for i, (name, _) in enumerate(ordered) if name == place.token), len(probs))
+    rest = max(0.0, 1.0 - total)
+    if rest < _MIN_REST:
+        least = probs.index(min(probs))
+        probs[least] += rest
+        at = least if at == len(probs) else at
+    else:
+        probs.append(rest)
+    return Cells(tuple(each / sum(probs) for each in probs), at)
 
 
 def detectable(tokens: int, level: float) -> str:
-    """Returns what a test of that many tokens finds, before any is sampled."""
+    """Returns the error that a test of ``tokens`` tokens finds, before any is sampled."""
     moved = (noncentrality(BINS - 1, level / _TESTS) / (4.0 * max(1, tokens))) ** 0.5
     what = "of probability moved between likely and unlikely tokens (power 0.9)"
     return f"{tokens:,} tokens find {min(1.0, moved):.1%} {what}"
 
 
 def distribution(task: EndpointTask) -> list[Check]:
-    """Tests sampled texts of both sides, and plants errors. A reference that refutes plain decoding is no judge."""
+    """Tests sampled texts of both sides, and plants errors. Without plain texts that pass, nothing is concluded."""
     if task.reference is Reference.NONE:
         why = "inconclusive, because the server gives no log-probabilities; name the model's --checkpoint"
-        return [Check(NAME, CheckOutcome.INCONCLUSIVE, why), control_check([])]
-    own, texts = _tested(task, task.speculative, NAME, task.sizes.sampled)
+        return [inconclusive(NAME, why), control_check([])]
+    speculative, texts = _tested(task, task.speculative, NAME, task.sizes.sampled)
     if task.plain is None:
-        return [own, _control(task, texts)]
+        return [speculative, _control(task, texts)]
     plain, _ = _tested(task, task.plain, PLAIN, task.sizes.sampled_plain)
     if plain.outcome is CheckOutcome.FAILED:
         why = f"inconclusive, because plain decoding does not follow this reference ({task.reference}) either"
         plain = replace(plain, outcome=CheckOutcome.INCONCLUSIVE)
-        own = replace(own, outcome=CheckOutcome.INCONCLUSIVE, evidence=f"{why}: {own.evidence}")
-    return [plain, own, _control(task, texts)]
+        evidence = f"{why}: {speculative.evidence}"
+        speculative = replace(speculative, outcome=CheckOutcome.INCONCLUSIVE, evidence=evidence)
+    return [plain, speculative, _control(task, texts)]
 
 
 def _tested(task: EndpointTask, side: Side, name: str, count: int) -> tuple[Check, list[list[Cells]]]:
     """Samples texts and tests them. Returns the cells of every text as well."""
     top = side.needs_logprobs or task.reference is Reference.INLINE
-    requests = [
-        EndpointRequest(task.prompt(i), task.sizes.sampled_tokens, f"sample/{i}", 1.0, top) for i in range(count)
-    ]
-    replies = task.ask(side, requests)
-    told = [(reply, f"sample/{i}") for i, reply in enumerate(replies) if isinstance(reply, ServerAnswer)]
-    places = task.places(side, told)
+    requests = [task.request(i, f"sample/{i}", task.sizes.sampled_tokens, 1.0, top=top) for i in range(count)]
+    replies = side.complete(requests, task.concurrency)
+    answers = [(reply, f"sample/{i}") for i, reply in enumerate(replies) if isinstance(reply, ServerAnswer)]
+    places = task.places(side, answers)
+    rows = [row for row in places if isinstance(row, tuple)]
     why = [*missing(replies), *missing(places)]
     try:
-        texts = [_cells(row) for row in places if isinstance(row, tuple)]
+        texts = [[whole(place) for place in row if place.top] for row in rows]
     except FalseLogprobsError as error:
-        false = f"inconclusive, because the log-probabilities are false: {error}"
-        return Check(name, CheckOutcome.INCONCLUSIVE, false), []
+        return inconclusive(name, f"inconclusive, because the log-probabilities are false: {error}"), []
     check = sampling_check(name, tallied(texts, task.random(name)), task.level)
-    untold = sum(not place.top for row in places if isinstance(row, tuple) for place in row)
-    check = replace(check, numbers={**check.numbers, "reference": str(task.reference), "without_logprobs": untold})
-    if check.outcome is CheckOutcome.FAILED:
-        return check, texts
-    if why:
-        return because(name, why, count), texts
-    if untold * 10 > sum(map(len, texts)) + untold:
-        why_not = f"inconclusive, because {untold} tokens came without log-probabilities"
-        return replace(check, outcome=CheckOutcome.INCONCLUSIVE, evidence=why_not), texts
+    without = sum(not place.top for row in rows for place in row)
+    check = replace(check, numbers={**check.numbers, "reference": str(task.reference), "without_logprobs": without})
+    if check.outcome is not CheckOutcome.FAILED:
+        if why:
+            check = because(name, why, count)
+        elif without * 10 > sum(map(len, rows)):
+            evidence = f"inconclusive, because {without} tokens came without log-probabilities"
+            check = replace(check, outcome=CheckOutcome.INCONCLUSIVE, evidence=evidence)
     return check, texts
-
-
-def _cells(places: Sequence[TokenPlace]) -> list[Cells]:
-    return [whole(place) for place in places if place.top]
 
 
 def tallied(texts: Sequence[Sequence[Cells]], spread: random.Random) -> TokenTally:
@@ -93,7 +127,7 @@ def tallied(texts: Sequence[Sequence[Cells]], spread: random.Random) -> TokenTal
 
 
 def _control(task: EndpointTask, texts: Sequence[Sequence[Cells]]) -> Check:
-    """Plants errors in what the server returned: the same test must find them in no more tokens."""
+    """Plants errors in the server's answers: the same test must find them in no more tokens."""
     plants: list[Plant] = []
     for error, power in {
         f"one token in {round(1 / TILTED)} is replaced by the likeliest": 0.0,

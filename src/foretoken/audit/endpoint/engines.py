@@ -1,7 +1,7 @@
-"""Engines in a process of their own, asked like servers: vLLM's ``LLM`` and OpenVINO GenAI's ``LLMPipeline``.
+"""Engines in a process each, audited like servers: vLLM's ``LLM`` and OpenVINO GenAI's ``LLMPipeline``.
 
 A worker in the engine's environment (``bench/peers``) takes the bodies of ``/v1/completions`` and answers as a server
-would, so that the audit needs nothing else. Requests that are sent at once are one batch.
+would. Requests that are sent at once are one batch.
 """
 
 from __future__ import annotations
@@ -19,42 +19,34 @@ from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import resolve
-from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, answer_of
+from foretoken.probe.answers import Failed, Refused, Reply, answer_of
 from foretoken.probe.client import Ask, EndpointClient
-from foretoken.probe.dialects import DIALECTS, Dialect, ServerKind
+from foretoken.probe.dialects import DIALECTS, NEUTRAL, Dialect, ServerKind
 from foretoken.probe.side import Side
 from foretoken.speculation import SpeculativeConfig
 
-_VLLM = DIALECTS[ServerKind.VLLM]
-_NO_STREAM = frozenset({"stream"})  # a generation is whole when it comes back
+_NO_STREAM = frozenset({"stream"})  # a generation is complete when it comes back
 ENGINES: Mapping[str, Dialect] = {
-    "vllm": Dialect(_VLLM.kind, _VLLM.neutral, endless=_VLLM.endless, told=_VLLM.told, scores=True, unknown=_NO_STREAM),
-    "openvino": Dialect(
-        "openvino",
-        {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
-        endless={"ignore_eos": True},
-        told={"return_token_ids": True},
-        unknown=_NO_STREAM | {"bad_words", "logit_bias", "logprobs"},
-    ),
+    "vllm": replace(DIALECTS[ServerKind.VLLM], unknown=_NO_STREAM),
+    "openvino": Dialect("openvino", NEUTRAL, unknown=_NO_STREAM | {"bad_words", "logit_bias", "logprobs"}),
 }
+
+Completer = Callable[[Sequence[Mapping[str, object]]], list[dict[str, object]]]
+"""Returns the answers to requests that are completed at once. Raises PeerError."""
 
 
 class EngineProcess(PeerWorker):
     """A process of an engine. Raises PeerError."""
 
     def complete(self, bodies: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-        """Wakes the process, completes the requests in one batch, and lets it sleep."""
+        """Resumes the process, completes the requests in one batch, and suspends it."""
         answers: list[dict[str, object]] = self._exchange(asdict(ApiRequest(list(map(dict, bodies)))))["answers"]
         return answers
 
 
-Completer = Callable[[Sequence[Mapping[str, object]]], list[dict[str, object]]]
-"""Returns the answers to requests that are completed at once. Raises PeerError."""
-
-
 @dataclass(slots=True)
 class EngineClient(EndpointClient):
-    """An engine's process in the place of a server. complete: completes requests."""
+    """An engine's process in the place of a server."""
 
     complete: Completer = field(default=lambda bodies: [])
 
@@ -65,10 +57,9 @@ class EngineClient(EndpointClient):
         """Completes requests, ``concurrency`` in a batch. path: only ``completions`` are answered."""
         if path != "completions":
             return [Refused(f"404: {self.url} has no {path}") for _ in asks]
-        replies: list[Reply] = []
-        for start in range(0, len(asks), max(1, concurrency)):
-            replies += self._batch(asks[start : start + max(1, concurrency)])
-        return replies
+        size = max(1, concurrency)
+        batches = (asks[start : start + size] for start in range(0, len(asks), size))
+        return [reply for batch in batches for reply in self._batch(batch)]
 
     def get(self, path: str, body: Mapping[str, object] | None = None) -> str:
         """Returns "": an engine has no pages."""
@@ -88,23 +79,14 @@ class EngineClient(EndpointClient):
         self.tick()
         if "error" in answer:
             return Refused(f"400: {' '.join(str(answer['error']).split())[:200]}")
-        reply: ServerAnswer = answer_of(answer, ask.top, seconds)
-        self.spent.tokens += reply.tokens
-        self.spent.prompt_tokens += reply.prompt_tokens
-        self.spent.draft(reply)
+        reply = answer_of(answer, ask.top, seconds)
+        self.spent.add(reply)
         return reply
 
 
 @dataclass(frozen=True)
 class EnginePair:
-    """An engine with speculation, and the same without it, in a process each.
-
-    Attributes:
-        name: "vllm" or "openvino".
-        model: The target's checkpoint.
-        plain: The process without speculation.
-        speculative: The process with it.
-    """
+    """The processes of an engine with speculation and without it. name: "vllm" or "openvino". model: the target."""
 
     name: str
     model: str
@@ -118,20 +100,15 @@ class EnginePair:
 
     @property
     def checkpoint(self) -> str | None:
-        """The checkpoint that tells the target's distribution, None if the engine does."""
+        """The checkpoint to compute the target's distribution from, None if the engine reports it."""
         return None if ENGINES[self.name].scores else self.model
 
     def sides(self) -> list[Side]:
         """Returns the plain and the speculative side."""
-        processes = {"plain": self.plain, "speculative": self.speculative}
+        title, dialect = f"{self.name} {self.version}", ENGINES[self.name]
         return [
-            Side(
-                name,
-                EngineClient(f"{self.name} {self.version}, {name}", complete=one.complete),
-                self.model,
-                ENGINES[self.name],
-            )
-            for name, one in processes.items()
+            Side(name, EngineClient(f"{title}, {name}", complete=process.complete), self.model, dialect)
+            for name, process in (("plain", self.plain), ("speculative", self.speculative))
         ]
 
 

@@ -4,73 +4,62 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from foretoken.audit.chance import ALPHA
-from foretoken.audit.endpoint.checkpoint import CheckpointReference
 from foretoken.audit.endpoint.distribution import detectable, distribution
 from foretoken.audit.endpoint.engines import EnginePair
-from foretoken.audit.endpoint.exact_parameters import exact_findings
-from foretoken.audit.endpoint.findings import findings_check
+from foretoken.audit.endpoint.parameters import exact_findings, findings_check
 from foretoken.audit.endpoint.parity import parity
-from foretoken.audit.endpoint.sizes import LEAST, Sizes
+from foretoken.audit.endpoint.task import MIN_BUDGET, CheckpointReference, EndpointTask, Sizes, inconclusive
 from foretoken.audit.endpoint.tuned import tuned_findings
-from foretoken.audit.endpoint.work import EndpointTask
 from foretoken.audit.result import Audit, Check, CheckOutcome
 from foretoken.audit.run import Watch
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.probe.answers import Failed, Refused, ServerAnswer
-from foretoken.probe.client import Patience
+from foretoken.probe.answers import ServerAnswer
+from foretoken.probe.client import Journal
 from foretoken.probe.counters import ServerCounters
-from foretoken.probe.dialects import ServerKind
-from foretoken.probe.journal import Journal, restored_answer
-from foretoken.probe.side import EndpointRequest, Prompt, Reference, Side, probed, tokenized
-from foretoken.probe.sides import ServerPair, why_unusable
+from foretoken.probe.side import (
+    CHARACTERS,
+    EndpointRequest,
+    Prompt,
+    Reference,
+    ServerPair,
+    Side,
+    probed,
+    tokenized,
+    why_unusable,
+)
 
 ENDPOINT, SPECULATION = "endpoint", "speculation"
 PARAMETERS, SAMPLING = "other parameters", "sampling parameters"
 _TIMED = 16  # tokens of the texts that measure the speed
-_USED = 0.4  # share of a time budget that the measured speed fills, as texts that run alone are slower
-_CHARACTERS = 3.2  # of a token, about
+_USED = 0.4  # fraction of a time budget that the measured speed fills, as single requests are slower
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """What to audit, and how.
+class Endpoint(ServerPair):
+    """The server to audit, and the settings of the audit.
 
     Attributes:
-        url: The server whose speculation is audited.
-        model: The model's name there.
-        baseline: A server of the same model without speculation; None if ``url`` can switch it off for a request.
-        kind: What kind of server ``url`` is.
-        key: Its API key.
-        baseline_key: That of the baseline; None for the same.
         budget: Generated tokens, or with ``seconds`` None.
         seconds: Time to take, about, in place of ``budget``.
         concurrency: Requests at a time.
         checkpoint: The model's checkpoint, to compute the target's distribution here.
         seed: All random numbers of the audit are derived from it.
-        patience: Time limits and retries.
-        journal: File of the answers of an audit that is under way.
+        journal: File of the answers of an unfinished audit.
         level: Probability of failing an exact server, over all checks.
-        engines: Engines in processes of their own, in place of ``url`` and ``baseline``.
+        engines: Engines in a process each, in place of ``url`` and ``baseline``.
     """
 
-    url: str
-    model: str
-    baseline: str | None = None
-    kind: ServerKind = ServerKind.AUTO
-    key: str | None = None
-    baseline_key: str | None = None
     budget: int | None = 60_000
     seconds: float | None = None
     concurrency: int = 8
     checkpoint: str | None = None
     seed: int = 0
-    patience: Patience = field(default_factory=Patience)
     journal: Path | None = None
     level: float = ALPHA
     engines: EnginePair | None = None
@@ -80,31 +69,33 @@ def audit_endpoint(
     endpoint: Endpoint,
     prompts: Sequence[str] = FUNCTIONS,
     announce: Callable[[Mapping[str, Any]], bool] = lambda plan: True,
-    watch: Watch = lambda check, share: None,
+    watch: Watch = lambda check, fraction: None,
 ) -> Audit:
     """Audits a server.
 
     Args:
-        endpoint: What to audit.
+        endpoint: The server and the settings.
         prompts: Texts like the user's.
-        announce: Called with the plan before it is carried out: its costs and power. Returns whether to go on.
-        watch: Called with the running check and the share of the requests that is done.
+        announce: Called with the plan before it is carried out: its costs and power. Returns whether to continue.
+        watch: Called with the running check and the finished fraction of the requests.
 
     Raises:
         ForetokenError: The server refuses the key or the model, or the checkpoint cannot be loaded.
         InvalidRequest: The budget is too small.
     """
-    started, journal = monotonic(), Journal(restored_answer, endpoint.journal)
+    started, journal = monotonic(), Journal(ServerAnswer, endpoint.journal)
     checks: list[Check] = []
     facts: dict[str, Any] = {"endpoint": endpoint.url, "baseline": endpoint.baseline, "model": endpoint.model}
+    finished = False
     try:
-        sides = _sides(endpoint, journal)
+        sides = endpoint.sides(journal) if endpoint.engines is None else endpoint.engines.sides()
         ready = [probed(side, prompts[0]) for side in sides]
-        failed = [(side, one) for side, one in zip(sides, ready, strict=True) if not isinstance(one, Side)]
-        if failed:
-            checks.append(_unusable(*failed[0]))
+        usable = [side for side in ready if isinstance(side, Side)]
+        if len(usable) < len(sides):
+            side, why = next((s, one) for s, one in zip(sides, ready, strict=True) if not isinstance(one, Side))
+            checks.append(inconclusive(ENDPOINT, f"inconclusive, because {why_unusable(side, why)}"))
         else:
-            task = _task(endpoint, _plain_first([one for one in ready if isinstance(one, Side)]), prompts)
+            task = _task(endpoint, usable, prompts)
             plan = _plan(endpoint, task)
             facts |= _facts(task)
             if announce(plan):
@@ -112,50 +103,27 @@ def audit_endpoint(
             facts["plan"] = plan
             facts["spent"] = {side.name: asdict(side.client.spent) for side in task.sides}
         result = Audit(facts, tuple(checks), monotonic() - started)
-    except BaseException:
-        journal.close(finished=False)
-        raise
-    journal.close(finished=bool(checks) and result.outcome is not CheckOutcome.INCONCLUSIVE)
+        finished = bool(checks) and result.outcome is not CheckOutcome.INCONCLUSIVE
+    finally:
+        journal.close(finished)
     return result
-
-
-def _sides(endpoint: Endpoint, journal: Journal[ServerAnswer]) -> list[Side]:
-    """Returns the plain side, if there is one, and the speculative side."""
-    if endpoint.engines is not None:
-        return endpoint.engines.sides()
-    pair = ServerPair(
-        url=endpoint.url,
-        model=endpoint.model,
-        baseline=endpoint.baseline,
-        kind=endpoint.kind,
-        key=endpoint.key,
-        baseline_key=endpoint.baseline_key,
-        patience=endpoint.patience,
-    )
-    return pair.sides(journal)
-
-
-def _plain_first(sides: Sequence[Side]) -> Sequence[Side]:
-    """Returns the sides, without the plain one if it drafted although its requests switch speculation off."""
-    plain = sides[0]
-    return sides[1:] if len(sides) == 2 and plain.switch and plain.client.spent.drafted else sides
-
-
-def _unusable(side: Side, why: Refused | Failed) -> Check:
-    """Returns the check of a server that gave no text. Raises ForetokenError if the user can mend that."""
-    return Check(ENDPOINT, CheckOutcome.INCONCLUSIVE, f"inconclusive, because {why_unusable(side, why)}")
 
 
 def _task(endpoint: Endpoint, sides: Sequence[Side], prompts: Sequence[str]) -> EndpointTask:
     speculative, plain = sides[-1], sides[0] if len(sides) == 2 else None
+    if plain is not None and plain.switch and plain.client.spent.drafted:
+        plain = None  # it drafted although its requests switch speculation off
     judge = plain or speculative
-    each = endpoint.checkpoint is None and judge.abilities.reference is Reference.EACH
+    each = judge.abilities.reference is Reference.EACH
+    texts: tuple[Prompt, ...] = tuple(prompts)
+    if each and not judge.dialect.token_ids:  # the server takes token ids and does not report them with its texts
+        texts = tuple(tokenized(judge, prompt) or prompt for prompt in prompts)
     tokens = _tokens(endpoint, speculative, prompts)
     return EndpointTask(
         speculative=speculative,
         plain=plain,
-        prompts=_prompts(judge, prompts),
-        sizes=Sizes.of(tokens, len(sides), each),
+        prompts=texts,
+        sizes=Sizes.of(tokens, 1 if plain is None else 2, each and endpoint.checkpoint is None),
         concurrency=endpoint.concurrency,
         level=endpoint.level / 2,
         seed=endpoint.seed,
@@ -166,40 +134,29 @@ def _task(endpoint: Endpoint, sides: Sequence[Side], prompts: Sequence[str]) -> 
 def _tokens(endpoint: Endpoint, side: Side, prompts: Sequence[str]) -> int:
     """Returns the budget in tokens. A time is converted by the speed of a few texts at once."""
     if endpoint.seconds is None:
-        return endpoint.budget or LEAST
+        return endpoint.budget or MIN_BUDGET
     count = endpoint.concurrency
     requests = [EndpointRequest(prompts[i % len(prompts)], _TIMED, f"speed/{i}", 1.0, False) for i in range(count)]
-    known = [reply for reply in side.complete(requests, count) if isinstance(reply, ServerAnswer)]
-    slowest = max((reply.seconds for reply in known), default=0.0)
-    speed = sum(reply.tokens for reply in known) / slowest if slowest else 0.0
-    return max(LEAST, int(speed * endpoint.seconds * _USED))
-
-
-def _prompts(judge: Side, prompts: Sequence[str]) -> tuple[Prompt, ...]:
-    """Returns the prompts, as token ids where the server takes these and does not tell them with its texts."""
-    if judge.abilities.reference is not Reference.EACH or judge.dialect.told:
-        return tuple(prompts)
-    return tuple(tokenized(judge, prompt) or prompt for prompt in prompts)
+    answers = [reply for reply in side.complete(requests, count) if isinstance(reply, ServerAnswer)]
+    slowest = max((reply.seconds for reply in answers), default=0.0)
+    speed = sum(reply.tokens for reply in answers) / slowest if slowest else 0.0
+    return max(MIN_BUDGET, int(speed * endpoint.seconds * _USED))
 
 
 def _plan(endpoint: Endpoint, task: EndpointTask) -> dict[str, Any]:
-    """Returns what the audit will cost and find."""
-    characters = sum(len(prompt) / (_CHARACTERS if isinstance(prompt, str) else 1.0) for prompt in task.prompts)
-    reference, sides = task.reference, len(task.sides)
-    costs = task.sizes.costs(
-        sides, characters / len(task.prompts), reference is Reference.EACH, reference is Reference.PROMPT
-    )
-    tokens = task.sizes.sampled * task.sizes.sampled_tokens
+    """Returns estimated cost and power."""
+    characters = sum(len(prompt) / (CHARACTERS if isinstance(prompt, str) else 1.0) for prompt in task.prompts)
+    reference, prompt_tokens = task.reference, characters / len(task.prompts)
+    each, scored = reference is Reference.EACH, reference is Reference.PROMPT
+    costs = task.sizes.costs(len(task.sides), prompt_tokens, each, scored)
     spent = [side.client.spent for side in task.sides]
     return {
         "reference": str(reference),
         "sizes": asdict(task.sizes),
         "costs": costs,
-        "requests": sum(cost["requests"] for cost in costs.values()),
-        "prompt_tokens": sum(cost["prompt_tokens"] for cost in costs.values()),
-        "tokens": sum(cost["tokens"] for cost in costs.values()),
+        **{key: sum(cost[key] for cost in costs.values()) for key in ("requests", "prompt_tokens", "tokens")},
         "sent": {"requests": sum(one.requests for one in spent), "tokens": sum(one.tokens for one in spent)},
-        "power": detectable(tokens, task.level),
+        "power": detectable(task.sizes.sampled * task.sizes.sampled_tokens, task.level),
         "concurrency": endpoint.concurrency,
     }
 
@@ -220,14 +177,15 @@ def _facts(task: EndpointTask) -> dict[str, Any]:
 
 def _checked(task: EndpointTask, plan: Mapping[str, Any], watch: Watch) -> list[Check]:
     """Runs all checks."""
-    running, done = [""], [0]
+    running, done = "", 0
 
-    def tick() -> None:
-        done[0] += 1
-        watch(running[0], min(1.0, done[0] / max(1, plan["requests"])))
+    def show(more: int = 1) -> None:
+        nonlocal done
+        done += more
+        watch(running, min(1.0, done / max(1, plan["requests"])))
 
     for side in task.sides:
-        side.client.tick = tick
+        side.client.tick = show
     before = {side.name: _counted(side) for side in task.sides}
     stages: dict[str, Callable[[], list[Check]]] = {
         "greedy parity": lambda: parity(task),
@@ -238,15 +196,15 @@ def _checked(task: EndpointTask, plan: Mapping[str, Any], watch: Watch) -> list[
     }
     checks: list[Check] = []
     for name, run in stages.items():
-        running[0], begun = name, monotonic()
-        watch(name, min(1.0, done[0] / max(1, plan["requests"])))
-        made = run()
-        checks += [replace(check, seconds=(monotonic() - begun) / len(made)) for check in made]
+        running, begun = name, monotonic()
+        show(0)
+        results = run()
+        checks += [replace(check, seconds=(monotonic() - begun) / len(results)) for check in results]
     return [checks[-1], *checks[:-1]]
 
 
 def _counted(side: Side) -> float | None:
-    """Returns the draft tokens that the server's metrics have counted, None if they do not."""
+    """Returns the draft tokens by the server's metrics, None if they have none."""
     counted = ServerCounters.of(side.client.get("/metrics")).speculation
     return None if counted is None else counted.drafted
 
@@ -255,19 +213,18 @@ def _speculation(task: EndpointTask, before: Mapping[str, float | None]) -> Chec
     """Checks that the speculative side drafted, and that the plain one did not."""
     drafted: dict[str, float | None] = {}
     for side in task.sides:
-        earlier, now = before[side.name], _counted(side)
+        earlier, now, spent = before[side.name], _counted(side), side.client.spent
         shared = side is task.plain and side.client.url == task.speculative.client.url
-        known = not (earlier is None or now is None or shared or side.client.spent.resumed)
-        counted = now - earlier if known and now is not None and earlier is not None else None
-        drafted[side.name] = counted if side.client.spent.drafted is None else side.client.spent.drafted
+        counted = None if earlier is None or now is None or shared or spent.resumed else now - earlier
+        drafted[side.name] = counted if spent.drafted is None else spent.drafted
     numbers = {"drafted": drafted}
-    own, plain = drafted["speculative"], drafted.get("plain")
+    speculative, plain = drafted["speculative"], drafted.get("plain")
     if plain:
-        evidence = f"inconclusive, because the plain side drafted {plain:,.0f} tokens: it is not plain"
-        return Check(SPECULATION, CheckOutcome.INCONCLUSIVE, evidence, numbers)
-    if own is None:
+        why = f"inconclusive, because the plain side drafted {plain:,.0f} tokens: it is not plain"
+        return inconclusive(SPECULATION, why, numbers)
+    if speculative is None:
         return Check(SPECULATION, CheckOutcome.SKIPPED, "the server does not say whether it drafts", numbers)
-    if not own:
-        evidence = "inconclusive, because nothing was drafted: there is no speculation to audit"
-        return Check(SPECULATION, CheckOutcome.INCONCLUSIVE, evidence, numbers)
-    return Check(SPECULATION, CheckOutcome.PASSED, f"{own:,.0f} draft tokens", numbers)
+    if not speculative:
+        why = "inconclusive, because nothing was drafted: there is no speculation to audit"
+        return inconclusive(SPECULATION, why, numbers)
+    return Check(SPECULATION, CheckOutcome.PASSED, f"{speculative:,.0f} draft tokens", numbers)

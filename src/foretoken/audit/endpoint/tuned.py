@@ -1,4 +1,8 @@
-"""Parameters that change the sampling distribution: do samples follow the changed one, or the unchanged one?"""
+"""Parameters that change the sampling distribution: do samples follow the changed one, or the unchanged one?
+
+Under a parameter the probability of the tokens beyond the likeliest ones is unknown; then the distribution is
+conditional on the token being one of the likeliest, which is known before it is sampled, and others are skipped.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,100 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from foretoken.audit.chance import normal_tail
-from foretoken.audit.endpoint.cells import TunedSampling, tuned
-from foretoken.audit.endpoint.findings import ParameterFinding, Treatment
-from foretoken.audit.endpoint.work import EndpointTask
+from foretoken.audit.endpoint.distribution import Cells
+from foretoken.audit.endpoint.parameters import ParameterFinding, Seen, Treatment, answers, found
+from foretoken.audit.endpoint.task import EndpointTask
 from foretoken.audit.tally import Sum
-from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
-from foretoken.probe.side import EndpointRequest, Reference, Side
+from foretoken.probe.answers import Failed, ServerAnswer, TokenPlace
+from foretoken.probe.side import Reference, Side
 
+_CLEAR, _CLEAR_MASS = 0.1, 0.02  # nats and probability by which no two passes of a server differ
 _SEEN = 0.01  # level at which the unchanged distribution is ruled out
 _ROUNDING = 1e-6  # sum of scores that is 0 but for rounding
 _SPREAD = 1.0  # variance from which a sum of scores is about normal
 _BIASED, _BIAS = 12, -4.0  # tokens that are made less likely, and by how much
 _COMPARED = 6  # tokens of the greedy texts that show whether log-probabilities are those before a parameter
-_BEST = 3  # likeliest tokens of a place that are compared
+_BEST = 3  # likeliest tokens of a position that are compared
 _SAME = 0.05  # difference of log-probabilities that rounding explains
+
+
+@dataclass(frozen=True, slots=True)
+class TunedSampling:
+    """Sampling parameters, as OpenAI and vLLM define them. bias: by name of token. window: see ``Dialect``."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: Mapping[str, float] = field(default_factory=dict)
+    window: int | None = None
+
+    def scores(self, top: Sequence[tuple[str, float]], prompt: Sequence[str], text: Sequence[str]) -> list[float]:
+        """Returns scores whose softmax is the sampling distribution before filters.
+
+        Log-probabilities are logits up to a constant, which neither the temperature nor subtracted penalties show. A
+        repetition penalty, which divides or multiplies logits, would, so there is none here.
+
+        Args:
+            top: Tokens by name with the log-probabilities of plain sampling.
+            prompt: Names of the prompt's tokens. They count for penalties only within ``window``.
+            text: Names of the tokens generated before.
+        """
+        counted = Counter(text if self.window is None else (*prompt, *text)[-self.window :])
+        return [
+            (
+                value
+                + self.bias.get(name, 0.0)
+                - self.presence_penalty * (counted[name] > 0)
+                - self.frequency_penalty * counted[name]
+            )
+            / self.temperature
+            for name, value in top
+        ]
+
+    def kept(self, top: Sequence[tuple[str, float]]) -> list[bool] | None:
+        """Returns which of the likeliest tokens pass the filters, None if rounding or other tokens decide that."""
+        passed = (self._top_k(top), self._nucleus(top), self._min_p(top))
+        known = [each for each in passed if each is not None]
+        return None if len(known) < len(passed) else [all(each) for each in zip(*known, strict=True)]
+
+    def _top_k(self, top: Sequence[tuple[str, float]]) -> list[bool] | None:
+        if self.top_k and (len(top) <= self.top_k or top[self.top_k - 1][1] - top[self.top_k][1] < _CLEAR):
+            return None
+        return [not self.top_k or i < self.top_k for i in range(len(top))]
+
+    def _nucleus(self, top: Sequence[tuple[str, float]]) -> list[bool] | None:
+        """Keeps a token if all that may be likelier have less than ``top_p``, in whichever order rounding puts them.
+
+        Two passes order near ties differently, so a token just outside of the nucleus of one may be inside that of
+        another, by as much probability as the other token of the tie has.
+        """
+        if self.top_p >= 1.0:
+            return [True] * len(top)
+        kept = []
+        for i, (_, value) in enumerate(top):
+            others = [other for j, (_, other) in enumerate(top) if j != i]
+            certain = sum(math.exp(other) for other in others if other - value > _CLEAR)
+            possible = sum(math.exp(other) for other in others if value - other <= _CLEAR)
+            if certain < self.top_p + _CLEAR_MASS and possible > self.top_p - _CLEAR_MASS:
+                return None
+            kept.append(possible < self.top_p)
+        return None if kept[-1] else kept  # tokens that are not named here may be inside as well
+
+    def _min_p(self, top: Sequence[tuple[str, float]]) -> list[bool] | None:
+        if self.min_p <= 0.0:
+            return [True] * len(top)
+        limit = top[0][1] + math.log(self.min_p)
+        if top[-1][1] >= limit or any(abs(value - limit) < _CLEAR for _, value in top):
+            return None
+        return [value >= limit for _, value in top]
+
 
 TUNINGS: Mapping[str, TunedSampling] = {
     "temperature": TunedSampling(temperature=0.5),
@@ -33,6 +114,31 @@ TUNINGS: Mapping[str, TunedSampling] = {
     "frequency_penalty": TunedSampling(frequency_penalty=2.0),
     "logit_bias": TunedSampling(),
 }
+
+
+def tuned(place: TokenPlace, tuning: TunedSampling, prompt: Sequence[str], text: Sequence[str]) -> Cells | None:
+    """Returns the distribution under sampling parameters, over the likeliest tokens in the order of their rank.
+
+    Tokens outside are a last cell of probability 0 if a filter forbids them; else a position where one was sampled says
+    nothing, and None is returned.
+
+    Args:
+        place: The position, with the log-probabilities of plain sampling.
+        tuning: The parameters.
+        prompt: Names of the prompt's tokens.
+        text: Names of the tokens before the position.
+    """
+    kept = tuning.kept(place.top) if place.top else None
+    if kept is None:
+        return None
+    scores = tuning.scores(place.top, prompt, text)
+    highest = max(scores)
+    weights = [math.exp(score - highest) * keep for score, keep in zip(scores, kept, strict=True)]
+    total, names = sum(weights), [name for name, _ in place.top]
+    outside = place.token not in names
+    if outside and all(kept):
+        return None
+    return Cells((*(each / total for each in weights), 0.0), len(names) if outside else names.index(place.token))
 
 
 @dataclass(slots=True)
@@ -58,8 +164,28 @@ class TwoHypotheses:
             total.excess += scores[at] - mean
             total.variance += sum(p * s * s for p, s in zip(probs, scores, strict=True)) - mean * mean
 
+    def add_text(self, text: ServerAnswer, places: Sequence[TokenPlace], tuning: TunedSampling, min_top: int) -> None:
+        """Adds the tokens of a text: over all cells under a filter, else given that a token is among the likeliest.
+
+        Args:
+            text: The text.
+            places: Its positions.
+            tuning: The parameter.
+            min_top: Tokens that a position must name. If tokens are named by their texts, some have no name.
+        """
+        prompt, names = tuple(map(str, text.prompt_ids)), tuple(place.token for place in places)
+        for at, place in enumerate(places):
+            changed = tuned(place, tuning, prompt, names[:at]) if len(place.top) >= min_top else None
+            if changed is None:
+                continue
+            unchanged = [math.exp(value) for _, value in place.top]
+            filtered = any(p == 0.0 for p in changed.probs[:-1])
+            total = 1.0 if filtered else sum(unchanged)
+            rest = max(0.0, 1.0 - sum(unchanged)) if filtered else 0.0
+            self.add(changed.probs, [*(p / total for p in unchanged), rest], changed.at)
+
     def treatment(self, level: float) -> Treatment:
-        """Returns which hypothesis holds. level: at which an honoured parameter is called something else."""
+        """Returns the hypothesis that holds. level: at which an honoured parameter is called something else."""
         wrong = self.impossible > 0 or _bound(self.honoured) < level
         seen = self.ignored.variance >= _SPREAD and normal_tail(self.ignored.z) < _SEEN
         if wrong:
@@ -68,13 +194,12 @@ class TwoHypotheses:
 
     def __str__(self) -> str:
         far = [f"{one.z:+.1f}" if one.variance >= _SPREAD else "no" for one in (self.honoured, self.ignored)]
-        against = f"{far[0]} standard errors from it, {far[1]} from the unchanged one"
         outside = f", {self.impossible} tokens that it forbids" if self.impossible else ""
-        return f"{self.tokens} tokens: {against}{outside}"
+        return f"{self.tokens} tokens: {far[0]} standard errors from it, {far[1]} from the unchanged one{outside}"
 
 
 def _bound(total: Sum) -> float:
-    """Returns a bound on the p-value of a sum of scores in [0, 1] (Freedman 1975), which few tokens do not break."""
+    """Returns a bound on the p-value of a sum of scores in [0, 1] (Freedman 1975), which holds for few tokens too."""
     far, variance = abs(total.excess), max(0.0, total.variance)
     if far < _ROUNDING:
         return 1.0
@@ -83,117 +208,58 @@ def _bound(total: Sum) -> float:
 
 def tuned_findings(task: EndpointTask) -> list[ParameterFinding]:
     """Samples under one parameter after the other on both sides, and compares with both distributions."""
-    findings, level = [], task.level / (2 * len(TUNINGS))
-    for parameter in TUNINGS:
-        rows = [_treated(task, side, parameter, level) for side in task.sides]
-        plain = rows[0][0] if len(rows) == 2 else None
-        how = "; ".join(f"{side.name}: {row[1]}" for side, row in zip(task.sides, rows, strict=True))
-        findings.append(ParameterFinding(parameter, plain, rows[-1][0], how))
-    return findings
+    return found(task, {parameter: partial(_treated, task, parameter) for parameter in TUNINGS})
 
 
-def _treated(task: EndpointTask, side: Side, parameter: str, level: float) -> tuple[Treatment, str]:
-    if parameter in side.dialect.unknown:
-        return Treatment.ABSENT, f"{side.dialect.kind} has no {parameter}"
+def _treated(task: EndpointTask, parameter: str, side: Side) -> Seen:
     if task.reference is Reference.NONE:
         return Treatment.UNDECIDED, "the server tells no log-probabilities"
     inline = task.reference is Reference.INLINE
-    tuning, options = _asked(task, side, parameter)
+    tuning, options = _expected(task, side, parameter)
     if not options or (inline and parameter == "logit_bias"):
         return Treatment.UNDECIDED, "the server tells no token ids"
-    if inline and (changed := _changed(task, side, parameter, options)):
-        return changed
-    temperature = 1.0 if parameter != "temperature" else None
+    if inline and not _before(task, side, parameter, options):
+        return Treatment.UNDECIDED, "the server's log-probabilities are those under the parameter"
+    temperature, top = 1.0 if parameter != "temperature" else None, inline or side.needs_logprobs
     requests = [
-        EndpointRequest(
-            task.prompt(i),
-            task.sizes.tuned_tokens,
-            f"{parameter}/{i}",
-            temperature,
-            inline or side.needs_logprobs,
-            options,
-        )
+        task.request(i, f"{parameter}/{i}", task.sizes.tuned_tokens, temperature, top=top, options=options)
         for i in range(task.sizes.tuned)
     ]
-    replies = task.ask(side, requests)
-    if stopped := _stopped(replies):
-        return stopped
-    texts = [(text, f"{parameter}/{i}") for i, text in enumerate(replies) if isinstance(text, ServerAnswer)]
+    texts = [(text, f"{parameter}/{i}") for i, text in enumerate(answers(side.complete(requests, task.concurrency)))]
     hypotheses = TwoHypotheses()
     for (text, _), places in zip(texts, task.places(side, texts), strict=True):
         if isinstance(places, Failed):
             return Treatment.UNANSWERED, places.why
-        _add(hypotheses, text, places, tuning, side.abilities.top if inline else 0)
-    return hypotheses.treatment(level), str(hypotheses)
+        hypotheses.add_text(text, places, tuning, side.abilities.top if inline else 0)
+    return hypotheses.treatment(task.level / (2 * len(TUNINGS))), str(hypotheses)
 
 
-def _changed(
-    task: EndpointTask, side: Side, parameter: str, options: Mapping[str, Any]
-) -> tuple[Treatment, str] | None:
-    """Returns why log-probabilities that come with a text are none without the parameter, None if they are.
+def _before(task: EndpointTask, side: Side, parameter: str, options: Mapping[str, Any]) -> bool:
+    """Returns whether the log-probabilities that come with a text are those before the parameter.
 
-    Greedy texts are compared as far as they are the same. The temperature itself changes no place but the first.
+    Greedy texts are compared as far as they are the same. The temperature itself changes no position but the first.
     """
-    greedy = None if parameter == "temperature" else 0.0
-    count = 1 if parameter == "temperature" else _COMPARED
-    plain = EndpointRequest(task.prompt(0), count, f"before/{parameter}")
-    with_it = EndpointRequest(task.prompt(0), count, f"before/{parameter}", greedy, options=options)
-    replies = task.ask(side, [plain, with_it])
-    if stopped := _stopped(replies):
-        return stopped
-    one, other = (reply.places for reply in replies if isinstance(reply, ServerAnswer))
-    for ours, theirs in zip(one, other, strict=False):
-        now = dict(theirs.top)
-        if not ours.top or any(abs(value - now.get(name, value + 1.0)) > _SAME for name, value in ours.top[:_BEST]):
-            return Treatment.UNDECIDED, "the server's log-probabilities are those under the parameter"
-        if ours.token != theirs.token:
+    greedy, count = (None, 1) if parameter == "temperature" else (0.0, _COMPARED)
+    requests = [
+        task.request(0, f"before/{parameter}", count),
+        task.request(0, f"before/{parameter}", count, greedy, options=options),
+    ]
+    one, other = (reply.places for reply in answers(side.complete(requests, task.concurrency)))
+    for here, there in zip(one, other, strict=False):
+        now = dict(there.top)
+        if not here.top or any(abs(value - now.get(name, value + 1.0)) > _SAME for name, value in here.top[:_BEST]):
+            return False
+        if here.token != there.token:
             break
-    return None
+    return True
 
 
-def _stopped(replies: Sequence[Reply]) -> tuple[Treatment, str] | None:
-    for reply in replies:
-        if isinstance(reply, Refused):
-            return Treatment.REFUSED, reply.why
-        if isinstance(reply, Failed):
-            return Treatment.UNANSWERED, reply.why
-    return None
-
-
-def _asked(task: EndpointTask, side: Side, parameter: str) -> tuple[TunedSampling, dict[str, Any]]:
-    """Returns the law to expect, and the fields to send."""
-    if parameter == "logit_bias":
-        bias = {str(token): _BIAS for token in _common(task)}
+def _expected(task: EndpointTask, side: Side, parameter: str) -> tuple[TunedSampling, dict[str, Any]]:
+    """Returns the distribution to expect, and the fields to send."""
+    if parameter == "logit_bias":  # on every other one of the most frequent tokens of the plain greedy texts
+        texts = [text for text in task.greedy(task.judge) if isinstance(text, ServerAnswer)]
+        counts = Counter(token for text in texts for token in text.ids)
+        bias = {str(token): _BIAS for token, _ in counts.most_common(2 * _BIASED)[::2]}
         return TunedSampling(bias=bias), {"logit_bias": bias} if bias else {}
     tuning = TUNINGS[parameter]
     return replace(tuning, window=side.dialect.window), {parameter: getattr(tuning, parameter)}
-
-
-def _common(task: EndpointTask) -> list[int]:
-    """Returns the most frequent token ids of the plain greedy texts, every other one."""
-    counts = Counter(token for text in task.greedy(task.judge) if isinstance(text, ServerAnswer) for token in text.ids)
-    return [token for token, _ in counts.most_common(2 * _BIASED)][::2]
-
-
-def _add(
-    hypotheses: TwoHypotheses, text: ServerAnswer, places: Sequence[TokenPlace], tuning: TunedSampling, whole: int
-) -> None:
-    """Adds the tokens of a text: over all cells if the parameter is a filter, else given that a token is among them.
-
-    Args:
-        hypotheses: Where they are added.
-        text: The text.
-        places: Its tokens.
-        tuning: The parameter.
-        whole: Number of tokens that a place must name. Where tokens are named by their texts, some have no name.
-    """
-    prompt, names = tuple(map(str, text.prompt_ids)), tuple(place.token for place in places)
-    for at, place in enumerate(places):
-        changed = tuned(place, tuning, prompt, names[:at]) if len(place.top) >= whole else None
-        if changed is None:
-            continue
-        unchanged = [math.exp(value) for _, value in place.top]
-        filtered = any(p == 0.0 for p in changed.probs[:-1])
-        total = 1.0 if filtered else sum(unchanged)
-        rest = max(0.0, 1.0 - sum(unchanged)) if filtered else 0.0
-        hypotheses.add(changed.probs, [*(p / total for p in unchanged), rest], changed.at)

@@ -17,21 +17,24 @@ from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.models.loading import load_model
 from foretoken.plan.candidates import Candidate, head_method
-from foretoken.plan.endpoint.acceptance import CannotTellError, TokensPerPass
+from foretoken.plan.endpoint.acceptance import TokensPerPass
+from foretoken.plan.endpoint.paste import NGRAM_TOKENS
 from foretoken.plan.predictions import spread
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import SampledText
 from foretoken.probe.answers import ServerAnswer
+from foretoken.probe.dialects import ServerKind
 from foretoken.probe.side import Side, tokenized
+from foretoken.probe.workload import CannotTellError
 from foretoken.speculation import Builder
 
-_FEWEST = 4  # texts from which an interval means something
+_MIN_TEXTS = 4  # from which an interval is estimated
 _DEPTHS = (2, 4, 8)
-_MOST_TOKENS = 2**24  # of any vocabulary
+_MAX_ID = 2**24  # above the vocabulary of any model
 
 
 class TextsAlone(Model):
-    """Stands in for a target of which only texts are known: what it wrote can be replayed, and nothing computed."""
+    """Stands in for a target whose texts alone are known: they can be replayed, and nothing computed."""
 
     def __init__(self, vocab_size: int, max_length: int) -> None:
         self.vocab_size, self.max_length = vocab_size, max_length
@@ -64,7 +67,7 @@ class PredictedDrafter:
 
     name: str
     method: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] | None
     depth: int
     tokens: TokensPerPass
     free: bool
@@ -72,35 +75,43 @@ class PredictedDrafter:
 
 @dataclass(frozen=True)
 class LocalModels:
-    """Checkpoints on this machine. target: of the served model. drafts, heads: what could draft for it."""
+    """Checkpoints on this machine. target: of the served model. drafts, heads: possible drafters for it."""
 
     target: str | None = None
     drafts: Sequence[str] = ()
     heads: Sequence[str] = ()
 
 
+def copying(kind: str) -> list[Candidate]:
+    """Returns the drafters without a model that a kind of server has."""
+    low, high = (NGRAM_TOKENS, NGRAM_TOKENS) if kind == ServerKind.LLAMACPP else (2, 4)
+    ngram = {"method": "ngram", "prompt_lookup_min": low, "prompt_lookup_max": high}
+    suffix = [{"method": "suffix"}] if kind in (ServerKind.FORETOKEN, ServerKind.VLLM) else []
+    return [Candidate(str(config["method"]), config, _DEPTHS) for config in (ngram, *suffix)]
+
+
 def texts_of(side: Side, answers: Sequence[ServerAnswer], prompts: Sequence[str], limit: int) -> list[SampledText]:
     """Returns the token ids of answers to prompts, each text once.
 
     Raises:
-        CannotTellError: The server tells no token ids, or impossible ones.
+        CannotTellError: The server reports no token ids, or impossible ones.
     """
-    made: dict[SampledText, None] = {}
+    texts: dict[SampledText, None] = {}
     for answer, prompt in zip(answers, prompts, strict=True):
         start = answer.prompt_ids or tokenized(side, prompt)
         ids = answer.ids or tokenized(side, answer.text)
         if not start or not ids:
             break
-        if not all(0 <= each < _MOST_TOKENS for each in (*start, *ids)):
+        if not all(0 <= each < _MAX_ID for each in (*start, *ids)):
             raise CannotTellError("other drafters are not replayed, because the server tells impossible token ids")
         if len(ids) > 1:
-            made[SampledText(tuple(start), tuple(ids[:limit]), limit)] = None
-    if len(made) < _FEWEST:
+            texts[SampledText(tuple(start), tuple(ids[:limit]), limit)] = None
+    if len(texts) < _MIN_TEXTS:
         raise CannotTellError(
             "other drafters are not replayed, because the server tells token ids of fewer than "
-            f"{_FEWEST} different texts"
+            f"{_MIN_TEXTS} different texts"
         )
-    return list(made)
+    return list(texts)
 
 
 def predicted_drafters(
@@ -109,18 +120,16 @@ def predicted_drafters(
     """Returns tokens per pass of drafters at each of their draft lengths.
 
     Args:
-        texts: What the server wrote without speculation.
-        temperature: Of these texts.
+        texts: Texts that the server wrote without speculation.
+        temperature: Sampling temperature of these texts.
         copying: Drafters that copy text.
         models: Checkpoints, for drafters that are models.
 
     Raises:
         ModelLoadError: A checkpoint cannot be loaded.
     """
-    highest = max(max(text.whole) for text in texts)
-    longest = max(len(text.whole) for text in texts) + 64
-    law = SamplingLaw(temperature=temperature)
-    alone = TextsAlone(highest + 1, longest)
+    highest, longest = max(max(text.whole) for text in texts), max(len(text.whole) for text in texts)
+    law, alone = SamplingLaw(temperature=temperature), TextsAlone(highest + 1, longest + 64)
     sample = Sample(alone, law, texts, (), Proposers(Builder(alone, None, None, load_model).build))
     result = [each for candidate in copying for each in _estimated(sample, candidate, free=True)]
     if models.target is not None and (models.drafts or models.heads):
@@ -145,19 +154,18 @@ def _modelled(
 
     configs: list[dict[str, Any]] = [{"method": "draft_model", "model": draft} for draft in models.drafts]
     configs += [{"method": head_method(resolve(head)), "model": head, "top_k": 1} for head in models.heads]
-    made = [Candidate(f"{one['method']} {Path(str(one['model'])).name}", one, _DEPTHS) for one in configs]
+    candidates = [Candidate(f"{one['method']} {Path(str(one['model'])).name}", one, _DEPTHS) for one in configs]
     proposers = Proposers(Builder(target, load_tokenizer(path), path, load).build)
-    taps = sorted({tap for each in made for tap in proposers.get(each).needs.taps})
+    taps = sorted({tap for each in candidates for tap in proposers.get(each).needs.taps})
     sample = Sample(target, law, texts, (), proposers, taps)
-    return [each for candidate in made for each in _estimated(sample, candidate, free=False)]
+    return [each for candidate in candidates for each in _estimated(sample, candidate, free=False)]
 
 
 def _estimated(sample: Sample, candidate: Candidate, free: bool) -> list[PredictedDrafter]:
     result = []
     for depth in candidate.depths:
         estimate = sample.estimate(candidate, depth)
-        drafted = sum(size * share for size, share in estimate.sizes.items())
+        drafted = sum(size * fraction for size, fraction in estimate.sizes.items())
         tokens = TokensPerPass(estimate.tokens_per_pass, spread(estimate), drafted, estimate.acceptance)
-        config = candidate.at(depth)
-        result.append(PredictedDrafter(candidate.name, candidate.method, config, depth, tokens, free))
+        result.append(PredictedDrafter(candidate.name, candidate.method, candidate.at(depth), depth, tokens, free))
     return result

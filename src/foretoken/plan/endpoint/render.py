@@ -14,7 +14,7 @@ from foretoken.plan.endpoint.outcome import OWN, EndpointChoice, EndpointPlan, E
 
 
 def costs_line(costs: Mapping[str, Any]) -> str:
-    """Returns what a measurement takes, in one line."""
+    """Returns the costs of a measurement in one line."""
     return (
         f"about {costs['requests']:,} requests, {costs['prompt_tokens']:,} prompt tokens and {costs['tokens']:,} "
         f"generated tokens in {costs['waves']} waves of {', '.join(map(str, costs['concurrency']))} at once; "
@@ -46,11 +46,15 @@ def verdict_lines(choice: EndpointChoice, rows: Sequence[EndpointRow]) -> list[s
     if row is None:
         doubt = "" if choice.sure else " (not by much: an interval reaches above 1)"
         return [f"do not speculate: nothing is faster than plain decoding{doubt}"]
-    own = [each for each in rows if (each.name, each.depth) == (row.name, row.depth)]
-    gains = ", ".join(f"{each.speedup:.2f}x ({_span(each)}) at {each.concurrency}" for each in own if each.speedup)
+    alike = [each for each in rows if (each.name, each.depth) == (row.name, row.depth)]
+    gains = ", ".join(f"{each.speedup:.2f}x ({_span(each)}) at {each.concurrency}" for each in alike if each.speedup)
     lines = [f"best over all: {row.name}, {row.depth} draft tokens: {gains} at once"]
     if choice.off_above is not None:
-        lines.append(f"switch it off above {choice.off_above} concurrent requests{_off_interval(choice)}")
+        interval = ""
+        if choice.off_low != choice.off_high:
+            high = f"to {choice.off_high}" if choice.off_high is not None else "or more"
+            interval = f" (the interval is {choice.off_low} {high})"
+        lines.append(f"switch it off above {choice.off_above} concurrent requests{interval}")
     elif choice.off_low is not None:
         lines.append(f"it may lose above {choice.off_low} concurrent requests; it gains at all that were measured")
     if choice.limit.varies and row.name == OWN:
@@ -60,15 +64,8 @@ def verdict_lines(choice: EndpointChoice, rows: Sequence[EndpointRow]) -> list[s
     return lines
 
 
-def _off_interval(choice: EndpointChoice) -> str:
-    if choice.off_low == choice.off_high:
-        return ""
-    high = f"to {choice.off_high}" if choice.off_high is not None else "or more"
-    return f" (the interval is {choice.off_low} {high})"
-
-
-def _range(part: tuple[int, int | None, int]) -> str:
-    first, last, depth = part
+def _range(limit: tuple[int, int | None, int]) -> str:
+    first, last, depth = limit
     where = f"from {first} on" if last is None else f"{first} to {last}" if last > first else f"{first}"
     return f"{where}: {depth or 'none'}"
 
@@ -81,12 +78,11 @@ def _table(rows: Sequence[EndpointRow]) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("other draft lengths (* measured)", style="dim", overflow="fold")
     for name in dict.fromkeys(row.name for row in rows):
-        own = [row for row in rows if row.name == name]
-        top = max(own, key=lambda row: (row.speedup or 0.0, row.pays_below or 0.0))
-        others = "  ".join(_short(row) for row in own if row is not top)
+        alike = [row for row in rows if row.name == name]
+        top = max(alike, key=lambda row: (row.gain, row.pays_below or 0.0))
+        others = "  ".join(_short(row) for row in alike if row is not top)
         table.add_row(*_cells(top), others, style="bold green" if top.best else None)
-    plain = rows[0].plain_tokens_per_second
-    table.add_row("plain*", "", "1.00", "", "1.00x", "", f"{plain:,.1f}", "")
+    table.add_row("plain*", "", "1.00", "", "1.00x", "", f"{rows[0].plain_tokens_per_second:,.1f}", "")
     return table
 
 

@@ -11,41 +11,35 @@ from typing import Any
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.plan.endpoint.acceptance import (
-    AGREE,
+from foretoken.plan.endpoint.acceptance import AGREE, EndpointAcceptance, TokensPerPass
+from foretoken.plan.endpoint.drafters import LocalModels, PredictedDrafter, copying, predicted_drafters, texts_of
+from foretoken.plan.endpoint.outcome import EndpointPlan, EndpointPredictor
+from foretoken.plan.endpoint.paste import paste
+from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel, measured_plain, measured_speculative
+from foretoken.probe.answers import Refused
+from foretoken.probe.client import Journal
+from foretoken.probe.side import ServerPair, Side, probed, why_unusable
+from foretoken.probe.waves import Wave, WaveSender
+from foretoken.probe.workload import (
     CannotTellError,
-    EndpointAcceptance,
-    TokensPerPass,
-    acceptance_of,
-)
-from foretoken.plan.endpoint.drafters import LocalModels, PredictedDrafter, predicted_drafters, texts_of
-from foretoken.plan.endpoint.engines import copying, paste
-from foretoken.plan.endpoint.measuring import (
     Measured,
+    MeasuredLane,
     Say,
     Workload,
+    draft_length,
     lanes_of,
     measure,
-    options_of,
-    own_depth,
-    plain_answers,
     rounds_of,
     warmed,
 )
-from foretoken.plan.endpoint.outcome import EndpointPlan, EndpointPredictor
-from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel, measured_plain, measured_speculative
-from foretoken.plan.endpoint.waves import MeasuredLane, Wave, WaveSender
-from foretoken.probe.answers import Refused
-from foretoken.probe.journal import Journal
-from foretoken.probe.side import Side, answering
-from foretoken.probe.sides import ServerPair, why_unusable
 
 CONCURRENCY = (1, 4, 16)
+Announce = Callable[[Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True)
 class PlannedEndpoint:
-    """What to plan for.
+    """The server to plan for, and the settings of the measurement.
 
     Attributes:
         pair: The server, with and without speculation.
@@ -55,10 +49,10 @@ class PlannedEndpoint:
         max_tokens: Tokens of every answer.
         budget: Generated tokens to spend, about.
         seconds: Time to take, about, in place of ``budget``.
-        current: The server's own speculative_config, as far as it is known.
+        current: The server's speculative_config, as far as it is known.
         models: Checkpoints on this machine, to predict drafters that are models.
         earlier: Records of plans for the same server at other draft lengths.
-        journal: File of the waves of a plan that is under way.
+        journal: File of the waves of an unfinished plan.
     """
 
     pair: ServerPair
@@ -84,15 +78,15 @@ class PlannedEndpoint:
 def plan_endpoint(
     endpoint: PlannedEndpoint,
     prompts: Sequence[str],
-    announce: Callable[[Mapping[str, Any]], bool] = lambda costs: True,
-    say: Say = lambda what, share: None,
+    announce: Announce = lambda costs: True,
+    say: Say = lambda stage, fraction: None,
 ) -> EndpointPlan:
     """Measures a server and predicts.
 
     Args:
-        endpoint: What to plan for.
+        endpoint: The server and the settings.
         prompts: Texts like the user's.
-        announce: Called with the costs before they are spent. Returns whether to go on.
+        announce: Called with the costs before they are spent. Returns whether to continue.
         say: Reports progress.
 
     Raises:
@@ -100,32 +94,33 @@ def plan_endpoint(
         InvalidRequest: The budget is too small.
         ModelLoadError: A checkpoint cannot be loaded.
     """
-    started, journal = monotonic(), Journal(Wave.restored, endpoint.journal)
+    started, journal = monotonic(), Journal(Wave, endpoint.journal)
     planning = _Planning(endpoint, prompts, announce, say, journal)
+    finished = False
     try:
-        result = planning.run(started)
-    except BaseException:
-        journal.close(finished=False)
-        raise
-    journal.close(finished=not planning.later and bool(result.because or result.rows))
+        result = planning.run()
+        finished = not planning.later and bool(result.because or result.rows)
+    finally:
+        journal.close(finished)
+    planning.facts["seconds"] = round(monotonic() - started, 1)
     return result
 
 
 @dataclass
 class _Planning:
-    """One run of ``plan_endpoint``."""
+    """One run of ``plan_endpoint``. later: whether the plan failed for a reason that may pass."""
 
     endpoint: PlannedEndpoint
     prompts: Sequence[str]
-    announce: Callable[[Mapping[str, Any]], bool]
+    announce: Announce
     say: Say
     journal: Journal[Wave]
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     later: bool = False
 
-    def run(self, started: float) -> EndpointPlan:
-        """Returns the plan, or why there is none."""
+    def run(self) -> EndpointPlan:
+        """Returns the plan, or the reason why there is none."""
         pair = self.endpoint.pair
         self.facts |= {"endpoint": pair.url, "baseline": pair.baseline, "model": pair.model}
         try:
@@ -133,18 +128,18 @@ class _Planning:
             self.facts["engine"] = str(speculative.dialect.kind)
             result = self._planned(plain, speculative)
             self.facts["spent"] = {side.name: asdict(side.client.spent) for side in (plain, speculative)}
-        except CannotTellError as why:
-            result, self.later = EndpointPlan(self.facts, str(why), tuple(self.notes)), why.later
-        self.facts["seconds"] = round(monotonic() - started, 1)
-        return result
+            return result
+        except CannotTellError as error:
+            self.later = error.later
+            return EndpointPlan(self.facts, str(error), tuple(self.notes))
 
     def _sides(self) -> tuple[Side, Side]:
-        sides = self.endpoint.pair.sides()
-        ready = [answering(side, self.prompts[0]) for side in sides]
-        for side, one in zip(sides, ready, strict=True):
-            if not isinstance(one, Side):
-                raise CannotTellError(why_unusable(side, one), later=True)
-        usable = [one for one in ready if isinstance(one, Side)]
+        usable = []
+        for side in self.endpoint.pair.sides():
+            result = probed(side, self.prompts[0], logprobs=False)
+            if not isinstance(result, Side):
+                raise CannotTellError(why_unusable(side, result), later=True)
+            usable.append(result)
         if len(usable) < 2:
             raise CannotTellError(
                 f"there is no plain decoding to compare with: {usable[0].dialect.kind} has no switch for a request; "
@@ -153,16 +148,17 @@ class _Planning:
         return usable[0], usable[1]
 
     def _planned(self, plain: Side, speculative: Side) -> EndpointPlan:
-        end = self.endpoint
-        patience = end.pair.patience
-        sender = WaveSender(self.journal, end.max_tokens, options_of(end.temperature), patience.retries, patience.pause)
+        end, patience = self.endpoint, self.endpoint.pair.patience
+        sender = WaveSender(self.journal, end.max_tokens, end.temperature, patience.retries, patience.pause)
         self.say("finding out the draft length", 0.0)
-        first = [sender.send(speculative, [prompt], f"probe/{i}") for i, prompt in enumerate(self.prompts[:2])]
-        wrong = next((each for each in first if not isinstance(each, Wave)), None)
-        if wrong is not None and not isinstance(wrong, Wave):
-            hint = "; it must stream" if isinstance(wrong, Refused) else ""
-            raise CannotTellError(f"the server does not stream a text: {wrong.why}{hint}", later=True)
-        depth = end.depth or own_depth(speculative, [each for each in first if isinstance(each, Wave)])
+        waves = []
+        for i, prompt in enumerate(self.prompts[:2]):
+            wave = sender.send(speculative, [prompt], f"probe/{i}")
+            if not isinstance(wave, Wave):
+                hint = "; it must stream" if isinstance(wave, Refused) else ""
+                raise CannotTellError(f"the server does not stream a text: {wave.why}{hint}", later=True)
+            waves.append(wave)
+        depth = end.depth or draft_length(speculative, waves)
         lanes = lanes_of(plain, speculative, depth)
         self.facts |= {"depth": depth, "temperature": end.temperature, "max_tokens": end.max_tokens}
         self.facts["plain_by"] = plain.switch or "baseline"
@@ -175,29 +171,28 @@ class _Planning:
         return self._plan_from(measured, work)
 
     def _work(self, sender: WaveSender, lanes: Sequence[MeasuredLane]) -> tuple[Workload, Mapping[str, Any]]:
-        end = self.endpoint
-        numbers = sorted(set(end.concurrency))
+        end, numbers = self.endpoint, sorted(set(self.endpoint.concurrency))
         tokens = len(lanes) * sum(numbers) * end.max_tokens
         if end.budget is not None:
-            rounds_of(end.budget, None, tokens, 0.0)  # too small a budget is refused before more is spent
-        each = warmed(sender, lanes, self.prompts, numbers[-1]) * len(numbers)
-        work = Workload(self.prompts, numbers, rounds_of(end.budget, end.seconds, tokens, each))
+            rounds_of(end.budget, None, tokens, 0.0)  # a budget that is too small is refused before more is spent
+        seconds = warmed(sender, lanes, self.prompts, numbers[-1]) * len(numbers)
+        work = Workload(self.prompts, numbers, rounds_of(end.budget, end.seconds, tokens, seconds))
         spent = {id(lane.side.client.spent): lane.side.client.spent for lane in lanes}.values()
         sent = {"requests": sum(one.requests for one in spent), "tokens": sum(one.tokens for one in spent)}
-        return work, {**work.costs(len(lanes), end.max_tokens, each), "sent": sent}
+        return work, {**work.costs(len(lanes), end.max_tokens, seconds), "sent": sent}
 
     def _plan_from(self, measured: Measured, work: Workload) -> EndpointPlan:
-        acceptances: dict[int, EndpointAcceptance] = {}
+        plain, acceptances = measured.of(0), dict[int, EndpointAcceptance]()
         for at, lane in enumerate(measured.lanes):
             if lane.depth:
-                acceptances[lane.depth] = acceptance_of(lane.depth, measured.of(0), measured.of(at))
+                acceptances[lane.depth] = EndpointAcceptance.of(lane.depth, plain, measured.of(at))
                 acceptances[lane.depth].check()
         here = {
-            (depth, number): acceptance_of(depth, measured.of(0), waves)
+            (depth, number): EndpointAcceptance.of(depth, plain, waves)
             for (at, number), waves in measured.waves.items()
             if (depth := measured.lanes[at].depth)
         }
-        apart, speeds = self._apart(here, acceptances), self._speeds(measured, here, acceptances)
+        apart, speeds = _apart(here, acceptances), self._speeds(measured, here, acceptances)
         self.facts["tokens_per_pass_from"] = acceptances[max(acceptances)].source
         self.notes += [
             f"nothing is told about other draft lengths, because the server drafts {each.shorter:.1f} tokens a step "
@@ -205,43 +200,17 @@ class _Planning:
             for depth, each in acceptances.items()
             if each.shorter
         ]
-        drafters = self._drafters(measured, work)
-        whole = EndpointPredictor(acceptances, speeds, drafters, sorted(speeds.plain), apart)
-        rows = whole.rows()
-        self.notes += [whole.left_out] if whole.left_out else []
-        choice = whole.choice(rows)
         kind = measured.lanes[1].side.dialect.kind
+        drafters = self._drafters(measured, work, kind)
+        predictor = EndpointPredictor(acceptances, speeds, drafters, sorted(speeds.plain), apart)
+        rows = predictor.rows()
+        self.notes += [predictor.left_out] if predictor.left_out else []
+        choice = predictor.choice(rows)
         depth, config = (0, None) if choice.row is None else (choice.row.depth, choice.row.config)
         lines = paste(kind, config, depth, choice.limit, self.endpoint.current)
         return EndpointPlan(
-            self.facts, "", tuple(self.notes), tuple(rows), choice, tuple(lines), _points(speeds), whole
+            self.facts, "", tuple(self.notes), tuple(rows), choice, tuple(lines), _points(speeds), predictor
         )
-
-    @staticmethod
-    def _apart(
-        here: Mapping[tuple[int, int], EndpointAcceptance], acceptances: Mapping[int, EndpointAcceptance]
-    ) -> dict[tuple[int, int], TokensPerPass]:
-        """Returns tokens per pass where a concurrency has others than all together.
-
-        Args:
-            here: Acceptance by draft length and concurrency.
-            acceptances: That of all concurrencies together, by draft length.
-
-        Raises:
-            CannotTellError: They differ so much that one acceptance for all concurrencies is wrong.
-        """
-        apart = {}
-        for (depth, number), own in here.items():
-            ratio = own.differs(acceptances[depth])
-            if ratio is None:
-                continue
-            if not 1 / AGREE < ratio < AGREE:
-                raise CannotTellError(
-                    f"tokens per pass depend on the concurrency: at {number} requests at once they are {ratio:.2f} "
-                    "times those of all together; plan for each --concurrency alone"
-                )
-            apart[depth, number] = own.at(depth)
-        return apart
 
     def _speeds(
         self,
@@ -249,9 +218,10 @@ class _Planning:
         here: Mapping[tuple[int, int], EndpointAcceptance],
         acceptances: Mapping[int, EndpointAcceptance],
     ) -> SpeedModel:
-        told = {number: measured_plain(measured.waves[0, number]) for number in measured.concurrency}
-        plain = {number: seconds for number, seconds in told.items() if seconds is not None}
-        own: dict[tuple[int, int], PassSeconds] = {}
+        """Returns the seconds of passes. here: acceptance by draft length and concurrency."""
+        each = {number: measured_plain(measured.waves[0, number]) for number in measured.concurrency}
+        plain = {number: seconds for number, seconds in each.items() if seconds is not None}
+        speculative: dict[tuple[int, int], PassSeconds] = {}
         for (at, number), waves in measured.waves.items():
             depth = measured.lanes[at].depth
             if not depth or number not in plain:
@@ -260,23 +230,45 @@ class _Planning:
             tokens = one.counted or one.seen or acceptances[depth].at(depth).mean
             bursts = 1.0 / (1.0 + one.merged) if one.texts else None
             if seconds := measured_speculative(waves, beside, plain[number], tokens, bursts):
-                own[depth, number] = seconds
+                speculative[depth, number] = seconds
         for record in self.endpoint.earlier:
-            own |= _earlier(record, self.facts, plain, own)
-        return SpeedModel(plain, own)
+            speculative |= _earlier(record, self.facts, plain, speculative)
+        return SpeedModel(plain, speculative)
 
-    def _drafters(self, measured: Measured, work: Workload) -> list[PredictedDrafter]:
-        plain = measured.lanes[0].side
-        end = self.endpoint
+    def _drafters(self, measured: Measured, work: Workload, kind: str) -> list[PredictedDrafter]:
         self.say("other drafters on the texts", 1.0)
         try:
-            answers, prompts = plain_answers(measured, work)
-            texts = texts_of(plain, answers, prompts, end.max_tokens)
-            kind = measured.lanes[1].side.dialect.kind
-            return predicted_drafters(texts, end.temperature, copying(kind), end.models)
-        except CannotTellError as why:
-            self.notes.append(str(why))
+            texts = texts_of(measured.lanes[0].side, *measured.plain_answers(work), self.endpoint.max_tokens)
+            return predicted_drafters(texts, self.endpoint.temperature, copying(kind), self.endpoint.models)
+        except CannotTellError as error:
+            self.notes.append(str(error))
             return []
+
+
+def _apart(
+    here: Mapping[tuple[int, int], EndpointAcceptance], acceptances: Mapping[int, EndpointAcceptance]
+) -> dict[tuple[int, int], TokensPerPass]:
+    """Returns tokens per pass at concurrencies that differ from all together.
+
+    Args:
+        here: Acceptance by draft length and concurrency.
+        acceptances: Acceptance of all concurrencies together, by draft length.
+
+    Raises:
+        CannotTellError: They differ so much that one acceptance for all concurrencies is wrong.
+    """
+    apart = {}
+    for (depth, number), acceptance in here.items():
+        ratio = acceptance.differs(acceptances[depth])
+        if ratio is None:
+            continue
+        if not 1 / AGREE < ratio < AGREE:
+            raise CannotTellError(
+                f"tokens per pass depend on the concurrency: at {number} requests at once they are {ratio:.2f} "
+                "times those of all together; plan for each --concurrency alone"
+            )
+        apart[depth, number] = acceptance.at(depth)
+    return apart
 
 
 def _points(speeds: SpeedModel) -> dict[str, Any]:
@@ -295,9 +287,9 @@ def _earlier(
     record: Mapping[str, Any],
     facts: Mapping[str, Any],
     plain: Mapping[int, PassSeconds],
-    own: Mapping[tuple[int, int], PassSeconds],
+    known: Mapping[tuple[int, int], PassSeconds],
 ) -> dict[tuple[int, int], PassSeconds]:
-    """Returns the points of an earlier plan at concurrencies of this one, as fast as plain decoding is now.
+    """Returns the points of an earlier plan at concurrencies of this one, scaled to the plain speed of today.
 
     Raises:
         ForetokenError: It is no record of a plan for a server, or one of another model or setting.
@@ -308,17 +300,16 @@ def _earlier(
         then = {int(number): float(seconds) for number, seconds, _ in points["plain"]}
         scaled = {
             (int(depth), int(number)): PassSeconds(
-                float(seconds) * plain[int(number)].seconds / then[int(number)],
-                float(width) * 2**0.5,
+                float(seconds) * plain[int(number)].seconds / then[int(number)], float(width) * 2**0.5
             )
             for depth, number, seconds, width, _ in points["speculative"]
-            if int(number) in plain and (int(depth), int(number)) not in own
+            if int(number) in plain and (int(depth), int(number)) not in known
         }
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ForetokenError("--with needs records that plan --endpoint wrote with --output") from error
     if other:
-        told = ", ".join(f"{key} {setting.get(key)} instead of {facts[key]}" for key in other)
-        raise ForetokenError(f"--with needs a record of the same server and setting, but it has {told}")
+        listed = ", ".join(f"{key} {setting.get(key)} instead of {facts[key]}" for key in other)
+        raise ForetokenError(f"--with needs a record of the same server and setting, but it has {listed}")
     timed = all(0.0 < each.seconds < math.inf and 0.0 <= each.width < math.inf for each in scaled.values())
     if not timed or any(depth < 1 for depth, _ in scaled):
         raise ForetokenError("--with needs records with draft lengths of at least 1 and positive, finite times")

@@ -13,9 +13,19 @@ from foretoken.bench.peers.protocol import PeerRequest
 from foretoken.bench.peers.vllm_steps import Depths, VllmStepTimes, timed
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.vllm.measured import CHAIN, COPIED, PLAIN, VllmCandidate, VllmRun
-from foretoken.plan.vllm.planning import predict, record, vllm_plan
-from foretoken.plan.vllm.runs import Bench, answers, grouped, runs
+from foretoken.plan.vllm import (
+    CHAIN,
+    COPIED,
+    PLAIN,
+    Bench,
+    VllmCandidate,
+    VllmRun,
+    answers,
+    grouped,
+    predict,
+    record,
+    vllm_plan,
+)
 
 DRAFT = VllmCandidate.of({"method": "draft_model", "model": "some/draft"})
 OURS = VllmCandidate.of({"method": "custom_class", "model": "a.B"}, "ours", {"foretoken": {"method": "suffix"}})
@@ -37,6 +47,14 @@ def run(lane: str, depth: int, seconds: float, emitted: tuple[int, ...], beside:
         emitted=tuple(2 * count for count in emitted),
         first_seconds=(seconds, seconds),
     )
+
+
+def runs(*arguments: object, **options: object) -> list[VllmRun]:
+    return [each.run() for each in answers(*arguments, **options)]
+
+
+def restored(record: dict[str, object]) -> VllmRun:
+    return VllmRun(**{key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
 
 
 def geometric(rate: float, depth: int, passes: int = 10**6) -> tuple[int, ...]:
@@ -91,7 +109,7 @@ def test_a_plan_weighs_tokens_against_time():
     assert plan.choices[0].sure
     result = record(plan, [DRAFT, OURS], [plain, *rows])
     assert result["exports"] == {"vllm": plan.best} and result["additional_config"] == {}
-    read = [VllmRun.read(each) for each in json.loads(json.dumps(result, allow_nan=False))["runs"]]
+    read = [restored(each) for each in json.loads(json.dumps(result, allow_nan=False))["runs"]]
     assert read == [plain, *rows]
 
 

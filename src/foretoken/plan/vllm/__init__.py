@@ -1,1 +1,0 @@
-"""Plans for vLLM, measured on vLLM itself."""
