@@ -30,7 +30,7 @@ from clients import serving
 from foretoken import zoo
 from foretoken.bench.setting import setting, wide_console
 from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
-from foretoken.plan.endpoint.speeds import SpeedModel
+from foretoken.plan.endpoint.statistics import SpeedModel
 from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts
 from servers import CONTEXT, SEQUENCES, eager_serving, listed_model

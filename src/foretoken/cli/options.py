@@ -156,7 +156,7 @@ class ServerOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the same by the names of the fields of ``ServerPair`` and ``Endpoint``. Raises InvalidRequest."""
-        from foretoken.probe.dialects import ServerKind
+        from foretoken.probe.server import ServerKind
 
         if self.server not in list(ServerKind):
             raise InvalidRequest(f"--server must be {', '.join(ServerKind)}, got {self.server!r}")

@@ -41,19 +41,12 @@ Say = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class VllmCandidate:
-    """One way to speculate.
+    """One way to speculate."""
 
-    Attributes:
-        name: Unique within a plan.
-        config: vLLM's speculative_config without num_speculative_tokens.
-        depths: Draft lengths to run.
-        additional: vLLM's additional_config.
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    depths: tuple[int, ...]
-    additional: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # unique within a plan
+    config: Mapping[str, Any]  # vLLM's speculative_config without num_speculative_tokens
+    depths: tuple[int, ...]  # draft lengths to run
+    additional: Mapping[str, Any] = field(default_factory=dict)  # vLLM's additional_config
 
     def at(self, depth: int) -> dict[str, Any]:
         """Returns the ``speculative_config`` with ``depth`` draft tokens."""
@@ -66,13 +59,7 @@ class VllmCandidate:
         additional: Mapping[str, Any] | None = None,
         max_depth: int = CHAIN[-1],
     ) -> VllmCandidate:
-        """Returns a candidate from vLLM's speculative_config.
-
-        Args:
-            config: vLLM's speculative_config.
-            name: Name, by default the method and the model's folder.
-            additional: vLLM's additional_config.
-            max_depth: Greatest draft length if ``config`` has none.
+        """Returns a candidate from vLLM's speculative_config. name: by default the method and the model's folder.
 
         Raises:
             InvalidRequest: The configuration names no method, or an impossible draft length.
@@ -91,33 +78,19 @@ class VllmCandidate:
 
 @dataclass(frozen=True)
 class VllmRun:
-    """Measurements of one lane at one draft length, over groups of ``batch`` prompts.
+    """Measurements of one lane at one draft length, over groups of ``batch`` prompts."""
 
-    Attributes:
-        lane: Name of the candidate, ``PLAIN`` for plain decoding.
-        depth: Draft length, 0 for plain decoding.
-        beside: Name of the lane with which it alternated.
-        temperature: Sampling temperature.
-        batch: Sequences at once.
-        tokens: By prompt, tokens without those of the first pass.
-        passes: By prompt, target passes without the first.
-        steps: By group, number of timed steps.
-        seconds: By group, mean seconds of a step.
-        emitted: Number of passes that emitted 1, 2, ... tokens.
-        first_seconds: By group, seconds until every prompt had its first token.
-    """
-
-    lane: str
-    depth: int
-    beside: str
+    lane: str  # name of the candidate, PLAIN for plain decoding
+    depth: int  # draft length, 0 for plain decoding
+    beside: str  # name of the lane with which it alternated
     temperature: float
-    batch: int
-    tokens: tuple[int, ...]
-    passes: tuple[int, ...]
-    steps: tuple[int, ...]
-    seconds: tuple[float, ...]
-    emitted: tuple[int, ...]
-    first_seconds: tuple[float, ...]
+    batch: int  # sequences at once
+    tokens: tuple[int, ...]  # by prompt, without those of the first pass
+    passes: tuple[int, ...]  # by prompt, of the target, without the first
+    steps: tuple[int, ...]  # by group, number of timed steps
+    seconds: tuple[float, ...]  # by group, mean seconds of a step
+    emitted: tuple[int, ...]  # number of passes that emitted 1, 2, ... tokens
+    first_seconds: tuple[float, ...]  # by group, seconds until every prompt had its first token
 
     @staticmethod
     def of(answers: Sequence[VllmStepTimes], **place: Any) -> VllmRun:
@@ -208,23 +181,16 @@ class VllmProcess(PeerWorker):
 class Bench:
     """Settings of the measurement.
 
-    Attributes:
-        target: A folder, or a name that vLLM knows.
-        temperatures: Sampling temperatures.
-        batches: Numbers of sequences at once.
-        max_tokens: Greatest number of tokens per request.
-        python: Interpreter of vLLM's environment, None for the one of ``make peers``.
-        engine: Further arguments of ``vllm.LLM``, such as tensor_parallel_size.
-        alone: One process at a time, for targets too large to load twice. Plain decoding is then measured once, before
-            the others.
+    alone: one process at a time, for targets too large to load twice. Plain decoding is then measured once, before the
+    others.
     """
 
-    target: str
+    target: str  # a folder, or a name that vLLM knows
     temperatures: Sequence[float] = (0.0,)
-    batches: Sequence[int] = (1,)
-    max_tokens: int = 64
-    python: Path | None = None
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    batches: Sequence[int] = (1,)  # numbers of sequences at once
+    max_tokens: int = 64  # per request
+    python: Path | None = None  # interpreter of vLLM's environment, None for the one of make peers
+    engine: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vllm.LLM
     alone: bool = False
 
     def command(self) -> list[str]:

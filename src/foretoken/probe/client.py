@@ -95,17 +95,11 @@ def request_key(url: str, tag: str, body: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Time limits and retries.
+    """Time limits and retries."""
 
-    Attributes:
-        timeout: Seconds for one answer.
-        retries: Further tries of a request that failed or was limited.
-        pause: Seconds before the first retry; it doubles with each.
-    """
-
-    timeout: float = 120.0
-    retries: int = 4
-    pause: float = 1.0
+    timeout: float = 120.0  # seconds for one answer
+    retries: int = 4  # of a request that failed or was limited
+    pause: float = 1.0  # seconds before the first retry; it doubles with each
 
 
 @dataclass(frozen=True, slots=True)

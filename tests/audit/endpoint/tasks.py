@@ -9,8 +9,7 @@ from typing import Any
 from foretoken.audit.endpoint.run import Endpoint
 from foretoken.audit.endpoint.task import EndpointTask, Sizes
 from foretoken.probe.client import EndpointClient, Patience
-from foretoken.probe.dialects import DIALECTS, ServerKind
-from foretoken.probe.side import Side, probed
+from foretoken.probe.server import DIALECTS, ServerKind, Side, probed
 
 from .fake import Behaviour, serving
 

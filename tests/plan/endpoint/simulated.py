@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from foretoken.probe.answers import Arrival, Failed, ServerAnswer
-from foretoken.probe.counters import DraftCounts
-from foretoken.probe.waves import Wave
+from foretoken.probe.answers import Arrival, DraftCounts, Failed, ServerAnswer
+from foretoken.probe.workload import Wave
 
 PROMPTS = tuple(f"prompt number {i}: " for i in range(24))
 

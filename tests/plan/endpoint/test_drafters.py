@@ -8,15 +8,13 @@ from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.endpoint import LocalModels
-from foretoken.plan.endpoint.acceptance import EndpointAcceptance
 from foretoken.plan.endpoint.drafters import copying, predicted_drafters, texts_of
 from foretoken.plan.endpoint.outcome import EndpointPredictor
-from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
+from foretoken.plan.endpoint.statistics import EndpointAcceptance, PassSeconds, SpeedModel
 from foretoken.plan.texts import SampledText
 from foretoken.probe.answers import ServerAnswer
 from foretoken.probe.client import EndpointClient
-from foretoken.probe.dialects import DIALECTS, ServerKind
-from foretoken.probe.side import Side
+from foretoken.probe.server import DIALECTS, ServerKind, Side
 from foretoken.probe.workload import CannotTellError
 
 SIDE = Side("plain", EndpointClient("http://127.0.0.1:9"), "m", DIALECTS[ServerKind.VLLM])

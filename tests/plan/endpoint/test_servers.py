@@ -10,10 +10,10 @@ import pytest
 
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, outcome, plan_endpoint
-from foretoken.probe import waves
+from foretoken.probe import workload as waves
+from foretoken.probe.answers import ServerCounters
 from foretoken.probe.client import Patience
-from foretoken.probe.counters import ServerCounters
-from foretoken.probe.dialects import ServerKind
+from foretoken.probe.server import ServerKind
 
 from .simulated import PROMPTS, StreamingBehaviour, streaming
 

@@ -8,12 +8,10 @@ import pytest
 
 from foretoken.core.errors import ForetokenError
 from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, plan_endpoint, run
-from foretoken.plan.endpoint.acceptance import EndpointAcceptance
 from foretoken.plan.endpoint.outcome import OWN, EndpointPlan, EndpointPredictor, EndpointRow
-from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
+from foretoken.plan.endpoint.statistics import EndpointAcceptance, PassSeconds, SpeedModel
 from foretoken.probe.client import EndpointClient
-from foretoken.probe.dialects import DIALECTS, ServerKind
-from foretoken.probe.side import Abilities, Side
+from foretoken.probe.server import DIALECTS, Abilities, ServerKind, Side
 from foretoken.probe.workload import CannotTellError, draft_length
 
 from .simulated import PROMPTS, SimulatedEngine, SimulatedSender, close

@@ -21,7 +21,7 @@ from foretoken.audit.sampled import sampling_check
 from foretoken.audit.subject import AuditedCompletion
 from foretoken.audit.tally import BINS, TokenTally
 from foretoken.probe.answers import ServerAnswer, TokenPlace
-from foretoken.probe.side import Reference, Side
+from foretoken.probe.server import Reference, Side
 
 NAME = "sampled distribution"
 PLAIN = "sampled distribution, plain"

@@ -21,8 +21,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.probe.answers import Failed, Refused, Reply, answer_of
 from foretoken.probe.client import Ask, EndpointClient
-from foretoken.probe.dialects import DIALECTS, NEUTRAL, Dialect, ServerKind
-from foretoken.probe.side import Side
+from foretoken.probe.server import DIALECTS, NEUTRAL, Dialect, ServerKind, Side
 from foretoken.speculation import SpeculativeConfig
 
 _NO_STREAM = frozenset({"stream"})  # a generation is complete when it comes back

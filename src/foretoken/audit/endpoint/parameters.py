@@ -17,7 +17,7 @@ from typing import Any
 from foretoken.audit.endpoint.task import OBJECT_TOKENS, OBJECTS, EndpointTask, inconclusive
 from foretoken.audit.result import Check, CheckOutcome
 from foretoken.probe.answers import Refused, Reply, ServerAnswer
-from foretoken.probe.side import CHAT, EndpointRequest, Side
+from foretoken.probe.server import CHAT, EndpointRequest, Side
 
 _TEXTS, _CHOICES, _ALTERNATIVES = 4, 2, 3
 _SCHEMA = {

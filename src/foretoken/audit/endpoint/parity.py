@@ -25,7 +25,7 @@ from foretoken.audit.endpoint.task import (
 from foretoken.audit.endpoint.tuned import TunedSampling
 from foretoken.audit.result import Check, CheckOutcome
 from foretoken.probe.answers import ServerAnswer, TokenPlace
-from foretoken.probe.side import Side
+from foretoken.probe.server import Side
 
 NAME = "greedy parity"
 LOGPROBS = "log-probabilities"

@@ -19,10 +19,9 @@ from foretoken.audit.endpoint.tuned import tuned_findings
 from foretoken.audit.result import Audit, Check, CheckOutcome
 from foretoken.audit.run import Watch
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.probe.answers import ServerAnswer
+from foretoken.probe.answers import ServerAnswer, ServerCounters
 from foretoken.probe.client import Journal
-from foretoken.probe.counters import ServerCounters
-from foretoken.probe.side import (
+from foretoken.probe.server import (
     CHARACTERS,
     EndpointRequest,
     Prompt,

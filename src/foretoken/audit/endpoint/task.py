@@ -13,7 +13,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.loading import load_model
 from foretoken.probe.answers import Failed, Reply, ServerAnswer, TokenPlace
-from foretoken.probe.side import EndpointRequest, Prompt, Reference, Side
+from foretoken.probe.server import EndpointRequest, Prompt, Reference, Side
 
 ALONE, AGAIN, CROWD, PENALIZED = "alone", "again", "in a crowd", "with penalties"
 PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0}  # of greedy texts, which they change much
@@ -132,26 +132,15 @@ class CheckpointReference:
 
 @dataclass(frozen=True, slots=True)
 class EndpointTask:
-    """Inputs of a check.
+    """Inputs of a check."""
 
-    Attributes:
-        speculative: The audited side.
-        plain: The same model without speculation, None if there is none.
-        prompts: Texts, or token ids if the server takes them.
-        sizes: Sizes of the samples.
-        concurrency: Requests at a time in a crowd.
-        level: Significance level of one check.
-        seed: All random numbers of the audit are derived from it.
-        checkpoint: The model, computed here.
-    """
-
-    speculative: Side
-    plain: Side | None
+    speculative: Side  # the audited side
+    plain: Side | None  # the same model without speculation
     prompts: tuple[Prompt, ...]
     sizes: Sizes
-    concurrency: int
-    level: float
-    seed: int
+    concurrency: int  # requests at a time in a crowd
+    level: float  # of significance, of one check
+    seed: int  # of all random numbers
     checkpoint: CheckpointReference | None = None
 
     @property

@@ -19,7 +19,7 @@ from foretoken.audit.endpoint.parameters import ParameterFinding, Seen, Treatmen
 from foretoken.audit.endpoint.task import EndpointTask
 from foretoken.audit.tally import Sum
 from foretoken.probe.answers import Failed, ServerAnswer, TokenPlace
-from foretoken.probe.side import Reference, Side
+from foretoken.probe.server import Reference, Side
 
 _CLEAR, _CLEAR_MASS = 0.1, 0.02  # nats and probability by which no two passes of a server differ
 _SEEN = 0.01  # level at which the unchanged distribution is ruled out

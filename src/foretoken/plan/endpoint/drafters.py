@@ -17,17 +17,16 @@ from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.models.loading import load_model
 from foretoken.plan.candidates import Candidate, head_method
-from foretoken.plan.endpoint.acceptance import TokensPerPass
-from foretoken.plan.endpoint.paste import NGRAM_TOKENS
+from foretoken.plan.endpoint.statistics import TokensPerPass
 from foretoken.plan.predictions import spread
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import SampledText
 from foretoken.probe.answers import ServerAnswer
-from foretoken.probe.dialects import ServerKind
-from foretoken.probe.side import Side, tokenized
+from foretoken.probe.server import ServerKind, Side, tokenized
 from foretoken.probe.workload import CannotTellError
 from foretoken.speculation import Builder
 
+NGRAM_TOKENS = 4  # of the n-gram that llama.cpp looks up, of one size
 _MIN_TEXTS = 4  # from which an interval is estimated
 _DEPTHS = (2, 4, 8)
 _MAX_ID = 2**24  # above the vocabulary of any model

@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from foretoken.plan.endpoint.acceptance import EndpointAcceptance, TokensPerPass
 from foretoken.plan.endpoint.drafters import PredictedDrafter
-from foretoken.plan.endpoint.paste import Limit
-from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel
+from foretoken.plan.endpoint.statistics import EndpointAcceptance, PassSeconds, SpeedModel, TokensPerPass
 from foretoken.probe.workload import CannotTellError
 
 OWN = "the server's drafter"
@@ -22,49 +20,26 @@ _CLEARLY = 1.03  # speedup over another draft length that justifies a second one
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointRow:
-    """One prediction, or measurement.
-
-    Intervals are for further runs over as many requests: 95 of 100 should lie inside.
-
-    Attributes:
-        name: Name of the drafter.
-        method: Its speculative method, "" for the server's own.
-        config: Our speculative_config of it, None for the server's own.
-        depth: Draft length.
-        concurrency: Requests at once.
-        tokens_per_pass: Tokens of a sequence in a pass.
-        tokens_per_pass_low: Lower end of its interval.
-        tokens_per_pass_high: Upper end.
-        acceptance: Fraction of passes that accept that many draft tokens or more, by position.
-        plain_tokens_per_second: Tokens per second of all sequences without speculation.
-        speedup: Of decoding over plain decoding at the same concurrency; None if a draft's cost is unknown.
-        low: Lower end of its interval.
-        high: Upper end.
-        tokens_per_second: Of all sequences together.
-        step_seconds: Of a pass with its drafts.
-        pays_below: Seconds for drafting a token below which it is profitable, if the cost is unknown.
-        measured: Whether it was measured.
-        best: Whether it is the fastest at its concurrency.
-    """
+    """One prediction, or measurement. Of 100 further runs over as many requests, 95 should lie in the intervals."""
 
     name: str
-    method: str
-    config: Mapping[str, Any] | None
-    depth: int
-    concurrency: int
-    tokens_per_pass: float
+    method: str  # "" for the server's own drafter
+    config: Mapping[str, Any] | None  # our speculative_config, None for the server's own drafter
+    depth: int  # draft length
+    concurrency: int  # requests at once
+    tokens_per_pass: float  # of a sequence
     tokens_per_pass_low: float
     tokens_per_pass_high: float
-    acceptance: tuple[float, ...]
-    plain_tokens_per_second: float
-    speedup: float | None = None
+    acceptance: tuple[float, ...]  # by position, the fraction of passes that accept that many draft tokens or more
+    plain_tokens_per_second: float  # of all sequences without speculation
+    speedup: float | None = None  # over plain decoding at the same concurrency; None if a draft's cost is unknown
     low: float | None = None
     high: float | None = None
-    tokens_per_second: float | None = None
-    step_seconds: float | None = None
-    pays_below: float | None = None
+    tokens_per_second: float | None = None  # of all sequences
+    step_seconds: float | None = None  # of a pass with its drafts
+    pays_below: float | None = None  # seconds for drafting a token below which it is profitable, if unknown
     measured: bool = False
-    best: bool = False
+    best: bool = False  # at its concurrency
 
     @property
     def gain(self) -> float:
@@ -77,42 +52,53 @@ class EndpointRow:
         return self.speedup is not None and (self.high or 0.0) > _WIDEST * (self.low or 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Speculation by concurrency. depths: (from, to, draft length) of requests at once; to is None for all above."""
+
+    depths: tuple[tuple[int, int | None, int], ...]
+
+    @classmethod
+    def of(cls, depths: Sequence[tuple[int, int]]) -> Limit:
+        """Returns ranges of equal draft lengths from (concurrency, draft length) in ascending order."""
+        merged: list[tuple[int, int | None, int]] = []
+        start = 1
+        for (concurrency, depth), following in zip(depths, [*depths[1:], None], strict=True):
+            if following is None:
+                merged.append((start, None, depth))
+            elif following[1] != depth:
+                merged.append((start, concurrency, depth))
+                start = concurrency + 1
+        return cls(tuple(merged))
+
+    @property
+    def varies(self) -> bool:
+        """Whether the draft length depends on the concurrency."""
+        return len({depth for _, _, depth in self.depths}) > 1
+
+
 @dataclass(frozen=True)
 class EndpointChoice:
-    """The recommendation for all concurrencies together.
+    """The recommendation for all concurrencies together."""
 
-    Attributes:
-        row: The fastest over them, None for no speculation.
-        limit: Its draft lengths by concurrency.
-        off_above: Requests at once above which speculation should be off, None if it is profitable at all measured.
-        off_low: Lower end of its interval.
-        off_high: Upper end, None if it is beyond what was measured.
-        sure: Whether the interval of the speedup lies on one side of 1 at every concurrency.
-    """
-
-    row: EndpointRow | None
-    limit: Limit
-    off_above: int | None
-    off_low: int | None
+    row: EndpointRow | None  # the fastest, None for no speculation
+    limit: Limit  # its draft lengths by concurrency
+    off_above: int | None  # requests at once above which speculation should be off, None if beyond the measured ones
+    off_low: int | None  # ends of the interval of ``off_above``
     off_high: int | None
-    sure: bool
+    sure: bool  # whether the interval of the speedup lies on one side of 1 at every concurrency
 
 
 @dataclass(frozen=True)
 class EndpointPredictor:
     """Predicts rows from measurements.
 
-    Attributes:
-        acceptance: By draft length that was measured.
-        speeds: Seconds of passes.
-        drafters: Other drafters.
-        concurrency: Requests at once.
-        apart: Tokens per pass by draft length and concurrency, if they differ from those of all waves together.
+    apart: tokens per pass by draft length and concurrency, if they differ from those of all waves together.
     """
 
-    acceptance: Mapping[int, EndpointAcceptance]
+    acceptance: Mapping[int, EndpointAcceptance]  # by draft length that was measured
     speeds: SpeedModel
-    drafters: Sequence[PredictedDrafter]
+    drafters: Sequence[PredictedDrafter]  # other drafters
     concurrency: Sequence[int]
     apart: Mapping[tuple[int, int], TokensPerPass] = field(default_factory=dict)
     _tokens: dict[int, TokensPerPass] = field(default_factory=dict)
@@ -237,27 +223,16 @@ class EndpointPredictor:
 
 @dataclass(frozen=True)
 class EndpointPlan:
-    """Result: a plan, or the reason why there is none.
+    """Result: a plan, or the reason why there is none."""
 
-    Attributes:
-        facts: The server and the settings of the measurement.
-        because: The reason why there is no plan, "" if there is one.
-        notes: Notes on omitted rows.
-        rows: Predictions.
-        choice: The recommendation.
-        paste: Lines of the engine's configuration.
-        measured: Points that a later plan at another draft length can use.
-        predictor: Computes rows for further draft lengths and concurrencies.
-    """
-
-    facts: Mapping[str, Any]
-    because: str = ""
-    notes: tuple[str, ...] = ()
+    facts: Mapping[str, Any]  # the server and the settings of the measurement
+    because: str = ""  # the reason why there is no plan
+    notes: tuple[str, ...] = ()  # on omitted rows
     rows: tuple[EndpointRow, ...] = ()
     choice: EndpointChoice | None = None
-    paste: tuple[str, ...] = ()
-    measured: Mapping[str, Any] | None = None
-    predictor: EndpointPredictor | None = None
+    paste: tuple[str, ...] = ()  # lines of the engine's configuration
+    measured: Mapping[str, Any] | None = None  # points that a later plan at another draft length can use
+    predictor: EndpointPredictor | None = None  # computes rows for further draft lengths and concurrencies
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan for JSON and HTML pages."""

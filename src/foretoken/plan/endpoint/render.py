@@ -1,7 +1,8 @@
-"""Terminal output of a plan for a server."""
+"""Output of a plan for a server: the terminal, and a drafter's configuration in the words of each engine."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from foretoken.plan.endpoint.outcome import OWN, EndpointChoice, EndpointPlan, EndpointRow
+from foretoken.plan.endpoint.drafters import NGRAM_TOKENS
+from foretoken.plan.endpoint.outcome import OWN, EndpointChoice, EndpointPlan, EndpointRow, Limit
+from foretoken.probe.server import ServerKind
 
 
 def costs_line(costs: Mapping[str, Any]) -> str:
@@ -103,3 +106,73 @@ def _short(row: EndpointRow) -> str:
 
 def _span(row: EndpointRow) -> str:
     return f"{row.low:.2f}-{row.high:.2f}" if row.low and row.high and math.isfinite(row.high) else "unknown"
+
+
+_SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+
+
+def paste(
+    kind: str, config: Mapping[str, Any] | None, depth: int, limit: Limit, current: Mapping[str, Any]
+) -> list[str]:
+    """Returns lines of an engine's configuration.
+
+    Args:
+        kind: The engine.
+        config: A speculative_config of ours for another drafter, None to keep the server's.
+        depth: Draft length, 0 to switch speculation off.
+        limit: Draft lengths by concurrency.
+        current: The server's speculative_config, as far as it is known.
+    """
+    keys = dict(config or current)
+    match kind:
+        case ServerKind.VLLM:
+            return _vllm(keys, depth, limit)
+        case ServerKind.LLAMACPP:
+            return _llamacpp(keys, depth)
+        case ServerKind.SGLANG:
+            return _sglang(keys, depth)
+        case ServerKind.FORETOKEN:
+            return _json(keys | {"num_speculative_tokens": depth}) if depth else _json({"method": "none"})
+        case _:
+            return [f"draft length {depth}" if depth else "no speculation"]
+
+
+def _vllm(keys: dict[str, Any], depth: int, limit: Limit) -> list[str]:
+    if not depth:
+        return ["# leave --speculative-config out"]
+    keys["num_speculative_tokens"] = depth
+    if limit.varies:
+        ranges = [[first, end if end is not None else 1_000_000, size] for first, end, size in limit.depths]
+        keys["num_speculative_tokens"] = max(size for _, _, size in ranges)
+        keys["num_speculative_tokens_per_batch_size"] = ranges
+    return _json(keys)
+
+
+def _json(keys: Mapping[str, Any]) -> list[str]:
+    hint = [] if "method" in keys else ["# beside the method and model that the server has now"]
+    return [*hint, f"--speculative-config '{json.dumps(keys)}'"]
+
+
+def _llamacpp(keys: Mapping[str, Any], depth: int) -> list[str]:
+    if not depth:
+        return ["--spec-type none"]
+    if keys.get("method") == "ngram":
+        size = keys.get("prompt_lookup_max", NGRAM_TOKENS)
+        return [f"--spec-type ngram-simple --spec-ngram-simple-size-n {size} --spec-ngram-simple-size-m {depth}"]
+    model = f"--spec-type draft-simple --spec-draft-model {keys['model']} " if keys.get("model") else ""
+    hint = [] if model else ["# beside --spec-type and the draft that the server has now"]
+    return [*hint, f"{model}--spec-draft-n-max {depth} --spec-draft-p-min 0"]
+
+
+def _sglang(keys: Mapping[str, Any], depth: int) -> list[str]:
+    if not depth:
+        return ["# leave the --speculative-* options out"]
+    if keys.get("method") == "ngram":
+        return [f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {depth + 1}"]
+    algorithm = _SGLANG.get(str(keys.get("method")))
+    model = ""
+    if algorithm is not None:
+        model = f"--speculative-algorithm {algorithm} --speculative-draft-model-path {keys.get('model', 'DRAFT')} "
+    hint = [] if model else ["# beside the algorithm and draft that the server has now"]
+    chain = f"--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
+    return [*hint, model + chain]

@@ -11,20 +11,28 @@ from typing import Any
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.plan.endpoint.acceptance import AGREE, EndpointAcceptance, TokensPerPass
 from foretoken.plan.endpoint.drafters import LocalModels, PredictedDrafter, copying, predicted_drafters, texts_of
 from foretoken.plan.endpoint.outcome import EndpointPlan, EndpointPredictor
-from foretoken.plan.endpoint.paste import paste
-from foretoken.plan.endpoint.speeds import PassSeconds, SpeedModel, measured_plain, measured_speculative
+from foretoken.plan.endpoint.render import paste
+from foretoken.plan.endpoint.statistics import (
+    AGREE,
+    EndpointAcceptance,
+    PassSeconds,
+    SpeedModel,
+    TokensPerPass,
+    measured_plain,
+    measured_speculative,
+)
 from foretoken.probe.answers import Refused
 from foretoken.probe.client import Journal
-from foretoken.probe.side import ServerPair, Side, probed, why_unusable
-from foretoken.probe.waves import Wave, WaveSender
+from foretoken.probe.server import ServerPair, Side, probed, why_unusable
 from foretoken.probe.workload import (
     CannotTellError,
     Measured,
     MeasuredLane,
     Say,
+    Wave,
+    WaveSender,
     Workload,
     draft_length,
     lanes_of,

@@ -1,4 +1,4 @@
-"""One way to decode, plain or speculative: a server, the fields that select it, and what the server can report."""
+"""A server and one way to decode on it, plain or speculative: names of parameters, requests, and abilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,102 @@ from typing import Any
 from foretoken.core.errors import ForetokenError
 from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
 from foretoken.probe.client import Ask, EndpointClient, Journal, Patience
-from foretoken.probe.dialects import DIALECTS, Dialect, ServerKind, detect
+
+
+class ServerKind(StrEnum):
+    """The kinds of servers that can be audited and planned for."""
+
+    AUTO = "auto"
+    FORETOKEN = "foretoken"
+    VLLM = "vllm"
+    LLAMACPP = "llamacpp"
+    SGLANG = "sglang"
+    OPENAI = "openai"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One kind of server, or an engine: fields of requests, and names of parameters.
+
+    window: number of last tokens, the prompt's included, that penalties count; None if presence and frequency count the
+    text alone and repetition counts both.
+    """
+
+    kind: str
+    neutral: Mapping[str, Any]  # switches default filters off: texts then follow softmax(logits / temperature)
+    plain: Mapping[str, Any] | None = None  # switches speculation off for one request
+    depth: str = ""  # name of a request's draft length
+    endless: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})  # continues after an end of text
+    token_ids: Mapping[str, Any] = field(default_factory=lambda: {"return_token_ids": True})  # requests token ids
+    scores: bool = False  # whether there is vLLM's prompt_logprobs
+    names: Mapping[str, str] = field(default_factory=dict)  # of parameters, by OpenAI's or vLLM's
+    unknown: frozenset[str] = frozenset()  # parameters that it does not offer
+    window: int | None = None
+
+    def grammar(self, schema: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+        """Returns the fields that constrain a text to a JSON schema."""
+        if chat or self.kind is ServerKind.OPENAI:
+            named = {"name": "audit", "schema": schema, "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": named}}
+        match self.kind:
+            case ServerKind.LLAMACPP:
+                return {"json_schema": schema}
+            case ServerKind.SGLANG:
+                return {"json_schema": json.dumps(schema)}
+            case _:
+                return {"structured_outputs": {"json": schema}}
+
+
+NEUTRAL: Mapping[str, Any] = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_NOT_OPENAI = frozenset({"top_k", "min_p", "repetition_penalty", "bad_words", "min_tokens", "stop_token_ids"})
+
+DIALECTS: Mapping[str, Dialect] = {
+    dialect.kind: dialect
+    for dialect in (
+        Dialect(
+            ServerKind.FORETOKEN,
+            {**NEUTRAL, "top_k": 0},
+            plain={"speculative_tokens": 0},
+            depth="speculative_tokens",
+            scores=True,
+        ),
+        Dialect(ServerKind.VLLM, {**NEUTRAL, "top_k": -1}, scores=True),
+        Dialect(ServerKind.SGLANG, {**NEUTRAL, "top_k": -1}, unknown=frozenset({"bad_words"})),
+        Dialect(
+            ServerKind.LLAMACPP,
+            {"top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "top_k": 0, "typical_p": 1.0},
+            plain={"speculative.n_max": 0},
+            endless={},
+            token_ids={},
+            names={"repetition_penalty": "repeat_penalty"},
+            unknown=frozenset({"bad_words", "min_tokens", "stop_token_ids"}),
+            window=64,
+        ),
+        Dialect(ServerKind.OPENAI, {"top_p": 1.0}, endless={}, token_ids={}, unknown=_NOT_OPENAI),
+    )
+}
+
+
+def detect(client: EndpointClient) -> Dialect:
+    """Returns the dialect of a server from the owner of its models; OpenAI's if the owner is unknown."""
+    try:
+        owner = json.loads(client.get("/v1/models"))["data"][0].get("owned_by", "")
+        return DIALECTS[ServerKind(owner)]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return DIALECTS[ServerKind.OPENAI]
+
+
+def reported_depth(kind: str, client: EndpointClient) -> int | None:
+    """Returns the draft length that a server reports, None if it reports none. Only SGLang does."""
+    if kind != ServerKind.SGLANG:
+        return None
+    try:
+        page = client.get("/server_info") or client.get("/get_server_info")
+        steps = json.loads(page).get("speculative_num_steps")
+        return int(steps) if steps else None
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
 
 CHAT = "chat/completions"
 CHARACTERS = 3.2  # of a token, about
@@ -45,27 +140,16 @@ class Abilities:
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
-    """A completion to request.
-
-    Attributes:
-        prompt: A text, or token ids.
-        max_tokens: Its greatest length.
-        tag: Distinguishes equal requests.
-        temperature: Sampling temperature; None sends none.
-        top: Whether to request log-probabilities.
-        options: Further fields, by OpenAI's or vLLM's names. They override the side's.
-        endless: Whether the text continues after an end-of-sequence token, if the server can do that.
-        continued: Whether a chat is asked to continue the prompt as a text; else the prompt is the user's message.
-    """
+    """A completion to request."""
 
     prompt: Prompt
     max_tokens: int
-    tag: str
-    temperature: float | None = 0.0
-    top: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
-    endless: bool = True
-    continued: bool = True
+    tag: str  # distinguishes equal requests
+    temperature: float | None = 0.0  # None sends none
+    top: bool = True  # whether to request log-probabilities
+    options: Mapping[str, Any] = field(default_factory=dict)  # by OpenAI's or vLLM's names; they override the side's
+    endless: bool = True  # whether to continue after an end-of-sequence token, if the server can
+    continued: bool = True  # whether a chat continues the prompt as a text; else the prompt is the user's message
 
 
 @dataclass(frozen=True, slots=True)
