@@ -18,6 +18,9 @@ _COUNTER = re.compile(r"^(?:\w+:)(\w+?)(?:_total)?(\{[^}]*\})? ([0-9.eE+-]+)$", 
 _POSITION = re.compile(r'position="(\d+)"')
 _PREFIX = "spec_decode_num_"
 _GENERATED = ("generation_tokens", "tokens_predicted")  # of all requests: vLLM, SGLang and ours; llama.cpp
+OTHER = ""
+_MAX_TOKENS = 2**40  # of an answer; larger counts are errors
+_SHARED = re.compile(r"|.*\ufffd.*|<[^<>]*>|\[[A-Z_0-9]+\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +143,6 @@ def _count(value: Any) -> float:
     if (number := _finite(value)) is None:
         raise ValueError(f"a count of draft tokens was expected, got {str(value)[:40]!r}")
     return number
-
-
-OTHER = ""
-_MAX_TOKENS = 2**40  # of an answer; larger counts are errors
-_SHARED = re.compile(r"|.*\ufffd.*|<[^<>]*>|\[[A-Z_0-9]+\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,13 @@ from foretoken.core.errors import ForetokenError
 from foretoken.probe.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
 from foretoken.probe.client import Ask, EndpointClient, Journal, Patience
 
+CHAT = "chat/completions"
+CHARACTERS = 3.2  # of a token, about
+_TOPS = (20, 5)  # numbers of alternatives to request, in this order
+_PROBED = 6  # tokens of the first answer
+_KEY_OR_MODEL = ("401", "403", "404")  # refusals that the user can fix
+_INSTRUCTION = "Continue this text, without any words of your own:\n\n"
+
 
 class ServerKind(StrEnum):
     """The kinds of servers that can be audited and planned for."""
@@ -107,13 +114,6 @@ def reported_depth(kind: str, client: EndpointClient) -> int | None:
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
-
-CHAT = "chat/completions"
-CHARACTERS = 3.2  # of a token, about
-_TOPS = (20, 5)  # numbers of alternatives to request, in this order
-_PROBED = 6  # tokens of the first answer
-_KEY_OR_MODEL = ("401", "403", "404")  # refusals that the user can fix
-_INSTRUCTION = "Continue this text, without any words of your own:\n\n"
 
 Prompt = str | tuple[int, ...]
 """A text, or token ids."""

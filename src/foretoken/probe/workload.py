@@ -27,6 +27,9 @@ _FOREIGN = 1.2  # ratio of the server's tokens to ours from which others use it 
 _DISTURBED = 3.0  # a pass that takes this many times the median was disturbed
 _MIN_TOKENS = 4  # of a stream inside a window
 _REST = 1.1  # seconds until processes that have decoded wait without using a core; vLLM's take one
+MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 4, 5, 20  # waves of each lane and concurrency: least, without a budget, most
+_DEEPEST = 8  # draft length that is measured beside the server's own
+_RECURS = 0.05  # fraction of the bursts that have the largest size, from which it is that of a fully accepted draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +168,6 @@ class WaveSender:
         request = EndpointRequest(prompt, self.max_tokens, "", self.temperature, top=False, continued=False)
         return side.body(request) | {"stream": True, "stream_options": {"include_usage": True}}
 
-
-MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 4, 5, 20  # waves of each lane and concurrency: least, without a budget, most
-_DEEPEST = 8  # draft length that is measured beside the server's own
-_RECURS = 0.05  # fraction of the bursts that have the largest size, from which it is that of a fully accepted draft
 
 Say = Callable[[str, float], None]
 """Reports progress: the current stage, and the finished fraction of the whole."""

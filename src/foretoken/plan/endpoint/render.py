@@ -15,6 +15,8 @@ from foretoken.plan.endpoint.drafters import NGRAM_TOKENS
 from foretoken.plan.endpoint.outcome import OWN, EndpointChoice, EndpointPlan, EndpointRow, Limit
 from foretoken.probe.server import ServerKind
 
+_SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+
 
 def costs_line(costs: Mapping[str, Any]) -> str:
     """Returns the costs of a measurement in one line."""
@@ -106,9 +108,6 @@ def _short(row: EndpointRow) -> str:
 
 def _span(row: EndpointRow) -> str:
     return f"{row.low:.2f}-{row.high:.2f}" if row.low and row.high and math.isfinite(row.high) else "unknown"
-
-
-_SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
 def paste(

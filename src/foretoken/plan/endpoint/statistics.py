@@ -22,9 +22,8 @@ from functools import cached_property
 from statistics import median
 
 from foretoken.plan.statistics import ratio_interval, student_quantile
-from foretoken.probe.counters import DraftCounts, summed
-from foretoken.probe.waves import Wave
-from foretoken.probe.workload import CannotTellError
+from foretoken.probe.answers import DraftCounts, summed
+from foretoken.probe.workload import CannotTellError, Wave
 
 AGREE = 1.2  # ratio of tokens per pass by metrics and by bursts up to which both agree
 _BATCHED = 1.15  # tokens that arrive together without speculation, from which bursts are no passes
@@ -34,6 +33,10 @@ _LONGER = 1.05  # ratio of a step's draft tokens to the draft length, from which
 _SHORTER = 0.7  # ratio below which a server often drafts less
 _MERGED = 0.02  # fraction of bursts that may hold several passes
 _MIN_REQUESTS = 4  # from which an interval is estimated
+LEVEL = 0.95
+_FIXED = (0.25, 0.0, 0.5)  # fraction of the overhead that does not depend on the draft length: assumed, least, most
+_MODEL = 0.03  # relative error of a line between two measured points
+_BEYOND = 0.1  # relative error of one beyond them, for each multiple of the last point
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +232,6 @@ def _rate(mean: float, depth: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if sum(middle**k for k in range(depth + 1)) < mean else (low, middle)
     return (low + high) / 2
-
-
-LEVEL = 0.95
-_FIXED = (0.25, 0.0, 0.5)  # fraction of the overhead that does not depend on the draft length: assumed, least, most
-_MODEL = 0.03  # relative error of a line between two measured points
-_BEYOND = 0.1  # relative error of one beyond them, for each multiple of the last point
 
 
 @dataclass(frozen=True, slots=True)
