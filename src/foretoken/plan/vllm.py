@@ -61,8 +61,7 @@ class VllmCandidate:
     ) -> VllmCandidate:
         """Returns a candidate from vLLM's speculative_config. name: by default the method and the model's folder.
 
-        Raises:
-            InvalidRequest: The configuration names no method, or an impossible draft length.
+        max_depth: if ``config`` has no draft length. Raises InvalidRequest for one without a method, or a wrong length.
         """
         keys = dict(config)
         depth, method = keys.pop("num_speculative_tokens", None), keys.get("method")
@@ -328,11 +327,7 @@ class VllmPrediction:
 
 
 def predict(runs: Sequence[VllmRun], depth: int) -> VllmPrediction:
-    """Predicts from the same lane's ``runs`` at this or other draft lengths.
-
-    Raises:
-        InvalidRequest: ``depth`` is shorter or longer than all that were run.
-    """
+    """Predicts from the same lane's ``runs`` at this, or a shorter and a longer draft length; else InvalidRequest."""
     by_depth = {run.depth: run for run in runs}
     if (run := by_depth.get(depth)) is not None:
         widths = run.tokens_width, run.seconds_width
@@ -355,13 +350,7 @@ def predict(runs: Sequence[VllmRun], depth: int) -> VllmPrediction:
 def vllm_plan(lanes: Sequence[VllmCandidate], runs: Sequence[VllmRun], **facts: Any) -> Plan:
     """Returns the plan: every lane that was run, at every draft length from the shortest to the longest.
 
-    Args:
-        lanes: Candidates.
-        runs: Their runs, and those of plain decoding.
-        **facts: Other fields of ``Plan``.
-
-    Raises:
-        InvalidRequest: No lane was run.
+    runs: of the lanes and of plain decoding. facts: other fields of ``Plan``. Raises InvalidRequest if no lane was run.
     """
     measured = [lane for lane in lanes if any(run.lane == lane.name for run in runs)]
     if not measured:

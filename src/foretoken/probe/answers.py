@@ -111,11 +111,7 @@ class ServerCounters:
 
 
 def counts_of(answer: Mapping[str, Any]) -> DraftCounts | None:
-    """Returns the counts in an answer: our and vLLM's ``metrics``, or llama.cpp's ``timings``.
-
-    Raises:
-        ValueError: A count is not a finite number.
-    """
+    """Returns the counts in our and vLLM's ``metrics`` or llama.cpp's ``timings``. Raises ValueError for wrong ones."""
     metrics = (answer.get("metrics") or {}).get("speculative_decoding")
     if metrics is not None:
         histogram, steps = metrics.get("acceptance_histogram") or (), metrics.get("num_spec_steps")
@@ -211,15 +207,9 @@ Reply = ServerAnswer | Refused | Failed
 
 
 def answer_of(data: Any, top: int, seconds: float = 0.0) -> ServerAnswer:
-    """Returns the answer in the parsed body of a completion or chat completion.
+    """Returns the answer in the parsed body of a completion or chat completion. Raises ValueError for other bodies.
 
-    Args:
-        data: The parsed body.
-        top: Number of alternatives that were requested at each token.
-        seconds: Time from the request to the answer.
-
-    Raises:
-        ValueError: The body is not one of OpenAI's API.
+    top: number of alternatives that were requested at each token. seconds: from the request to the answer.
     """
     try:
         choices, usage = data["choices"], data.get("usage") or {}

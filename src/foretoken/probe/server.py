@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -200,12 +200,7 @@ class Side:
     def score(
         self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
     ) -> list[tuple[TokenPlace, ...] | Failed]:
-        """Returns the positions of each text with the log-probabilities of plain decoding without any filter.
-
-        Args:
-            texts: (text, tag) of completions.
-            concurrency: Requests at a time.
-        """
+        """Returns the positions of each (text, tag) with the log-probabilities of plain decoding without any filter."""
         if self.abilities.reference not in (Reference.PROMPT, Reference.EACH):
             return [text.places for text, _ in texts]
         requests = [self._score_requests(text, tag) for text, tag in texts]
@@ -240,6 +235,12 @@ class Side:
             TokenPlace(str(token), dict(top).get(str(token)), top[: self.abilities.top])
             for token, top in zip(text.ids, tops, strict=True)
         )
+
+
+def sent(sides: Iterable[Side]) -> dict[str, int]:
+    """Returns the requests and generated tokens that the sides have taken so far."""
+    spent = {id(side.client.spent): side.client.spent for side in sides}.values()
+    return {"requests": sum(one.requests for one in spent), "tokens": sum(one.tokens for one in spent)}
 
 
 def probed(side: Side, prompt: str, logprobs: bool = True) -> Side | Refused | Failed:
@@ -281,24 +282,14 @@ def tokenized(side: Side, prompt: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServerPair:
-    """A server with speculation, and the same model without it.
+    """A server with speculation, and the same model without it."""
 
-    Attributes:
-        url: The server that speculates.
-        model: The model's name there.
-        baseline: A server of the same model without speculation; None if ``url`` can switch it off for a request.
-        kind: Kind of the server at ``url``.
-        key: Its API key.
-        baseline_key: API key of the baseline; None for the same.
-        patience: Time limits and retries.
-    """
-
-    url: str
-    model: str
-    baseline: str | None = None
+    url: str  # the server that speculates
+    model: str  # the model's name there
+    baseline: str | None = None  # a server of the same model without it; None if a request can switch it off
     kind: ServerKind = ServerKind.AUTO
-    key: str | None = None
-    baseline_key: str | None = None
+    key: str | None = None  # an API key
+    baseline_key: str | None = None  # of the baseline; None for the same
     patience: Patience = field(default_factory=Patience)
 
     def sides(self, answers: Journal[ServerAnswer] | None = None) -> list[Side]:

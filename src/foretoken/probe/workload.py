@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from foretoken.core.errors import InvalidRequest
 from foretoken.probe.answers import DraftCounts, Failed, Refused, ServerAnswer, ServerCounters, summed
 from foretoken.probe.client import Ask, EndpointClient, Journal, request_key
-from foretoken.probe.server import CHARACTERS, EndpointRequest, Side, reported_depth
+from foretoken.probe.server import CHARACTERS, EndpointRequest, Side, reported_depth, sent
 
 _JUMP = 3.0  # ratio of two gaps, next to each other in size, that separates passes from tokens of one pass
 _PASSES, _SHARE = 3, 0.08  # gaps between passes, at least, and their fraction: fewer are stalls
@@ -189,98 +189,149 @@ class MeasuredLane:
     depth: int
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The requests of a measurement. rounds: waves of every lane at each number of requests at once."""
+def lanes_of(plain: Side, speculative: Side, depth: int) -> list[MeasuredLane]:
+    """Returns the lanes: plain, the server's own draft length, and another if a request can choose it."""
+    lanes, name = [MeasuredLane(plain, 0)], speculative.dialect.depth
+    if not name:
+        return [*lanes, MeasuredLane(speculative, depth)]
+    other = 2 * depth if 2 * depth <= _DEEPEST else max(1, depth // 2)
+    for chosen in sorted({depth, other}):
+        side = replace(speculative, name=f"speculative {chosen}", switch={name: chosen})
+        lanes.append(MeasuredLane(side, chosen))
+    return lanes
 
+
+@dataclass
+class Measurement:
+    """Waves of a server by lane and concurrency, and notes on concurrencies without any."""
+
+    sender: WaveSender
+    lanes: Sequence[MeasuredLane]
     prompts: Sequence[str]
-    concurrency: Sequence[int]
-    rounds: int
+    concurrency: Sequence[int]  # numbers of requests at once
+    waves: dict[tuple[int, int], list[Wave]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
-    def wave(self, number: int, concurrency: int) -> list[str]:
-        """Returns the prompts of one round, the same for all lanes."""
-        return cycled(self.prompts, concurrency, number * concurrency)
+    def prompts_of(self, number: int, concurrency: int) -> list[str]:
+        """Returns the prompts of one round, the same for all lanes. They are cycled."""
+        first = number * concurrency
+        return [self.prompts[(first + i) % len(self.prompts)] for i in range(concurrency)]
 
-    def costs(self, lanes: int, max_tokens: int, seconds: float) -> dict[str, Any]:
-        """Returns requests, tokens and minutes. max_tokens: of every answer. seconds: of one round, about."""
-        requests = lanes * self.rounds * sum(self.concurrency)
+    def warm_up(self) -> float:
+        """Sends a small and a large wave to every lane. Returns the seconds of a round. Raises CannotTellError."""
+        largest, lanes = max(self.concurrency), self.lanes
+        seconds = sum(rest_between(*urls) for urls in pairwise(lane.side.client.url for lane in lanes))
+        for lane in lanes:
+            for size in dict.fromkeys((1, largest)):
+                wave = self.sender.send(lane.side, self.prompts_of(0, size), f"warm-up/{size}")
+                if not isinstance(wave, Wave):
+                    raise CannotTellError(f"{lane.side.name} requests fail, {size} at once: {wave.why}", later=True)
+                seconds += max(answer.began + answer.seconds for answer in wave.answers) / (1 if largest == 1 else 2)
+        return seconds * len(self.concurrency)
+
+    @property
+    def round_tokens(self) -> int:
+        """Generated tokens of one round."""
+        return len(self.lanes) * sum(self.concurrency) * self.sender.max_tokens
+
+    def costs(self, rounds: int, round_seconds: float) -> dict[str, Any]:
+        """Returns estimated requests, tokens and minutes of ``rounds`` rounds."""
+        requests = len(self.lanes) * rounds * sum(self.concurrency)
         characters = sum(map(len, self.prompts)) / len(self.prompts)
         return {
             "requests": requests,
             "prompt_tokens": round(requests * characters / CHARACTERS),
-            "tokens": requests * max_tokens,
-            "minutes": round(seconds * self.rounds / 60.0, 1),
-            "waves": lanes * self.rounds * len(self.concurrency),
-            "rounds": self.rounds,
+            "tokens": rounds * self.round_tokens,
+            "minutes": round(round_seconds * rounds / 60.0, 1),
+            "waves": len(self.lanes) * rounds * len(self.concurrency),
+            "rounds": rounds,
             "concurrency": list(self.concurrency),
+            "sent": sent(lane.side for lane in self.lanes),
         }
 
+    def run(self, rounds: int, say: Say) -> None:
+        """Sends all waves, the lanes in turn, so that a machine that slows down slows all of them.
 
-def cycled(prompts: Sequence[str], count: int, first: int = 0) -> list[str]:
-    """Returns ``count`` prompts from the ``first`` on, several times if there are fewer."""
-    return [prompts[(first + i) % len(prompts)] for i in range(count)]
-
-
-@dataclass
-class Measured:
-    """Waves by lane and concurrency, and notes on concurrencies without any."""
-
-    lanes: Sequence[MeasuredLane]
-    waves: dict[tuple[int, int], list[Wave]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+        Raises CannotTellError if no concurrency could be measured, or the waves do not support a plan.
+        """
+        lanes, left, done = self.lanes, list(self.concurrency), 0
+        for number in range(rounds):
+            for index, concurrency in enumerate(list(left)):
+                for turn in range(len(lanes)):
+                    at = (turn + number + index) % len(lanes)  # a round begins with the lane that ended the last one
+                    total = rounds * len(lanes) * len(self.concurrency)
+                    say(f"{concurrency} at once, {lanes[at].side.name}", done / total)
+                    done += 1
+                    prompts = self.prompts_of(number, concurrency)
+                    wave = self.sender.send(lanes[at].side, prompts, f"round {number}/{concurrency}/{at}")
+                    if not isinstance(wave, Wave):
+                        self._drop(concurrency, f"requests failed: {wave.why}")
+                        left.remove(concurrency)
+                        break
+                    self.waves.setdefault((at, concurrency), []).append(wave)
+        self._check()
 
     def of(self, lane: int) -> list[Wave]:
         """Returns all waves of a lane."""
         return [wave for (number, _), waves in self.waves.items() if number == lane for wave in waves]
 
     @property
-    def concurrency(self) -> list[int]:
+    def measured(self) -> list[int]:
         """Numbers of requests at once that were measured with every lane."""
         return sorted({number for _, number in self.waves})
 
-    def drop(self, concurrency: int, why: str) -> None:
-        """Removes the waves of a concurrency."""
-        self.waves = {key: waves for key, waves in self.waves.items() if key[1] != concurrency}
-        self.notes.append(f"nothing is told about {concurrency} requests at once, because {why}")
-
-    def plain_answers(self, work: Workload) -> tuple[list[ServerAnswer], list[str]]:
-        """Returns the answers without speculation, with their prompts."""
+    @property
+    def plain_answers(self) -> tuple[list[ServerAnswer], list[str]]:
+        """The answers without speculation, with their prompts."""
         answers: list[ServerAnswer] = []
         prompts: list[str] = []
         for (lane, concurrency), waves in self.waves.items():
             for number, wave in enumerate(waves if lane == 0 else ()):
                 answers += wave.answers
-                prompts += work.wave(number, concurrency)
+                prompts += self.prompts_of(number, concurrency)
         return answers, prompts
 
-    def check(self) -> None:
+    def _drop(self, concurrency: int, why: str) -> None:
+        self.waves = {key: waves for key, waves in self.waves.items() if key[1] != concurrency}
+        self.notes.append(f"nothing is told about {concurrency} requests at once, because {why}")
+
+    def _check(self) -> None:
         """Drops concurrencies without full waves. Raises CannotTellError if no waves are left, or some are invalid."""
-        every = [wave for waves in self.waves.values() for wave in waves]
-        if any(not wave.tokens for wave in every):
+        if any(not wave.tokens for waves in self.waves.values() for wave in waves):
             raise CannotTellError("the server does not say how many tokens it generates: its streams have no usage")
-        for concurrency in self.concurrency:
+        for concurrency in self.measured:
             cells = [self.waves.get((at, concurrency), []) for at in range(len(self.lanes))]
             if any(sum(bool(wave.streams) for wave in waves) < 2 for waves in cells):
                 why = "the server does not decode so many at once, or texts are too short; see --max-tokens"
-                self.drop(concurrency, why)
+                self._drop(concurrency, why)
         if not self.waves:
             raise CannotTellError("; ".join(self.notes) or "nothing was measured", later=True)
         if any(wave.foreign for waves in self.waves.values() for wave in waves):
-            raise CannotTellError(
-                "the server generated tokens for other requests meanwhile; leave it alone and run again"
-            )
+            why = "the server generated tokens for other requests meanwhile; leave it alone and run again"
+            raise CannotTellError(why)
         if any(wave.counts is not None and wave.counts.drafted > 0 for wave in self.of(0)):
-            raise CannotTellError(
-                "the plain side drafted tokens: it is not plain; give a server without speculation as --baseline"
-            )
+            why = "the plain side drafted tokens: it is not plain; give a server without speculation as --baseline"
+            raise CannotTellError(why)
+
+
+def rounds_of(budget: int | None, seconds: float | None, round_tokens: int, round_seconds: float) -> int:
+    """Returns the number of rounds for a budget in tokens or seconds. Raises InvalidRequest if it is too small."""
+    if budget is None and seconds is None:
+        return ROUNDS
+    if budget is not None:
+        rounds, needs = budget // round_tokens, f"{MIN_ROUNDS * round_tokens:,} tokens"
+    else:
+        rounds, needs = int((seconds or 0.0) / round_seconds), f"about {MIN_ROUNDS * round_seconds:,.0f} s"
+    if rounds < MIN_ROUNDS:
+        raise InvalidRequest(
+            f"--budget is too small: a plan takes {needs} at this --concurrency and --max-tokens; give more, or lower "
+            "these"
+        )
+    return min(rounds, MAX_ROUNDS)
 
 
 def draft_length(side: Side, waves: Sequence[Wave]) -> int:
-    """Returns the draft length of a server, from its report, its counts or the largest burst.
-
-    Raises:
-        CannotTellError: Nothing was drafted.
-    """
+    """Returns the draft length of a server by its report, its counts or the largest burst. Raises CannotTellError."""
     depth = reported_depth(side.dialect.kind, side.client)
     counts = [each for wave in waves for each in (wave.counted, wave.counts) if each is not None]
     if depth is None and counts:
@@ -307,73 +358,3 @@ def _largest(bursts: Sequence[float]) -> int:
         return 0
     often, largest = Counter(sizes), sizes[-1 - len(sizes) // 50]
     return largest if often[largest] >= max(2.0, _RECURS * len(sizes)) and often[largest] > often[largest - 1] else 0
-
-
-def lanes_of(plain: Side, speculative: Side, depth: int) -> list[MeasuredLane]:
-    """Returns the lanes: plain, the server's own draft length, and another if a request can choose it."""
-    lanes, name = [MeasuredLane(plain, 0)], speculative.dialect.depth
-    if not name:
-        return [*lanes, MeasuredLane(speculative, depth)]
-    other = 2 * depth if 2 * depth <= _DEEPEST else max(1, depth // 2)
-    for chosen in sorted({depth, other}):
-        side = replace(speculative, name=f"speculative {chosen}", switch={name: chosen})
-        lanes.append(MeasuredLane(side, chosen))
-    return lanes
-
-
-def warmed(sender: WaveSender, lanes: Sequence[MeasuredLane], prompts: Sequence[str], largest: int) -> float:
-    """Sends a small and a large wave to every lane. Returns the seconds that one round of both sizes takes.
-
-    Raises:
-        CannotTellError: A wave fails.
-    """
-    seconds = sum(rest_between(*urls) for urls in pairwise(lane.side.client.url for lane in lanes))
-    for lane in lanes:
-        for size in dict.fromkeys((1, largest)):
-            wave = sender.send(lane.side, cycled(prompts, size), f"warm-up/{size}")
-            if not isinstance(wave, Wave):
-                raise CannotTellError(f"{lane.side.name} requests fail, {size} at once: {wave.why}", later=True)
-            seconds += max(answer.began + answer.seconds for answer in wave.answers) / (1 if largest == 1 else 2)
-    return seconds
-
-
-def rounds_of(budget: int | None, seconds: float | None, round_tokens: int, round_seconds: float) -> int:
-    """Returns the number of rounds for a budget in tokens or seconds. Raises InvalidRequest if it is too small."""
-    if budget is None and seconds is None:
-        return ROUNDS
-    if budget is not None:
-        rounds, needs = budget // round_tokens, f"{MIN_ROUNDS * round_tokens:,} tokens"
-    else:
-        rounds, needs = int((seconds or 0.0) / round_seconds), f"about {MIN_ROUNDS * round_seconds:,.0f} s"
-    if rounds < MIN_ROUNDS:
-        raise InvalidRequest(
-            f"--budget is too small: a plan takes {needs} at this --concurrency and --max-tokens; give more, or lower "
-            "these"
-        )
-    return min(rounds, MAX_ROUNDS)
-
-
-def measure(sender: WaveSender, lanes: Sequence[MeasuredLane], work: Workload, say: Say) -> Measured:
-    """Sends all waves, the lanes in turn, so that a machine that slows down slows all of them.
-
-    Raises:
-        CannotTellError: No concurrency could be measured, or the waves do not support a plan.
-    """
-    result, total, done = Measured(lanes), work.rounds * len(lanes) * len(work.concurrency), 0
-    left = list(work.concurrency)
-    for number in range(work.rounds):
-        for index, concurrency in enumerate(list(left)):
-            for turn in range(len(lanes)):
-                at = (turn + number + index) % len(lanes)  # a round begins with the lane that ended the last one
-                say(f"{concurrency} at once, {lanes[at].side.name}", done / total)
-                done += 1
-                prompts = work.wave(number, concurrency)
-                wave = sender.send(lanes[at].side, prompts, f"round {number}/{concurrency}/{at}")
-                if isinstance(wave, Wave):
-                    result.waves.setdefault((at, concurrency), []).append(wave)
-                    continue
-                result.drop(concurrency, f"requests failed: {wave.why}")
-                left.remove(concurrency)
-                break
-    result.check()
-    return result

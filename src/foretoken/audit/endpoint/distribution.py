@@ -32,7 +32,7 @@ _SUM = 1.01  # largest sum of probabilities that rounding explains
 
 
 class FalseLogprobsError(Exception):
-    """Log-probabilities that no distribution can have."""
+    """The log-probabilities of a position add up to more than 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,7 @@ class Cells:
 def whole(place: TokenPlace) -> Cells:
     """Returns the target's distribution at a position: its likeliest tokens in the order of names, then the rest.
 
-    Raises:
-        FalseLogprobsError: Its log-probabilities are not those of a distribution.
+    Raises FalseLogprobsError for log-probabilities that no distribution can have.
     """
     ordered = sorted(place.top)
     probs = [math.exp(value) for _, value in ordered]

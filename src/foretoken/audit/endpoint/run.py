@@ -29,6 +29,7 @@ from foretoken.probe.server import (
     ServerPair,
     Side,
     probed,
+    sent,
     tokenized,
     why_unusable,
 )
@@ -148,13 +149,12 @@ def _plan(endpoint: Endpoint, task: EndpointTask) -> dict[str, Any]:
     reference, prompt_tokens = task.reference, characters / len(task.prompts)
     each, scored = reference is Reference.EACH, reference is Reference.PROMPT
     costs = task.sizes.costs(len(task.sides), prompt_tokens, each, scored)
-    spent = [side.client.spent for side in task.sides]
     return {
         "reference": str(reference),
         "sizes": asdict(task.sizes),
         "costs": costs,
         **{key: sum(cost[key] for cost in costs.values()) for key in ("requests", "prompt_tokens", "tokens")},
-        "sent": {"requests": sum(one.requests for one in spent), "tokens": sum(one.tokens for one in spent)},
+        "sent": sent(task.sides),
         "power": detectable(task.sizes.sampled * task.sizes.sampled_tokens, task.level),
         "concurrency": endpoint.concurrency,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from foretoken.audit.result import Check, CheckOutcome
@@ -40,15 +39,9 @@ class Sizes:
 
     @classmethod
     def of(cls, tokens: int, sides: int, each: bool) -> Sizes:
-        """Returns the sizes for a budget.
+        """Returns the sizes for a budget in ``tokens``. Raises InvalidRequest if it is too small for an audit.
 
-        Args:
-            tokens: Generated tokens of all requests, about.
-            sides: 1 if there is no plain side, else 2.
-            each: Whether a scored token takes a request of its own.
-
-        Raises:
-            InvalidRequest: The budget is too small for an audit.
+        sides: 1 if there is no plain side, else 2. each: whether a scored token takes a request of its own.
         """
         if tokens < MIN_BUDGET:
             raise InvalidRequest(f"--budget must be at least {MIN_BUDGET:,} tokens for an endpoint, got {tokens:,}")
@@ -63,13 +56,9 @@ class Sizes:
         return cls(prompts, parity, sampled - plain, plain, length, tuned, length)
 
     def costs(self, sides: int, prompt_tokens: float, each: bool, scored: bool) -> dict[str, Mapping[str, int]]:
-        """Returns by check about how many requests, prompt tokens and generated tokens it takes.
+        """Returns estimated requests, prompt tokens and generated tokens by check. sides, each: as for ``of``.
 
-        Args:
-            sides: See ``of``.
-            prompt_tokens: Tokens of a prompt, about.
-            each: See ``of``.
-            scored: Whether sampled texts are sent back to be scored.
+        prompt_tokens: of one prompt. scored: whether sampled texts are sent back to be scored.
         """
 
         def cost(texts: int, tokens: int, sampled: bool = False) -> Mapping[str, int]:
@@ -91,19 +80,10 @@ def _within(value: float, minimum: int, maximum: int) -> int:
 
 
 class CheckpointReference:
-    """The target's distribution from its checkpoint, computed here.
+    """The target's distribution from its checkpoint, computed here. Raises ModelLoadError if it cannot be loaded."""
 
-    Args:
-        model: A folder, GGUF file or hub name.
-        dtype: Type to compute in, such as that of the server.
-
-    Raises:
-        ModelLoadError: It cannot be loaded.
-    """
-
-    def __init__(self, model: str | Path, dtype: str = "auto") -> None:
-        self.name = str(model)
-        self._model = load_model(model, dtype)
+    def __init__(self, model: str) -> None:
+        self.name, self._model = model, load_model(model)
 
     def places(self, text: ServerAnswer) -> tuple[TokenPlace, ...] | Failed:
         """Returns the positions of a text, tokens named by their ids."""

@@ -48,12 +48,8 @@ class TunedSampling:
         """Returns scores whose softmax is the sampling distribution before filters.
 
         Log-probabilities are logits up to a constant, which neither the temperature nor subtracted penalties show. A
-        repetition penalty, which divides or multiplies logits, would, so there is none here.
-
-        Args:
-            top: Tokens by name with the log-probabilities of plain sampling.
-            prompt: Names of the prompt's tokens. They count for penalties only within ``window``.
-            text: Names of the tokens generated before.
+        repetition penalty, which divides or multiplies logits, would, so there is none here. prompt, text: names of the
+        prompt's tokens, which count for penalties only within ``window``, and of the tokens generated before.
         """
         counted = Counter(text if self.window is None else (*prompt, *text)[-self.window :])
         return [
@@ -120,13 +116,7 @@ def tuned(place: TokenPlace, tuning: TunedSampling, prompt: Sequence[str], text:
     """Returns the distribution under sampling parameters, over the likeliest tokens in the order of their rank.
 
     Tokens outside are a last cell of probability 0 if a filter forbids them; else a position where one was sampled says
-    nothing, and None is returned.
-
-    Args:
-        place: The position, with the log-probabilities of plain sampling.
-        tuning: The parameters.
-        prompt: Names of the prompt's tokens.
-        text: Names of the tokens before the position.
+    nothing, and None is returned. The position has the log-probabilities of plain sampling.
     """
     kept = tuning.kept(place.top) if place.top else None
     if kept is None:
@@ -167,11 +157,7 @@ class TwoHypotheses:
     def add_text(self, text: ServerAnswer, places: Sequence[TokenPlace], tuning: TunedSampling, min_top: int) -> None:
         """Adds the tokens of a text: over all cells under a filter, else given that a token is among the likeliest.
 
-        Args:
-            text: The text.
-            places: Its positions.
-            tuning: The parameter.
-            min_top: Tokens that a position must name. If tokens are named by their texts, some have no name.
+        Positions with fewer than ``min_top`` tokens are skipped: if tokens are named by their texts, some have no name.
         """
         prompt, names = tuple(map(str, text.prompt_ids)), tuple(place.token for place in places)
         for at, place in enumerate(places):

@@ -90,11 +90,7 @@ def copying(kind: str) -> list[Candidate]:
 
 
 def texts_of(side: Side, answers: Sequence[ServerAnswer], prompts: Sequence[str], limit: int) -> list[SampledText]:
-    """Returns the token ids of answers to prompts, each text once.
-
-    Raises:
-        CannotTellError: The server reports no token ids, or impossible ones.
-    """
+    """Returns the token ids of answers, each text once. Raises CannotTellError without ids, or for impossible ones."""
     texts: dict[SampledText, None] = {}
     for answer, prompt in zip(answers, prompts, strict=True):
         start = answer.prompt_ids or tokenized(side, prompt)
@@ -116,16 +112,9 @@ def texts_of(side: Side, answers: Sequence[ServerAnswer], prompts: Sequence[str]
 def predicted_drafters(
     texts: Sequence[SampledText], temperature: float, copying: Sequence[Candidate], models: LocalModels
 ) -> list[PredictedDrafter]:
-    """Returns tokens per pass of drafters at each of their draft lengths.
+    """Returns tokens per pass of drafters at each of their draft lengths, on texts written without speculation.
 
-    Args:
-        texts: Texts that the server wrote without speculation.
-        temperature: Sampling temperature of these texts.
-        copying: Drafters that copy text.
-        models: Checkpoints, for drafters that are models.
-
-    Raises:
-        ModelLoadError: A checkpoint cannot be loaded.
+    Raises ModelLoadError if one of the checkpoints in ``models`` cannot be loaded.
     """
     highest, longest = max(max(text.whole) for text in texts), max(len(text.whole) for text in texts)
     law, alone = SamplingLaw(temperature=temperature), TextsAlone(highest + 1, longest + 64)

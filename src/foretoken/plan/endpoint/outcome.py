@@ -106,8 +106,7 @@ class EndpointPredictor:
     def rows(self) -> list[EndpointRow]:
         """Returns the rows whose intervals are not too wide, the best of each concurrency marked.
 
-        Raises:
-            CannotTellError: The measurements are too uncertain.
+        Raises CannotTellError if the measurements are too uncertain.
         """
         for row in self._all:
             if row.measured and row.vague:

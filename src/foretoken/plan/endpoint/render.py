@@ -113,14 +113,9 @@ def _span(row: EndpointRow) -> str:
 def paste(
     kind: str, config: Mapping[str, Any] | None, depth: int, limit: Limit, current: Mapping[str, Any]
 ) -> list[str]:
-    """Returns lines of an engine's configuration.
+    """Returns lines of an engine's configuration. depth: 0 to switch speculation off.
 
-    Args:
-        kind: The engine.
-        config: A speculative_config of ours for another drafter, None to keep the server's.
-        depth: Draft length, 0 to switch speculation off.
-        limit: Draft lengths by concurrency.
-        current: The server's speculative_config, as far as it is known.
+    config: a speculative_config of ours for another drafter, None to keep the server's ``current`` one.
     """
     keys = dict(config or current)
     match kind:

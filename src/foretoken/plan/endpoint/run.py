@@ -28,17 +28,13 @@ from foretoken.probe.client import Journal
 from foretoken.probe.server import ServerPair, Side, probed, why_unusable
 from foretoken.probe.workload import (
     CannotTellError,
-    Measured,
-    MeasuredLane,
+    Measurement,
     Say,
     Wave,
     WaveSender,
-    Workload,
     draft_length,
     lanes_of,
-    measure,
     rounds_of,
-    warmed,
 )
 
 CONCURRENCY = (1, 4, 16)
@@ -170,26 +166,19 @@ class _Planning:
         lanes = lanes_of(plain, speculative, depth)
         self.facts |= {"depth": depth, "temperature": end.temperature, "max_tokens": end.max_tokens}
         self.facts["plain_by"] = plain.switch or "baseline"
-        work, costs = self._work(sender, lanes)
-        self.facts["costs"] = costs
+        measurement = Measurement(sender, lanes, self.prompts, sorted(set(end.concurrency)))
+        if end.budget is not None:
+            rounds_of(end.budget, None, measurement.round_tokens, 0.0)  # refused before more is spent
+        seconds = measurement.warm_up()
+        rounds = rounds_of(end.budget, end.seconds, measurement.round_tokens, seconds)
+        self.facts["costs"] = costs = measurement.costs(rounds, seconds)
         if not self.announce(costs):
             return EndpointPlan(self.facts)
-        measured = measure(sender, lanes, work, self.say)
-        self.notes += measured.notes
-        return self._plan_from(measured, work)
+        measurement.run(rounds, self.say)
+        self.notes += measurement.notes
+        return self._plan_from(measurement)
 
-    def _work(self, sender: WaveSender, lanes: Sequence[MeasuredLane]) -> tuple[Workload, Mapping[str, Any]]:
-        end, numbers = self.endpoint, sorted(set(self.endpoint.concurrency))
-        tokens = len(lanes) * sum(numbers) * end.max_tokens
-        if end.budget is not None:
-            rounds_of(end.budget, None, tokens, 0.0)  # a budget that is too small is refused before more is spent
-        seconds = warmed(sender, lanes, self.prompts, numbers[-1]) * len(numbers)
-        work = Workload(self.prompts, numbers, rounds_of(end.budget, end.seconds, tokens, seconds))
-        spent = {id(lane.side.client.spent): lane.side.client.spent for lane in lanes}.values()
-        sent = {"requests": sum(one.requests for one in spent), "tokens": sum(one.tokens for one in spent)}
-        return work, {**work.costs(len(lanes), end.max_tokens, seconds), "sent": sent}
-
-    def _plan_from(self, measured: Measured, work: Workload) -> EndpointPlan:
+    def _plan_from(self, measured: Measurement) -> EndpointPlan:
         plain, acceptances = measured.of(0), dict[int, EndpointAcceptance]()
         for at, lane in enumerate(measured.lanes):
             if lane.depth:
@@ -209,7 +198,7 @@ class _Planning:
             if each.shorter
         ]
         kind = measured.lanes[1].side.dialect.kind
-        drafters = self._drafters(measured, work, kind)
+        drafters = self._drafters(measured, kind)
         predictor = EndpointPredictor(acceptances, speeds, drafters, sorted(speeds.plain), apart)
         rows = predictor.rows()
         self.notes += [predictor.left_out] if predictor.left_out else []
@@ -222,12 +211,12 @@ class _Planning:
 
     def _speeds(
         self,
-        measured: Measured,
+        measured: Measurement,
         here: Mapping[tuple[int, int], EndpointAcceptance],
         acceptances: Mapping[int, EndpointAcceptance],
     ) -> SpeedModel:
         """Returns the seconds of passes. here: acceptance by draft length and concurrency."""
-        each = {number: measured_plain(measured.waves[0, number]) for number in measured.concurrency}
+        each = {number: measured_plain(measured.waves[0, number]) for number in measured.measured}
         plain = {number: seconds for number, seconds in each.items() if seconds is not None}
         speculative: dict[tuple[int, int], PassSeconds] = {}
         for (at, number), waves in measured.waves.items():
@@ -243,10 +232,10 @@ class _Planning:
             speculative |= _earlier(record, self.facts, plain, speculative)
         return SpeedModel(plain, speculative)
 
-    def _drafters(self, measured: Measured, work: Workload, kind: str) -> list[PredictedDrafter]:
+    def _drafters(self, measured: Measurement, kind: str) -> list[PredictedDrafter]:
         self.say("other drafters on the texts", 1.0)
         try:
-            texts = texts_of(measured.lanes[0].side, *measured.plain_answers(work), self.endpoint.max_tokens)
+            texts = texts_of(measured.lanes[0].side, *measured.plain_answers, self.endpoint.max_tokens)
             return predicted_drafters(texts, self.endpoint.temperature, copying(kind), self.endpoint.models)
         except CannotTellError as error:
             self.notes.append(str(error))
@@ -256,14 +245,9 @@ class _Planning:
 def _apart(
     here: Mapping[tuple[int, int], EndpointAcceptance], acceptances: Mapping[int, EndpointAcceptance]
 ) -> dict[tuple[int, int], TokensPerPass]:
-    """Returns tokens per pass at concurrencies that differ from all together.
+    """Returns tokens per pass by draft length and concurrency, if they differ from those of all concurrencies.
 
-    Args:
-        here: Acceptance by draft length and concurrency.
-        acceptances: Acceptance of all concurrencies together, by draft length.
-
-    Raises:
-        CannotTellError: They differ so much that one acceptance for all concurrencies is wrong.
+    Raises CannotTellError if they differ so much that one acceptance for all concurrencies is wrong.
     """
     apart = {}
     for (depth, number), acceptance in here.items():
@@ -299,8 +283,7 @@ def _earlier(
 ) -> dict[tuple[int, int], PassSeconds]:
     """Returns the points of an earlier plan at concurrencies of this one, scaled to the plain speed of today.
 
-    Raises:
-        ForetokenError: It is no record of a plan for a server, or one of another model or setting.
+    Raises ForetokenError if it is no record of a plan for a server, or one of another model or setting.
     """
     try:
         points, setting = record["measured"], record["setting"]

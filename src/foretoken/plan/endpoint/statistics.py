@@ -149,11 +149,7 @@ class EndpointAcceptance:
         return ratio if abs(math.log(ratio)) > math.hypot(here.width, all_waves.width) else None
 
     def at(self, depth: int) -> TokensPerPass:
-        """Returns tokens per pass at a draft length.
-
-        Raises:
-            CannotTellError: There are too few requests.
-        """
+        """Returns tokens per pass at a draft length. Raises CannotTellError for too few requests."""
         if not self.texts:
             return self._geometric(depth)
         replays = [self._replayed(text, depth) for text in self.texts]
@@ -259,14 +255,8 @@ def measured_speculative(
     """Returns the seconds of a speculative pass in some waves of one size, None if fewer than two of them were full.
 
     A wave is compared with the plain one of its round, which was sent next to it, so that a slow machine slows both.
-
-    Args:
-        waves: The waves.
-        beside: The plain waves of the same rounds.
-        plain: The seconds of their passes.
-        tokens_per_pass: Tokens of a sequence in a speculative pass.
-        bursts: Bursts of such a pass, 1 unless some hold two; None if bursts are no passes. The seconds of a pass need
-            few texts, those of a token vary with the number of accepted tokens.
+    bursts: of a pass, 1 unless some hold two passes; None if bursts are no passes. The seconds of a pass need few
+    texts, those of a token vary with the number of accepted tokens.
     """
     full = [wave.streams for wave in waves if wave.streams]
     if len(full) < 2:
