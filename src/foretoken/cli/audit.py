@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.audit_endpoint import AuditServerOptions, audit_server
-from foretoken.cli.audit_engine import audit_engine
+from foretoken.cli.audit_endpoint import AuditServerOptions, audit_engine, audit_server
 from foretoken.cli.audit_options import AuditOptions, duration
 from foretoken.cli.files import check_alone, journal, publish
 from foretoken.cli.grouped import grouped

@@ -1,8 +1,9 @@
-"""``foretoken audit --endpoint``: audits the speculation of a server from outside."""
+"""``foretoken audit --endpoint`` and ``--engine``: audits of a server, or of an engine in a process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,12 +12,14 @@ import typer
 
 from foretoken.cli.audit_options import AuditOptions, budget, costs
 from foretoken.cli.options import ModelOptions, PatienceOptions, ServerOptions
-from foretoken.cli.theme import staged
+from foretoken.cli.theme import staged, waiting
 from foretoken.core.errors import InvalidRequest
+from foretoken.propose.methods import NONE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from foretoken.audit.endpoint import Endpoint
     from foretoken.audit.result import Audit
 
 
@@ -52,7 +55,7 @@ def audit_server(
     tokens, seconds = budget(compared.budget)
     if models.model is None:
         raise InvalidRequest("--endpoint needs --model, the model's name on that server")
-    from foretoken.audit.endpoint import Endpoint, audit_endpoint
+    from foretoken.audit.endpoint import Endpoint
     from foretoken.bench.workloads import prompts_or_functions
 
     texts = prompts_or_functions(compared.prompts)
@@ -68,10 +71,49 @@ def audit_server(
         journal=journal,
         **arguments,
     )
+    return _audited(endpoint, texts, notes, options.dry_run)
+
+
+def audit_engine(
+    engine: str,
+    models: ModelOptions,
+    compared: AuditOptions,
+    checkpoint: str | None,
+    concurrency: int,
+    notes: Console,
+) -> Audit:
+    """Audits an engine in processes of its own, like a server. Raises InvalidRequest and ForetokenError."""
+    tokens, seconds = budget(compared.budget)
+    from foretoken.audit.endpoint import Endpoint
+    from foretoken.audit.endpoint.engines import started
+    from foretoken.audit.run import NOTHING
+    from foretoken.bench.workloads import prompts_or_functions
+
+    texts, (target, config) = prompts_or_functions(compared.prompts), models.pair()
+    if config.method_in_force == NONE:
+        raise InvalidRequest(NOTHING)
+    with ExitStack() as stack:
+        with waiting(notes, f"loading {engine} twice, with speculation and without"):
+            pair = stack.enter_context(started(engine, target, config))
+        endpoint = Endpoint(
+            url=f"{pair.name} {pair.version}",
+            model=pair.model,
+            budget=tokens,
+            seconds=seconds,
+            concurrency=concurrency,
+            checkpoint=checkpoint or pair.checkpoint,
+            seed=compared.seed,
+            engines=pair,
+        )
+        return _audited(endpoint, texts, notes)
+
+
+def _audited(endpoint: Endpoint, prompts: Sequence[str], notes: Console, dry_run: bool = False) -> Audit:
+    from foretoken.audit.endpoint import audit_endpoint
 
     def announce(plan: Mapping[str, Any]) -> bool:
         notes.print(costs(plan), style="dim", markup=False, soft_wrap=True)
-        return not options.dry_run
+        return not dry_run
 
     with staged(notes) as watch:
-        return audit_endpoint(endpoint, texts, announce, watch)
+        return audit_endpoint(endpoint, prompts, announce, watch)

@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -76,17 +76,7 @@ class ParameterFinding:
 
 def findings_check(name: str, findings: Sequence[ParameterFinding]) -> Check:
     """Returns the check of some parameters, with the table among its numbers."""
-    numbers = {
-        "parameters": [
-            {
-                "parameter": each.parameter,
-                "plain": None if each.plain is None else str(each.plain),
-                "speculative": str(each.speculative),
-                "how": each.how,
-            }
-            for each in findings
-        ]
-    }
+    numbers = {"parameters": [asdict(each) for each in findings]}
     if wrong := [str(each) for each in findings if each.outcome is CheckOutcome.FAILED]:
         return Check(name, CheckOutcome.FAILED, "; ".join(wrong), numbers)
     if doubtful := [str(each) for each in findings if each.outcome is CheckOutcome.INCONCLUSIVE]:

@@ -109,7 +109,8 @@ def _penalized(task: EndpointTask, plain: Side, noise: _Noise) -> list[TextDiver
 
     Servers that refuse or ignore penalties are skipped: the check of parameters names them.
     """
-    tuning = TunedSampling(**PENALTIES, window=plain.dialect.window)
+    presence, frequency = PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
+    tuning = TunedSampling(presence_penalty=presence, frequency_penalty=frequency, window=plain.dialect.window)
     sides = [task.greedy(side, PENALIZED) for side in (plain, task.speculative)]
     here, there = ([_placed(task, reply) for reply in replies if isinstance(reply, ServerAnswer)] for replies in sides)
     if len(here) < task.sizes.parity_prompts or len(there) < len(here):
