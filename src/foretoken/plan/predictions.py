@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.statistics import ratio_interval
+from foretoken.plan.statistics import exponential, ratio_interval
 from foretoken.plan.step_times import MeasuredStepTimes, StepTime
 from foretoken.plan.step_timing import PrefillTiming
 from foretoken.plan.tally import AcceptanceEstimate
@@ -77,11 +77,11 @@ def predicted_row(candidate: Candidate, depth: int, place: Place, estimate: Acce
         temperature=place.temperature,
         batch=place.batch,
         tokens_per_pass=mean,
-        tokens_per_pass_low=mean * _exp(-width),
-        tokens_per_pass_high=mean * _exp(width),
+        tokens_per_pass_low=mean * exponential(-width),
+        tokens_per_pass_high=mean * exponential(width),
         speedup=speedup,
-        low=speedup * _exp(-off),
-        high=speedup * _exp(off),
+        low=speedup * exponential(-off),
+        high=speedup * exponential(off),
         end_to_end=plain / (own_prefill + steps * time.seconds),
         step_seconds=time.seconds,
         draft_seconds=time.propose,
@@ -102,7 +102,3 @@ def spread(estimate: AcceptanceEstimate) -> float:
         return math.inf
     mean, low, high = ratio_interval(estimate.tokens, estimate.steps, LEVEL)
     return math.sqrt(1 + estimate.draws) * (high - low) / 2 / mean
-
-
-def _exp(value: float) -> float:
-    return 0.0 if value == -math.inf else math.exp(value) if value < 700 else math.inf

@@ -99,7 +99,7 @@ def ratio_of_ratios(
     else:
         spread = _independent(*(_relative(_ratio(*side)) for side in sides))
     estimate, low, high = spread.interval(level)
-    return Interval(math.exp(estimate), _exponential(low), _exponential(high))
+    return Interval(math.exp(estimate), exponential(low), exponential(high))
 
 
 def student_quantile(probability: float, freedom: float) -> float:
@@ -218,5 +218,6 @@ def _independent(one: UncertainValue, other: UncertainValue) -> UncertainValue:
     return UncertainValue(one.estimate - other.estimate, math.sqrt(total), freedom)
 
 
-def _exponential(value: float) -> float:
+def exponential(value: float) -> float:
+    """Returns e to the power of ``value``, infinity if it is too large for a float."""
     return math.exp(value) if value < 700.0 else math.inf

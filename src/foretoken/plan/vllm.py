@@ -23,9 +23,10 @@ from foretoken.bench.peers.vllm_steps import VllmStepTimes
 from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
+from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan, choices, mark_best
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.statistics import ratio_interval
+from foretoken.plan.statistics import exponential, ratio_interval
 
 LEVEL = 0.95
 CHAIN = (1, 2, 4, 8)  # draft lengths of chains that are run
@@ -40,17 +41,15 @@ Say = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class VllmCandidate:
-    """One way to speculate."""
+class VllmCandidate(Candidate):
+    """One way to speculate: vLLM's speculative_config, and its additional_config."""
 
-    name: str  # unique within a plan
-    config: Mapping[str, Any]  # vLLM's speculative_config without num_speculative_tokens
-    depths: tuple[int, ...]  # draft lengths to run
-    additional: Mapping[str, Any] = field(default_factory=dict)  # vLLM's additional_config
+    additional: Mapping[str, Any] = field(default_factory=dict)
 
-    def at(self, depth: int) -> dict[str, Any]:
-        """Returns the ``speculative_config`` with ``depth`` draft tokens."""
-        return {**self.config, "num_speculative_tokens": depth}
+    @property
+    def method(self) -> str:
+        """Name of vLLM's method."""
+        return str(self.config["method"])
 
     @staticmethod
     def of(
@@ -377,16 +376,16 @@ def _row(lane: VllmCandidate, depth: int, runs: Sequence[VllmRun], plain: VllmRu
     decoding = tokens / mean * prediction.step_seconds
     return PlanRow(
         name=lane.name,
-        method=str(lane.config["method"]),
+        method=lane.method,
         config=lane.at(depth),
         temperature=plain.temperature,
         batch=plain.batch,
         tokens_per_pass=mean,
         tokens_per_pass_low=mean * math.exp(-width),
-        tokens_per_pass_high=mean * _exp(width),
+        tokens_per_pass_high=mean * exponential(width),
         speedup=speedup,
         low=speedup * math.exp(-off),
-        high=speedup * _exp(off),
+        high=speedup * exponential(off),
         end_to_end=(plain_first + tokens * plain.step_seconds) / (first + decoding),
         step_seconds=prediction.step_seconds,
         draft_seconds=math.nan,
@@ -395,10 +394,6 @@ def _row(lane: VllmCandidate, depth: int, runs: Sequence[VllmRun], plain: VllmRu
         estimator="runs",
         requests=len(runs[0].tokens),
     )
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
 
 
 def record(plan: Plan, lanes: Sequence[VllmCandidate], runs: Sequence[VllmRun]) -> dict[str, Any]:

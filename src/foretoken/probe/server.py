@@ -130,15 +130,6 @@ class Reference(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
-    """Abilities of a server. path: of completions. top: alternatives at each token, 0 without log-probabilities."""
-
-    path: str = "completions"
-    top: int = 0
-    reference: Reference = Reference.NONE
-
-
-@dataclass(frozen=True, slots=True)
 class EndpointRequest:
     """A completion to request."""
 
@@ -154,14 +145,17 @@ class EndpointRequest:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A way to decode: "plain" or "speculative". switch: fields that select it on the server."""
+    """A way to decode on a server: "plain" or "speculative"; and the server's abilities, which ``probed`` finds out."""
 
     name: str
     client: EndpointClient
     model: str
     dialect: Dialect
-    switch: Mapping[str, Any] = field(default_factory=dict)
-    abilities: Abilities = field(default_factory=Abilities)
+    switch: Mapping[str, Any] = field(default_factory=dict)  # fields that select it
+    depth: int = 0  # draft length, if it is known
+    path: str = "completions"
+    top: int = 0  # alternatives at each token, 0 without log-probabilities
+    reference: Reference = Reference.NONE
 
     @property
     def needs_logprobs(self) -> bool:
@@ -170,9 +164,8 @@ class Side:
 
     def complete(self, requests: Sequence[EndpointRequest], concurrency: int) -> list[Reply]:
         """Returns a reply to each request, ``concurrency`` at a time."""
-        top = self.abilities.top
-        asks = [Ask(self.body(each), f"{self.name}/{each.tag}", top if each.top else 0) for each in requests]
-        replies = self.client.post(self.abilities.path, asks, concurrency)
+        asks = [Ask(self.body(each), f"{self.name}/{each.tag}", self.top if each.top else 0) for each in requests]
+        replies = self.client.post(self.path, asks, concurrency)
         return [
             replace(reply, prompt_ids=request.prompt)
             if isinstance(reply, ServerAnswer) and isinstance(request.prompt, tuple) and not reply.prompt_ids
@@ -183,16 +176,16 @@ class Side:
     def body(self, request: EndpointRequest) -> dict[str, Any]:
         """Returns the JSON body of a request."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": request.max_tokens}
-        if self.abilities.path == CHAT:
+        if self.path == CHAT:
             message = f"{_INSTRUCTION if request.continued else ''}{request.prompt}"
             body["messages"] = [{"role": "user", "content": message}]
         else:
             body["prompt"] = list(request.prompt) if isinstance(request.prompt, tuple) else request.prompt
         if request.temperature is not None:
             body["temperature"] = request.temperature
-        if request.top and self.abilities.top:
-            chat = {"logprobs": True, "top_logprobs": self.abilities.top}
-            body |= chat if self.abilities.path == CHAT else {"logprobs": self.abilities.top}
+        if request.top and self.top:
+            chat = {"logprobs": True, "top_logprobs": self.top}
+            body |= chat if self.path == CHAT else {"logprobs": self.top}
         body |= {**self.dialect.neutral, **self.dialect.token_ids, **self.switch}
         body |= self.dialect.endless if request.endless else {}
         return body | {self.dialect.names.get(name, name): value for name, value in request.options.items()}
@@ -201,7 +194,7 @@ class Side:
         self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
     ) -> list[tuple[TokenPlace, ...] | Failed]:
         """Returns the positions of each (text, tag) with the log-probabilities of plain decoding without any filter."""
-        if self.abilities.reference not in (Reference.PROMPT, Reference.EACH):
+        if self.reference not in (Reference.PROMPT, Reference.EACH):
             return [text.places for text, _ in texts]
         requests = [self._score_requests(text, tag) for text, tag in texts]
         replies = iter(self.complete([each for row in requests for each in row], concurrency))
@@ -210,8 +203,8 @@ class Side:
         ]
 
     def _score_requests(self, text: ServerAnswer, tag: str) -> list[EndpointRequest]:
-        if self.abilities.reference is Reference.PROMPT:
-            options = {"prompt_logprobs": self.abilities.top}
+        if self.reference is Reference.PROMPT:
+            options = {"prompt_logprobs": self.top}
             return [EndpointRequest((*text.prompt_ids, *text.ids), 1, f"{tag}/score", top=False, options=options)]
         return [
             EndpointRequest((*text.prompt_ids, *text.ids[:at]), 1, f"{tag}/score/{at}") for at in range(len(text.ids))
@@ -222,7 +215,7 @@ class Side:
         for reply in replies:
             if not isinstance(reply, ServerAnswer):
                 return Failed(reply.why)
-            if self.abilities.reference is Reference.EACH:
+            if self.reference is Reference.EACH:
                 if not reply.places:
                     return Failed("no logprobs")
                 rows.append(reply.places[0])
@@ -232,7 +225,7 @@ class Side:
                 return Failed("no prompt_logprobs")
         tops = [() if row is None else row.top for row in rows]
         return tuple(
-            TokenPlace(str(token), dict(top).get(str(token)), top[: self.abilities.top])
+            TokenPlace(str(token), dict(top).get(str(token)), top[: self.top])
             for token, top in zip(text.ids, tops, strict=True)
         )
 
@@ -248,7 +241,7 @@ def probed(side: Side, prompt: str, logprobs: bool = True) -> Side | Refused | F
     reply: Reply = Failed("nothing was asked")
     for path in ("completions", CHAT):
         for top in (*_TOPS, 0) if logprobs else (0,):
-            able = replace(side, abilities=Abilities(path, top))
+            able = replace(side, path=path, top=top)
             (reply,) = able.complete([EndpointRequest(prompt, _PROBED, f"probe/{top}")], 1)
             if isinstance(reply, ServerAnswer) and (reply.places or not top):
                 return _with_reference(able, prompt, reply) if logprobs else able
@@ -259,16 +252,15 @@ def probed(side: Side, prompt: str, logprobs: bool = True) -> Side | Refused | F
 
 def _with_reference(side: Side, prompt: str, answer: ServerAnswer) -> Side:
     """Returns the side with the best source of the target's distribution that works."""
-    able, text = side.abilities, answer
-    if able.top and able.path != CHAT and answer.ids:
+    if side.top and side.path != CHAT and answer.ids:
         text = replace(answer, prompt_ids=answer.prompt_ids or tokenized(side, prompt))
         kinds = (Reference.PROMPT, Reference.EACH) if side.dialect.scores else (Reference.EACH,)
         for kind in kinds if text.prompt_ids else ():
-            scoring = replace(side, abilities=replace(able, reference=kind))
+            scoring = replace(side, reference=kind)
             (places,) = scoring.score([(text, f"probe/{kind.name.lower()}")], 1)
             if not isinstance(places, Failed) and all(place.top for place in places):
                 return scoring
-    return replace(side, abilities=replace(able, reference=Reference.INLINE if able.top else Reference.NONE))
+    return replace(side, reference=Reference.INLINE if side.top else Reference.NONE)
 
 
 def tokenized(side: Side, prompt: str) -> tuple[int, ...]:

@@ -152,7 +152,7 @@ class WaveSender:
         self._decoded = client.url
         before = ServerCounters.of(client.get("/metrics"))
         asks = [Ask(body, f"{tag}/{i}") for i, body in enumerate(bodies)]
-        replies = client.post(side.abilities.path, asks, len(asks))
+        replies = client.post(side.path, asks, len(asks))
         side.client.tick()
         answers = [reply for reply in replies if isinstance(reply, ServerAnswer)]
         if len(answers) < len(replies):
@@ -181,24 +181,16 @@ class CannotTellError(Exception):
         self.later = later
 
 
-@dataclass(frozen=True)
-class MeasuredLane:
-    """A way to decode that is measured. depth: draft length, 0 for plain decoding."""
-
-    side: Side
-    depth: int
-
-
-def lanes_of(plain: Side, speculative: Side, depth: int) -> list[MeasuredLane]:
-    """Returns the lanes: plain, the server's own draft length, and another if a request can choose it."""
-    lanes, name = [MeasuredLane(plain, 0)], speculative.dialect.depth
+def lanes_of(plain: Side, speculative: Side, depth: int) -> list[Side]:
+    """Returns the sides to measure: plain, the server's own draft length, and another if a request can choose it."""
+    name, depths = speculative.dialect.depth, {depth}
     if not name:
-        return [*lanes, MeasuredLane(speculative, depth)]
-    other = 2 * depth if 2 * depth <= _DEEPEST else max(1, depth // 2)
-    for chosen in sorted({depth, other}):
-        side = replace(speculative, name=f"speculative {chosen}", switch={name: chosen})
-        lanes.append(MeasuredLane(side, chosen))
-    return lanes
+        return [plain, replace(speculative, depth=depth)]
+    depths.add(2 * depth if 2 * depth <= _DEEPEST else max(1, depth // 2))
+    return [
+        plain,
+        *(replace(speculative, name=f"speculative {n}", switch={name: n}, depth=n) for n in sorted(depths)),
+    ]
 
 
 @dataclass
@@ -206,7 +198,7 @@ class Measurement:
     """Waves of a server by lane and concurrency, and notes on concurrencies without any."""
 
     sender: WaveSender
-    lanes: Sequence[MeasuredLane]
+    lanes: Sequence[Side]
     prompts: Sequence[str]
     concurrency: Sequence[int]  # numbers of requests at once
     waves: dict[tuple[int, int], list[Wave]] = field(default_factory=dict)
@@ -220,12 +212,12 @@ class Measurement:
     def warm_up(self) -> float:
         """Sends a small and a large wave to every lane. Returns the seconds of a round. Raises CannotTellError."""
         largest, lanes = max(self.concurrency), self.lanes
-        seconds = sum(rest_between(*urls) for urls in pairwise(lane.side.client.url for lane in lanes))
+        seconds = sum(rest_between(*urls) for urls in pairwise(lane.client.url for lane in lanes))
         for lane in lanes:
             for size in dict.fromkeys((1, largest)):
-                wave = self.sender.send(lane.side, self.prompts_of(0, size), f"warm-up/{size}")
+                wave = self.sender.send(lane, self.prompts_of(0, size), f"warm-up/{size}")
                 if not isinstance(wave, Wave):
-                    raise CannotTellError(f"{lane.side.name} requests fail, {size} at once: {wave.why}", later=True)
+                    raise CannotTellError(f"{lane.name} requests fail, {size} at once: {wave.why}", later=True)
                 seconds += max(answer.began + answer.seconds for answer in wave.answers) / (1 if largest == 1 else 2)
         return seconds * len(self.concurrency)
 
@@ -246,7 +238,7 @@ class Measurement:
             "waves": len(self.lanes) * rounds * len(self.concurrency),
             "rounds": rounds,
             "concurrency": list(self.concurrency),
-            "sent": sent(lane.side for lane in self.lanes),
+            "sent": sent(self.lanes),
         }
 
     def run(self, rounds: int, say: Say) -> None:
@@ -260,10 +252,10 @@ class Measurement:
                 for turn in range(len(lanes)):
                     at = (turn + number + index) % len(lanes)  # a round begins with the lane that ended the last one
                     total = rounds * len(lanes) * len(self.concurrency)
-                    say(f"{concurrency} at once, {lanes[at].side.name}", done / total)
+                    say(f"{concurrency} at once, {lanes[at].name}", done / total)
                     done += 1
                     prompts = self.prompts_of(number, concurrency)
-                    wave = self.sender.send(lanes[at].side, prompts, f"round {number}/{concurrency}/{at}")
+                    wave = self.sender.send(lanes[at], prompts, f"round {number}/{concurrency}/{at}")
                     if not isinstance(wave, Wave):
                         self._drop(concurrency, f"requests failed: {wave.why}")
                         left.remove(concurrency)

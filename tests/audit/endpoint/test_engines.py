@@ -144,7 +144,7 @@ def _log(logits):
 @pytest.mark.parametrize("fault", ["", "greedy"])
 def test_a_checkpoint_explains_divergences_of_a_server_without_log_probabilities(fault):
     with tasked(Behaviour(fault, refused=("logprobs",)), replace(SIZES, parity_tokens=32)) as task:
-        assert not task.speculative.abilities.top
+        assert not task.speculative.top
         verdict, logprobs = parity(replace(task, checkpoint=Table()))
     assert verdict.outcome is (CheckOutcome.FAILED if fault else CheckOutcome.PASSED), verdict.evidence
     assert logprobs.outcome is CheckOutcome.SKIPPED

@@ -11,7 +11,7 @@ from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, plan_endpoint, 
 from foretoken.plan.endpoint.outcome import OWN, EndpointPlan, EndpointPredictor, EndpointRow
 from foretoken.plan.endpoint.statistics import EndpointAcceptance, PassSeconds, SpeedModel
 from foretoken.probe.client import EndpointClient
-from foretoken.probe.server import DIALECTS, Abilities, ServerKind, Side
+from foretoken.probe.server import DIALECTS, ServerKind, Side
 from foretoken.probe.workload import CannotTellError, draft_length
 
 from .simulated import PROMPTS, SimulatedEngine, SimulatedSender, close
@@ -25,7 +25,7 @@ def planned(monkeypatch, engine, kind=ServerKind.VLLM, sender=None, **options) -
         ServerPair(NOWHERE, "sim", baseline=NOWHERE, kind=kind),
         **{"concurrency": (1, 4, 8), "depth": engine.depth} | options,
     )
-    speculative = Side("speculative", EndpointClient(NOWHERE), "sim", DIALECTS[kind], {}, Abilities())
+    speculative = Side("speculative", EndpointClient(NOWHERE), "sim", DIALECTS[kind])
     plain = replace(speculative, name="plain")
     fake = sender or SimulatedSender(engine, end.max_tokens)
     monkeypatch.setattr(run, "WaveSender", lambda *arguments: fake)

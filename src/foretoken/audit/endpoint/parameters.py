@@ -208,7 +208,7 @@ def _n(task: EndpointTask, side: Side) -> Seen:
 
 
 def _logprobs(task: EndpointTask, side: Side) -> Seen:
-    if not side.abilities.top:
+    if not side.top:
         return Treatment.IGNORED, "no log-probabilities come with texts"
     (text,) = _answers(side, [task.request(0, "alternatives")])
     enough = [len(place.top) >= _ALTERNATIVES for place in text.places] or [False]
@@ -246,7 +246,7 @@ def _repetition(task: EndpointTask, side: Side) -> Seen:
 def _structured(task: EndpointTask, side: Side) -> Seen:
     fields: dict[str, Any] = {
         "top": False,
-        "options": side.dialect.grammar(_SCHEMA, side.abilities.path == CHAT),
+        "options": side.dialect.grammar(_SCHEMA, side.path == CHAT),
         "endless": False,
     }
     requests = [task.request(i, f"object/{i}", OBJECT_TOKENS, 1.0, **fields) for i in range(OBJECTS)]

@@ -114,7 +114,7 @@ def _task(endpoint: Endpoint, sides: Sequence[Side], prompts: Sequence[str]) -> 
     if plain is not None and plain.switch and plain.client.spent.drafted:
         plain = None  # it drafted although its requests switch speculation off
     judge = plain or speculative
-    each = judge.abilities.reference is Reference.EACH
+    each = judge.reference is Reference.EACH
     texts: tuple[Prompt, ...] = tuple(prompts)
     if each and not judge.dialect.token_ids:  # the server takes token ids and does not report them with its texts
         texts = tuple(tokenized(judge, prompt) or prompt for prompt in prompts)
@@ -164,8 +164,8 @@ def _facts(task: EndpointTask) -> dict[str, Any]:
     side = task.speculative
     return {
         "server": str(side.dialect.kind),
-        "api": side.abilities.path,
-        "alternatives": side.abilities.top,
+        "api": side.path,
+        "alternatives": side.top,
         "reference": str(task.reference),
         "checkpoint": task.checkpoint.name if task.checkpoint is not None else None,
         "plain_by": None if task.plain is None else json.dumps(task.plain.switch) if task.plain.switch else "baseline",

@@ -136,7 +136,7 @@ class EndpointTask:
     @property
     def reference(self) -> Reference:
         """The source of the target's distribution."""
-        return self.judge.abilities.reference if self.checkpoint is None else Reference.CHECKPOINT
+        return self.judge.reference if self.checkpoint is None else Reference.CHECKPOINT
 
     def random(self, *purpose: object) -> random.Random:
         """Returns random numbers for one purpose."""

@@ -216,7 +216,7 @@ def _treated(task: EndpointTask, parameter: str, side: Side) -> Seen:
     for (text, _), places in zip(texts, task.places(side, texts), strict=True):
         if isinstance(places, Failed):
             return Treatment.UNANSWERED, places.why
-        hypotheses.add_text(text, places, tuning, side.abilities.top if inline else 0)
+        hypotheses.add_text(text, places, tuning, side.top if inline else 0)
     return hypotheses.treatment(task.level / (2 * len(TUNINGS))), str(hypotheses)
 
 

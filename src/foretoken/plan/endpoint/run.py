@@ -197,7 +197,7 @@ class _Planning:
             for depth, each in acceptances.items()
             if each.shorter
         ]
-        kind = measured.lanes[1].side.dialect.kind
+        kind = measured.lanes[1].dialect.kind
         drafters = self._drafters(measured, kind)
         predictor = EndpointPredictor(acceptances, speeds, drafters, sorted(speeds.plain), apart)
         rows = predictor.rows()
@@ -235,7 +235,7 @@ class _Planning:
     def _drafters(self, measured: Measurement, kind: str) -> list[PredictedDrafter]:
         self.say("other drafters on the texts", 1.0)
         try:
-            texts = texts_of(measured.lanes[0].side, *measured.plain_answers, self.endpoint.max_tokens)
+            texts = texts_of(measured.lanes[0], *measured.plain_answers, self.endpoint.max_tokens)
             return predicted_drafters(texts, self.endpoint.temperature, copying(kind), self.endpoint.models)
         except CannotTellError as error:
             self.notes.append(str(error))
