@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -258,31 +259,25 @@ def answers(
     """
     if not prompts or not lanes:
         raise InvalidRequest("a plan needs a prompt and a way to speculate at least")
-    start, result = start or bench.start, list[Answers]()
+    begin, result = start or bench.start, list[Answers]()
     stage = 1.0 / (2 * len(lanes) + 1)
     say("plain decoding: vLLM starts", 0.0)
-    plain = start(None)
-    try:
+    with closing(begin(None)) as plain:
         if bench.alone:
             result += list(_alternated(bench, [(PLAIN, 0, plain)], PLAIN, prompts))
             plain.close()
         for number, lane in enumerate(lanes):
+            say(f"{lane.name}: vLLM starts", (2 * number + 1) * stage)
             try:
-                say(f"{lane.name}: vLLM starts", (2 * number + 1) * stage)
-                process = start(lane)
-                try:
+                with closing(begin(lane)) as process:
                     say(f"{lane.name}: short runs", (2 * number + 2) * stage)
                     places = [] if bench.alone else [(PLAIN, 0, plain)]
                     places += [(lane.name, depth, process) for depth in lane.depths]
                     result += list(_alternated(bench, places, lane.name, prompts))  # of a lane that fails, none count
-                finally:
-                    process.close()
             except PeerError as error:
                 if refused is None:
                     raise
                 refused(lane, error)
-    finally:
-        plain.close()
     return result
 
 
