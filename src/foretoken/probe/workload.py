@@ -285,7 +285,7 @@ class Measurement:
 
     def _drop(self, concurrency: int, why: str) -> None:
         self.waves = {key: waves for key, waves in self.waves.items() if key[1] != concurrency}
-        self.notes.append(f"nothing is told about {concurrency} requests at once, because {why}")
+        self.notes.append(f"{concurrency} requests at once are skipped, because {why}")
 
     def _check(self) -> None:
         """Drops concurrencies without full waves. Raises CannotTellError if no waves are left, or some are invalid."""

@@ -112,7 +112,7 @@ def test_the_engines_own_words_are_ready_to_paste(monkeypatch):
     [
         (SimulatedEngine(lies=1.6), {}, "impossible"),
         (SimulatedEngine(lies=0.4), {}, "tokens per pass, but"),
-        (SimulatedEngine(rate=0.0, spread=0.0, told=False, batched=True), {}, "tells nothing about its drafts"),
+        (SimulatedEngine(rate=0.0, spread=0.0, told=False, batched=True), {}, "reports nothing about its drafts"),
         (SimulatedEngine(), {"others": 2.0}, "for other requests"),
         (SimulatedEngine(), {"fails_above": 0}, "does not stream a text: 429"),
     ],
@@ -127,7 +127,7 @@ def test_crowds_that_fail_are_left_out_with_the_reason(monkeypatch):
     sender = SimulatedSender(engine, 64, slots=4)
     plan = planned(monkeypatch, engine, sender=sender)
     assert {row.concurrency for row in plan.rows} == {1, 4}
-    assert "nothing is told about 8 requests at once, because the server does not decode so many" in plan.notes[0]
+    assert "8 requests at once are skipped, because the server does not decode so many" in plan.notes[0]
 
 
 class PlainCrowds(SimulatedSender):

@@ -130,7 +130,7 @@ def _control(task: EndpointTask, texts: Sequence[Sequence[Cells]]) -> Check:
     plants: list[Plant] = []
     for error, power in {
         f"one token in {round(1 / TILTED)} is replaced by the likeliest": 0.0,
-        f"one token in {round(1 / TILTED)} is drawn again at {SOFTENED} times the temperature": 1.0 / SOFTENED,
+        f"one token in {round(1 / TILTED)} is sampled again at {SOFTENED} times the temperature": 1.0 / SOFTENED,
     }.items():
         chance = task.random(CONTROL, error)
         tilted = [[_tilted(cells, power, chance) for cells in text] for text in texts]

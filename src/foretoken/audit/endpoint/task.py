@@ -88,7 +88,7 @@ class CheckpointReference:
     def places(self, text: ServerAnswer) -> tuple[TokenPlace, ...] | Failed:
         """Returns the positions of a text, tokens named by their ids."""
         if not text.ids or not text.prompt_ids:
-            return Failed("the server does not tell token ids, which a checkpoint needs")
+            return Failed("the server reports no token ids, which a checkpoint needs")
         highest = max(*text.ids, *text.prompt_ids)
         handle = None
         try:

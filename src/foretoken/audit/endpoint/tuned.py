@@ -199,11 +199,11 @@ def tuned_findings(task: EndpointTask) -> list[ParameterFinding]:
 
 def _treated(task: EndpointTask, parameter: str, side: Side) -> Seen:
     if task.reference is Reference.NONE:
-        return Treatment.UNDECIDED, "the server tells no log-probabilities"
+        return Treatment.UNDECIDED, "the server reports no log-probabilities"
     inline = task.reference is Reference.INLINE
     tuning, options = _expected(task, side, parameter)
     if not options or (inline and parameter == "logit_bias"):
-        return Treatment.UNDECIDED, "the server tells no token ids"
+        return Treatment.UNDECIDED, "the server reports no token ids"
     if inline and not _before(task, side, parameter, options):
         return Treatment.UNDECIDED, "the server's log-probabilities are those under the parameter"
     temperature, top = 1.0 if parameter != "temperature" else None, inline or side.needs_logprobs

@@ -98,12 +98,12 @@ def texts_of(side: Side, answers: Sequence[ServerAnswer], prompts: Sequence[str]
         if not start or not ids:
             break
         if not all(0 <= each < _MAX_ID for each in (*start, *ids)):
-            raise CannotTellError("other drafters are not replayed, because the server tells impossible token ids")
+            raise CannotTellError("other drafters are not replayed, because the server reports impossible token ids")
         if len(ids) > 1:
             texts[SampledText(tuple(start), tuple(ids[:limit]), limit)] = None
     if len(texts) < _MIN_TEXTS:
         raise CannotTellError(
-            "other drafters are not replayed, because the server tells token ids of fewer than "
+            "other drafters are not replayed, because the server reports token ids of fewer than "
             f"{_MIN_TEXTS} different texts"
         )
     return list(texts)

@@ -117,11 +117,11 @@ class EndpointPredictor:
         return list(_marked([row for row in self._all if not row.vague]))
 
     @property
-    def left_out(self) -> str:
+    def skipped(self) -> str:
         """A note on the rows that are too uncertain, "" if there are none."""
         vague = dict.fromkeys(f"{row.name} with {row.depth} at {row.concurrency}" for row in self._all if row.vague)
         why = f"because the ends of their intervals are more than {_WIDEST:g} times apart"
-        return f"left out, {why}: {', '.join(vague)} at once" if vague else ""
+        return f"skipped, {why}: {', '.join(vague)} at once" if vague else ""
 
     @cached_property
     def _all(self) -> list[EndpointRow]:

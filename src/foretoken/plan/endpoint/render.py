@@ -65,7 +65,7 @@ def verdict_lines(choice: EndpointChoice, rows: Sequence[EndpointRow]) -> list[s
     if choice.limit.varies and row.name == OWN:
         lines.append(f"best draft length by concurrency: {', '.join(map(_range, choice.limit.depths))}")
     if not choice.sure:
-        lines.append("an interval reaches below 1: it may not pay everywhere")
+        lines.append("an interval reaches below 1: it may be slower than plain decoding")
     return lines
 
 
@@ -96,7 +96,11 @@ def _cells(row: EndpointRow) -> tuple[str, ...]:
     mark = "*" if row.measured else ""
     first = (row.name, f"{row.depth}{mark}", f"{row.tokens_per_pass:.2f}", tokens)
     if row.speedup is None:
-        below = f"pays below {1e3 * (row.pays_below or 0.0):.1f} ms a draft token" if row.pays_below else "cannot pay"
+        below = (
+            f"profitable below {1e3 * (row.pays_below or 0.0):.1f} ms a draft token"
+            if row.pays_below
+            else "never profitable"
+        )
         return (*first, "cannot tell", below, "")
     return (*first, f"{row.speedup:.2f}x", _span(row), f"{row.tokens_per_second or 0.0:,.1f}")
 

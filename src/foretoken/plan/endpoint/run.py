@@ -192,7 +192,7 @@ class _Planning:
         apart, speeds = _apart(here, acceptances), self._speeds(measured, here, acceptances)
         self.facts["tokens_per_pass_from"] = acceptances[max(acceptances)].source
         self.notes += [
-            f"nothing is told about other draft lengths, because the server drafts {each.shorter:.1f} tokens a step "
+            f"other draft lengths are skipped, because the server drafts {each.shorter:.1f} tokens a step "
             f"where its draft length is {depth}"
             for depth, each in acceptances.items()
             if each.shorter
@@ -201,7 +201,7 @@ class _Planning:
         drafters = self._drafters(measured, kind)
         predictor = EndpointPredictor(acceptances, speeds, drafters, sorted(speeds.plain), apart)
         rows = predictor.rows()
-        self.notes += [predictor.left_out] if predictor.left_out else []
+        self.notes += [predictor.skipped] if predictor.skipped else []
         choice = predictor.choice(rows)
         depth, config = (0, None) if choice.row is None else (choice.row.depth, choice.row.config)
         lines = paste(kind, config, depth, choice.limit, self.endpoint.current)

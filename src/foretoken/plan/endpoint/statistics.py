@@ -61,7 +61,7 @@ class EndpointAcceptance:
 
     @classmethod
     def of(cls, depth: int, plain: Sequence[Wave], waves: Sequence[Wave]) -> EndpointAcceptance:
-        """Returns the acceptance in some waves. plain: waves without speculation, which tell if bursts are passes."""
+        """Returns the acceptance in some waves. plain: waves without speculation, which show whether bursts are passes."""
         tokens = float(sum(wave.tokens - len(wave.answers) for wave in waves))
         texts = tuple(stream.bursts for wave in waves for stream in wave.streams)
         streams = [stream for wave in plain for stream in wave.streams]
@@ -120,7 +120,7 @@ class EndpointAcceptance:
         if longer := self._longer:
             raise CannotTellError(f"{self.depth} is not the server's draft length: {longer}; see --depth")
         if counted is None and seen is None:
-            raise CannotTellError("the server tells nothing about its drafts, and its streams do not show its passes")
+            raise CannotTellError("the server reports nothing about its drafts, and its streams do not show its passes")
         if counted is not None and seen is not None and not 1 / AGREE < counted / seen < AGREE:
             raise CannotTellError(
                 f"the server's metrics say {counted:.2f} tokens per pass, but {seen:.2f} arrive together"
@@ -169,7 +169,7 @@ class EndpointAcceptance:
         """
         counted, counts = self.counted, self.counts
         if counted is None or counts is None:
-            raise CannotTellError("the server tells nothing about its drafts")
+            raise CannotTellError("the server reports nothing about its drafts")
         passes = max(1.0, self.tokens - counts.accepted)
         if passes < 10 * _MIN_REQUESTS:
             raise CannotTellError(f"{passes:.0f} passes are too few for an interval")
