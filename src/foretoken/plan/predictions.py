@@ -100,5 +100,4 @@ def spread(estimate: AcceptanceEstimate) -> float:
     """
     if estimate.requests < 2:
         return math.inf
-    mean, low, high = ratio_interval(estimate.tokens, estimate.steps, LEVEL)
-    return math.sqrt(1 + estimate.draws) * (high - low) / 2 / mean
+    return math.sqrt(1 + estimate.draws) * ratio_interval(estimate.tokens, estimate.steps, LEVEL).width

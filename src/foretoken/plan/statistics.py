@@ -29,6 +29,11 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    @property
+    def width(self) -> float:
+        """Half its width relative to the estimate."""
+        return (self.high - self.low) / 2 / self.estimate
+
 
 class UncertainValue(NamedTuple):
     """An estimate, its standard error, and the degrees of freedom of the standard error."""

@@ -121,12 +121,12 @@ class VllmRun:
     @property
     def tokens_width(self) -> float:
         """Half the relative width of the interval of tokens per pass. Infinite for one request."""
-        return _width(self.tokens, self.passes)
+        return ratio_interval(self.tokens, self.passes, LEVEL).width
 
     @property
     def seconds_width(self) -> float:
         """Half the relative width of the interval of a step's time. 0 for one group, which has no spread."""
-        return _width(self._seconds, self.steps) if len(self.steps) > 1 else 0.0
+        return ratio_interval(self._seconds, self.steps, LEVEL).width if len(self.steps) > 1 else 0.0
 
     @property
     def _seconds(self) -> list[float]:
@@ -145,11 +145,6 @@ class VllmRun:
 def _undisturbed(seconds: Sequence[float]) -> list[float]:
     longest = _DISTURBED * median(seconds)
     return [each for each in seconds if each <= longest]
-
-
-def _width(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    interval = ratio_interval(numerators, denominators, LEVEL)
-    return (interval.high - interval.low) / 2 / interval.estimate
 
 
 class PromptCompleter(Protocol):

@@ -61,7 +61,7 @@ class EndpointAcceptance:
 
     @classmethod
     def of(cls, depth: int, plain: Sequence[Wave], waves: Sequence[Wave]) -> EndpointAcceptance:
-        """Returns the acceptance in some waves. plain: waves without speculation, which show whether bursts are passes."""
+        """Returns the acceptance in some waves. plain: waves without speculation, which show if bursts are passes."""
         tokens = float(sum(wave.tokens - len(wave.answers) for wave in waves))
         texts = tuple(stream.bursts for wave in waves for stream in wave.streams)
         streams = [stream for wave in plain for stream in wave.streams]
@@ -156,11 +156,11 @@ class EndpointAcceptance:
         tokens, passes = [sum(map(sum, each)) for each in replays], [sum(map(len, each)) for each in replays]
         if len(tokens) < _MIN_REQUESTS:
             raise CannotTellError(f"{len(tokens)} requests are too few for an interval; at least {_MIN_REQUESTS} count")
-        mean, low, high = ratio_interval(tokens, passes, LEVEL)
+        interval = ratio_interval(tokens, passes, LEVEL)
         scale = self.counted / self.seen if self.counted and self.seen else 1.0  # counts have no error of timing
         sizes = [size for each in replays for replay in each for size in replay]
         positions = tuple(sum(size > k for size in sizes) / len(sizes) for k in range(1, depth + 1))
-        return TokensPerPass(max(1.0, mean * scale), math.sqrt(2) * (high - low) / 2 / mean, depth, positions)
+        return TokensPerPass(max(1.0, interval.estimate * scale), math.sqrt(2) * interval.width, depth, positions)
 
     def _geometric(self, depth: int) -> TokensPerPass:
         """Returns tokens per pass from the counts alone, with one acceptance rate for all positions beyond those.
@@ -264,8 +264,8 @@ def measured_speculative(
     if bursts is None:
         seconds = [sum(stream.seconds for stream in streams) for streams in full]
         tokens = [sum(stream.tokens for stream in streams) for streams in full]
-        mean, low, high = ratio_interval(seconds, tokens, LEVEL)
-        return PassSeconds(mean * tokens_per_pass, (high - low) / 2 / mean, tokens_per_pass)
+        interval = ratio_interval(seconds, tokens, LEVEL)
+        return PassSeconds(interval.estimate * tokens_per_pass, interval.width, tokens_per_pass)
     pairs = [(_seconds(a, passes=True), _seconds(b, passes=False)) for a, b in zip(waves, beside, strict=True)]
     ratios = [a / b for a, b in pairs if a and b]
     if len(ratios) < 2:
