@@ -44,6 +44,11 @@ class DraftCounts:
         )
 
     @property
+    def per_step(self) -> float | None:
+        """Draft tokens of a step, None if unknown."""
+        return self.drafted / self.steps if self.steps else None
+
+    @property
     def contradiction(self) -> str:
         """The reason why the counts are impossible, "" if they are possible."""
         if min(self.drafted, self.accepted, self.steps or 0.0, *self.by_position) < 0:

@@ -93,10 +93,8 @@ class EndpointAcceptance:
     @property
     def shorter(self) -> float | None:
         """Draft tokens of a step if the server often drafts fewer than its draft length, else None."""
-        if self.counts is None or not self.counts.steps:
-            return None
-        drafted = self.counts.drafted / self.counts.steps
-        return drafted if drafted < _SHORTER * self.depth else None
+        drafted = self.counts.per_step if self.counts is not None else None
+        return drafted if drafted is not None and drafted < _SHORTER * self.depth else None
 
     @property
     def source(self) -> str:
@@ -132,9 +130,9 @@ class EndpointAcceptance:
         counts = self.counts
         if counts is not None and any(counts.by_position[self.depth :]):
             return f"it accepted draft tokens at position {sum(map(bool, counts.by_position))}"
-        if counts is not None and counts.steps:
-            drafted = counts.drafted / counts.steps
-            return f"it drafted {drafted:.1f} tokens a step" if drafted > _LONGER * self.depth else ""
+        if counts is not None and counts.per_step is not None:
+            longer = counts.per_step > _LONGER * self.depth
+            return f"it drafted {counts.per_step:.1f} tokens a step" if longer else ""
         sizes = [round(size) for text in self.texts for size in text]
         beyond = sum(size > self.depth + 1 for size in sizes)
         return f"up to {max(sizes)} tokens arrive together" if beyond > (_MERGED + self.merged) * len(sizes) else ""
