@@ -170,7 +170,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PatienceOptions:
-    """How long answers of a server are waited for."""
+    """Time limits and retries of requests to a server."""
 
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of the endpoint.")] = 120.0
     retries: Annotated[int, typer.Option(min=0, help="Further tries of a request to the endpoint.")] = 4

@@ -52,7 +52,7 @@ class PlanServerOptions:
     def planned(
         self, url: str, candidates: CandidateOptions, sample: SampleOptions, journal: Path | None
     ) -> PlannedEndpoint:
-        """Returns what to plan for. Raises InvalidRequest."""
+        """Returns the server and the settings of its measurement. Raises InvalidRequest."""
         if candidates.model is None:
             raise InvalidRequest("--endpoint needs --model, the model's name on that server")
         temperatures, configs = sample.temperature or [0.0], candidates.configs or [{}]
