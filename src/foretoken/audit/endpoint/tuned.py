@@ -64,7 +64,7 @@ class TunedSampling:
         ]
 
     def kept(self, top: Sequence[tuple[str, float]]) -> list[bool] | None:
-        """Returns whether each of the likeliest tokens passes the filters, None if rounding or other tokens decide that."""
+        """Returns whether each likely token passes the filters, None if rounding or other tokens decide that."""
         passed = (self._top_k(top), self._nucleus(top), self._min_p(top))
         known = [each for each in passed if each is not None]
         return None if len(known) < len(passed) else [all(each) for each in zip(*known, strict=True)]
