@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from foretoken.audit.chance import noncentrality
-from foretoken.audit.endpoint.task import EndpointTask, because, inconclusive, missing
+from foretoken.audit.endpoint.task import EndpointTask, inconclusive, missing, unanswered
 from foretoken.audit.negative import Plant, control_check, plant_of
 from foretoken.audit.result import CONTROL, Check, CheckOutcome
 from foretoken.audit.sampled import sampling_check
@@ -74,17 +74,16 @@ def detectable(tokens: int, level: float) -> str:
 def distribution(task: EndpointTask) -> list[Check]:
     """Tests sampled texts of both sides, and plants errors. Without plain texts that pass, nothing is concluded."""
     if task.reference is Reference.NONE:
-        why = "inconclusive, because the server gives no log-probabilities; name the model's --checkpoint"
+        why = "the server gives no log-probabilities; name the model's --checkpoint"
         return [inconclusive(NAME, why), control_check([])]
     speculative, texts = _tested(task, task.speculative, NAME, task.sizes.sampled)
     if task.plain is None:
         return [speculative, _control(task, texts)]
     plain, _ = _tested(task, task.plain, PLAIN, task.sizes.sampled_plain)
     if plain.outcome is CheckOutcome.FAILED:
-        why = f"inconclusive, because plain decoding does not follow this reference ({task.reference}) either"
+        why = f"plain decoding does not follow this reference ({task.reference}) either: {speculative.evidence}"
         plain = replace(plain, outcome=CheckOutcome.INCONCLUSIVE)
-        evidence = f"{why}: {speculative.evidence}"
-        speculative = replace(speculative, outcome=CheckOutcome.INCONCLUSIVE, evidence=evidence)
+        speculative = inconclusive(NAME, why, speculative.numbers)
     return [plain, speculative, _control(task, texts)]
 
 
@@ -100,16 +99,15 @@ def _tested(task: EndpointTask, side: Side, name: str, count: int) -> tuple[Chec
     try:
         texts = [[whole(place) for place in row if place.top] for row in rows]
     except FalseLogprobsError as error:
-        return inconclusive(name, f"inconclusive, because the log-probabilities are false: {error}"), []
+        return inconclusive(name, f"the log-probabilities are false: {error}"), []
     check = sampling_check(name, tallied(texts, task.random(name)), task.level)
     without = sum(not place.top for row in rows for place in row)
     check = replace(check, numbers={**check.numbers, "reference": str(task.reference), "without_logprobs": without})
     if check.outcome is not CheckOutcome.FAILED:
         if why:
-            check = because(name, why, count)
+            check = unanswered(name, why, count)
         elif without * 10 > sum(map(len, rows)):
-            evidence = f"inconclusive, because {without} tokens came without log-probabilities"
-            check = replace(check, outcome=CheckOutcome.INCONCLUSIVE, evidence=evidence)
+            check = inconclusive(name, f"{without} tokens came without log-probabilities", check.numbers)
     return check, texts
 
 

@@ -80,7 +80,7 @@ def findings_check(name: str, findings: Sequence[ParameterFinding]) -> Check:
     if wrong := [str(each) for each in findings if each.outcome is CheckOutcome.FAILED]:
         return Check(name, CheckOutcome.FAILED, "; ".join(wrong), numbers)
     if doubtful := [str(each) for each in findings if each.outcome is CheckOutcome.INCONCLUSIVE]:
-        return inconclusive(name, f"inconclusive, because {'; '.join(doubtful)}", numbers)
+        return inconclusive(name, "; ".join(doubtful), numbers)
     groups: dict[Treatment, list[str]] = {}
     for each in findings:
         groups.setdefault(each.speculative, []).append(each.parameter)

@@ -18,9 +18,9 @@ from foretoken.audit.endpoint.task import (
     PENALIZED,
     PENALTIES,
     EndpointTask,
-    because,
     inconclusive,
     missing,
+    unanswered,
 )
 from foretoken.audit.endpoint.tuned import TunedSampling
 from foretoken.audit.result import Check, CheckOutcome
@@ -69,7 +69,7 @@ class _Noise:
 def parity(task: EndpointTask) -> list[Check]:
     """Compares greedy texts and their log-probabilities."""
     if task.plain is None:
-        why = "inconclusive, because there is nothing to compare with; name a server without speculation by --baseline"
+        why = "there is nothing to compare with; name a server without speculation by --baseline"
         return [inconclusive(NAME, why)]
     texts = {
         "plain, alone": task.greedy(task.plain),
@@ -79,8 +79,8 @@ def parity(task: EndpointTask) -> list[Check]:
         CROWD: task.greedy(task.speculative, CROWD),
     }
     every = [reply for replies in texts.values() for reply in replies]
-    if unanswered := missing(every):
-        return [because(NAME, unanswered, len(every))]
+    if why := missing(every):
+        return [unanswered(NAME, why, len(every))]
     answers = {way: [reply for reply in replies if isinstance(reply, ServerAnswer)] for way, replies in texts.items()}
     placed = {way: [_placed(task, text) for text in row] for way, row in answers.items()}
     plain = placed.pop("plain, alone")
@@ -199,11 +199,10 @@ def _verdict(
         many = f"{len(bugs)} texts differ from the plain ones by more than noise ({compared})"
         return Check(NAME, CheckOutcome.FAILED, f"{many}; first: {bugs[0]}{apart}", numbers)
     if bugs:
-        why = f"inconclusive, because plain decoding differs from itself as well; first: {unstable[0]}"
-        return inconclusive(NAME, why, numbers)
+        return inconclusive(NAME, f"plain decoding differs from itself as well; first: {unstable[0]}", numbers)
     if unknown:
-        why = f"because {len(unknown)} texts differ and the server gives no log-probabilities to say why"
-        return inconclusive(NAME, f"inconclusive, {why}; first: {unknown[0]}", numbers)
+        why = f"{len(unknown)} texts differ and the server gives no log-probabilities to say why"
+        return inconclusive(NAME, f"{why}; first: {unknown[0]}", numbers)
     evidence = f"the plain text: {compared}"
     if divergences:
         ways = dict.fromkeys(one.way for one in divergences)

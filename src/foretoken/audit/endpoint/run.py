@@ -93,7 +93,7 @@ def audit_endpoint(
         usable = [side for side in ready if isinstance(side, Side)]
         if len(usable) < len(sides):
             side, why = next((s, one) for s, one in zip(sides, ready, strict=True) if not isinstance(one, Side))
-            checks.append(inconclusive(ENDPOINT, f"inconclusive, because {why_unusable(side, why)}"))
+            checks.append(inconclusive(ENDPOINT, why_unusable(side, why)))
         else:
             task = _task(endpoint, usable, prompts)
             plan = _plan(endpoint, task)
@@ -219,11 +219,9 @@ def _speculation(task: EndpointTask, before: Mapping[str, float | None]) -> Chec
     numbers = {"drafted": drafted}
     speculative, plain = drafted["speculative"], drafted.get("plain")
     if plain:
-        why = f"inconclusive, because the plain side drafted {plain:,.0f} tokens: it is not plain"
-        return inconclusive(SPECULATION, why, numbers)
+        return inconclusive(SPECULATION, f"the plain side drafted {plain:,.0f} tokens: it is not plain", numbers)
     if speculative is None:
         return Check(SPECULATION, CheckOutcome.SKIPPED, "the server does not say whether it drafts", numbers)
     if not speculative:
-        why = "inconclusive, because nothing was drafted: there is no speculation to audit"
-        return inconclusive(SPECULATION, why, numbers)
+        return inconclusive(SPECULATION, "nothing was drafted: there is no speculation to audit", numbers)
     return Check(SPECULATION, CheckOutcome.PASSED, f"{speculative:,.0f} draft tokens", numbers)

@@ -173,12 +173,12 @@ def missing(replies: Sequence[Reply | tuple[TokenPlace, ...]]) -> list[str]:
     return [reply.why for reply in replies if not isinstance(reply, ServerAnswer | tuple)]
 
 
-def because(name: str, why: Sequence[str], requests: int) -> Check:
-    """Returns a check that is inconclusive because requests failed."""
-    evidence = f"inconclusive, because {len(why)} of {requests} requests got no answer; the first: {why[0]}"
-    return inconclusive(name, evidence, {"failed": len(why), "asked": requests, "first": why[0]})
+def unanswered(name: str, why: Sequence[str], requests: int) -> Check:
+    """Returns a check that is inconclusive because requests failed. why: the reasons."""
+    numbers = {"failed": len(why), "asked": requests, "first": why[0]}
+    return inconclusive(name, f"{len(why)} of {requests} requests got no answer; the first: {why[0]}", numbers)
 
 
-def inconclusive(name: str, evidence: str, numbers: Mapping[str, Any] | None = None) -> Check:
+def inconclusive(name: str, why: str, numbers: Mapping[str, Any] | None = None) -> Check:
     """Returns a check without a verdict."""
-    return Check(name, CheckOutcome.INCONCLUSIVE, evidence, numbers or {})
+    return Check(name, CheckOutcome.INCONCLUSIVE, f"inconclusive, because {why}", numbers or {})
