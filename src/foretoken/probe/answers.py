@@ -121,15 +121,15 @@ def counts_of(answer: Mapping[str, Any]) -> DraftCounts | None:
     if metrics is not None:
         histogram, steps = metrics.get("acceptance_histogram") or (), metrics.get("num_spec_steps")
         return DraftCounts(
-            _count(metrics["num_draft_tokens"]),
-            _count(metrics.get("num_accepted_draft_tokens") or 0),
-            None if steps is None else _count(steps),
-            tuple(sum(map(_count, histogram[at:])) for at in range(1, len(histogram))),
+            _draft_count(metrics["num_draft_tokens"]),
+            _draft_count(metrics.get("num_accepted_draft_tokens") or 0),
+            None if steps is None else _draft_count(steps),
+            tuple(sum(map(_draft_count, histogram[at:])) for at in range(1, len(histogram))),
         )
     timings = answer.get("timings")
     if timings is None:
         return None
-    return DraftCounts(_count(timings.get("draft_n") or 0), _count(timings.get("draft_n_accepted") or 0))
+    return DraftCounts(_draft_count(timings.get("draft_n") or 0), _draft_count(timings.get("draft_n_accepted") or 0))
 
 
 def _finite(value: Any) -> float | None:
@@ -140,7 +140,7 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _count(value: Any) -> float:
+def _draft_count(value: Any) -> float:
     if (number := _finite(value)) is None:
         raise ValueError(f"a count of draft tokens was expected, got {str(value)[:40]!r}")
     return number
@@ -228,8 +228,8 @@ def answer_of(data: Any, top: int, seconds: float = 0.0) -> ServerAnswer:
             prompt_ids=tuple(map(int, first.get("prompt_token_ids") or data.get("prompt_token_ids") or ())),
             scored=_scored(first.get("prompt_logprobs") or data.get("prompt_logprobs") or ()),
             choices=texts,
-            tokens=_count(usage.get("completion_tokens")),
-            prompt_tokens=_count(usage.get("prompt_tokens")),
+            tokens=_token_count(usage.get("completion_tokens")),
+            prompt_tokens=_token_count(usage.get("prompt_tokens")),
             counts=counts_of(data),
             seconds=seconds,
         )
@@ -263,7 +263,7 @@ def joined(events: Sequence[Any], top: int, times: Sequence[float], seconds: flo
     return replace(answer, arrivals=tuple(arrivals), tokens=answer.tokens or len(ids))
 
 
-def _count(value: Any) -> int:
+def _token_count(value: Any) -> int:
     number = int(value or 0)
     if not 0 <= number < _MAX_TOKENS:
         raise ValueError(f"a number of tokens was expected, got {str(value)[:40]}")
