@@ -79,8 +79,8 @@ def parity(task: EndpointTask) -> list[Check]:
         CROWD: task.greedy(task.speculative, CROWD),
     }
     every = [reply for replies in texts.values() for reply in replies]
-    if why := missing(every):
-        return [unanswered(NAME, why, len(every))]
+    if reasons := missing(every):
+        return [unanswered(NAME, reasons, len(every))]
     answers = {way: [reply for reply in replies if isinstance(reply, ServerAnswer)] for way, replies in texts.items()}
     placed = {way: [_placed(task, text) for text in row] for way, row in answers.items()}
     plain = placed.pop("plain, alone")

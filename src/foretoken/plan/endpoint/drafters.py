@@ -84,7 +84,7 @@ class LocalModels:
 def copying(kind: str) -> list[Candidate]:
     """Returns the drafters without a model that a kind of server has."""
     low, high = (NGRAM_TOKENS, NGRAM_TOKENS) if kind == ServerKind.LLAMACPP else (2, 4)
-    ngram = {"method": "ngram", "prompt_lookup_min": low, "prompt_lookup_max": high}
+    ngram: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": low, "prompt_lookup_max": high}
     suffix = [{"method": "suffix"}] if kind in (ServerKind.FORETOKEN, ServerKind.VLLM) else []
     return [Candidate(str(config["method"]), config, _DEPTHS) for config in (ngram, *suffix)]
 
