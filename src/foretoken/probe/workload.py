@@ -27,7 +27,7 @@ _FOREIGN = 1.2  # ratio of the server's tokens to ours from which others use it 
 _DISTURBED = 3.0  # a pass that takes this many times the median was disturbed
 _MIN_TOKENS = 4  # of a stream inside a window
 _REST = 1.1  # seconds until processes that have decoded wait without using a core; vLLM's take one
-MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 4, 5, 20  # waves of each lane and concurrency: least, without a budget, most
+_MIN_ROUNDS, _ROUNDS, _MAX_ROUNDS = 4, 5, 20  # waves of each lane and concurrency: least, without a budget, most
 _DEEPEST = 8  # draft length that is measured beside the server's own
 _RECURS = 0.05  # fraction of the bursts that have the largest size, from which it is that of a fully accepted draft
 
@@ -226,6 +226,19 @@ class Measurement:
         """Generated tokens of one round."""
         return len(self.lanes) * sum(self.concurrency) * self.sender.max_tokens
 
+    def rounds(self, budget: int | None, seconds: float | None, round_seconds: float) -> int:
+        """Returns the number of rounds for a budget in tokens or seconds. Raises InvalidRequest if it is too small."""
+        if budget is None and seconds is None:
+            return _ROUNDS
+        if budget is not None:
+            rounds, needs = budget // self.round_tokens, f"{_MIN_ROUNDS * self.round_tokens:,} tokens"
+        else:
+            rounds, needs = int((seconds or 0.0) / round_seconds), f"about {_MIN_ROUNDS * round_seconds:,.0f} s"
+        if rounds < _MIN_ROUNDS:
+            settings = "at this --concurrency and --max-tokens; give more, or lower these"
+            raise InvalidRequest(f"--budget is too small: a plan takes {needs} {settings}")
+        return min(rounds, _MAX_ROUNDS)
+
     def costs(self, rounds: int, round_seconds: float) -> dict[str, Any]:
         """Returns estimated requests, tokens and minutes of ``rounds`` rounds."""
         requests = len(self.lanes) * rounds * sum(self.concurrency)
@@ -304,22 +317,6 @@ class Measurement:
         if any(wave.counts is not None and wave.counts.drafted > 0 for wave in self.of(0)):
             why = "the plain side drafted tokens: it is not plain; give a server without speculation as --baseline"
             raise CannotTellError(why)
-
-
-def rounds_of(budget: int | None, seconds: float | None, round_tokens: int, round_seconds: float) -> int:
-    """Returns the number of rounds for a budget in tokens or seconds. Raises InvalidRequest if it is too small."""
-    if budget is None and seconds is None:
-        return ROUNDS
-    if budget is not None:
-        rounds, needs = budget // round_tokens, f"{MIN_ROUNDS * round_tokens:,} tokens"
-    else:
-        rounds, needs = int((seconds or 0.0) / round_seconds), f"about {MIN_ROUNDS * round_seconds:,.0f} s"
-    if rounds < MIN_ROUNDS:
-        raise InvalidRequest(
-            f"--budget is too small: a plan takes {needs} at this --concurrency and --max-tokens; give more, or lower "
-            "these"
-        )
-    return min(rounds, MAX_ROUNDS)
 
 
 def draft_length(side: Side, waves: Sequence[Wave]) -> int:

@@ -11,17 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from foretoken.audit.divergence import first_difference
-from foretoken.audit.endpoint.task import (
-    AGAIN,
-    ALONE,
-    CROWD,
-    PENALIZED,
-    PENALTIES,
-    EndpointTask,
-    inconclusive,
-    missing,
-    unanswered,
-)
+from foretoken.audit.endpoint.task import EndpointTask, Way, inconclusive, missing, unanswered
 from foretoken.audit.endpoint.tuned import TunedSampling
 from foretoken.audit.result import Check, CheckOutcome
 from foretoken.probe.answers import ServerAnswer, TokenPlace
@@ -31,6 +21,7 @@ NAME = "greedy parity"
 LOGPROBS = "log-probabilities"
 TIE = 1e-3  # difference of log-probabilities that rounding explains
 _MAX_NOISE = 0.1  # difference, in nats, that passes over one and over several rows may have without being wrong
+_PENALTY = 1.0  # presence and frequency penalty that changes greedy texts much
 _LIKELY = -4.0  # log-probability of tokens that are compared
 
 
@@ -73,10 +64,10 @@ def parity(task: EndpointTask) -> list[Check]:
         return [inconclusive(NAME, why)]
     texts = {
         "plain, alone": task.greedy(task.plain),
-        "plain, again": task.greedy(task.plain, AGAIN),
-        "plain, in a crowd": task.greedy(task.plain, CROWD),
-        ALONE: task.greedy(task.speculative),
-        CROWD: task.greedy(task.speculative, CROWD),
+        "plain, again": task.greedy(task.plain, Way.AGAIN),
+        "plain, in a crowd": task.greedy(task.plain, Way.CROWD),
+        Way.ALONE: task.greedy(task.speculative),
+        Way.CROWD: task.greedy(task.speculative, Way.CROWD),
     }
     every = [reply for replies in texts.values() for reply in replies]
     if reasons := missing(every):
@@ -85,7 +76,7 @@ def parity(task: EndpointTask) -> list[Check]:
     placed = {way: [_placed(task, text) for text in row] for way, row in answers.items()}
     plain = placed.pop("plain, alone")
     noise = _Noise.between(plain, placed["plain, again"], placed["plain, in a crowd"])
-    noise.gap = max(noise.gap, min(_Noise.between(plain, placed[ALONE]).gap, _MAX_NOISE))
+    noise.gap = max(noise.gap, min(_Noise.between(plain, placed[Way.ALONE]).gap, _MAX_NOISE))
     if plain != answers["plain, alone"]:  # a checkpoint does not show the distance between the server's passes
         # Plain greedy tokens are the likeliest but for rounding, which is that of two passes.
         places = [place for text in plain for place in text.places if place.top and place.logprob is not None]
@@ -93,7 +84,7 @@ def parity(task: EndpointTask) -> list[Check]:
         noise.gap = max(_MAX_NOISE, below)
     divergences = [one for way, others in placed.items() for one in _divergences(plain, others, way, noise)]
     divergences += _penalized(task, task.plain, noise)
-    return [_verdict(plain, divergences, noise, task), _logprobs(answers["plain, alone"], answers[ALONE], noise)]
+    return [_verdict(plain, divergences, noise, task), _logprobs(answers["plain, alone"], answers[Way.ALONE], noise)]
 
 
 def _placed(task: EndpointTask, text: ServerAnswer) -> ServerAnswer:
@@ -109,13 +100,13 @@ def _penalized(task: EndpointTask, plain: Side, noise: _Noise) -> list[TextDiver
 
     Servers that refuse or ignore penalties are skipped: the check of parameters names them.
     """
-    presence, frequency = PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
-    tuning = TunedSampling(presence_penalty=presence, frequency_penalty=frequency, window=plain.dialect.window)
-    sides = [task.greedy(side, PENALIZED) for side in (plain, task.speculative)]
+    tuning = TunedSampling(presence_penalty=_PENALTY, frequency_penalty=_PENALTY, window=plain.dialect.window)
+    options = {"presence_penalty": _PENALTY, "frequency_penalty": _PENALTY}
+    sides = [task.greedy(side, Way.PENALIZED, **options) for side in (plain, task.speculative)]
     here, there = ([_placed(task, reply) for reply in replies if isinstance(reply, ServerAnswer)] for replies in sides)
     if len(here) < task.sizes.parity_prompts or len(there) < len(here):
         return []
-    return list(_divergences(here, there, PENALIZED, noise, tuning))
+    return list(_divergences(here, there, Way.PENALIZED, noise, tuning))
 
 
 def common(here: ServerAnswer, there: ServerAnswer) -> Iterator[tuple[TokenPlace, TokenPlace]]:
@@ -194,7 +185,7 @@ def _verdict(
     unstable = [one for one in batch if one.kind == "bug"]
     unknown = [one for one in speculative if one.kind == "unexplained"]
     apart = f"; two passes lie up to {noise.gap:.2g} nats apart"
-    alone_wrong = any(one.way == ALONE for one in bugs) and all(one.way == "plain, in a crowd" for one in unstable)
+    alone_wrong = any(one.way == Way.ALONE for one in bugs) and all(one.way == "plain, in a crowd" for one in unstable)
     if bugs and (alone_wrong or not unstable):
         many = f"{len(bugs)} texts differ from the plain ones by more than noise ({compared})"
         return Check(NAME, CheckOutcome.FAILED, f"{many}; first: {bugs[0]}{apart}", numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from foretoken.audit.result import Check, CheckOutcome
@@ -14,8 +15,6 @@ from foretoken.models.loading import load_model
 from foretoken.probe.answers import Failed, Reply, ServerAnswer, TokenPlace
 from foretoken.probe.server import EndpointRequest, Prompt, Reference, Side
 
-ALONE, AGAIN, CROWD, PENALIZED = "alone", "again", "in a crowd", "with penalties"
-PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0}  # of greedy texts, which they change much
 MIN_BUDGET = 4_000  # tokens of the smallest audit
 OBJECTS, OBJECT_TOKENS = 4, 48  # JSON texts of each side
 _TUNED = 7  # parameters that change the sampling distribution
@@ -23,6 +22,15 @@ _SMALL, _LARGE = 10_000, 100_000  # budgets from which texts are longer
 _PARITY_SHARE, _TUNED_SHARE = 0.15, 0.25
 _BASE_TEXTS = 26  # greedy texts that the other parameters of one side take, about
 _TOP = 50  # likeliest tokens of a checkpoint that are cells of their own
+
+
+class Way(StrEnum):
+    """Ways to generate greedy texts."""
+
+    ALONE = "alone"
+    AGAIN = "again"
+    CROWD = "in a crowd"
+    PENALIZED = "with penalties"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +157,9 @@ class EndpointTask:
         length = self.sizes.parity_tokens if tokens is None else tokens
         return EndpointRequest(self.prompts[number % len(self.prompts)], length, tag, temperature, **fields)
 
-    def greedy(self, side: Side, way: str = ALONE) -> list[Reply]:
-        """Returns greedy texts, one at a time or ``CROWD``.
-
-        A crowd has prompts several times if they are few, and the first of each counts. ``PENALIZED`` has penalties.
-        """
-        count, crowd = self.sizes.parity_prompts, way == CROWD
-        options = PENALTIES if way == PENALIZED else {}
+    def greedy(self, side: Side, way: Way = Way.ALONE, **options: float) -> list[Reply]:
+        """Returns greedy texts, one at a time or in a crowd, which has prompts several times if they are few."""
+        count, crowd = self.sizes.parity_prompts, way is Way.CROWD
         total = max(count, self.concurrency) if crowd else count
         requests = [self.request(i, f"greedy/{way}/{i}", options=options) for i in range(total)]
         return side.complete(requests, self.concurrency if crowd else 1)[:count]

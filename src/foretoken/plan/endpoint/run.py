@@ -26,16 +26,7 @@ from foretoken.plan.endpoint.statistics import (
 from foretoken.probe.answers import Refused
 from foretoken.probe.client import Journal
 from foretoken.probe.server import ServerPair, Side, probed, why_unusable
-from foretoken.probe.workload import (
-    CannotTellError,
-    Measurement,
-    Say,
-    Wave,
-    WaveSender,
-    draft_length,
-    lanes_of,
-    rounds_of,
-)
+from foretoken.probe.workload import CannotTellError, Measurement, Say, Wave, WaveSender, draft_length, lanes_of
 
 CONCURRENCY = (1, 4, 16)
 Announce = Callable[[Mapping[str, Any]], bool]
@@ -168,9 +159,9 @@ class _Planning:
         self.facts["plain_by"] = plain.switch or "baseline"
         measurement = Measurement(sender, lanes, self.prompts, sorted(set(end.concurrency)))
         if end.budget is not None:
-            rounds_of(end.budget, None, measurement.round_tokens, 0.0)  # refused before more is spent
+            measurement.rounds(end.budget, None, 0.0)  # refused before more is spent
         seconds = measurement.warm_up()
-        rounds = rounds_of(end.budget, end.seconds, measurement.round_tokens, seconds)
+        rounds = measurement.rounds(end.budget, end.seconds, seconds)
         self.facts["costs"] = costs = measurement.costs(rounds, seconds)
         if not self.announce(costs):
             return EndpointPlan(self.facts)
