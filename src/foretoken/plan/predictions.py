@@ -13,9 +13,8 @@ from foretoken.plan.step_times import MeasuredStepTimes, StepTime
 from foretoken.plan.step_timing import PrefillTiming
 from foretoken.plan.tally import AcceptanceEstimate
 
-LEVEL = 0.95
 _TIMED = (1, 2, 4, 6, 8)  # draft lengths that are timed where there are many; others are interpolated
-_NORMAL = 1.96  # standard errors in half an interval of LEVEL
+_NORMAL = 1.96  # standard errors in half an interval
 
 
 def timed_depths(depths: Sequence[int]) -> list[int]:
@@ -100,4 +99,4 @@ def spread(estimate: AcceptanceEstimate) -> float:
     """
     if estimate.requests < 2:
         return math.inf
-    return math.sqrt(1 + estimate.draws) * ratio_interval(estimate.tokens, estimate.steps, LEVEL).width
+    return math.sqrt(1 + estimate.draws) * ratio_interval(estimate.tokens, estimate.steps).width

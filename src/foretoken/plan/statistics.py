@@ -21,6 +21,8 @@ from foretoken.core.errors import InvalidRequest
 
 Reals = NDArray[np.float64]
 
+LEVEL = 0.95  # of all intervals of a plan
+
 
 class Interval(NamedTuple):
     """An estimate and its confidence interval, which is infinite for one request."""
@@ -48,7 +50,7 @@ class UncertainValue(NamedTuple):
         return Interval(self.estimate, self.estimate - half, self.estimate + half)
 
 
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], level: float = 0.95) -> Interval:
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], level: float = LEVEL) -> Interval:
     """Returns sum(numerators) / sum(denominators) with its interval.
 
     Args:
@@ -68,7 +70,7 @@ def ratio_of_ratios(
     denominators: Sequence[float],
     base_numerators: Sequence[float],
     base_denominators: Sequence[float],
-    level: float = 0.95,
+    level: float = LEVEL,
     paired: bool = True,
 ) -> Interval:
     """Returns (sum a / sum b) / (sum c / sum d), for example a speed over another, with its interval.

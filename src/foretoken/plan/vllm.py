@@ -29,7 +29,6 @@ from foretoken.plan.outcome import Plan, choices, mark_best
 from foretoken.plan.rows import PlanRow
 from foretoken.plan.statistics import exponential, ratio_interval
 
-LEVEL = 0.95
 CHAIN = (1, 2, 4, 8)  # draft lengths of chains that are run
 COPIED = (2, 4, 8)  # draft lengths of methods that copy text
 PLAIN = ""  # name of plain decoding among the lanes
@@ -121,12 +120,12 @@ class VllmRun:
     @property
     def tokens_width(self) -> float:
         """Half the relative width of the interval of tokens per pass. Infinite for one request."""
-        return ratio_interval(self.tokens, self.passes, LEVEL).width
+        return ratio_interval(self.tokens, self.passes).width
 
     @property
     def seconds_width(self) -> float:
         """Half the relative width of the interval of a step's time. 0 for one group, which has no spread."""
-        return ratio_interval(self._seconds, self.steps, LEVEL).width if len(self.steps) > 1 else 0.0
+        return ratio_interval(self._seconds, self.steps).width if len(self.steps) > 1 else 0.0
 
     @property
     def _seconds(self) -> list[float]:

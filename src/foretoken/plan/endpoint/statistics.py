@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from foretoken.plan.statistics import ratio_interval, student_quantile
+from foretoken.plan.statistics import LEVEL, ratio_interval, student_quantile
 from foretoken.probe.answers import DraftCounts, summed
 from foretoken.probe.workload import CannotTellError, Wave
 
@@ -33,7 +33,6 @@ _LONGER = 1.05  # ratio of a step's draft tokens to the draft length, from which
 _SHORTER = 0.7  # ratio below which a server often drafts less
 _MERGED = 0.02  # fraction of bursts that may hold several passes
 _MIN_REQUESTS = 4  # from which an interval is estimated
-LEVEL = 0.95
 _FIXED = (0.25, 0.0, 0.5)  # fraction of the overhead that does not depend on the draft length: assumed, least, most
 _MODEL = 0.03  # relative error of a line between two measured points
 _BEYOND = 0.1  # relative error of one beyond them, for each multiple of the last point
@@ -154,7 +153,7 @@ class EndpointAcceptance:
         tokens, passes = [sum(map(sum, each)) for each in replays], [sum(map(len, each)) for each in replays]
         if len(tokens) < _MIN_REQUESTS:
             raise CannotTellError(f"{len(tokens)} requests are too few for an interval; at least {_MIN_REQUESTS} count")
-        interval = ratio_interval(tokens, passes, LEVEL)
+        interval = ratio_interval(tokens, passes)
         scale = self.counted / self.seen if self.counted and self.seen else 1.0  # counts have no error of timing
         sizes = [size for each in replays for replay in each for size in replay]
         positions = tuple(sum(size > k for size in sizes) / len(sizes) for k in range(1, depth + 1))
@@ -262,7 +261,7 @@ def measured_speculative(
     if bursts is None:
         seconds = [sum(stream.seconds for stream in streams) for streams in full]
         tokens = [sum(stream.tokens for stream in streams) for streams in full]
-        interval = ratio_interval(seconds, tokens, LEVEL)
+        interval = ratio_interval(seconds, tokens)
         return PassSeconds(interval.estimate * tokens_per_pass, interval.width, tokens_per_pass)
     pairs = [(_seconds(a, passes=True), _seconds(b, passes=False)) for a, b in zip(waves, beside, strict=True)]
     ratios = [a / b for a, b in pairs if a and b]
