@@ -27,7 +27,7 @@ _FOREIGN = 1.2  # ratio of the server's tokens to ours from which others use it 
 _DISTURBED = 3.0  # a pass that takes this many times the median was disturbed
 _MIN_TOKENS = 4  # of a stream inside a window
 _REST = 1.1  # seconds until processes that have decoded wait without using a core; vLLM's take one
-_MIN_ROUNDS, _ROUNDS, _MAX_ROUNDS = 4, 5, 20  # waves of each lane and concurrency: least, without a budget, most
+_MIN_ROUNDS, _ROUNDS, _MAX_ROUNDS = 4, 5, 20  # waves of each side and concurrency: least, without a budget, most
 _DEEPEST = 8  # draft length that is measured beside the server's own
 _RECURS = 0.05  # fraction of the bursts that have the largest size, from which it is that of a fully accepted draft
 
@@ -181,7 +181,7 @@ class CannotTellError(Exception):
         self.later = later
 
 
-def lanes_of(plain: Side, speculative: Side, depth: int) -> list[Side]:
+def sides_of(plain: Side, speculative: Side, depth: int) -> list[Side]:
     """Returns the sides to measure: plain, the server's own draft length, and another if a request can choose it."""
     name, depths = speculative.dialect.depth, {depth}
     if not name:
@@ -195,36 +195,36 @@ def lanes_of(plain: Side, speculative: Side, depth: int) -> list[Side]:
 
 @dataclass
 class Measurement:
-    """Waves of a server by lane and concurrency, and notes on concurrencies without any."""
+    """Waves of a server by draft length (0 is plain) and concurrency, and notes on concurrencies without any."""
 
     sender: WaveSender
-    lanes: Sequence[Side]
+    sides: Sequence[Side]
     prompts: Sequence[str]
     concurrency: Sequence[int]  # numbers of requests at once
     waves: dict[tuple[int, int], list[Wave]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def prompts_of(self, number: int, concurrency: int) -> list[str]:
-        """Returns the prompts of one round, the same for all lanes. They are cycled."""
+        """Returns the prompts of one round, the same for all sides. They are cycled."""
         first = number * concurrency
         return [self.prompts[(first + i) % len(self.prompts)] for i in range(concurrency)]
 
     def warm_up(self) -> float:
-        """Sends a small and a large wave to every lane. Returns the seconds of a round. Raises CannotTellError."""
-        largest, lanes = max(self.concurrency), self.lanes
-        seconds = sum(rest_between(*urls) for urls in pairwise(lane.client.url for lane in lanes))
-        for lane in lanes:
+        """Sends a small and a large wave to every side. Returns the seconds of a round. Raises CannotTellError."""
+        largest, sides = max(self.concurrency), self.sides
+        seconds = sum(rest_between(*urls) for urls in pairwise(side.client.url for side in sides))
+        for side in sides:
             for size in dict.fromkeys((1, largest)):
-                wave = self.sender.send(lane, self.prompts_of(0, size), f"warm-up/{size}")
+                wave = self.sender.send(side, self.prompts_of(0, size), f"warm-up/{size}")
                 if not isinstance(wave, Wave):
-                    raise CannotTellError(f"{lane.name} requests fail, {size} at once: {wave.why}", later=True)
+                    raise CannotTellError(f"{side.name} requests fail, {size} at once: {wave.why}", later=True)
                 seconds += max(answer.began + answer.seconds for answer in wave.answers) / (1 if largest == 1 else 2)
         return seconds * len(self.concurrency)
 
     @property
     def round_tokens(self) -> int:
         """Generated tokens of one round."""
-        return len(self.lanes) * sum(self.concurrency) * self.sender.max_tokens
+        return len(self.sides) * sum(self.concurrency) * self.sender.max_tokens
 
     def rounds(self, budget: int | None, seconds: float | None, round_seconds: float) -> int:
         """Returns the number of rounds for a budget in tokens or seconds. Raises InvalidRequest if it is too small."""
@@ -241,48 +241,48 @@ class Measurement:
 
     def costs(self, rounds: int, round_seconds: float) -> dict[str, Any]:
         """Returns estimated requests, tokens and minutes of ``rounds`` rounds."""
-        requests = len(self.lanes) * rounds * sum(self.concurrency)
+        requests = len(self.sides) * rounds * sum(self.concurrency)
         characters = sum(map(len, self.prompts)) / len(self.prompts)
         return {
             "requests": requests,
             "prompt_tokens": round(requests * characters / CHARACTERS),
             "tokens": rounds * self.round_tokens,
             "minutes": round(round_seconds * rounds / 60.0, 1),
-            "waves": len(self.lanes) * rounds * len(self.concurrency),
+            "waves": len(self.sides) * rounds * len(self.concurrency),
             "rounds": rounds,
             "concurrency": list(self.concurrency),
-            "sent": sent(self.lanes),
+            "sent": sent(self.sides),
         }
 
     def run(self, rounds: int, say: Say) -> None:
-        """Sends all waves, the lanes in turn, so that a machine that slows down slows all of them.
+        """Sends all waves, the sides in turn, so that a machine that slows down slows all of them.
 
         Raises CannotTellError if no concurrency could be measured, or the waves do not support a plan.
         """
-        lanes, left, done = self.lanes, list(self.concurrency), 0
+        sides, left, done = self.sides, list(self.concurrency), 0
         for number in range(rounds):
             for index, concurrency in enumerate(list(left)):
-                for turn in range(len(lanes)):
-                    at = (turn + number + index) % len(lanes)  # a round begins with the lane that ended the last one
-                    total = rounds * len(lanes) * len(self.concurrency)
-                    say(f"{concurrency} at once, {lanes[at].name}", done / total)
+                for turn in range(len(sides)):
+                    at = (turn + number + index) % len(sides)  # a round begins with the side that ended the last one
+                    total = rounds * len(sides) * len(self.concurrency)
+                    say(f"{concurrency} at once, {sides[at].name}", done / total)
                     done += 1
                     prompts = self.prompts_of(number, concurrency)
-                    wave = self.sender.send(lanes[at], prompts, f"round {number}/{concurrency}/{at}")
+                    wave = self.sender.send(sides[at], prompts, f"round {number}/{concurrency}/{at}")
                     if not isinstance(wave, Wave):
                         self._drop(concurrency, f"requests failed: {wave.why}")
                         left.remove(concurrency)
                         break
-                    self.waves.setdefault((at, concurrency), []).append(wave)
+                    self.waves.setdefault((sides[at].depth, concurrency), []).append(wave)
         self._check()
 
-    def of(self, lane: int) -> list[Wave]:
-        """Returns all waves of a lane."""
-        return [wave for (number, _), waves in self.waves.items() if number == lane for wave in waves]
+    def of(self, depth: int) -> list[Wave]:
+        """Returns all waves of a draft length."""
+        return [wave for (each, _), waves in self.waves.items() if each == depth for wave in waves]
 
     @property
     def measured(self) -> list[int]:
-        """Numbers of requests at once that were measured with every lane."""
+        """Numbers of requests at once that were measured with every side."""
         return sorted({number for _, number in self.waves})
 
     @property
@@ -290,8 +290,8 @@ class Measurement:
         """The answers without speculation, with their prompts."""
         answers: list[ServerAnswer] = []
         prompts: list[str] = []
-        for (lane, concurrency), waves in self.waves.items():
-            for number, wave in enumerate(waves if lane == 0 else ()):
+        for (depth, concurrency), waves in self.waves.items():
+            for number, wave in enumerate(waves if depth == 0 else ()):
                 answers += wave.answers
                 prompts += self.prompts_of(number, concurrency)
         return answers, prompts
@@ -305,7 +305,7 @@ class Measurement:
         if any(not wave.tokens for waves in self.waves.values() for wave in waves):
             raise CannotTellError("the server does not say how many tokens it generates: its streams have no usage")
         for concurrency in self.measured:
-            cells = [self.waves.get((at, concurrency), []) for at in range(len(self.lanes))]
+            cells = [self.waves.get((side.depth, concurrency), []) for side in self.sides]
             if any(sum(bool(wave.streams) for wave in waves) < 2 for waves in cells):
                 why = "the server does not decode so many at once, or texts are too short; see --max-tokens"
                 self._drop(concurrency, why)

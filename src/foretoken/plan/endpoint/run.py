@@ -26,7 +26,7 @@ from foretoken.plan.endpoint.statistics import (
 from foretoken.probe.answers import Refused
 from foretoken.probe.client import Journal
 from foretoken.probe.server import ServerPair, Side, probed, why_unusable
-from foretoken.probe.workload import CannotTellError, Measurement, Say, Wave, WaveSender, draft_length, lanes_of
+from foretoken.probe.workload import CannotTellError, Measurement, Say, Wave, WaveSender, draft_length, sides_of
 
 CONCURRENCY = (1, 4, 16)
 Announce = Callable[[Mapping[str, Any]], bool]
@@ -154,10 +154,10 @@ class _Planning:
                 raise CannotTellError(f"the server does not stream a text: {wave.why}{hint}", later=True)
             waves.append(wave)
         depth = end.depth or draft_length(speculative, waves)
-        lanes = lanes_of(plain, speculative, depth)
+        sides = sides_of(plain, speculative, depth)
         self.facts |= {"depth": depth, "temperature": end.temperature, "max_tokens": end.max_tokens}
         self.facts["plain_by"] = plain.switch or "baseline"
-        measurement = Measurement(sender, lanes, self.prompts, sorted(set(end.concurrency)))
+        measurement = Measurement(sender, sides, self.prompts, sorted(set(end.concurrency)))
         if end.budget is not None:
             measurement.rounds(end.budget, None, 0.0)  # refused before more is spent
         seconds = measurement.warm_up()
@@ -170,16 +170,11 @@ class _Planning:
         return self._plan_from(measurement)
 
     def _plan_from(self, measured: Measurement) -> EndpointPlan:
-        plain, acceptances = measured.of(0), dict[int, EndpointAcceptance]()
-        for at, lane in enumerate(measured.lanes):
-            if lane.depth:
-                acceptances[lane.depth] = EndpointAcceptance.of(lane.depth, plain, measured.of(at))
-                acceptances[lane.depth].check()
-        here = {
-            (depth, number): EndpointAcceptance.of(depth, plain, waves)
-            for (at, number), waves in measured.waves.items()
-            if (depth := measured.lanes[at].depth)
-        }
+        plain, depths = measured.of(0), [side.depth for side in measured.sides if side.depth]
+        acceptances = {depth: EndpointAcceptance.of(depth, plain, measured.of(depth)) for depth in depths}
+        for acceptance in acceptances.values():
+            acceptance.check()
+        here = {at: EndpointAcceptance.of(at[0], plain, waves) for at, waves in measured.waves.items() if at[0]}
         apart, speeds = _apart(here, acceptances), self._speeds(measured, here, acceptances)
         self.facts["tokens_per_pass_from"] = acceptances[max(acceptances)].source
         self.notes += [
@@ -188,7 +183,7 @@ class _Planning:
             for depth, each in acceptances.items()
             if each.shorter
         ]
-        kind = measured.lanes[1].dialect.kind
+        kind = measured.sides[1].dialect.kind
         drafters = self._drafters(measured, kind)
         predictor = EndpointPredictor(acceptances, speeds, drafters, sorted(speeds.plain), apart)
         rows = predictor.rows()
@@ -210,8 +205,7 @@ class _Planning:
         each = {number: measured_plain(measured.waves[0, number]) for number in measured.measured}
         plain = {number: seconds for number, seconds in each.items() if seconds is not None}
         speculative: dict[tuple[int, int], PassSeconds] = {}
-        for (at, number), waves in measured.waves.items():
-            depth = measured.lanes[at].depth
+        for (depth, number), waves in measured.waves.items():
             if not depth or number not in plain:
                 continue
             one, beside = here[depth, number], measured.waves[0, number]
@@ -226,7 +220,7 @@ class _Planning:
     def _drafters(self, measured: Measurement, kind: str) -> list[PredictedDrafter]:
         self.say("other drafters on the texts", 1.0)
         try:
-            texts = texts_of(measured.lanes[0], *measured.plain_answers, self.endpoint.max_tokens)
+            texts = texts_of(measured.sides[0], *measured.plain_answers, self.endpoint.max_tokens)
             return predicted_drafters(texts, self.endpoint.temperature, copying(kind), self.endpoint.models)
         except CannotTellError as error:
             self.notes.append(str(error))
