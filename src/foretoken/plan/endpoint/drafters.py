@@ -8,14 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
-from foretoken.models.base import Handle, Model, Scores
+from foretoken.models.base import Handle, Model
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.models.loading import load_model
+from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import Candidate, head_method
 from foretoken.plan.endpoint.statistics import TokensPerPass
 from foretoken.plan.predictions import spread
@@ -32,13 +30,8 @@ _DEPTHS = (2, 4, 8)
 _MAX_ID = 2**24  # above the vocabulary of any model
 
 
-class TextsAlone(Model):
+class TextsAlone(ToyModel):
     """Stands in for a target whose texts alone are known: they can be replayed, and nothing computed."""
-
-    def __init__(self, vocab_size: int, max_length: int) -> None:
-        self.vocab_size, self.max_length = vocab_size, max_length
-        self.num_layers, self.hidden_size = 1, 1
-        self.device, self.dtype = torch.device("cpu"), torch.float32
 
     def open(
         self,
@@ -49,15 +42,6 @@ class TextsAlone(Model):
     ) -> Handle:
         """Raises InvalidRequest."""
         raise InvalidRequest("this drafter needs the target's logits; give its checkpoint with --checkpoint")
-
-    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
-        raise InvalidRequest("nothing is known of this target but texts")
-
-    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
-        raise InvalidRequest("nothing is known of this target but texts")
-
-    def close(self, handle: Handle) -> None:
-        raise InvalidRequest("nothing is known of this target but texts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +101,7 @@ def predicted_drafters(
     Raises ModelLoadError if one of the checkpoints in ``models`` cannot be loaded.
     """
     highest, longest = max(max(text.whole) for text in texts), max(len(text.whole) for text in texts)
-    law, alone = SamplingLaw(temperature=temperature), TextsAlone(highest + 1, longest + 64)
+    law, alone = SamplingLaw(temperature=temperature), TextsAlone(highest + 1, max_length=longest + 64)
     sample = Sample(alone, law, texts, (), Proposers(Builder(alone, None, None, load_model).build))
     result = [each for candidate in copying for each in _estimated(sample, candidate, free=True)]
     if models.target is not None and (models.drafts or models.heads):
