@@ -34,13 +34,19 @@ def rendered(plan: Plan, pastes: Callable[[Plan], Iterator[Text]] | None = None)
     yield from (pastes or _pastes)(plan)
 
 
+def comparison_table(first: str, last: str, rest: str) -> Table:
+    """Returns an empty table of tokens per pass and speedups. first, last, rest: heads of the other columns."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for head in ("tokens", "tokens/pass", "interval", "speedup", "interval", last):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column(rest, style="dim", overflow="fold")
+    return table
+
+
 def _table(rows: Sequence[PlanRow]) -> Table:
     """Each proposer's best draft length in full, and the speedups of its other ones."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("proposer", overflow="fold")
-    for head in ("tokens", "tokens/pass", "interval", "speedup", "interval", "step ms"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("other depths", style="dim", overflow="fold")
+    table = comparison_table("proposer", "step ms", "other depths")
     for name in dict.fromkeys(row.name for row in rows):
         own = [row for row in rows if row.name == name]
         top = max(own, key=lambda row: row.speedup)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from foretoken.plan.endpoint.drafters import PredictedDrafter
@@ -62,13 +63,11 @@ class Limit:
     def of(cls, depths: Sequence[tuple[int, int]]) -> Limit:
         """Returns ranges of equal draft lengths from (concurrency, draft length) in ascending order."""
         merged: list[tuple[int, int | None, int]] = []
-        start = 1
-        for (concurrency, depth), following in zip(depths, [*depths[1:], None], strict=True):
-            if following is None:
-                merged.append((start, None, depth))
-            elif following[1] != depth:
-                merged.append((start, concurrency, depth))
-                start = concurrency + 1
+        start, end = 1, depths[-1][0]
+        for depth, group in groupby(depths, key=lambda each: each[1]):
+            last = max(concurrency for concurrency, _ in group)
+            merged.append((start, None if last == end else last, depth))
+            start = last + 1
         return cls(tuple(merged))
 
     @property

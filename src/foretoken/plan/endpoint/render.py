@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from foretoken.plan.endpoint.drafters import NGRAM_TOKENS
 from foretoken.plan.endpoint.outcome import OWN, EndpointChoice, EndpointPlan, EndpointRow, Limit
+from foretoken.plan.render import comparison_table
 from foretoken.probe.server import ServerKind
 
 _SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
@@ -77,11 +77,7 @@ def _range(limit: tuple[int, int | None, int]) -> str:
 
 def _table(rows: Sequence[EndpointRow]) -> Table:
     """Each drafter's best draft length in full, and the speedups of its other ones."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("drafter", overflow="fold")
-    for head in ("tokens", "tokens/pass", "interval", "speedup", "interval", "tokens/s"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("other draft lengths (* measured)", style="dim", overflow="fold")
+    table = comparison_table("drafter", "tokens/s", "other draft lengths (* measured)")
     for name in dict.fromkeys(row.name for row in rows):
         alike = [row for row in rows if row.name == name]
         top = max(alike, key=lambda row: (row.gain, row.pays_below or 0.0))
