@@ -18,7 +18,8 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -42,9 +43,8 @@ from foretoken.engine.stopping import Length
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.propose.base import BuildContext, Proposer
-from foretoken.propose.remote import RemoteConfig, start_worker, worker_config
-from foretoken.propose.remote_proposer import Remote
-from foretoken.propose.transports import EngineEndpoint, WorkerLost
+from foretoken.propose.remote import Remote, RemoteConfig, start_worker
+from foretoken.propose.remote_transports import Disconnected, EngineEndpoint, MessageQueue
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.widen.checkpoint import scaled
 
@@ -54,54 +54,36 @@ KINDS: Mapping[str, tuple[float, Exactness]] = {
     "seeded": (1.0, Exactness.TRAJECTORY),
 }
 ONE = "one worker"
-Message = tuple[float, bytes | None]  # arrival time, and the message; None at the end of the stream
 
 
-class Delayed:
-    """A transport whose messages arrive ``seconds`` late in both directions, in order."""
+def delayed(link: EngineEndpoint, seconds: float) -> EngineEndpoint:
+    """Returns an endpoint whose messages arrive ``seconds`` late in both directions, in order."""
+    incoming: MessageQueue = queue.SimpleQueue()
+    send, deliver = late(link.send, seconds), late(incoming.put, seconds)
 
-    def __init__(self, link: EngineEndpoint, seconds: float) -> None:
-        self._link, self._seconds = link, seconds
-        self._going: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._coming: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._held: Message | None = None
-        for work in (self._carry, self._fetch):
-            threading.Thread(target=work, daemon=True).start()
-
-    def send(self, message: bytes) -> None:
-        self._going.put((time.monotonic() + self._seconds, message))
-
-    def receive(self, seconds: float) -> bytes | None:
-        until = time.monotonic() + seconds
-        try:
-            self._held = self._held or self._coming.get(timeout=max(1e-6, seconds))
-        except queue.Empty:
-            return None
-        time.sleep(max(0.0, min(until, self._held[0]) - time.monotonic()))
-        if self._held[0] > until:
-            return None
-        (_, message), self._held = self._held, None
-        if message is None:
-            raise WorkerLost("the worker that drafts is gone")
-        return message
-
-    def close(self) -> None:
-        self._going.put((0.0, None))
-        self._link.close()
-
-    def _carry(self) -> None:
-        while (message := self._going.get())[1] is not None:
-            time.sleep(max(0.0, message[0] - time.monotonic()))
-            self._link.send(message[1])
-
-    def _fetch(self) -> None:
-        try:
+    def fetch() -> None:
+        with suppress(Disconnected):
             while True:
-                message = self._link.receive(3600.0)
-                if message is not None:
-                    self._coming.put((time.monotonic() + self._seconds, message))
-        except WorkerLost:
-            self._coming.put((0.0, None))
+                deliver(link.receive())
+        deliver(None)
+
+    threading.Thread(target=fetch, daemon=True).start()
+    return EngineEndpoint(send, incoming, link.worker, link.close)
+
+
+def late(deliver: Callable[[Any], None], seconds: float) -> Callable[[Any], None]:
+    """Returns a function that calls ``deliver`` after ``seconds``, without waiting."""
+    messages: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
+
+    def carry() -> None:
+        with suppress(Disconnected):
+            while True:
+                arrival, message = messages.get()
+                time.sleep(max(0.0, arrival - time.monotonic()))
+                deliver(message)
+
+    threading.Thread(target=carry, daemon=True).start()
+    return lambda message: messages.put((time.monotonic() + seconds, message))
 
 
 @dataclass
@@ -183,9 +165,10 @@ def systems(
     def elsewhere(ahead: int) -> Any:
         def made(builder: Builder) -> Proposer:
             config = RemoteConfig(member, transport, ahead=ahead, threads=threads)
-            workshop = BuildContext(builder.target, tokenizer, target, None, load_model, builder.member)
-            link = start_worker(config, worker_config(config, workshop))
-            return Remote(Delayed(link, rtt / 2) if rtt else link)
+            link = start_worker(
+                config, BuildContext(builder.target, tokenizer, target, None, load_model, builder.member)
+            )
+            return Remote(delayed(link, rtt / 2) if rtt else link)
 
         return made
 

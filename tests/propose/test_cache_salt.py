@@ -17,7 +17,6 @@ from foretoken.core.verdict import Verdict
 from foretoken.models.base import Handle, Scores
 from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.toy import ToyModel
-from foretoken.propose.ahead import DraftingWorker
 from foretoken.propose.base import Observation, Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.eagle import Eagle
@@ -29,9 +28,10 @@ from foretoken.propose.per_request import PerRequestProposer
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.prediction import Prediction
 from foretoken.propose.recycling import Recycling, RecyclingConfig
-from foretoken.propose.remote_proposer import Remote
+from foretoken.propose.remote import Remote
+from foretoken.propose.remote_transports import Endpoint, start_thread
+from foretoken.propose.remote_worker import DraftingWorker
 from foretoken.propose.suffix import Suffix
-from foretoken.propose.transports import ThreadTransport, WorkerEndpoint
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 
 VOCAB, BUDGET = 100, 12
@@ -46,10 +46,10 @@ def mixture() -> Mixture:
 
 
 def remote() -> Remote:
-    def work(endpoint: WorkerEndpoint) -> None:
+    def work(endpoint: Endpoint) -> None:
         DraftingWorker(Suffix(), endpoint).run()
 
-    return Remote(ThreadTransport(work))
+    return Remote(start_thread(work))
 
 
 LEARNING: dict[str, Callable[[], Proposer]] = {

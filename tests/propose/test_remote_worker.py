@@ -23,13 +23,13 @@ from foretoken.engine.stopping import Length
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.resumable import Resumable
 from foretoken.models.toy import ToyModel
-from foretoken.propose.ahead import DraftingWorker, likely_path
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.remote_proposer import Remote
+from foretoken.propose.remote import Remote
+from foretoken.propose.remote_transports import Disconnected, Endpoint, EngineEndpoint, start_thread
+from foretoken.propose.remote_worker import DraftingWorker, likely_path
 from foretoken.propose.suffix import Suffix
-from foretoken.propose.transports import ThreadTransport, WorkerEndpoint, WorkerLost
 
 pytestmark = pytest.mark.slow
 
@@ -71,11 +71,11 @@ def inner(config: DraftModelConfig, strength: float = 0.3) -> tuple[Proposer, Re
 
 
 def remote(config: DraftModelConfig, ahead: int, strength: float = 0.3) -> Remote:
-    def work(endpoint: WorkerEndpoint) -> None:
+    def work(endpoint: Endpoint) -> None:
         proposer, model = inner(config, strength)
         DraftingWorker(proposer, endpoint, ahead, [model]).run()
 
-    return Remote(ThreadTransport(work))
+    return Remote(start_thread(work))
 
 
 def contexts(law: SamplingLaw, grade: Exactness, count: int = 5) -> list[Context]:
@@ -156,7 +156,7 @@ def test_drafts_and_texts_are_those_of_one_worker(kind: str, shape: str) -> None
         drafting.close()
 
 
-class CountedTransport(ThreadTransport):
+class CountedEndpoint(EngineEndpoint):
     sent = 0
 
     def send(self, message: bytes) -> None:
@@ -167,22 +167,18 @@ class CountedTransport(ThreadTransport):
 class Counted:
     """A worker's endpoint. waits_after: messages that it had received when it last waited for one."""
 
-    endpoint: WorkerEndpoint
+    endpoint: Endpoint
     received = waits_after = 0
 
-    def poll(self) -> bytes | None:
-        message = self.endpoint.poll()
+    def receive(self, seconds: float | None = None) -> bytes | None:
+        if seconds is None:
+            self.waits_after = self.received
+        message = self.endpoint.receive(seconds)
         self.received += message is not None
         return message
 
-    def wait(self) -> bytes:
-        self.waits_after = self.received
-        message = self.endpoint.wait()
-        self.received += 1
-        return message
-
-    def reply(self, message: bytes) -> None:
-        self.endpoint.reply(message)
+    def send(self, message: bytes) -> None:
+        self.endpoint.send(message)
 
 
 @pytest.mark.parametrize("kind", LAWS)
@@ -191,12 +187,13 @@ def test_correct_predictions_have_their_draft_ready(kind: str) -> None:
     sampling, grade = LAWS[kind]
     worker = Counted()
 
-    def work(endpoint: WorkerEndpoint) -> None:
+    def work(endpoint: Endpoint) -> None:
         proposer, model = inner(DraftModelConfig(), 0.0)
         worker.endpoint = endpoint
         DraftingWorker(proposer, worker, 2, [model]).run()
 
-    transport = CountedTransport(work)
+    link = start_thread(work)
+    transport = CountedEndpoint(link.send, link._incoming, link.worker, link.close)
 
     def until_drafted() -> None:
         """A pass takes as long as the worker drafts ahead."""
@@ -212,11 +209,11 @@ def test_correct_predictions_have_their_draft_ready(kind: str) -> None:
 
 
 def test_a_learning_proposer_observes_every_step_in_order() -> None:
-    def work(endpoint: WorkerEndpoint) -> None:
+    def work(endpoint: Endpoint) -> None:
         DraftingWorker(Suffix(), endpoint, ahead=2).run()
 
     sampling, grade = LAWS["seeded"]
-    drafting = Remote(ThreadTransport(work))
+    drafting = Remote(start_thread(work))
     assert drafting.learns
     _, steps = run(Suffix(), sampling, grade, Varied(4))
     assert facts(run(drafting, sampling, grade, Varied(4))[1]) == facts(steps)
@@ -250,13 +247,13 @@ class Dying(DraftModel):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_decoding_continues_when_the_worker_dies(caplog: pytest.LogCaptureFixture) -> None:
-    def work(endpoint: WorkerEndpoint) -> None:
+    def work(endpoint: Endpoint) -> None:
         DraftingWorker(Dying(TARGET.perturbed(0.3)), endpoint).run()
 
     sampling, grade = LAWS["seeded"]
     texts, _ = run(Proposer(), sampling, grade, Steady(4))
     before = set(threading.enumerate())
-    drafting = Remote(ThreadTransport(work))
+    drafting = Remote(start_thread(work))
     result, steps = run(drafting, sampling, grade, Steady(4))
     assert whole(result) == whole(texts)
     assert any(len(step.draft) for step in steps) and not len(steps[-1].draft)
@@ -269,12 +266,12 @@ def test_decoding_continues_when_the_worker_dies(caplog: pytest.LogCaptureFixtur
 def test_a_worker_that_hangs_is_not_waited_for_again(caplog: pytest.LogCaptureFixture) -> None:
     ended = threading.Event()
 
-    def work(endpoint: WorkerEndpoint) -> None:
+    def work(endpoint: Endpoint) -> None:
         proposer, model = inner(DraftModelConfig())
         model.before = lambda: ended.wait(60.0)
         DraftingWorker(proposer, endpoint, 0).run()
 
-    drafting = Remote(ThreadTransport(work), timeout=0.05)
+    drafting = Remote(start_thread(work), timeout=0.05)
     texts, _ = run(drafting, *LAWS["seeded"], Steady(4))
     ended.set()
     assert texts == run(Proposer(), *LAWS["seeded"], Steady(4))[0]
@@ -287,10 +284,10 @@ class Failing(DraftModel):
 
 
 def test_an_exception_in_the_worker_is_raised_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    def work(endpoint: WorkerEndpoint) -> None:
+    def work(endpoint: Endpoint) -> None:
         DraftingWorker(Failing(TARGET.perturbed(0.3)), endpoint).run()
 
-    drafting = FallbackProposer(Remote(ThreadTransport(work)))
+    drafting = FallbackProposer(Remote(start_thread(work)))
     texts, _ = run(drafting, *LAWS["seeded"], Steady(4))
     assert texts == run(Proposer(), *LAWS["seeded"], Steady(4))[0]
     assert drafting.failures == 3 and "ZeroDivisionError: on purpose" in caplog.text
@@ -327,12 +324,12 @@ def test_a_grammar_is_not_sent_and_holds(grade: Exactness) -> None:
 def test_forgotten_sequences_free_the_workers_memory() -> None:
     models: list[Resumable] = []
 
-    def work(endpoint: WorkerEndpoint) -> None:
+    def work(endpoint: Endpoint) -> None:
         proposer, model = inner(DraftModelConfig())
         models.append(model)
         DraftingWorker(proposer, endpoint, 2, [model]).run()
 
-    drafting = Remote(ThreadTransport(work))
+    drafting = Remote(start_thread(work))
     run(drafting, *LAWS["drawn"], Varied(4), slow=0.002)
     toy = models[0].inner
     assert isinstance(toy, TrackedToy) and drafting.num_sessions == 0
@@ -341,7 +338,7 @@ def test_forgotten_sequences_free_the_workers_memory() -> None:
         time.sleep(0.01)
     assert not toy.open_slots  # a sequence that waits to be resumed would be open
     drafting.close()
-    with pytest.raises(WorkerLost):
+    with pytest.raises(Disconnected):
         to_the_end(drafting)
 
 

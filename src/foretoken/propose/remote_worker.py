@@ -2,19 +2,19 @@
 
 It holds a proposer and its own copy of every sequence. After it has sent a draft it continues as if the target had
 accepted all of it, predicts the target's next token, and sends the draft that follows. If the verdict agrees, the next
-draft is available at once. If not, what was drafted ahead is dropped, a forward pass that is of no use is cancelled,
-and drafting restarts after the emitted tokens.
+draft is available at once. If not, drafts that were made ahead are dropped, a useless forward pass is cancelled, and
+drafting restarts after the emitted tokens.
 
 Drafts do not depend on this. Random numbers are addressed by seed and position, so the draft after a text is the same
-whenever it is made, and the engine takes a draft only for exactly its text and exactly the budget of its step: budgets
-are decided before anything is drawn (non-anticipation), and a wrong prediction only wastes time. This requires a
-proposer whose drafts follow from the text alone (``can_rewind``); any other drafts only on request.
+whenever it is made, and the engine uses a draft only for exactly its text and exactly the budget of its step: budgets
+are decided before anything is sampled (non-anticipation), and a wrong prediction only wastes time. This requires a
+proposer whose drafts follow from the text alone (``can_rewind``); any other proposer drafts only on request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,15 +27,15 @@ from foretoken.models.base import Scores
 from foretoken.models.resumable import Resumable
 from foretoken.propose.base import Observation, Proposer
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.transports import EngineClosed, WorkerEndpoint
-from foretoken.propose.wire import Commit, DraftReply, EngineMessage, WorkerError, WorkerReady, encode
+from foretoken.propose.remote_transports import Disconnected, Endpoint
+from foretoken.propose.remote_wire import Commit, DraftReply, EngineMessage, WorkerError, WorkerReady, decode, encode
 
 _NO_TIMINGS = Timings(0.0, 0.0, 0.0, 0.0, 1)
 _NO_SCORES = Scores(torch.empty(0, 0))
 
 
 class DraftCancelled(Exception):
-    """The draft in progress is of no use any more."""
+    """Raised before a forward pass whose draft has become useless."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +70,7 @@ class DraftSession:
         self.mispredicted |= predicted != self.committed[start : start + len(predicted)]
         self.sent = {length: reply for length, reply in self.sent.items() if length >= len(self.committed)}
         self.budget = commit.budget or self.budget
-        self.active, self.requested = commit.budget > 0, False
+        self.active, self.requested = commit.budget > 0, commit.requested
 
     def ready(self, prefixes: bool) -> bool:
         """Returns whether a draft after the committed text, of the current budget, was sent."""
@@ -82,7 +82,7 @@ class DraftingWorker:
     """Serves one engine: keeps its sequences, drafts on request and ahead of verdicts."""
 
     def __init__(
-        self, proposer: Proposer, endpoint: WorkerEndpoint, ahead: int = 1, models: Sequence[Resumable] = ()
+        self, proposer: Proposer, endpoint: Endpoint, ahead: int = 1, models: Sequence[Resumable] = ()
     ) -> None:
         """Initializes the worker; ``run`` serves.
 
@@ -95,27 +95,27 @@ class DraftingWorker:
         self.prefixes = drafts_prefixes(proposer)
         self._sessions: dict[int, DraftSession] = {}
         self._closed: list[DraftSession] = []
-        self._in_progress: dict[int, int] = {}  # of the current call to the proposer: budgets by session id
+        self._in_progress: dict[int, int] = {}  # budgets of the current call to the proposer, by session id
         for model in models:
             model.before = self._check_cancelled
 
     @torch.inference_mode()
     def run(self) -> None:
         """Serves until the engine closes the connection."""
-        try:
-            self.endpoint.reply(encode(WorkerReady(self.proposer.learns, self.prefixes)))
+        with suppress(Disconnected):
+            self.endpoint.send(encode(WorkerReady(self.proposer.learns, self.prefixes)))
             while True:
                 self._drain()
                 if not self._work():
-                    self._apply(EngineMessage.decode(self.endpoint.wait()))
-        except EngineClosed:
-            return
+                    self._drain(None)
 
     # messages
 
-    def _drain(self) -> None:
-        while (message := self.endpoint.poll()) is not None:
-            self._apply(EngineMessage.decode(message))
+    def _drain(self, seconds: float | None = 0.0) -> None:
+        """Applies the messages that have arrived. seconds: longest wait for the first one."""
+        while (message := self.endpoint.receive(seconds)) is not None:
+            self._apply(decode(message))
+            seconds = 0.0
 
     def _apply(self, message: EngineMessage) -> None:
         """Updates the sessions. A proposer that drafts ahead may be in the middle of a call and is updated later."""
@@ -127,12 +127,9 @@ class DraftingWorker:
             self._sessions[opening.session_id] = DraftSession(opening.context(), list(opening.tokens))
         for commit in message.committed:
             session = self._sessions[commit.session_id]
-            if not self.ahead:
+            if not self.ahead and (commit.tokens or not commit.requested):
                 self._observe(session, commit)
             session.commit(commit)
-        for request in message.requested:
-            session = self._sessions[request.session_id]
-            session.budget, session.requested, session.active = request.budget, True, True
 
     def _check_cancelled(self) -> None:
         """Called before every forward pass. Raises DraftCancelled if a message made the draft in progress useless."""
@@ -183,19 +180,19 @@ class DraftingWorker:
         """Drafts after the committed text."""
         try:
             for session in sessions:
-                self._catch_up(session)
+                self._sync(session)
             self._propose(sessions)
         except DraftCancelled:
             self._rewind(sessions)
         except Exception as error:
             self._rewind(sessions)
             if any(session.requested for session in sessions):
-                self.endpoint.reply(encode(WorkerError(type(error).__name__, str(error))))
+                self.endpoint.send(encode(WorkerError(type(error).__name__, str(error))))
             for session in sessions:
                 session.requested = session.active = False
 
     def _draft_ahead(self, sessions: Sequence[DraftSession]) -> None:
-        """Drafts after a predicted text: all of the last draft (of a tree, its likeliest path) and one more token."""
+        """Drafts after a predicted text: the last draft (the likeliest path of a tree) and one more token."""
         try:
             for session in sessions:
                 last = session.sent[len(session.context.tokens)]
@@ -232,11 +229,11 @@ class DraftingWorker:
             session.prefilled |= len(draft) > 0
             replies.append(reply)
         if replies:
-            self.endpoint.reply(encode(tuple(replies)))
+            self.endpoint.send(encode(tuple(replies)))
 
     # the proposer's state
 
-    def _catch_up(self, session: DraftSession) -> None:
+    def _sync(self, session: DraftSession) -> None:
         """Brings the proposer's text to the committed one."""
         if session.mispredicted or len(session.context.tokens) > len(session.committed):
             self._rewind([session])
@@ -260,10 +257,10 @@ class DraftingWorker:
         self._observe(session, Commit(session.context.id, tuple(tokens), 0))
 
     def _observe(self, session: DraftSession, commit: Commit) -> None:
-        """Reports a step to the proposer; with the draft that it verified, if that was the worker's own."""
+        """Reports a step to the proposer, with its draft if the worker's draft was verified."""
         context, tokens = session.context, commit.tokens
-        position, own = context.generated, session.sent.get(len(context.tokens))
-        draft = Draft.empty() if own is None or commit.path is None else own.draft
+        position, reply = context.generated, session.sent.get(len(context.tokens))
+        draft = Draft.empty() if reply is None or commit.path is None else reply.draft
         context.tokens.extend(tokens)
         verdict = Verdict(tuple(commit.path or ()), tokens[-1] if tokens else -1)
         step = StepOutput(context.id, position, draft, verdict, tokens, _NO_TIMINGS, commit.reason)

@@ -1,8 +1,9 @@
-"""Workers as users configure them: a thread, a process and a Ray actor, each with its own copy of the draft."""
+"""Drafting in a thread, a process and a Ray actor through the configuration, and the messages in between."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
@@ -16,13 +17,10 @@ from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplac
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.remote import RemoteConfig
-from foretoken.propose.remote_proposer import Remote
-from foretoken.propose.transports import ProcessTransport
-from foretoken.propose.wire import (
+from foretoken.propose.remote import Remote, RemoteConfig
+from foretoken.propose.remote_wire import (
     Commit,
     DraftReply,
-    DraftRequest,
     EngineMessage,
     OpenSession,
     WorkerError,
@@ -104,11 +102,12 @@ def test_a_process_gives_the_text_of_one_worker_and_may_die(
     llm = remote_llm(tiny_pair)
     assert (texts(llm), accepted(llm)) == one_worker
     endpoint = remote_of(llm).endpoint
-    assert isinstance(endpoint, ProcessTransport) and endpoint.process.poll() is None
+    process = endpoint.worker
+    assert isinstance(process, subprocess.Popen) and process.poll() is None
     pieces = llm.stream(PROMPTS[0], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
     next(pieces)
-    endpoint.process.kill()
-    endpoint.process.wait()
+    process.kill()
+    process.wait()
     assert next(reversed(list(pieces))).output is not None
     assert caplog.text.count("continues without drafts") == 1
     assert texts(llm)["greedy"] == one_worker[0]["greedy"]
@@ -121,7 +120,7 @@ def test_a_process_gives_the_text_of_one_worker_and_may_die(
 @pytest.mark.slow
 def test_a_worker_ends_with_its_engine(tiny_pair: Any) -> None:
     llm = remote_llm(tiny_pair)
-    process = remote_of(llm).endpoint.process  # type: ignore[attr-defined]
+    process = remote_of(llm).endpoint.worker
     assert process.poll() is None
     remote_of(llm).close()
     assert process.poll() is not None
@@ -135,7 +134,7 @@ def test_a_ray_actor_gives_the_text_of_one_worker_and_may_die(
     try:
         llm = remote_llm(tiny_pair, transport="ray", ahead=2)
         assert (texts(llm), accepted(llm)) == one_worker
-        ray.kill(remote_of(llm).endpoint.actor)  # type: ignore[attr-defined]
+        ray.kill(remote_of(llm).endpoint.worker)
         assert texts(llm) == one_worker[0] | {"drawn": texts(llm)["drawn"]}
         assert caplog.text.count("continues without drafts") == 1
     finally:
@@ -191,10 +190,10 @@ def test_messages_are_decoded_unchanged() -> None:
     context = Context(9, [1, 2, 3], 2, law, Streams(2**127 + 5), Exactness.TRAJECTORY, prediction=(7, 8), source=(6,))
     opening = OpenSession.of(4, context)
     assert opening is not None
-    commits = Commit(4, (5, 6), 3, (0,), "stop"), Commit(4, (7,), 0)
-    message = EngineMessage((1, 2), (opening,), commits, (DraftRequest(4, 2),))
-    back = EngineMessage.decode(message.encode())
-    assert (back.closed, back.committed, back.requested) == (message.closed, message.committed, message.requested)
+    commits = Commit(4, (5, 6), 3, (0,), "stop"), Commit(4, (7,), 0), Commit(4, (), 2, requested=True)
+    message = EngineMessage((1, 2), (opening,), commits)
+    back = decode(encode(message))
+    assert (back.closed, back.committed) == (message.closed, message.committed)
     counterpart = back.opened[0].context()
     assert (counterpart.id, counterpart.tokens, counterpart.prompt_length, counterpart.law) == (4, [1, 2, 3], 2, law)
     assert (counterpart.streams, counterpart.exactness, counterpart.prediction, counterpart.source) == (
@@ -213,11 +212,11 @@ def test_messages_are_decoded_unchanged() -> None:
 def test_drafts_are_decoded_bit_by_bit(kind: Any, dtype: torch.dtype) -> None:
     rows = torch.tensor([[0.1, 0.2, 0.7], [1 / 3, 1 / 3, 1 / 3], [0.0, 0.0, 1.0]], dtype=dtype)
     draft = Draft(torch.tensor([2, 0, 2]), (-1, -1, 0), PointMass() if kind is None else kind(rows), rows[0])
-    (back,) = decode(encode((DraftReply(3, 5, (4,), 3, draft),)))  # type: ignore[misc]
+    (back,) = decode(encode((DraftReply(3, 5, (4,), 3, draft),)))
     assert (back.session_id, back.length, back.assumed, back.budget) == (3, 5, (4,), 3)
     assert (back.draft.ids, back.draft.parents, type(back.draft.law)) == (draft.ids, draft.parents, type(draft.law))
     assert torch.equal(back.draft.scores, rows[0])
     if kind is not None:
         assert torch.equal(back.draft.law.probs, rows) and back.draft.law.probs.dtype == dtype
-    (empty,) = decode(encode((DraftReply(3, 5, (), 3, Draft.empty()),)))  # type: ignore[misc]
+    (empty,) = decode(encode((DraftReply(3, 5, (), 3, Draft.empty()),)))
     assert not len(empty.draft)
