@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -54,8 +55,10 @@ def test_well_formed_and_self_contained():
         assert not {"href", "src"} & set(element.attrib)
     assert "http" not in text and "url(" not in text
     assert len(root.findall(".//svg")) == 2
-    bars = root.findall(".//svg")[0].findall("rect")
-    widths = [float(bar.get("width")) for bar in bars]
+    paths = [
+        path for path in root.find(".//svg").iter("path") if re.search(r"fill: var\(--(c0|theirs)", path.get("style"))
+    ]
+    widths = [max(x) - min(x) for path in paths for x in [[float(v) for v in re.findall(r"[ML] (\S+)", path.get("d"))]]]
     assert len(widths) == 2 and widths[0] == pytest.approx(2 * widths[1], abs=0.2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -19,6 +20,13 @@ def test_a_table_and_a_sentence(run, tmp_path):
     assert record["pays"] and record["sweep"] is None and record["setting"]["verifiers"] == 2
     assert [one["strategy"] for one in record["outcomes"]] == ["plain", "si", "dsi", "pearl", "dsd"]
     assert run(*SHORT).out == run(*SHORT).out
+
+
+def test_a_page_without_its_extra_is_refused_before_the_work(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run(*SHORT, "--html", str(tmp_path / "page.html"))
+    assert (result.code, result.out) == (1, "") and "pip install 'foretoken[report]'" in result.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_json_is_one_document_on_standard_output(run, tmp_path):

@@ -62,7 +62,7 @@ def test_the_page_shows_them():
         .startswith("def␣  draft, accepted, step 1 · target p 50.0 % (its choice no. 1) · draft q 5.6 %")
     )
     assert len(root.findall(".//g[@class='step']")) == 11  # the prompt's own is told apart
-    assert "took 31.7 ms and is left out" in words(root)
+    assert "took 31.7 ms and is not shown" in words(root)
 
 
 def test_hostile_words_stay_words():

@@ -10,8 +10,7 @@ from rich.table import Table
 
 from foretoken.bench.http_load import LoadResult, Percentiles
 from foretoken.bench.http_workloads import prefix_speedups
-from foretoken.report.axes import Axis
-from foretoken.report.charts import Point, Series, lines
+from foretoken.report.charts import Axis, Point, Series, lines
 from foretoken.report.document import bullets, document, section, table
 from foretoken.report.markup import Html
 

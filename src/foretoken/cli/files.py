@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def check_output_files(values: Mapping[str, object]) -> None:
         values: Arguments and options of a command by the names of their parameters.
 
     Raises:
-        InvalidRequest: An output is an input, another output, or a file of another kind.
+        InvalidRequest: An output is an input, another output, or a file of another kind, or its extra is missing.
         WriteError: It is not the name of a file in a folder that exists.
     """
     inputs = [file for name, value in values.items() if name not in OUTPUT_FILES for file in _files_in(value)]
@@ -53,6 +54,8 @@ def check_output_files(values: Mapping[str, object]) -> None:
     for name, file in outputs.items():
         others = [other for other_name, other in outputs.items() if other_name != name]
         check_output_file(file, OUTPUT_FILES[name], [*inputs, *others], f"--{name.removesuffix('_file')} ")
+    if "html_file" in outputs and find_spec("matplotlib") is None:
+        raise InvalidRequest("--html needs matplotlib for its charts; pip install 'foretoken[report]'")
 
 
 def check_output_file(file: Path, kind: str, inputs: Sequence[Path] = (), option: str = "") -> Path:

@@ -156,16 +156,16 @@ class DraftingWorker:
             self.proposer.forget(context)
             for model in self.models:
                 model.release(context.id)
-        due = [session for session in self._sessions.values() if self._is_due(session)]
-        if due:
-            self._draft(due)
+        waiting = [session for session in self._sessions.values() if self._needs_draft(session)]
+        if waiting:
+            self._draft(waiting)
             return True
         extensible = [session for session in self._sessions.values() if self._can_go_ahead(session)]
         if extensible:
             self._draft_ahead(extensible)
         return bool(extensible)
 
-    def _is_due(self, session: DraftSession) -> bool:
+    def _needs_draft(self, session: DraftSession) -> bool:
         """Returns whether to draft after the committed text: the engine waits for it, or soon will."""
         expected = session.requested or bool(self.ahead and session.active and session.prefilled)
         return expected and not session.ready(self.prefixes)

@@ -20,18 +20,11 @@ from foretoken.report.document import (
     verdict,
     wrapped,
 )
-from foretoken.report.markup import Html, element, figure, join, number, percent
-from foretoken.report.records import mappings, record, shown
+from foretoken.report.markup import Html, element, figure, join, mappings, number, percent, record, shown, signed
 
 TONES = {"passed": "good", "failed": "bad", "inconclusive": "open"}
 HEADLINES = {"passed": "Exact, as far as it was tested", "failed": "Not exact", "inconclusive": "Inconclusive"}
-MAX_ZEROS = 16.0  # largest -log10 of a p-value that is drawn
-
-_STYLE = """
-.texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: .4rem 1rem; }
-.texts h4 { margin: .4rem 0 0; font-size: .85rem; color: var(--dim); font-weight: 500; }
-mark { background: var(--bad-wash); color: var(--bad); font-weight: 700; border-radius: 2px; }
-"""
+MAX_ZEROS = 16.0  # largest -log10 of a p-value on a chart
 
 
 def page(audit: Mapping[str, Any]) -> str:
@@ -52,7 +45,6 @@ def page(audit: Mapping[str, Any]) -> str:
         footer="A check that passed found no error, and states which errors it would have found. The negative control "
         "plants an error and must find it, else nothing passed. Together, statistical checks call an exact "
         "implementation wrong with a probability of one in a thousand.",
-        style=_STYLE,
     )
 
 
@@ -126,7 +118,7 @@ def _surprises(numbers: Mapping[str, Any]) -> Html:
             one.get("name", ""),
             f"G = {figure(number(one.get('value')))} on {one['dof']}"
             if one.get("dof")
-            else f"z = {_signed(one.get('value'))}",
+            else f"z = {signed(one.get('value'))}",
             figure(number(one.get("p_value")), 2),
             _finds(one),
         )
@@ -150,11 +142,6 @@ def _powers(p: Any) -> float:
     return MAX_ZEROS if value <= 10.0**-MAX_ZEROS else -math.log10(min(1.0, value))
 
 
-def _signed(value: Any) -> str:
-    known = number(value)
-    return "–" if known is None else f"{known:+.2f}"
-
-
 def _finds(one: Mapping[str, Any]) -> str:
     size, what = number(one.get("finds")), str(one.get("what", ""))
     if size is None:
@@ -176,7 +163,7 @@ def _plants(numbers: Mapping[str, Any]) -> Html:
         rows.append(
             (wrapped(str(one.get("error", ""))), element("td", seen, class_="name"), wrapped(how or missed), tokens)
         )
-    return table(("planted error", "", "by", "tokens"), rows, names=3) if rows else Html()
+    return table(("planted error", "", "by", "tokens"), rows, names=3)
 
 
 def _divergences(numbers: Mapping[str, Any]) -> Html:
@@ -221,22 +208,22 @@ def _fits(numbers: Mapping[str, Any]) -> Html:
             figure(number(one.get("g"))),
             one.get("dof", ""),
             figure(number(one.get("p_value")), 2),
-            percent(number(one.get("finds"))),
+            percent(one.get("finds")),
         )
         for at, one in enumerate(mappings(numbers.get("fits")), 1)
     ]
-    return table(("prompt", "G", "degrees of freedom", "p", "would find, moved"), rows, names=0) if rows else Html()
+    return table(("prompt", "G", "degrees of freedom", "p", "would find, moved"), rows, names=0)
 
 
 def _parameters(numbers: Mapping[str, Any]) -> Html:
-    """What an endpoint does with each parameter, without speculation and with it."""
+    """Treatment of each parameter by an endpoint, without speculation and with it."""
     rows = [
         (one.get("parameter", ""), _treatment(one.get("plain")), _treatment(one.get("speculative")), wrapped(how))
         for one in mappings(numbers.get("parameters"))
         for how in [str(one.get("how", ""))]
     ]
     heads = ("parameter", "plain", "with speculation", "seen")
-    return table(heads, rows, names=4, stack=True) if rows else Html()
+    return table(heads, rows, names=4, stack=True)
 
 
 def _treatment(word: Any) -> Html:

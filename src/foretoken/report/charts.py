@@ -1,20 +1,76 @@
-"""Charts as inline SVG, each with a title, a description and a table of its figures. Non-finite values are skipped."""
+"""Charts as inline SVG, each with a title, a description and a table of its figures. Non-finite values are skipped.
+
+Matplotlib draws them. Its colours become variables of the style sheet, so that a chart follows the page's light or dark
+theme, and its markers get tooltips.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import StringIO
+from typing import TYPE_CHECKING, Any
 
-from foretoken.report.axes import HEIGHT, WIDTH, Axes, Axis, AxisScale, frame
+from foretoken.core.errors import InvalidRequest
 from foretoken.report.document import folded, table
-from foretoken.report.markup import Html, compact, element, figure, join
-from foretoken.report.style import SERIES
+from foretoken.report.markup import Html, compact, element, figure, printable, text
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEIGHT = 480.0, 300.0  # small enough that text stays legible on a phone
+LEGEND_LINE = 20.0  # height of an entry of the legend
 MAX_POINTS = 400  # points of a series
 BAR, LINE = 16.0, 46.0  # height of a bar, and of its row with the label
-SQUARE = 496.0  # height at which both axes of a scatter plot are equally long
-MAX_LETTERS = 68  # characters of a bar's label
+LANE, BAND = 42.0, 20.0  # height of a timeline's lane, and of the steps in it
+STEPS_PER_LANE, LANES = 14, 24
+
+_SERIES = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")  # "C0", "C1", ...
+_VARIABLES = {"#000000": "ink", "#8b98ab": "theirs", "#808080": "dim", "#b0b0b0": "line", "#ffffff": "paper"} | {
+    colour: f"c{i}" for i, colour in enumerate(_SERIES)
+}
+_KINDS = {"ours": "C0", "theirs": "#8b98ab"}
+_STEP_PARTS = ("C1", "C0", "C3", "C7")
+_RULE: dict[str, Any] = {"color": "k", "linestyle": (0, (5, 4)), "linewidth": 1.3, "clip_on": False}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.family": "DejaVu Sans",
+    **dict.fromkeys(("font.size", "axes.titlesize", "legend.fontsize"), 13),
+    "axes.titlelocation": "left",
+    **dict.fromkeys(("axes.titlecolor", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "0.5"),
+    **dict.fromkeys(("axes.spines.left", "axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.xmargin", "axes.ymargin", "xtick.major.size", "ytick.major.size"), 0),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor"), "none"),
+    "axes.autolimit_mode": "round_numbers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis.
+
+    Args:
+        label: Quantity and unit.
+        zero: Whether the axis includes 0.
+        log: Logarithmic scale, for positive values.
+        at: Positions of the ticks, empty for automatic ones.
+        high: A value that is always shown.
+    """
+
+    label: str
+    zero: bool = False
+    log: bool = False
+    at: tuple[float, ...] = ()
+    high: float | None = None
+
+    def shows(self, value: float) -> bool:
+        """Whether the axis can show a value."""
+        return math.isfinite(value) and (value > 0 or not self.log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +83,29 @@ class Point:
     high: float | None = None
     note: str = ""
 
+    @property
+    def interval(self) -> str:
+        """The interval as text, empty if there is none."""
+        return _interval(self.low, self.high)
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one line. reference: drawn thin, for comparison."""
+    """Points of one line. reference: a thin line without markers, for comparison."""
 
     name: str
     points: tuple[Point, ...]
     reference: bool = False
 
+    @property
+    def marked(self) -> bool:
+        """Whether the points have markers."""
+        return not self.reference or len(self.points) == 1
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A labelled figure. low, high: its whisker. kind: CSS class: "ours" or "theirs", either with "plain"."""
+    """A labelled figure. low, high: its whisker. kind: "ours" or "theirs", either with "plain"."""
 
     label: str
     value: float
@@ -48,33 +114,51 @@ class Bar:
     kind: str = "ours"
 
 
-def chart(title: str, description: str, height: float, shapes: Iterable[Html], *around: object, note: str = "") -> Html:
-    """Returns a figure of ``shapes``, ``WIDTH`` wide. around: parts below it."""
-    texts = element("title", title), element("desc", description)
-    viewbox = f"0 0 {compact(WIDTH)} {compact(height)}"
-    drawing = element("svg", *texts, *shapes, viewbox=viewbox, role="img")
-    caption = element("figcaption", title, element("span", note, class_="note") if note else "")
-    return element("figure", caption, drawing, *around)
+@dataclass(frozen=True, slots=True)
+class StepLap:
+    """One decode step of a timeline.
 
+    Args:
+        number: Its number on the page.
+        seconds: Seconds of its parts, in order.
+        label: Text above it.
+        note: Text shown when it is selected.
+    """
 
-def missing(title: str, why: str = "nothing was measured") -> Html:
-    """Returns a placeholder for a chart without data."""
-    return element("figure", element("figcaption", title), element("p", why, class_="note"))
+    number: int
+    seconds: tuple[float, ...]
+    label: str
+    note: str = ""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.seconds)
 
 
 def lines(
     title: str, series: Sequence[Series], x: Axis, y: Axis, *, level: float | None = None, note: str = ""
 ) -> Html:
-    """Returns a line chart, intervals as bands. level: a value of ``y`` that is drawn across."""
-    drawn = _drawn(series, x, y)
+    """Returns a line chart, intervals as bands. level: a value of ``y`` that is marked by a line."""
+    drawn = _drawable(series, x, y)
     if not drawn:
         return missing(title)
-    every = [point for _, _, points in drawn for point in points]
-    box = frame(x, y, [p.x for p in every], _heights(every, [] if level is None else [level]))
-    shapes = [box.shapes, _level(box, level), *(_line(box, i, one, points, x, y) for i, one, points in drawn)]
-    description = f"{y.label} by {x.label}: {', '.join(one.name for _, one, _ in drawn)}"
-    legend = _legend([(i, one) for i, one, _ in drawn]) if len(drawn) > 1 or drawn[0][1].reference else Html()
-    return chart(title, description, HEIGHT, shapes, legend, _figures(drawn, x.label, y.label), note=note)
+    low, high = _range(drawn.values(), y, [] if level is None else [level])
+
+    def paint(axes: Axes) -> None:
+        for i, each in drawn.items():
+            edges = _cut_intervals(each, low, high)
+            if len(edges) > 1:
+                xs, lower, upper = zip(*edges, strict=True)
+                ys = (*lower, *reversed(upper))
+                axes.fill((*xs, *reversed(xs)), ys, color=f"C{i % 8}", alpha=0.14, linewidth=0, clip_on=False)
+            _plot(axes, i, each, (0, (3, 4)) if each.reference else "-")
+        if level is not None:
+            axes.axhline(level, **_RULE)
+        _set_up(axes, x, y)
+
+    description = f"{y.label} by {x.label}: {', '.join(each.name for each in drawn.values())}"
+    return _series_chart(title, description, HEIGHT, paint, drawn.values(), x, y, note)
 
 
 def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: float = 0.0, note: str = "") -> Html:
@@ -89,173 +173,309 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: flo
         note: Text below the title.
     """
     across, up = Axis(x, zero=True), Axis(y, zero=True)
-    drawn = _drawn(series, across, up)
+    drawn = _drawable(series, across, up)
     if not drawn:
         return missing(title)
-    points = [point for _, _, points in drawn for point in points]
-    every = _heights(points, [point.x for point in points])
-    box = frame(across, up, every, every, SQUARE)
-    low, high = box.x.low, box.x.high
-    more, less = 1 + within, 1 - within
-    edges = [(low, low * more), (high / more, high), (high, high), (high, high * less), (low, low * less)]
-    allowed = element("polygon", points=_path(box, edges), class_="allowed") if within else ""
-    diagonal = element("line", x1=box.x(low), y1=box.y(low), x2=box.x(high), y2=box.y(high), class_="rule")
-    marks = [_cloud(box, i, one, points, across, up) for i, one, points in drawn]
-    description = f"{y} against {x}, {len(points)} points, with the diagonal"
-    legend = _legend([(i, one) for i, one, _ in drawn]) if len(drawn) > 1 else Html()
-    shapes = [box.shapes, join(allowed, diagonal), *marks]
-    return chart(title, description, SQUARE, shapes, legend, _figures(drawn, x, y), note=note)
+    measured = [point.x for each in drawn.values() for point in each.points]
+    low, high = _range(drawn.values(), up, measured)
+
+    def paint(axes: Axes) -> None:
+        axes.set_box_aspect(1)
+        for i, each in drawn.items():
+            for at, *ends in _cut_intervals(each, low, high):
+                axes.plot([at, at], ends, color=f"C{i % 8}", alpha=0.65, linewidth=1.2, clip_on=False)
+            _plot(axes, i, each, "none")
+        _set_up(axes, across, up)
+        start, end = min(*axes.get_xlim(), *axes.get_ylim()), max(*axes.get_xlim(), *axes.get_ylim())
+        axes.set(xlim=(start, end), ylim=(start, end))
+        axes.plot([start, end], [start, end], **_RULE)
+        less, more = 1 - within, 1 + within
+        xs, ys = [start, end / more, end, end, start], [start * more, end, end, end * less, start * less]
+        axes.fill(xs, [max(start, y) for y in ys], color="0.5", alpha=0.12, linewidth=0, clip_on=False)
+
+    description = f"{y} against {x}, {len(measured)} points, with the diagonal"
+    return _series_chart(title, description, WIDTH, paint, drawn.values(), across, up, note)
 
 
 def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = None, note: str = "") -> Html:
-    """Returns a bar chart, one bar per line. level: a value that is drawn across all bars."""
+    """Returns a bar chart, one bar per line. level: a value that is marked across all bars."""
     shown = [bar for bar in items if math.isfinite(bar.value)]
     if not shown:
         return missing(title)
-    reach = [v for bar in shown for v in (bar.value, bar.high) if v is not None and math.isfinite(v)]
-    across = AxisScale(0.0, max(*reach, level or 0.0, 1e-12), 0.0, WIDTH - 62)
-    height = LINE * len(shown)
-    shapes = [shape for at, bar in enumerate(shown) for shape in _bar(across, bar, at * LINE)]
-    if level is not None:
-        shapes.append(element("line", x1=across(level), y1=0, x2=across(level), y2=height, class_="rule"))
+    edges = [[bar.value if v is None or not math.isfinite(v) else v for v in (bar.low, bar.high)] for bar in shown]
+    end = max(*(high for _, high in edges), level or 0.0, 1e-12)
+
+    def paint(canvas: Figure) -> None:
+        axes = canvas.add_axes((0.0, 0.0, 0.87, 1.0))  # the rest is for the figure beside the longest bar
+        axes.set(xlim=(0.0, end), ylim=(len(shown) - 1 + 16 / LINE, -30 / LINE))
+        axes.set_axis_off()
+        for row, (bar, (low, high)) in enumerate(zip(shown, edges, strict=True)):
+            kind, _, plain = bar.kind.partition(" ")
+            length, alpha = max(0.0, bar.value), 0.55 if plain else None
+            axes.barh(row, length, height=BAR / LINE, color=_KINDS[kind], alpha=alpha, clip_on=False)
+            if high > low:
+                axes.plot([low, high], [row, row], color="k", linewidth=1.5, clip_on=False)
+            axes.text(0.0, row - 15 / LINE, _words(bar.label))
+            beside = max(length, high) + end / 50
+            axes.text(beside, row, figure(bar.value), verticalalignment="center", fontweight="bold")
+        if level is not None:
+            axes.axvline(level, **_RULE)
+
     description = f"{unit}: " + "; ".join(f"{bar.label} {figure(bar.value)}" for bar in shown)
     rows = [(bar.label, figure(bar.value), _interval(bar.low, bar.high)) for bar in shown]
-    return chart(title, description, height, shapes, _folded(table((" ", unit, "interval"), rows)), note=note)
+    return _chart(title, description, LINE * len(shown), paint, (), table((" ", unit, "interval"), rows), note)
 
 
-def _bar(across: AxisScale, bar: Bar, top: float) -> list[Html]:
-    middle = top + 22 + BAR / 2
-    low, high = (bar.value if v is None or not math.isfinite(v) else v for v in (bar.low, bar.high))
-    shapes = [
-        element("text", _short(bar.label), x=0, y=top + 15),
-        element("rect", x=0, y=top + 22, width=max(0.0, across(bar.value)), height=BAR, rx=2, class_=bar.kind),
-        element("text", figure(bar.value), x=across(max(bar.value, high)) + 8, y=middle + 4.5, font_weight=600),
-    ]
-    if high > low:
-        whisker = element("line", x1=across(low), y1=middle, x2=across(high), y2=middle, class_="whisker")
-        shapes.insert(2, whisker)
-    return shapes
+def timeline(title: str, parts: Sequence[str], laps: Sequence[StepLap], *, note: str = "") -> Html:
+    """Returns all steps to one scale, each divided into its parts, wrapped into lanes like lines of text.
+
+    Args:
+        title: Its title.
+        parts: Names of the parts of a step, at most four.
+        laps: The steps. Only the first ``STEPS_PER_LANE`` * ``LANES`` are drawn.
+        note: Text below the title.
+    """
+    usable = [lap for lap in laps if math.isfinite(lap.total) and lap.total > 0]
+    if not usable:
+        return missing(title)
+    drawn = usable[: STEPS_PER_LANE * LANES]
+    totals = [lap.total for lap in drawn]
+    span = max(sum(totals) / len(drawn) * min(len(drawn), STEPS_PER_LANE), *totals)
+    lanes, starts = zip(*_wrapped(totals, span), strict=True)
+    height = LANE * (lanes[-1] + 1)
+    whole = height + LEGEND_LINE
+
+    def paint(canvas: Figure) -> None:
+        axes = canvas.add_axes((0.0, LEGEND_LINE / whole, 1.0, height / whole))
+        axes.set(xlim=(0.0, span), ylim=(lanes[-1] + 14 / LANE, -28 / LANE))
+        axes.set_axis_off()
+        shape: dict[str, Any] = {"height": BAND / LANE, "clip_on": False}
+        left = list(starts)
+        for index, name in enumerate(parts):
+            widths = [max(0.0, lap.seconds[index]) for lap in drawn]
+            axes.barh(lanes, widths, left=left, color=_STEP_PARTS[index], label=_words(name), **shape)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        edges = axes.barh(lanes, totals, left=starts, fill=False, edgecolor="w", **shape)
+        for lap, lane, start, edge in zip(drawn, lanes, starts, edges, strict=True):
+            edge.set_gid(f"step-{lap.number}")
+            if lap.total / span * WIDTH >= 9 * len(lap.label):
+                axes.text(start + lap.total / 2, lane - 14 / LANE, _words(lap.label), horizontalalignment="center")
+        canvas.legend(loc="lower left", ncols=len(parts), borderpad=0, borderaxespad=0)
+
+    heads = ("step", "tokens", *(f"{name} ms" for name in parts), "total ms", "result")
+    rows = [(lap.number, lap.label, *(figure(s * 1e3) for s in (*lap.seconds, lap.total)), lap.note) for lap in usable]
+    times = [", ".join(f"{name} {ms} ms" for name, ms in zip(parts, row[2:], strict=False)) for row in rows]
+    tips = [f"step {lap.number}: {lap.note}; {each}" for lap, each in zip(drawn, times, strict=False)]
+    line = f"{figure(span * 1e3)} ms"
+    description = f"{len(drawn)} steps in {lanes[-1] + 1} lanes of {line}; parts: {', '.join(parts)}"
+    some = f"The first {len(drawn)} of {len(usable)} steps. " if len(drawn) < len(usable) else ""
+    about = f"{some}{note} A whole line is {line}.".strip()
+    return _chart(title, description, whole, paint, tips, table(heads, rows), about)
 
 
-def _short(label: str) -> str:
-    return label if len(label) <= MAX_LETTERS else label[: MAX_LETTERS - 1] + "…"
+def missing(title: str, why: str = "nothing was measured") -> Html:
+    """Returns a placeholder for a chart without data."""
+    return element("figure", element("figcaption", title), element("p", why, class_="note"))
 
 
-def _line(box: Axes, index: int, one: Series, points: Sequence[Point], x: Axis, y: Axis) -> Html:
-    upper = [(p.x, p.high) for p in points if p.high is not None and p.low is not None]
-    lower = [(p.x, p.low) for p in points if p.high is not None and p.low is not None]
-    band = ""
-    if len(upper) > 1:
-        band = element("polygon", points=_path(box, [*upper, *reversed(lower)]), class_="band")
-    curve = element("polyline", points=_path(box, [(p.x, p.y) for p in points]), class_="curve")
-    marks = [] if one.reference and len(points) > 1 else [_mark(box, index, one.name, p, x, y) for p in points]
-    return element("g", band, curve, *marks, class_=_class(index, one))
-
-
-def _cloud(box: Axes, index: int, one: Series, points: Sequence[Point], x: Axis, y: Axis) -> Html:
-    shapes: list[Html] = []
-    for p in points:
-        if p.low is not None and p.high is not None:
-            at, low, high = box.x(p.x), box.y.clamped(p.low), box.y.clamped(p.high)
-            shapes.append(element("line", x1=at, y1=low, x2=at, y2=high, class_="reach"))
-        shapes.append(_mark(box, index, one.name, p, x, y))
-    return element("g", *shapes, class_=_class(index, one))
-
-
-def _mark(box: Axes, index: int, name: str, p: Point, x: Axis, y: Axis) -> Html:
-    """Returns a point in the shape of its series, with a tooltip."""
-    at, up = box.x(p.x), box.y(p.y)
-    tip = f"{name}: {y.label} {figure(p.y)}"
-    if p.low is not None and p.high is not None:
-        tip += f" ({_interval(p.low, p.high)})"
-    tip += f", {x.label} {p.x:.3g}" + (f", {p.note}" if p.note else "")
-    hit = element("circle", cx=at, cy=up, r=10, class_="hit")
-    return element("g", element("title", tip), shape(index, at, up), hit)
-
-
-def shape(index: int, x: float, y: float, size: float = 4.5) -> Html:
-    """Returns a circle, square, diamond or triangle, so that series differ by more than their colour."""
-    kind = (index + index // SERIES) % 4
-    if kind == 0:
-        return element("circle", cx=x, cy=y, r=size, class_="mark")
-    if kind == 1:
-        return element(
-            "rect", x=x - size + 0.5, y=y - size + 0.5, width=2 * size - 1, height=2 * size - 1, class_="mark"
-        )
-    corners = {
-        2: [(x, y - size - 1), (x + size + 1, y), (x, y + size + 1), (x - size - 1, y)],
-        3: [(x, y - size - 0.5), (x + size + 0.5, y + size), (x - size - 0.5, y + size)],
-    }[kind]
-    return element("polygon", points=" ".join(f"{compact(u)},{compact(v)}" for u, v in corners), class_="mark")
-
-
-def _legend(series: Iterable[tuple[int, Series]]) -> Html:
-    items: list[Html] = []
-    for index, one in series:
-        line = element("line", x1=0, y1=6, x2=30, y2=6, class_="curve")
-        key = element(
-            "svg", line, "" if one.reference else shape(index, 15, 6), viewbox="0 0 30 12", aria_hidden="true"
-        )
-        items.append(element("li", key, one.name, class_=_class(index, one)))
-    return element("ul", *items, class_="legend")
-
-
-def _class(index: int, one: Series) -> str:
-    return f"s{index % SERIES}" + (" reference" if one.reference else "")
-
-
-def _level(box: Axes, level: float | None) -> Html:
-    if level is None:
-        return Html()
-    at = box.y(level)
-    return element("line", x1=box.x.start, y1=at, x2=box.x.end, y2=at, class_="rule")
-
-
-def _path(box: Axes, points: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{compact(box.x(u))},{compact(box.y.clamped(v))}" for u, v in points)
-
-
-def _heights(points: Sequence[Point], others: Sequence[float]) -> list[float]:
-    """Returns values that the scale must show: all figures, and intervals as far as they do not dwarf them."""
-    values = [*(point.y for point in points), *others]
-    low, high = min(values), max(values)
-    span = (high - low) or abs(high)
-    edges = [v for point in points for v in (point.low, point.high) if v is not None]
-    return [*values, *(min(max(v, low - span), high + span) for v in edges)]
-
-
-def _drawn(series: Sequence[Series], x: Axis, y: Axis) -> list[tuple[int, Series, list[Point]]]:
-    """Returns the series that have points to draw, each with its number."""
-    usable = [(i, one, _finite(one.points, x, y)) for i, one in enumerate(series)]
-    return [(i, one, points) for i, one, points in usable if points]
-
-
-def _finite(points: Iterable[Point], x: Axis, y: Axis) -> list[Point]:
-    """Returns the points that can be drawn, thinned to ``MAX_POINTS``, without intervals that are not finite."""
-    good = [p for p in points if x.shows(p.x) and y.shows(p.y)]
-    if len(good) > MAX_POINTS:
-        good = [good[i * (len(good) - 1) // (MAX_POINTS - 1)] for i in range(MAX_POINTS)]
-    return [p if _bounded(p) else Point(p.x, p.y, note=p.note) for p in good]
+def _drawable(series: Sequence[Series], x: Axis, y: Axis) -> dict[int, Series]:
+    """Returns the series that can be drawn by number: thinned to ``MAX_POINTS``, without intervals that have no end."""
+    drawn = {}
+    for i, each in enumerate(series):
+        points = [point for point in each.points if x.shows(point.x) and y.shows(point.y)]
+        if len(points) > MAX_POINTS:
+            points = [points[k * (len(points) - 1) // (MAX_POINTS - 1)] for k in range(MAX_POINTS)]
+        if points:
+            bounded = (p if _bounded(p) else replace(p, low=None, high=None) for p in points)
+            drawn[i] = replace(each, points=tuple(bounded))
+    return drawn
 
 
 def _bounded(point: Point) -> bool:
-    return all(v is not None and math.isfinite(v) for v in (point.low, point.high))
+    return all(edge is not None and math.isfinite(edge) for edge in (point.low, point.high))
 
 
-def _figures(drawn: Sequence[tuple[int, Series, Sequence[Point]]], x: str, y: str) -> Html:
-    rows = [
-        (one.name, f"{p.x:.3g}", figure(p.y), _interval(p.low, p.high), p.note)
-        for _, one, points in drawn
-        for p in points
+def _range(series: Iterable[Series], y: Axis, others: Sequence[float]) -> tuple[float, float]:
+    """Returns the values that y must show: all figures, and intervals as far as they do not dwarf them."""
+    points = [point for each in series for point in each.points]
+    values = [*(point.y for point in points), *others]
+    low, high = min(values), max(values)
+    span = (high - low) or abs(high)
+    edges = [min(max(v, low - span), high + span) for p in points for v in (p.low, p.high) if v is not None]
+    shown = [value for value in (*values, *edges) if y.shows(value)]
+    return min(shown), max(shown)
+
+
+def _cut_intervals(series: Series, low: float, high: float) -> list[tuple[float, float, float]]:
+    """Returns x, lower and upper end of the intervals, cut at ``low`` and ``high``."""
+    return [
+        (p.x, min(max(p.low, low), high), min(max(p.high, low), high))
+        for p in series.points
+        if p.low is not None and p.high is not None
     ]
+
+
+def _plot(axes: Axes, number: int, series: Series, linestyle: Any) -> None:
+    """Plots a series. Series differ by colour and by the shape of their markers."""
+    axes.plot(
+        [point.x for point in series.points],
+        [point.y for point in series.points],
+        color=f"C{number % 8}",
+        linestyle=linestyle,
+        linewidth=1.6 if series.reference else 2.0,
+        marker="osD^"[(number + number // 8) % 4] if series.marked else None,
+        markersize=8,
+        markeredgecolor="w",
+        label=_words(series.name, 50),
+        clip_on=False,
+    )
+
+
+def _set_up(axes: Axes, x: Axis, y: Axis) -> None:
+    """Sets labels, scales, limits and ticks, after the data was plotted."""
+    axes.set_title(_words(y.label))
+    axes.set_xlabel(_words(x.label))
+    axes.grid(axis="y", clip_on=False)
+    left, bottom = axes.dataLim.min
+    axes.update_datalim([(0.0 if x.zero else left, 0.0 if y.zero else bottom)])
+    if y.high is not None:
+        axes.update_datalim([(left, y.high)])
+    if x.log:
+        axes.set_xscale("log", base=2)
+    if y.log:
+        axes.set_yscale("log", base=2)
+    if x.at:
+        axes.set_xticks(x.at)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.minorticks_off()
+    axes.autoscale_view()
+
+
+def _wrapped(totals: Sequence[float], span: float) -> list[tuple[int, float]]:
+    """Returns the lane of each step, and its start in seconds into the lane."""
+    positions: list[tuple[int, float]] = []
+    lane, end = 0, 0.0
+    for total in totals:
+        if end + total > span * (1 + 1e-9):
+            lane, end = lane + 1, 0.0
+        positions.append((lane, end))
+        end += total
+    return positions
+
+
+def _series_chart(
+    title: str,
+    description: str,
+    height: float,
+    paint: Callable[[Axes], None],
+    series: Iterable[Series],
+    x: Axis,
+    y: Axis,
+    note: str,
+) -> Html:
+    """Returns a chart with a legend if its series need one."""
+    series = list(series)
+    legend = len(series) > 1 or series[0].reference
+
+    def paint_all(canvas: Figure) -> None:
+        canvas.set_layout_engine("constrained")
+        paint(canvas.subplots())
+        if legend:
+            canvas.legend(loc="outside lower left")
+
+    points = [(each, point) for each in series for point in each.points]
+    tips = [
+        f"{each.name}: {y.label} {figure(p.y)}{f' ({p.interval})' if p.interval else ''}, {x.label} {p.x:.3g}"
+        + (f", {p.note}" if p.note else "")
+        for each, p in points
+        if each.marked
+    ]
+    rows = [(each.name, f"{p.x:.3g}", figure(p.y), p.interval, p.note) for each, p in points]
     columns = [0, 1, 2, *(i for i in (3, 4) if any(row[i] for row in rows))]
-    heads = ("series", x, y, "interval", "note")
-    return _folded(table([heads[i] for i in columns], [[row[i] for i in columns] for row in rows]))
+    heads = ("series", x.label, y.label, "interval", "note")
+    figures = table([heads[i] for i in columns], [[row[i] for i in columns] for row in rows])
+    height += LEGEND_LINE * len(series) * legend
+    return _chart(title, description, height, paint_all, tips, figures, note)
 
 
-def _folded(figures: Html) -> Html:
-    return folded("Figures", figures)
+def _chart(
+    title: str,
+    description: str,
+    height: float,
+    paint: Callable[[Figure], None],
+    tips: Iterable[str],
+    figures: Html,
+    note: str,
+) -> Html:
+    """Returns a figure that ``paint`` draws. figures: the table below it."""
+    texts = element("title", title), element("desc", description)
+    shapes = _inline(_svg(height, paint), tips)
+    drawing = element("svg", *texts, shapes, viewbox=f"0 0 {compact(WIDTH)} {compact(height)}", role="img")
+    caption = element("figcaption", title, element("span", note, class_="note") if note else "")
+    return element("figure", caption, drawing, folded("Figures", figures))
+
+
+def _svg(height: float, paint: Callable[[Figure], None]) -> str:
+    """Returns matplotlib's SVG of a canvas. Raises InvalidRequest if matplotlib is not installed."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidRequest("charts need matplotlib; pip install 'foretoken[report]'") from error
+    buffer = StringIO()
+    with rc_context(_STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # matplotlib's font lacks a character; browsers have more fonts
+        canvas = Figure(figsize=(WIDTH / 72, height / 72))
+        paint(canvas)
+        canvas.savefig(buffer, format="svg")
+    return buffer.getvalue()
+
+
+def _inline(svg: str, tips: Iterable[str]) -> Html:
+    """Returns the shapes of matplotlib's SVG in the page's colours, without references, and with tooltips.
+
+    Args:
+        svg: The document.
+        tips: Tooltips of the markers or steps, in drawing order.
+    """
+    pending = iter(tips)
+    shapes = svg[svg.index('<g id="figure_1">') : svg.rindex("</svg>")]
+    shapes = re.sub("<[^>]+>", lambda tag: _in_page_style(tag[0]), shapes)
+    markers: Mapping[str, str] = dict(re.findall(r'<path id="(m\w+)" d="([^"]*)"', shapes))
+
+    def marker(use: re.Match[str]) -> str:
+        name, x, y, style = use.groups()
+        shape = element("path", d=Html(markers[name]), transform=f"translate({x} {y})", style=Html(style))
+        tip = next(pending, None)
+        return shape if tip is None else element("g", element("title", tip), shape, class_="mark")
+
+    def step(group: re.Match[str]) -> str:
+        tip = next(pending, "")
+        return f'<g class="step" data-step="{group[1]}" data-tip="{text(tip)}">{element("title", tip)}'
+
+    shapes = re.sub(r"<defs>.*?</defs>\s*", "", shapes, flags=re.DOTALL)
+    shapes = re.sub(r'<use xlink:href="#(\w+)" x="([^"]*)" y="([^"]*)" style="([^"]*)"/>', marker, shapes)
+    shapes = re.sub(r'<g id="step-(\d+)">', step, shapes)
+    return Html(re.sub(r'<g id="[^"]*">', "<g>", shapes))
+
+
+def _in_page_style(tag: str) -> str:
+    """Returns a tag with rounded coordinates, with variables for colours, and without a font family."""
+
+    def rounded(attribute: re.Match[str]) -> str:
+        return attribute[1] + re.sub(r"-?\d+\.\d+", lambda number: compact(float(number[0])), attribute[2])
+
+    tag = re.sub(r' transform="rotate\(-0 [^"]*"|font-family: [^;"]*;? ?', "", tag)
+    tag = re.sub(r'( (?:d|x|y|transform)=")([^"]*)', rounded, tag)
+    return re.sub("#[0-9a-f]{6}", lambda colour: f"var(--{_VARIABLES.get(colour[0], 'dim')})", tag)
 
 
 def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"{figure(low)}–{figure(high)}"
+
+
+def _words(value: str, max_letters: int = 68) -> str:
+    """Returns a text on one line, without characters that cannot be drawn."""
+    line = " ".join(printable(value).split())
+    return line if len(line) <= max_letters else line[: max_letters - 1] + "…"

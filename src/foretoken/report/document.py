@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from foretoken.report.markup import Html, element, join, text
-from foretoken.report.style import sheet
 
+ASSETS = Path(__file__).parent
 MAX_ROWS = 1000  # rows of a table, so that a phone can open the page
 
 
@@ -18,10 +19,9 @@ def document(
     *,
     lead: object = "",
     footer: object = "",
-    style: str = "",
     script: str = "",
 ) -> str:
-    """Returns a whole page that fetches nothing.
+    """Returns a complete page that fetches nothing.
 
     Args:
         title: Its title.
@@ -29,14 +29,13 @@ def document(
         setting: Facts that make the figures reproducible, listed at the end.
         lead: A paragraph below the title.
         footer: A paragraph at the end.
-        style: Additional CSS.
-        script: JavaScript. It must not contain "<" or "&".
+        script: Name of a JavaScript file beside this one. It must not contain "<" or "&".
     """
     head = join(
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"Foretoken: {title}"),
-        element("style", Html(sheet(style))),
+        element("style", Html((ASSETS / "page.css").read_text(encoding="utf-8"))),
     )
     body = join(
         element("h1", title),
@@ -44,7 +43,7 @@ def document(
         element("main", *parts),
         facts(setting) if setting else "",
         element("footer", element("p", footer)) if footer else "",
-        element("script", Html(script)) if script else "",
+        element("script", Html((ASSETS / script).read_text(encoding="utf-8"))) if script else "",
     )
     page = element("html", element("head", head), element("body", body), lang="en")
     return f"<!DOCTYPE html>\n{page}\n"
@@ -90,7 +89,7 @@ def table(
     names: int = 1,
     stack: bool = False,
 ) -> Html:
-    """Returns a table. A cell may be a whole ``<td>``.
+    """Returns a table, nothing for no rows. A cell may be a complete ``<td>``.
 
     Args:
         heads: Names of the columns.
@@ -100,6 +99,8 @@ def table(
         stack: On narrow screens, cells are stacked.
     """
     every, marked = list(rows), frozenset(best)
+    if not every:
+        return Html()
     body = [
         element("tr", *(_cell(cell, i < names) for i, cell in enumerate(row)), class_="best" if at in marked else None)
         for at, row in enumerate(every[:MAX_ROWS])

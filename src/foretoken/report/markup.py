@@ -1,10 +1,12 @@
-"""HTML elements. Values that are not ``Html`` are escaped."""
+"""HTML elements, values as text, and access to recorded values. Values that are not ``Html`` are escaped."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 # Characters that neither XML nor UTF-8 allows, but that a model's text may contain.
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -19,9 +21,14 @@ class Html(str):
     __slots__ = ()
 
 
+def printable(value: object) -> str:
+    """Returns ``value`` as text in which characters that no page may hold are replaced."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(value))
+
+
 def text(value: object) -> Html:
     """Returns ``value`` escaped, unless it is markup."""
-    return value if isinstance(value, Html) else Html(escape(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(value))))
+    return value if isinstance(value, Html) else Html(escape(printable(value)))
 
 
 def join(*parts: object) -> Html:
@@ -71,16 +78,30 @@ def figure(value: float | None, digits: int = 3) -> str:
     return f"{value:.{min(decimals, 9)}f}"
 
 
-def times(value: float | None) -> str:
-    """Returns a ratio such as 2.41x."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:.2f}x"
+def times(value: object) -> str:
+    """Returns a recorded ratio such as 2.41x, a dash if it is not a number."""
+    ratio = number(value)
+    return "–" if ratio is None else f"{ratio:.2f}x"
 
 
-def percent(value: float | None) -> str:
-    """Returns a share of 1 in per cent."""
-    if value is None or not math.isfinite(value):
+def percent(value: object) -> str:
+    """Returns a recorded fraction in per cent, a dash if it is not a number."""
+    fraction = number(value)
+    if fraction is None:
         return "–"
-    return "< 0.1 %" if 0 < value < 0.001 else f"{value:.1%}".replace("%", " %")
+    return "< 0.1 %" if 0 < fraction < 0.001 else f"{fraction:.1%}".replace("%", " %")
+
+
+def signed(value: object) -> str:
+    """Returns a recorded value with its sign, a dash if it is not a number."""
+    result = number(value)
+    return "–" if result is None else f"{result:+.2f}"
+
+
+def interval(low: object, high: object) -> str:
+    """Returns a recorded interval, nothing if it has no ends."""
+    below, above = number(low), number(high)
+    return "" if below is None or above is None else f"{below:.2f}–{above:.2f}"
 
 
 def number(value: object) -> float | None:
@@ -88,7 +109,33 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        known = float(value)
+        result = float(value)
     except OverflowError:
         return None
-    return known if math.isfinite(known) else None
+    return result if math.isfinite(result) else None
+
+
+def record(value: Any) -> Mapping[str, Any]:
+    """Returns ``value`` if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Returns the mappings of a list."""
+    return [item for item in sequence(value) if isinstance(item, Mapping)]
+
+
+def sequence(value: Any) -> Sequence[Any]:
+    """Returns ``value`` if it is a list, else an empty one."""
+    return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()
+
+
+def shown(value: Any) -> str:
+    """Returns a recorded value as text."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {shown(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return figure(value) if isinstance(value, float) else "–" if value is None else str(value)

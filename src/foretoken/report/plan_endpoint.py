@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretoken.report.axes import Axis
-from foretoken.report.charts import Point, Series, lines
 from foretoken.report.document import bullets, document, facts, folded, grid, section, table, verdict
-from foretoken.report.markup import Html, element, figure, number, times
-from foretoken.report.records import mappings, record
-
-Row = Mapping[str, Any]
+from foretoken.report.markup import Html, element, figure, interval, mappings, number, record, sequence, times
+from foretoken.report.plan import Row, by_speedup, name_of, speedups
 
 
 def page(plan: Mapping[str, Any]) -> str:
     """Returns an HTML document. plan: ``EndpointPlan.to_dict()`` with its sentences as "verdict"."""
-    rows = mappings(plan.get("rows"))
-    numbers = list(dict.fromkeys(_at(row) for row in rows))
+    groups: dict[int, list[Row]] = {}
+    for row in mappings(plan.get("rows")):
+        groups.setdefault(int(number(row.get("concurrency")) or 1), []).append(row)
     setting = record(plan.get("setting"))
     return document(
         "Speedup of speculation on this server",
         [
             _verdict(plan),
-            section("Speedup by draft length", grid(*(_by_depth(rows, n) for n in numbers))),
-            section("Speedup by concurrency", _by_concurrency(rows)),
-            section("Configuration to paste", *(element("pre", line) for line in _strings(plan.get("paste")))),
-            *(_table([row for row in rows if _at(row) == n], n) for n in numbers),
+            section("Speedup by draft length", grid(*(_by_depth(rows, count) for count, rows in groups.items()))),
+            section("Speedup by concurrency", _by_concurrency(mappings(plan.get("rows")))),
+            section("Configuration to paste", *(element("pre", str(line)) for line in sequence(plan.get("paste")))),
+            *(_table(rows, count) for count, rows in groups.items()),
             facts(
                 {key: value for key, value in setting.items() if not isinstance(value, Mapping)}, "What was measured"
             ),
@@ -40,81 +36,53 @@ def page(plan: Mapping[str, Any]) -> str:
 
 
 def _verdict(plan: Mapping[str, Any]) -> Html:
-    notes = _strings(plan.get("notes"))
+    notes = sequence(plan.get("notes"))
     if because := plan.get("because"):
         return verdict("open", f"Cannot tell, because {because}", bullets(notes))
-    said = _strings(plan.get("verdict")) or [""]
+    headline, *details = sequence(plan.get("verdict")) or [""]
     sure = record(plan.get("choice")).get("sure") is True
-    return verdict("good" if sure else "open", said[0], bullets([*said[1:], *notes]))
+    return verdict("good" if sure else "open", headline, bullets([*details, *notes]))
 
 
-def _strings(value: Any) -> list[str]:
-    return [str(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else []
-
-
-def _at(row: Row) -> int:
-    return int(number(row.get("concurrency")) or 1)
-
-
-def _name(row: Row) -> str:
-    return str(row.get("name") or "?")
-
-
-def _point(row: Row, where: str) -> Point:
-    x, y = number(row.get(where)), number(row.get("speedup"))
-    return Point(
-        math.nan if x is None else x,
-        math.nan if y is None else y,
-        number(row.get("low")),
-        number(row.get("high")),
-        "measured" if row.get("measured") else "predicted",
-    )
+def _kind(row: Row) -> str:
+    return "measured" if row.get("measured") else "predicted"
 
 
 def _by_depth(rows: Sequence[Row], concurrency: int) -> Html:
-    here = [row for row in rows if _at(row) == concurrency and number(row.get("speedup")) is not None]
-    names = dict.fromkeys(map(_name, here))
-    series = [Series(name, tuple(_point(row, "depth") for row in here if _name(row) == name)) for name in names]
-    return _chart(f"{concurrency} at once", series, "draft tokens per pass")
+    usable = [row for row in rows if number(row.get("speedup")) is not None]
+    return speedups(f"{concurrency} at once", usable, "draft tokens per pass", "depth", _kind) if usable else Html()
 
 
 def _by_concurrency(rows: Sequence[Row]) -> Html:
     """The server's own drafter at the draft lengths that were measured."""
-    depths = list(dict.fromkeys(row.get("depth") for row in rows if row.get("measured")))
-    own = [row for row in rows if row.get("config") is None]
-    series = [
-        Series(f"{depth} draft tokens", tuple(_point(row, "concurrency") for row in own if row.get("depth") == depth))
-        for depth in depths
-    ]
-    return _chart("Measured draft lengths", series, "requests at once")
-
-
-def _chart(title: str, series: Sequence[Series], across: str) -> Html:
-    if not series:
+    depths = {row.get("depth") for row in rows if row.get("measured")}
+    own = [row for row in rows if row.get("config") is None and row.get("depth") in depths]
+    if not depths:
         return Html()
-    note = "The dashed line is plain decoding."
-    return lines(title, series, Axis(across), Axis("speedup over plain", zero=True), level=1.0, note=note)
+    name = "{} draft tokens"
+    return speedups(
+        "Measured draft lengths",
+        own,
+        "requests at once",
+        "concurrency",
+        _kind,
+        lambda row: name.format(row.get("depth")),
+    )
 
 
 def _table(rows: Sequence[Row], concurrency: int) -> Html:
     heads = ("drafter", "drafts", "speedup", "95 %", "tokens/pass", "95 %", "tokens/s")
-    ordered = sorted(rows, key=lambda row: -(number(row.get("speedup")) or 0.0))
+    ordered, best = by_speedup(rows)
     cells = [
         (
-            _name(row),
+            name_of(row),
             f"{row.get('depth')}{'*' if row.get('measured') else ''}",
-            times(number(row.get("speedup"))),
-            _span(row, "low", "high"),
+            times(row.get("speedup")),
+            interval(row.get("low"), row.get("high")),
             figure(number(row.get("tokens_per_pass"))),
-            _span(row, "tokens_per_pass_low", "tokens_per_pass_high"),
+            interval(row.get("tokens_per_pass_low"), row.get("tokens_per_pass_high")),
             figure(number(row.get("tokens_per_second"))),
         )
         for row in ordered
     ]
-    best = [at for at, row in enumerate(ordered) if row.get("best") is True]
     return section(f"{concurrency} at once", folded(f"{len(cells)} rows", table(heads, cells, best), open_=True))
-
-
-def _span(row: Row, low: str, high: str) -> str:
-    below, above = number(row.get(low)), number(row.get(high))
-    return "" if below is None or above is None else f"{below:.2f}–{above:.2f}"

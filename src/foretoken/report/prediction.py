@@ -8,14 +8,13 @@ from typing import Any
 
 from foretoken.report.charts import Point, Series, scatter
 from foretoken.report.document import cards, document, folded, section, table
-from foretoken.report.markup import Html, join, number, percent, times
-from foretoken.report.records import mappings, record
+from foretoken.report.markup import Html, join, mappings, number, percent, record, times
 
 WITHIN = 0.1  # relative error that is shaded and counted
 Row = Mapping[str, Any]
 
 
-def page(comparison: Mapping[str, Any]) -> str:
+def page(comparison: Row) -> str:
     """Returns an HTML document.
 
     Args:
@@ -32,55 +31,36 @@ def page(comparison: Mapping[str, Any]) -> str:
 
 def against(rows: Sequence[Row]) -> Html:
     """Returns the scatter plot and its summary, nothing for no rows."""
-    pairs = [row for row in rows if number(row.get("measured")) and number(row.get("predicted"))]
+    points: dict[str, list[Point]] = {}
+    for row in rows:
+        if (measured := number(row.get("measured"))) and (predicted := number(row.get("predicted"))):
+            point = Point(measured, predicted, number(row.get("low")), number(row.get("high")), _note(row))
+            points.setdefault(_name(row), []).append(point)
+    pairs = [point for group in points.values() for point in group]
     if not pairs:
         return Html()
-    names = list(dict.fromkeys(map(_name, pairs)))
-    series = [Series(name, tuple(_point(row) for row in pairs if _name(row) == name)) for name in names]
-    errors = [abs(_error(row)) for row in pairs]
-    held = [covered for row in pairs if (covered := _covered(row)) is not None]
-    figures = [
-        (
-            percent(sum(error <= WITHIN for error in errors) / len(errors)),
-            f"within {100 * WITHIN:.0f} % of what was measured",
-        ),
+    errors = [abs(point.y / point.x - 1) for point in pairs]
+    inside = [p.low <= p.x <= p.high for p in pairs if p.low is not None and p.high is not None]
+    close = sum(error <= WITHIN for error in errors) / len(errors)
+    figures: list[tuple[object, object]] = [
+        (percent(close), f"within {100 * WITHIN:.0f} % of what was measured"),
         (percent(median(errors)), "median error"),
-        *([(percent(sum(held) / len(held)), "measured inside the interval")] if held else []),
+        *([(percent(sum(inside) / len(inside)), "measured inside the interval")] if inside else []),
         (len(pairs), "pairs"),
     ]
-    chart = scatter(
-        "Speedup, predicted and measured",
-        series,
-        "measured",
-        "predicted",
-        within=WITHIN,
-        note=f"Shaded: within {100 * WITHIN:.0f} % of the diagonal. Lines: the predicted interval.",
-    )
-    return join(cards(figures), chart)
+    series = [Series(name, tuple(group)) for name, group in points.items()]
+    note = f"Shaded: within {100 * WITHIN:.0f} % of the diagonal. Lines: the predicted interval."
+    title = "Speedup, predicted and measured"
+    return join(cards(figures), scatter(title, series, "measured", "predicted", within=WITHIN, note=note))
 
 
 def _name(row: Row) -> str:
     return str(row.get("name") or row.get("method") or "all")
 
 
-def _point(row: Row) -> Point:
-    where = ", ".join(
-        f"{word} {row[key]}"
-        for key, word in (("num_speculative_tokens", "depth"), ("temperature", "temperature"), ("batch", "batch"))
-        if row.get(key) is not None
-    )
-    x, y = number(row.get("measured")) or 0.0, number(row.get("predicted")) or 0.0
-    return Point(x, y, number(row.get("low")), number(row.get("high")), where)
-
-
-def _error(row: Row) -> float:
-    """Relative error of the prediction."""
-    return (number(row.get("predicted")) or 0.0) / (number(row.get("measured")) or 1.0) - 1.0
-
-
-def _covered(row: Row) -> bool | None:
-    low, high, measured = (number(row.get(key)) for key in ("low", "high", "measured"))
-    return None if low is None or high is None or measured is None else low <= measured <= high
+def _note(row: Row) -> str:
+    names = {"num_speculative_tokens": "depth", "temperature": "temperature", "batch": "batch"}
+    return ", ".join(f"{name} {row[key]}" for key, name in names.items() if row.get(key) is not None)
 
 
 def _table(rows: Sequence[Row]) -> Html:
@@ -88,14 +68,13 @@ def _table(rows: Sequence[Row]) -> Html:
     cells = [
         (
             _name(row),
-            row.get("num_speculative_tokens", ""),
-            row.get("temperature", ""),
-            row.get("batch", ""),
-            times(number(row.get("predicted"))),
-            f"{times(number(row.get('low')))}–{times(number(row.get('high')))}",
-            times(number(row.get("measured"))),
-            f"{_error(row):+.1%}" if number(row.get("measured")) else "–",
+            *(row.get(key, "") for key in ("num_speculative_tokens", "temperature", "batch")),
+            times(row.get("predicted")),
+            f"{times(row.get('low'))}–{times(row.get('high'))}",
+            times(row.get("measured")),
+            f"{(number(row.get('predicted')) or 0.0) / measured - 1:+.1%}" if measured else "–",
         )
         for row in rows
+        for measured in [number(row.get("measured"))]
     ]
     return folded(f"{len(cells)} rows", table(heads, cells))

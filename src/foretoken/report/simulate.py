@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretoken.report.axes import Axis
-from foretoken.report.charts import Bar, Point, Series, bars, lines
+from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
 from foretoken.report.document import document, section, table, verdict
-from foretoken.report.markup import Html, number, percent, times
-from foretoken.report.records import mappings, record
+from foretoken.report.markup import Html, mappings, number, percent, record, times
 
 HEADS = ("strategy", "ms per token", "over plain", "over SI", "draft busy", "servers busy", "drafted", "wasted")
 AXES = {
@@ -94,10 +92,10 @@ def _table(outcomes: Sequence[Mapping[str, Any]]) -> Html:
         (
             one["strategy"],
             f"{1e3 * one['seconds'] / one['tokens']:.2f}",
-            times(number(one.get("over_plain"))),
-            times(number(one.get("over_si"))),
-            percent(number(one.get("drafting"))),
-            percent(number(one.get("verifying"))),
+            times(one.get("over_plain")),
+            times(one.get("over_si")),
+            percent(one.get("drafting")),
+            percent(one.get("verifying")),
             one["drafted"],
             one["wasted"],
         )

@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretoken.report.axes import Axis
-from foretoken.report.charts import Bar, Point, Series, bars, lines, missing
+from foretoken.report.charts import Axis, Bar, Point, Series, StepLap, bars, lines, missing, timeline
 from foretoken.report.document import cards, document, folded, grid, paragraph, table
 from foretoken.report.markup import Html, element, figure, join, percent
-from foretoken.report.timeline import STYLE as TIMELINE
-from foretoken.report.timeline import StepLap, timeline
 from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Token, Trace, TraceStep, wilson
 
 WORDS = {ACCEPTED: "draft, accepted", REJECTED: "draft, rejected", TARGET: "the target's own"}
 PARTS = ("propose", "score", "verify", "commit")
 PROMPT = 4000  # characters of the prompt's end that are shown
-
-_STYLE = """
-.text { font: .9rem/1.75 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: .8rem .9rem; tab-size: 4; }
-.prompt { color: var(--dim); } .token { border-radius: 3px; cursor: default; unicode-bidi: isolate; padding: .1em 0; }
-.token.accepted, .key.accepted { color: var(--good); background: var(--good-wash); }
-.token.target, .key.target { font-weight: 700; }
-.token.rejected, .key.rejected { color: var(--bad); text-decoration: line-through; opacity: .75; }
-.token.part { color: var(--dim); }
-.token.cut { outline: 1px dotted var(--dim); } .token:hover, .token:focus { outline: 2px solid var(--ours); }
-.token.lit { box-shadow: inset 0 -2px 0 var(--ours); } .key { padding: 0 .3em; border-radius: 3px; }
-#tip { position: fixed; left: 0; right: 0; bottom: 0; margin: 0 auto; max-width: 60rem; padding: .55rem 1rem;
-  background: var(--ink); color: var(--paper); font-size: .88rem; border-radius: 8px 8px 0 0; white-space: pre-wrap; }
-#tip:empty { display: none; }
-"""
-
-# Arrow keys move from token to token, so that a text is one stop of the tab key. The selected step is highlighted.
-_SCRIPT = """
-(function () {
-  var tip = document.getElementById("tip"), lit = [];
-  function show(event) {
-    var at = event.target.closest ? event.target.closest("[data-tip]") : null;
-    lit.forEach(function (each) { each.classList.remove("lit"); });
-    lit = at ? Array.from(at.closest("section").querySelectorAll('[data-step="' + at.dataset.step + '"]')) : [];
-    lit.forEach(function (each) { each.classList.add("lit"); });
-    tip.textContent = at ? at.dataset.tip : "";
-  }
-  ["mouseover", "focusin", "click"].forEach(function (name) { document.addEventListener(name, show); });
-  document.addEventListener("keydown", function (event) {
-    var at = document.activeElement, all, to;
-    if (!at || !at.classList.contains("token")) { return; }
-    all = Array.from(at.closest(".text").querySelectorAll(".token"));
-    to = { ArrowRight: all.indexOf(at) + 1, ArrowLeft: all.indexOf(at) - 1, Home: 0, End: all.length - 1 }[event.key];
-    if (all[to]) { event.preventDefault(); at.tabIndex = -1; all[to].tabIndex = 0; all[to].focus(); }
-  });
-})();
-"""
 
 
 def page(traces: Sequence[Trace], setting: Mapping[str, Any] | None = None) -> str:
@@ -70,13 +30,13 @@ def page(traces: Sequence[Trace], setting: Mapping[str, Any] | None = None) -> s
         "probable both models found it. Whatever was drafted, the text has the target's distribution.",
         footer="p: the target's softmax, before temperature and other parameters; q: the distribution from which the "
         "token was drafted, after them. For a rejected draft token, p is known if it was among the likeliest.",
-        style=TIMELINE + _STYLE,
-        script=_SCRIPT,
+        script="tokens.js",
     )
 
 
 def _completion(trace: Trace, title: str) -> Html:
-    parts = [
+    return element(
+        "section",
         element("h2", title) if title else "",
         _summary(trace),
         _text(trace),
@@ -85,8 +45,7 @@ def _completion(trace: Trace, title: str) -> Html:
         _timeline(trace),
         grid(_positions(trace), _sizes(trace)),
         _table(trace.tokens),
-    ]
-    return element("section", *parts)
+    )
 
 
 def _key() -> Html:
@@ -95,14 +54,15 @@ def _key() -> Html:
 
 def _summary(trace: Trace) -> Html:
     stats = trace.stats
-    figures = [
-        (stats.tokens, "tokens"),
-        (figure(stats.tokens_per_second), "tokens/s, prompt included"),
-        (figure(stats.mean_acceptance_length), "mean acceptance length"),
-        (f"{stats.accepted} of {stats.drafted}", "draft tokens accepted"),
-        (stats.steps, "target passes"),
-    ]
-    return cards(figures)
+    return cards(
+        [
+            (stats.tokens, "tokens"),
+            (figure(stats.tokens_per_second), "tokens/s, prompt included"),
+            (figure(stats.mean_acceptance_length), "mean acceptance length"),
+            (f"{stats.accepted} of {stats.drafted}", "draft tokens accepted"),
+            (stats.steps, "target passes"),
+        ]
+    )
 
 
 def _ending(trace: Trace) -> str:
@@ -157,7 +117,7 @@ def _timeline(trace: Trace) -> Html:
     first = next((step for step in trace.steps if step.prompt), None)
     note = "Above each step the number of tokens that it emitted."
     if first is not None and len(trace.steps) > 1:
-        note += f" The first step, with the prefill, took {figure(first.timings.total * 1e3)} ms and is left out."
+        note += f" The first step, with the prefill, took {figure(first.timings.total * 1e3)} ms and is not shown."
     return timeline("Time of each step, by part", PARTS, laps, note=note)
 
 
@@ -169,10 +129,10 @@ def _lap(step: TraceStep) -> StepLap:
 
 
 def _positions(trace: Trace) -> Html:
-    points = []
-    for position, (accepted, tried) in enumerate(trace.acceptance(), 1):
-        low, high = wilson(accepted, tried)
-        points.append(Point(position, accepted / tried, low, high, f"{accepted} of {tried}"))
+    points = [
+        Point(position, accepted / tried, *wilson(accepted, tried), f"{accepted} of {tried}")
+        for position, (accepted, tried) in enumerate(trace.acceptance(), 1)
+    ]
     at = tuple(float(k) for k in range(1, len(points) + 1)) if len(points) <= 12 else ()
     if not points:
         return missing("Acceptance by position", "nothing was drafted")
@@ -186,9 +146,7 @@ def _positions(trace: Trace) -> Html:
 
 
 def _sizes(trace: Trace) -> Html:
-    counts: dict[int, int] = {}
-    for step in trace.steps:
-        counts[step.emitted] = counts.get(step.emitted, 0) + 1
+    counts = Counter(step.emitted for step in trace.steps)
     items = [Bar(f"{size} token{'s' if size != 1 else ''}", count) for size, count in sorted(counts.items())]
     return bars("Steps by tokens emitted", items, "steps")
 

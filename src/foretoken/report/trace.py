@@ -1,10 +1,10 @@
-"""Data of a generated text: its tokens, their origin and probabilities under both models, and the decode steps."""
+"""Data of a generated text: tokens, their origin and probabilities under both models, and the decode steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foretoken.core.draft import Draft
 from foretoken.core.positions import PositionCounts
@@ -16,23 +16,8 @@ ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedToken:
-    """A draft token.
-
-    Args:
-        id: Token id.
-        q: Probability with which it was sampled, None where it was not sampled.
-        score: Predicted probability that it is accepted with all tokens before it, None where the draft has none.
-    """
-
-    id: int
-    q: float | None
-    score: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Token:
-    """One token of the text, or a rejected one that was drafted in its place.
+    """One token of the text, or a rejected draft token.
 
     Args:
         id: Token id.
@@ -41,8 +26,8 @@ class Token:
         step: Number of the decode step, from 1.
         p: The target's softmax before sampling parameters.
         rank: Its rank among the target's tokens.
-        q: See ``DraftedToken``.
-        score: See ``DraftedToken``.
+        q: Probability with which it was drafted, None if it was not sampled.
+        score: Predicted probability that it is accepted with all tokens before it, None if the draft has none.
         others: The target's likeliest other tokens, with probabilities.
         cut: Whether it was emitted, but its text was not (a stop string, an end-of-text token).
     """
@@ -111,22 +96,21 @@ class Tracer:
 
     tokenizer: Tokenizer
     prompt_ids: Sequence[int]
-    _drafted: list[tuple[DraftedToken | None, ...]] = field(default_factory=list)  # by step, of each emitted token
-    _rejected: list[tuple[DraftedToken, ...]] = field(default_factory=list)  # by step
+    _emitted: list[list[Token]] = field(default_factory=list)  # by step, without texts
+    _rejected: list[list[Token]] = field(default_factory=list)  # by step, without texts
     _steps: list[TraceStep] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)
-    _emitted: list[tuple[int, ...]] = field(default_factory=list)
     _output: CompletionOutput | None = None
 
     def push(self, piece: StreamPiece) -> None:
         """Adds one decode step."""
-        step, draft = piece.step, piece.step.draft
+        step, number = piece.step, len(self._steps) + 1
         path = step.verdict.path[: step.accepted]
-        self._drafted.append((*(_drafted(draft, node) for node in path), *[None] * (len(step.tokens) - len(path))))
-        self._rejected.append(tuple(_drafted(draft, node) for node in step.rejected))
-        self._emitted.append(step.tokens)
+        accepted = [_drafted(step.draft, node, ACCEPTED, number) for node in path]
+        self._emitted.append(accepted + [Token(token, "", TARGET, number) for token in step.tokens[len(path) :]])
+        self._rejected.append([_drafted(step.draft, node, REJECTED, number) for node in step.rejected])
         self._texts.append(piece.text)
-        self._steps.append(_trace_step(len(self._steps) + 1, step))
+        self._steps.append(_trace_step(number, step))
         self._output = piece.output or self._output
 
     def trace(self) -> Trace:
@@ -144,46 +128,34 @@ class Tracer:
         )
 
     def _tokens(self, text: str) -> list[Token]:
-        recorded = (self._output.logprobs if self._output else None) or ()
+        recorded = iter((self._output.logprobs if self._output else None) or ())
         detokenizer, over = Detokenizer(self.tokenizer, self.prompt_ids), self._output is not None
-        made: list[Token] = []
-        length = at = 0
-        steps = zip(self._emitted, self._drafted, self._rejected, strict=True)
-        for number, (ids, drafted, rejected) in enumerate(steps, 1):
-            for token, draft in zip(ids, drafted, strict=True):
-                row = recorded[at] if at < len(recorded) else {}
-                if draft is None:  # the first rejected token was verified by the same row
-                    made += [self._rejected_token(r, number, row if i == 0 else {}) for i, r in enumerate(rejected)]
-                    rejected = ()
-                piece = detokenizer.push(token)
-                made.append(self._token(token, piece, number, draft, row, cut=over and length >= len(text)))
-                length, at = length + len(piece), at + 1
-        return made
+        tokens: list[Token] = []
+        length = 0
+        for emitted, rejected in zip(self._emitted, self._rejected, strict=True):
+            for token in emitted:
+                row = next(recorded, {})
+                if token.origin == TARGET:  # the first rejected token was verified by the same row
+                    decoded = [replace(each, text=self._decoded(each.id)) for each in rejected]
+                    tokens += [_verified(each, row if i == 0 else {}) for i, each in enumerate(decoded)]
+                    rejected = []
+                piece = detokenizer.push(token.id)
+                special = "" if piece else self._decoded(token.id)
+                mark = "" if "\N{REPLACEMENT CHARACTER}" in special else special
+                cut = bool(mark) or (over and length >= len(text))
+                shown = replace(token, text=piece or mark, others=_others(row, token.id), cut=cut)
+                tokens.append(_verified(shown, row))
+                length += len(piece)
+        return tokens
 
-    def _token(
-        self, token: int, text: str, number: int, draft: DraftedToken | None, row: Mapping[int, Logprob], cut: bool
-    ) -> Token:
-        own = row.get(token)
-        special = "" if text else self.tokenizer.decode([token], skip_special_tokens=False)
-        mark = special if special and "\N{REPLACEMENT CHARACTER}" not in special else ""
-        return Token(
-            id=token,
-            text=text or mark,
-            origin=TARGET if draft is None else ACCEPTED,
-            step=number,
-            p=math.exp(own.logprob) if own else None,
-            rank=own.rank if own else None,
-            q=draft.q if draft else None,
-            score=draft.score if draft else None,
-            others=_others(row, token),
-            cut=cut or bool(mark),
-        )
+    def _decoded(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special_tokens=False)
 
-    def _rejected_token(self, draft: DraftedToken, number: int, row: Mapping[int, Logprob]) -> Token:
-        known = row.get(draft.id)
-        text = self.tokenizer.decode([draft.id], skip_special_tokens=False)
-        p, rank = (math.exp(known.logprob), known.rank) if known else (None, None)
-        return Token(draft.id, text, REJECTED, number, p, rank, draft.q, draft.score)
+
+def _verified(token: Token, row: Mapping[int, Logprob]) -> Token:
+    """Returns the token with the target's probability, if the row has it."""
+    entry = row.get(token.id)
+    return token if entry is None else replace(token, p=math.exp(entry.logprob), rank=entry.rank)
 
 
 def _trace_step(number: int, step: StepOutput) -> TraceStep:
@@ -200,9 +172,9 @@ def _trace_step(number: int, step: StepOutput) -> TraceStep:
     )
 
 
-def _drafted(draft: Draft, node: int) -> DraftedToken:
+def _drafted(draft: Draft, node: int, origin: str, step: int) -> Token:
     score = None if draft.scores is None else min(1.0, math.exp(float(draft.scores[node])))
-    return DraftedToken(draft.ids[node], draft.chance(node), score)
+    return Token(draft.ids[node], "", origin, step, q=draft.chance(node), score=score)
 
 
 def _others(row: Mapping[int, Logprob], token: int) -> tuple[tuple[str, float], ...]:
