@@ -47,6 +47,7 @@ _STYLE: dict[str, Any] = {
     **dict.fromkeys(("axes.xmargin", "axes.ymargin", "xtick.major.size", "ytick.major.size"), 0),
     **dict.fromkeys(("axes.facecolor", "figure.facecolor"), "none"),
     "axes.autolimit_mode": "round_numbers",
+    "lines.solid_capstyle": "butt",
 }
 
 
@@ -457,14 +458,16 @@ def _inline(svg: str, tips: Iterable[str]) -> Html:
     shapes = re.sub(r"<defs>.*?</defs>\s*", "", shapes, flags=re.DOTALL)
     shapes = re.sub(r'<use xlink:href="#(\w+)" x="([^"]*)" y="([^"]*)" style="([^"]*)"/>', marker, shapes)
     shapes = re.sub(r'<g id="step-(\d+)">', step, shapes)
-    return Html(re.sub(r'<g id="[^"]*">', "<g>", shapes))
+    shapes = re.sub(r'<g id="[^"]*"/>', "", shapes)
+    return Html(re.sub(r'<g id="[^"]*">', "<g>", re.sub(r">\s+<", "><", shapes)))
 
 
 def _in_page_style(tag: str) -> str:
     """Returns a tag with rounded coordinates, with variables for colours, and without a font family."""
 
     def rounded(attribute: re.Match[str]) -> str:
-        return attribute[1] + re.sub(r"-?\d+\.\d+", lambda number: compact(float(number[0])), attribute[2])
+        value = " ".join(attribute[2].split())
+        return attribute[1] + re.sub(r"-?\d+\.\d+", lambda number: compact(float(number[0])), value)
 
     tag = re.sub(r' transform="rotate\(-0 [^"]*"|font-family: [^;"]*;? ?', "", tag)
     tag = re.sub(r'( (?:d|x|y|transform)=")([^"]*)', rounded, tag)
