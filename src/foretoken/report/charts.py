@@ -36,7 +36,7 @@ _VARIABLES = {"#000000": "ink", "#8b98ab": "theirs", "#808080": "dim", "#b0b0b0"
 _KINDS = {"ours": "C0", "theirs": "#8b98ab"}
 _STEP_PARTS = ("C1", "C0", "C3", "C7")
 _RULE: dict[str, Any] = {"color": "k", "linestyle": (0, (5, 4)), "linewidth": 1.3, "clip_on": False}
-_STYLE: dict[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.family": "DejaVu Sans",
@@ -46,6 +46,8 @@ _STYLE: dict[str, Any] = {
     **dict.fromkeys(("axes.spines.left", "axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     **dict.fromkeys(("axes.xmargin", "axes.ymargin", "xtick.major.size", "ytick.major.size"), 0),
     **dict.fromkeys(("axes.facecolor", "figure.facecolor"), "none"),
+    **dict.fromkeys(("xtick.major.pad", "ytick.major.pad"), 6),
+    "axes.axisbelow": True,
     "axes.autolimit_mode": "round_numbers",
     "lines.solid_capstyle": "butt",
 }
