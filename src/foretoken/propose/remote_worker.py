@@ -72,6 +72,11 @@ class DraftSession:
         self.budget = commit.budget or self.budget
         self.active, self.requested = commit.budget > 0, commit.requested
 
+    def reply(self, budget: int, draft: Draft) -> DraftReply:
+        """Returns the message with a draft after the proposer's text."""
+        tokens = self.context.tokens
+        return DraftReply(self.context.id, len(tokens), tuple(tokens[len(self.committed) :]), budget, draft)
+
     def ready(self, prefixes: bool) -> bool:
         """Returns whether a draft after the committed text, of the current budget, was sent."""
         reply = self.sent.get(len(self.committed))
@@ -158,11 +163,11 @@ class DraftingWorker:
                 model.release(context.id)
         waiting = [session for session in self._sessions.values() if self._needs_draft(session)]
         if waiting:
-            self._draft(waiting)
+            self._attempt(waiting)
             return True
         extensible = [session for session in self._sessions.values() if self._can_go_ahead(session)]
         if extensible:
-            self._draft_ahead(extensible)
+            self._attempt(extensible, ahead=True)
         return bool(extensible)
 
     def _needs_draft(self, session: DraftSession) -> bool:
@@ -176,60 +181,53 @@ class DraftingWorker:
         possible = last is not None and len(last.draft) > 0
         return session.active and not session.mispredicted and ahead < self.ahead and possible
 
-    def _draft(self, sessions: Sequence[DraftSession]) -> None:
-        """Drafts after the committed text."""
+    def _attempt(self, sessions: Sequence[DraftSession], ahead: bool = False) -> None:
+        """Drafts, and goes back to the committed text if that is cancelled or fails."""
         try:
-            for session in sessions:
-                self._sync(session)
-            self._propose(sessions)
+            (self._draft_ahead if ahead else self._draft)(sessions)
         except DraftCancelled:
             self._rewind(sessions)
         except Exception as error:
             self._rewind(sessions)
-            if any(session.requested for session in sessions):
+            if not ahead and any(session.requested for session in sessions):
                 self.endpoint.send(encode(WorkerError(type(error).__name__, str(error))))
+            # A predicted text may be impossible, so that an error after it means nothing for a request.
             for session in sessions:
-                session.requested = session.active = False
+                session.requested, session.active = session.requested and ahead, False
+        finally:
+            self._in_progress = {}
+
+    def _draft(self, sessions: Sequence[DraftSession]) -> None:
+        """Drafts after the committed text."""
+        for session in sessions:
+            self._sync(session)
+        self._propose(sessions)
 
     def _draft_ahead(self, sessions: Sequence[DraftSession]) -> None:
         """Drafts after a predicted text: the last draft (the likeliest path of a tree) and one more token."""
-        try:
-            for session in sessions:
-                last = session.sent[len(session.context.tokens)]
-                self._extend(session, likely_path(last.cut(session.budget) if self.prefixes else last.draft))
-            self._in_progress = {session.context.id: 1 for session in sessions}
-            bonus = self.proposer.propose([_predicting(session.context) for session in sessions], [1] * len(sessions))
-            extended = [session for session, draft in zip(sessions, bonus, strict=True) if len(draft)]
-            for session, draft in zip(sessions, bonus, strict=True):
-                if len(draft):
-                    self._extend(session, draft.ids)
-            self._propose(extended)
-        except DraftCancelled:
-            self._rewind(sessions)
-        except Exception:  # a predicted text may be impossible; an error with the real one is reported on request
-            self._rewind(sessions)
-            for session in sessions:
-                session.active = False
-        finally:
-            self._in_progress = {}
+        for session in sessions:
+            last = session.sent[len(session.context.tokens)]
+            self._extend(session, likely_path(last.cut(session.budget) if self.prefixes else last.draft))
+        self._in_progress = {session.context.id: 1 for session in sessions}
+        bonus = self.proposer.propose([_predicting(session.context) for session in sessions], [1] * len(sessions))
+        extended = [(session, draft.ids) for session, draft in zip(sessions, bonus, strict=True) if len(draft)]
+        for session, tokens in extended:
+            self._extend(session, tokens)
+        self._propose([session for session, _ in extended])
 
     def _propose(self, sessions: Sequence[DraftSession]) -> None:
         """Drafts for each session and sends the drafts."""
-        budgets = [session.budget for session in sessions]
+        if not sessions:
+            return
+        budgets = [session.budget for session in sessions]  # messages may change them during the call
         self._in_progress = {session.context.id: budget for session, budget in zip(sessions, budgets, strict=True)}
-        try:
-            drafts = self.proposer.propose([session.context for session in sessions], budgets) if sessions else []
-        finally:
-            self._in_progress = {}
-        replies = []
-        for session, budget, draft in zip(sessions, budgets, drafts, strict=True):
-            tokens = session.context.tokens
-            reply = DraftReply(session.context.id, len(tokens), tuple(tokens[len(session.committed) :]), budget, draft)
-            session.sent[len(tokens)] = reply
-            session.prefilled |= len(draft) > 0
-            replies.append(reply)
-        if replies:
-            self.endpoint.send(encode(tuple(replies)))
+        drafts = self.proposer.propose([session.context for session in sessions], budgets)
+        self._in_progress = {}
+        replies = [s.reply(budget, draft) for s, budget, draft in zip(sessions, budgets, drafts, strict=True)]
+        self.endpoint.send(encode(tuple(replies)))
+        for session, reply in zip(sessions, replies, strict=True):
+            session.sent[reply.length] = reply
+            session.prefilled |= len(reply.draft) > 0
 
     # the proposer's state
 
