@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from foretoken.report.charts import Bar, bars
@@ -20,7 +21,8 @@ from foretoken.report.document import (
     verdict,
     wrapped,
 )
-from foretoken.report.markup import Html, element, figure, join, mappings, number, percent, record, shown, signed
+from foretoken.report.markup import Html, element, figure, join, number, percent
+from foretoken.report.records import Record, shown
 
 TONES = {"passed": "good", "failed": "bad", "inconclusive": "open"}
 HEADLINES = {"passed": "Exact, as far as it was tested", "failed": "Not exact", "inconclusive": "Inconclusive"}
@@ -29,70 +31,70 @@ MAX_ZEROS = 16.0  # largest -log10 of a p-value on a chart
 
 def page(audit: Mapping[str, Any]) -> str:
     """Returns an HTML document. audit: ``Audit.to_dict()``."""
-    outcome, checks = str(audit.get("outcome", "inconclusive")), mappings(audit.get("checks"))
-    summary = str(audit.get("summary", ""))
+    root = Record.of(audit)
+    outcome, checks, subject = root.get("outcome", "inconclusive"), root.records("checks"), root.record("subject")
     return document(
         "Is this speculation exact?",
         [
-            verdict(TONES.get(outcome, ""), HEADLINES.get(outcome, outcome), paragraph(summary)),
-            _cards(checks, audit),
+            verdict(TONES.get(str(outcome), ""), HEADLINES.get(str(outcome), outcome), paragraph(root.text("summary"))),
+            _cards(checks, root),
             section("Checks", _overview(checks)),
             *(_check(check) for check in checks),
-            facts(record(audit.get("subject")), "What was audited"),
+            facts(subject, "What was audited"),
         ],
-        record(audit.get("setting")),
-        lead=_subject(record(audit.get("subject"))),
+        root.record("setting"),
+        lead=_subject(subject),
         footer="A check that passed found no error, and states which errors it would have found. The negative control "
         "plants an error and must find it, else nothing passed. Together, statistical checks call an exact "
         "implementation wrong with a probability of one in a thousand.",
     )
 
 
-def _subject(subject: Mapping[str, Any]) -> str:
+def _subject(subject: Record) -> str:
     names = [shown(subject[key]).rpartition("/")[2] for key in ("model", "draft_model") if subject.get(key)]
     how = [shown(subject[key]) for key in ("engine", "method") if subject.get(key)]
     return ": ".join(part for part in (", ".join(how), " with ".join(names)) if part)
 
 
-def _cards(checks: Sequence[Mapping[str, Any]], audit: Mapping[str, Any]) -> Html:
+def _cards(checks: Sequence[Record], audit: Record) -> Html:
     counted = [(sum(check.get("outcome") == name for check in checks), name) for name in ("passed", "failed")]
-    tokens = sum(int(number(record(check.get("numbers")).get("tokens")) or 0) for check in checks)
+    tokens = sum(check.record("numbers").count("tokens") for check in checks)
     finds = [
-        number(one.get("finds")) for one in _statistics(checks) if one.get("what") == "probability moved between ranks"
+        each.number("finds") for each in _statistics(checks) if each.get("what") == "probability moved between ranks"
     ]
     smallest = min((value for value in finds if value is not None), default=None)
     figures: list[tuple[object, object]] = [(count, f"checks {name}") for count, name in counted]
     figures.append((f"{tokens:,}", "tokens tested"))
     if smallest is not None:
         figures.append((percent(smallest), "of probability moved would have been found"))
-    return cards([*figures, (f"{figure(number(audit.get('seconds')))} s", "taken")])
+    return cards([*figures, (f"{audit.figure('seconds')} s", "taken")])
 
 
-def _statistics(checks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [one for check in checks for one in mappings(record(check.get("numbers")).get("statistics"))]
+def _statistics(checks: Sequence[Record]) -> list[Record]:
+    return [each for check in checks for each in check.record("numbers").records("statistics")]
 
 
-def _overview(checks: Sequence[Mapping[str, Any]]) -> Html:
+def _overview(checks: Sequence[Record]) -> Html:
     rows = [
         (
             check.get("name", ""),
             element("td", _badge(check), class_="name"),
-            wrapped(str(check.get("evidence", ""))),
-            f"{figure(number(check.get('seconds')), 2)} s",
+            wrapped(check.text("evidence")),
+            f"{check.figure('seconds', 2)} s",
         )
         for check in checks
     ]
     return table(("check", "verdict", "evidence", "took"), rows, names=3, stack=True)
 
 
-def _badge(check: Mapping[str, Any]) -> Html:
-    outcome = str(check.get("outcome", ""))
+def _badge(check: Record) -> Html:
+    outcome = check.text("outcome")
     return badge(TONES.get(outcome, ""), outcome)
 
 
-def _check(check: Mapping[str, Any]) -> Html:
+def _check(check: Record) -> Html:
     """Returns a section of everything a check recorded: charts and tables of known entries, a list of the others."""
-    numbers = record(check.get("numbers"))
+    numbers = check.record("numbers")
     parts = [draw(numbers) for key, draw in _DRAWN.items() if key in numbers]
     rest = {key: value for key, value in numbers.items() if key not in _DRAWN}
     about = facts({key: shown(value) for key, value in rest.items()}, title="")
@@ -101,28 +103,26 @@ def _check(check: Mapping[str, Any]) -> Html:
     return section(join(check.get("name", ""), " ", _badge(check)), paragraph(check.get("evidence", "")), *parts, about)
 
 
-def _surprises(numbers: Mapping[str, Any]) -> Html:
+def _surprises(numbers: Record) -> Html:
     """Every statistic's p-value in powers of ten beside the level, and its power."""
-    statistics = mappings(numbers.get("statistics"))
+    statistics = numbers.records("statistics")
     if not statistics:
         return Html()
     groups: dict[str, list[Bar]] = {}
-    for one in statistics:
-        group, _, name = str(one.get("name", "")).rpartition(": ")
-        groups.setdefault(group, []).append(Bar(name, _powers(one.get("p_value"))))
+    for each in statistics:
+        group, _, name = each.text("name").rpartition(": ")
+        groups.setdefault(group, []).append(Bar(name, _powers(each.get("p_value"))))
     level = _powers(numbers.get("level"))
     limit = None if math.isnan(level) else level
     charts = [bars(group or "statistics", items, "zeros of p", level=limit) for group, items in groups.items()]
     rows = [
         (
-            one.get("name", ""),
-            f"G = {figure(number(one.get('value')))} on {one['dof']}"
-            if one.get("dof")
-            else f"z = {signed(one.get('value'))}",
-            figure(number(one.get("p_value")), 2),
-            _finds(one),
+            each.get("name", ""),
+            f"G = {each.figure('value')} on {each['dof']}" if each.get("dof") else f"z = {each.signed('value')}",
+            each.figure("p_value", 2),
+            _finds(each),
         )
-        for one in statistics
+        for each in statistics
     ]
     return join(
         element("h3", "P-values"),
@@ -142,85 +142,74 @@ def _powers(p: Any) -> float:
     return MAX_ZEROS if value <= 10.0**-MAX_ZEROS else -math.log10(min(1.0, value))
 
 
-def _finds(one: Mapping[str, Any]) -> str:
-    size, what = number(one.get("finds")), str(one.get("what", ""))
+def _finds(statistic: Record) -> str:
+    size, what = statistic.number("finds"), statistic.text("what")
     if size is None:
         return "–"
     return f"{figure(size, 2)} {what}" if what.startswith("nats") else f"{percent(size)} {what}"
 
 
-def _plants(numbers: Mapping[str, Any]) -> Html:
+def _plants(numbers: Record) -> Html:
     rows = []
-    for one in mappings(numbers.get("plants")):
-        detected_by = record(one.get("found"))
+    for each in numbers.records("plants"):
+        detected_by = each.record("found")
         how = ", ".join(f"{name} ({figure(number(z))})" for name, z in detected_by.items())
-        if one.get("impossible"):
-            how = f"{one['impossible']} tokens of probability 0" + (f", {how}" if how else "")
-        needed = number(one.get("needed"))
+        if each.get("impossible"):
+            how = f"{each['impossible']} tokens of probability 0" + (f", {how}" if how else "")
+        needed = each.number("needed")
         missed = "not found" + (f"; about {needed:,.0f} tokens would show it" if needed else "")
         seen = badge("good", "found") if how else badge("open", "not found")
-        tokens = f"{int(number(one.get('tokens')) or 0):,}"
-        rows.append(
-            (wrapped(str(one.get("error", ""))), element("td", seen, class_="name"), wrapped(how or missed), tokens)
-        )
+        tokens = f"{each.count('tokens'):,}"
+        rows.append((wrapped(each.text("error")), element("td", seen, class_="name"), wrapped(how or missed), tokens))
     return table(("planted error", "", "by", "tokens"), rows, names=3)
 
 
-def _divergences(numbers: Mapping[str, Any]) -> Html:
-    divergences = mappings(numbers.get("divergences"))
+def _divergences(numbers: Record) -> Html:
+    divergences = numbers.records("divergences")
     rows = [
         (
-            int(number(one.get("prompt")) or 0) + 1,
-            int(number(one.get("position")) or 0) + 1,
-            figure(number(one.get("margin"))),
-            figure(number(one.get("moved"))),
-            one.get("kind") or ("a tie" if one.get("tie") else "not a tie"),
+            *(each.count("prompt") + 1, each.count("position") + 1, each.figure("margin"), each.figure("moved")),
+            each.get("kind") or ("a tie" if each.get("tie") else "not a tie"),
         )
-        for one in divergences
+        for each in divergences
     ]
     heads = ("prompt", "token", "best two apart", "passes apart", "verdict")
     texts = [
-        _divergence(one) for one in divergences if one.get("plain") is not None and one.get("speculative") is not None
+        _divergence(each)
+        for each in divergences
+        if each.get("plain") is not None and each.get("speculative") is not None
     ]
     return join(element("h3", "Where texts diverge"), table(heads, rows, names=0), *texts[:5]) if rows else Html()
 
 
-def _divergence(one: Mapping[str, Any]) -> Html:
+def _divergence(divergence: Record) -> Html:
     """Both texts, with everything after their common prefix marked."""
-    plain, other = str(one["plain"]), str(one["speculative"])
-    common = next(
-        (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other))
-    )
+    plain, other = divergence.text("plain"), divergence.text("speculative")
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(plain, other, strict=False))
+    common = sum(1 for _ in equal)
 
     def marked(title: str, text: str) -> Html:
         return element("div", element("h4", title), element("pre", text[:common], element("mark", text[common:])))
 
-    where = f"Prompt {int(number(one.get('prompt')) or 0) + 1}, token {int(number(one.get('position')) or 0) + 1}"
-    return folded(
-        where, element("div", marked("plain", plain), marked("with speculation", other), class_="texts"), open_=True
-    )
+    title = f"Prompt {divergence.count('prompt') + 1}, token {divergence.count('position') + 1}"
+    texts = element("div", marked("plain", plain), marked("with speculation", other), class_="texts")
+    return folded(title, texts, open_=True)
 
 
-def _fits(numbers: Mapping[str, Any]) -> Html:
+def _fits(numbers: Record) -> Html:
     rows = [
-        (
-            at,
-            figure(number(one.get("g"))),
-            one.get("dof", ""),
-            figure(number(one.get("p_value")), 2),
-            percent(one.get("finds")),
-        )
-        for at, one in enumerate(mappings(numbers.get("fits")), 1)
+        (prompt, fit.figure("g"), fit.get("dof", ""), fit.figure("p_value", 2), fit.percent("finds"))
+        for prompt, fit in enumerate(numbers.records("fits"), 1)
     ]
     return table(("prompt", "G", "degrees of freedom", "p", "would find, moved"), rows, names=0)
 
 
-def _parameters(numbers: Mapping[str, Any]) -> Html:
+def _parameters(numbers: Record) -> Html:
     """Treatment of each parameter by an endpoint, without speculation and with it."""
     rows = [
-        (one.get("parameter", ""), _treatment(one.get("plain")), _treatment(one.get("speculative")), wrapped(how))
-        for one in mappings(numbers.get("parameters"))
-        for how in [str(one.get("how", ""))]
+        (each.get("parameter", ""), _treatment(each.get("plain")), _treatment(each.get("speculative")), wrapped(how))
+        for each in numbers.records("parameters")
+        for how in [each.text("how")]
     ]
     heads = ("parameter", "plain", "with speculation", "seen")
     return table(heads, rows, names=4, stack=True)
@@ -232,7 +221,7 @@ def _treatment(word: Any) -> Html:
     return element("td", badge(tones.get(named, "open"), named), class_="name")
 
 
-_DRAWN: Mapping[str, Callable[[Mapping[str, Any]], Html]] = {
+_DRAWN: Mapping[str, Callable[[Record], Html]] = {
     "statistics": _surprises,
     "fits": _fits,
     "plants": _plants,

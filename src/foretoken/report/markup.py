@@ -1,12 +1,10 @@
-"""HTML elements, values as text, and access to recorded values. Values that are not ``Html`` are escaped."""
+"""HTML elements, and values as text. Values that are not ``Html`` are escaped."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 # Characters that neither XML nor UTF-8 allows, but that a model's text may contain.
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -92,18 +90,6 @@ def percent(value: object) -> str:
     return "< 0.1 %" if 0 < fraction < 0.001 else f"{fraction:.1%}".replace("%", " %")
 
 
-def signed(value: object) -> str:
-    """Returns a recorded value with its sign, a dash if it is not a number."""
-    result = number(value)
-    return "–" if result is None else f"{result:+.2f}"
-
-
-def interval(low: object, high: object) -> str:
-    """Returns a recorded interval, nothing if it has no ends."""
-    below, above = number(low), number(high)
-    return "" if below is None or above is None else f"{below:.2f}–{above:.2f}"
-
-
 def number(value: object) -> float | None:
     """Returns a recorded value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -113,29 +99,3 @@ def number(value: object) -> float | None:
     except OverflowError:
         return None
     return result if math.isfinite(result) else None
-
-
-def record(value: Any) -> Mapping[str, Any]:
-    """Returns ``value`` if it is a mapping, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Returns the mappings of a list."""
-    return [item for item in sequence(value) if isinstance(item, Mapping)]
-
-
-def sequence(value: Any) -> Sequence[Any]:
-    """Returns ``value`` if it is a list, else an empty one."""
-    return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()
-
-
-def shown(value: Any) -> str:
-    """Returns a recorded value as text."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {shown(item)}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(shown, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return figure(value) if isinstance(value, float) else "–" if value is None else str(value)

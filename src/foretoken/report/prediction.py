@@ -8,33 +8,34 @@ from typing import Any
 
 from foretoken.report.charts import Point, Series, scatter
 from foretoken.report.document import cards, document, folded, section, table
-from foretoken.report.markup import Html, join, mappings, number, percent, record, times
+from foretoken.report.markup import Html, join, percent
+from foretoken.report.records import Record
 
 WITHIN = 0.1  # relative error that is shaded and counted
-Row = Mapping[str, Any]
 
 
-def page(comparison: Row) -> str:
+def page(comparison: Mapping[str, Any]) -> str:
     """Returns an HTML document.
 
     Args:
         comparison: {"setting": ..., "rows": [{"predicted", "low", "high", "measured", ...}]}
     """
-    rows = mappings(comparison.get("rows"))
+    root = Record.of(comparison)
+    rows = root.records("rows")
     return document(
         "Predicted against measured",
         [against(rows), section("Every pair", _table(rows)) if rows else ""],
-        record(comparison.get("setting")),
+        root.record("setting"),
         lead="Speedups over plain decoding, predicted from a sample and then measured on prompts that were not in it.",
     )
 
 
-def against(rows: Sequence[Row]) -> Html:
+def against(rows: Sequence[Record]) -> Html:
     """Returns the scatter plot and its summary, nothing for no rows."""
     points: dict[str, list[Point]] = {}
     for row in rows:
-        if (measured := number(row.get("measured"))) and (predicted := number(row.get("predicted"))):
-            point = Point(measured, predicted, number(row.get("low")), number(row.get("high")), _note(row))
+        if (measured := row.number("measured")) and (predicted := row.number("predicted")):
+            point = Point(measured, predicted, row.number("low"), row.number("high"), _note(row))
             points.setdefault(_name(row), []).append(point)
     pairs = [point for group in points.values() for point in group]
     if not pairs:
@@ -54,27 +55,25 @@ def against(rows: Sequence[Row]) -> Html:
     return join(cards(figures), scatter(title, series, "measured", "predicted", within=WITHIN, note=note))
 
 
-def _name(row: Row) -> str:
+def _name(row: Record) -> str:
     return str(row.get("name") or row.get("method") or "all")
 
 
-def _note(row: Row) -> str:
+def _note(row: Record) -> str:
     names = {"num_speculative_tokens": "depth", "temperature": "temperature", "batch": "batch"}
     return ", ".join(f"{name} {row[key]}" for key, name in names.items() if row.get(key) is not None)
 
 
-def _table(rows: Sequence[Row]) -> Html:
+def _table(rows: Sequence[Record]) -> Html:
     heads = ("proposer", "drafts", "temperature", "batch", "predicted", "interval", "measured", "error")
     cells = [
         (
             _name(row),
             *(row.get(key, "") for key in ("num_speculative_tokens", "temperature", "batch")),
-            times(row.get("predicted")),
-            f"{times(row.get('low'))}–{times(row.get('high'))}",
-            times(row.get("measured")),
-            f"{(number(row.get('predicted')) or 0.0) / measured - 1:+.1%}" if measured else "–",
+            *(row.times("predicted"), f"{row.times('low')}–{row.times('high')}", row.times("measured")),
+            f"{row.value('predicted') / measured - 1:+.1%}" if measured else "–",
         )
         for row in rows
-        for measured in [number(row.get("measured"))]
+        for measured in [row.number("measured")]
     ]
     return folded(f"{len(cells)} rows", table(heads, cells))

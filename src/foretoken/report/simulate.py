@@ -7,7 +7,8 @@ from typing import Any
 
 from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
 from foretoken.report.document import document, section, table, verdict
-from foretoken.report.markup import Html, mappings, number, percent, record, times
+from foretoken.report.markup import Html
+from foretoken.report.records import Record, records
 
 HEADS = ("strategy", "ms per token", "over plain", "over SI", "draft busy", "servers busy", "drafted", "wasted")
 AXES = {
@@ -25,16 +26,16 @@ def page(simulation: Mapping[str, Any]) -> str:
         simulation: The JSON document of ``foretoken simulate``: outcomes, or a sweep of them, and a verdict. Times are
             in seconds.
     """
-    swept = record(simulation.get("sweep"))
-    outcomes = mappings(simulation.get("outcomes"))
+    root = Record.of(simulation)
+    swept, outcomes = root.record("sweep"), root.records("outcomes")
     return document(
         "Speculation across workers, simulated",
         [
-            verdict("good" if simulation.get("pays") else "open", str(simulation.get("verdict", ""))),
+            verdict("good" if root.get("pays") else "open", root.text("verdict")),
             section("Speedup", _curves(swept) if swept else _bars(outcomes)),
             *(section(name, _table(each)) for name, each in _tables(swept, outcomes)),
         ],
-        record(simulation.get("setting")),
+        root.record("setting"),
         lead="Models are clocks here: target passes and draft steps take fixed times, and acceptance is sampled. All "
         "strategies decode the same texts.",
         footer="plain: the target alone. si: draft, wait for the pass. dsi: drafting never waits, several servers "
@@ -42,63 +43,42 @@ def page(simulation: Mapping[str, Any]) -> str:
     )
 
 
-def _curves(swept: Mapping[str, Any]) -> Html:
+def _curves(swept: Record) -> Html:
     label, scale = AXES[str(swept["by"])]
-    rows = [mappings(each) for each in swept["outcomes"]]
-    names = list(dict.fromkeys(str(one["strategy"]) for one in rows[0])) if rows else []
-    series = [
-        Series(
-            name,
-            tuple(
-                Point(value * scale, number(one.get("over_plain")) or 0.0)
-                for value, each in zip(swept["values"], rows, strict=True)
-                for one in each
-                if one["strategy"] == name
-            ),
-            reference=name == "plain",
-        )
-        for name in names
-    ]
-    return lines(
-        f"Over plain decoding, by {label}", series, Axis(label), Axis("speedup over plain", zero=True), level=1
-    )
+    points: dict[str, list[Point]] = {}
+    for value, outcomes in zip(swept["values"], swept["outcomes"], strict=True):
+        for each in records(outcomes):
+            points.setdefault(each.text("strategy"), []).append(Point(value * scale, each.value("over_plain")))
+    series = [Series(name, tuple(line), reference=name == "plain") for name, line in points.items()]
+    y = Axis("speedup over plain", zero=True)
+    return lines(f"Over plain decoding, by {label}", series, Axis(label), y, level=1)
 
 
-def _bars(outcomes: Sequence[Mapping[str, Any]]) -> Html:
+def _bars(outcomes: Sequence[Record]) -> Html:
+    kinds = ["theirs" if each["strategy"] == "plain" else "ours" for each in outcomes]
     items = [
-        Bar(
-            str(one["strategy"]),
-            number(one.get("over_plain")) or 0.0,
-            kind="ours" if one["strategy"] != "plain" else "theirs",
-        )
-        for one in outcomes
+        Bar(each.text("strategy"), each.value("over_plain"), kind=kind)
+        for each, kind in zip(outcomes, kinds, strict=True)
     ]
     return bars("Over plain decoding", items, "speedup over plain", level=1.0)
 
 
-def _tables(
-    swept: Mapping[str, Any], outcomes: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
+def _tables(swept: Record, outcomes: Sequence[Record]) -> list[tuple[str, Sequence[Record]]]:
     if not swept:
         return [("Figures", outcomes)]
     label, scale = AXES[str(swept["by"])]
     pairs = zip(swept["values"], swept["outcomes"], strict=True)
-    return [(f"{label} {value * scale:g}", mappings(each)) for value, each in pairs]
+    return [(f"{label} {value * scale:g}", records(each)) for value, each in pairs]
 
 
-def _table(outcomes: Sequence[Mapping[str, Any]]) -> Html:
-    best = max(range(len(outcomes)), key=lambda at: number(outcomes[at].get("over_plain")) or 0.0, default=0)
+def _table(outcomes: Sequence[Record]) -> Html:
+    best = max(range(len(outcomes)), key=lambda at: outcomes[at].value("over_plain"), default=0)
     rows = [
         (
-            one["strategy"],
-            f"{1e3 * one['seconds'] / one['tokens']:.2f}",
-            times(one.get("over_plain")),
-            times(one.get("over_si")),
-            percent(one.get("drafting")),
-            percent(one.get("verifying")),
-            one["drafted"],
-            one["wasted"],
+            *(each["strategy"], f"{1e3 * each['seconds'] / each['tokens']:.2f}"),
+            *(each.times("over_plain"), each.times("over_si"), each.percent("drafting"), each.percent("verifying")),
+            *(each["drafted"], each["wasted"]),
         )
-        for one in outcomes
+        for each in outcomes
     ]
     return table(HEADS, rows, [best])
