@@ -1,8 +1,8 @@
 """Messages between an engine and a drafting worker, as bytes.
 
-A message is a safetensors file whose metadata holds the values as JSON. Nothing in a message is executed, and unknown
-types and fields are errors. JSON represents every float exactly and tensors are copied bit by bit, so the received
-draft equals the sent one.
+A message is the length of its JSON, the JSON, and the elements of its tensors. Nothing in a message is executed, and
+unknown types and fields are errors. JSON represents every float exactly and tensors are copied bit by bit, so the
+received draft equals the sent one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.numpy import load, save
 from torch import Tensor
 
 from foretoken.core.bad_words import BadWords
@@ -23,7 +23,7 @@ from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplac
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 
-_HEADER_SIZE = 8  # bytes that hold the length of a safetensors header
+_HEADER_SIZE = 8  # bytes that hold the length of the JSON; tensors start at multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,31 +169,33 @@ _TYPES: dict[str, type[Any]] = {
 
 def encode(message: Message) -> bytes:
     """Returns a message as bytes."""
-    arrays: dict[str, Any] = {}
+    chunks: list[bytes] = []
 
     def record(value: Any) -> Any:
         if isinstance(value, BadWords):
             return tuple(value)
         if isinstance(value, Tensor):
-            name = str(len(arrays))
-            arrays[name] = value.detach().cpu().contiguous().numpy()
-            return {"tensor": name}
+            array, start = value.detach().cpu().contiguous().numpy(), sum(map(len, chunks))
+            chunks.extend((array.tobytes(), bytes(-array.nbytes % _HEADER_SIZE)))
+            return {"dtype": array.dtype.name, "shape": array.shape, "start": start}
         return {"type": type(value).__name__} | {f.name: getattr(value, f.name) for f in fields(value)}
 
-    return save(arrays, {"message": json.dumps(message, default=record)})
+    body = json.dumps(message, default=record).encode()
+    return b"".join((len(body).to_bytes(_HEADER_SIZE, "big"), body, *chunks))
 
 
 def decode(data: bytes) -> Any:
     """Inverse of ``encode``. Raises an exception for anything else."""
-    arrays = load(data)
-    header = json.loads(data[_HEADER_SIZE : _HEADER_SIZE + int.from_bytes(data[:_HEADER_SIZE], "little")])
+    end = _HEADER_SIZE + int.from_bytes(data[:_HEADER_SIZE], "big")
+    elements = bytearray(memoryview(data)[end:])  # tensors must be writable
 
     def value(record: dict[str, Any]) -> Any:
-        if "tensor" in record:
-            return torch.from_numpy(arrays[record["tensor"]])
+        if "dtype" in record:
+            array = np.ndarray(record["shape"], np.dtype(record["dtype"]), elements, record["start"])
+            return torch.from_numpy(array)
         return _TYPES[record.pop("type")](**{name: _as_tuple(field) for name, field in record.items()})
 
-    return _as_tuple(json.loads(header["__metadata__"]["message"], object_hook=value))
+    return _as_tuple(json.loads(data[_HEADER_SIZE:end], object_hook=value))
 
 
 def _as_tuple(value: Any) -> Any:
