@@ -8,6 +8,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib import rc_context
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.report.charts import (
@@ -192,6 +193,7 @@ def test_hostile_names_stay_text():
     assert "$x_1$ \u6f22\u5b57" in labels(drawn(lines("t", series, X, Y)))
 
 
+@pytest.mark.slow
 def test_sizes_are_bounded():
     chart = lines("t", [Series("a", tuple(Point(i, i % 7, 0, i) for i in range(20_000)))], X, Y)
     assert len(chart) < 400_000
@@ -201,6 +203,12 @@ def test_sizes_are_bounded():
     assert len(drawn(chart).findall(".//g[@class='step']")) == STEPS_PER_LANE * LANES
     assert "The first 336 of 5000 steps" in chart
     assert "and 4,000 more rows" in table(("a",), [(i,) for i in range(MAX_ROWS + 4000)])
+
+
+def test_charts_do_not_depend_on_the_users_style():
+    chart = lines("t", [Series("a", (Point(1, 1, 0.5, 2), Point(2, 2)))], X, Y, level=1)
+    with rc_context({"axes.prop_cycle": "cycler('color', ['red'])", "text.color": "red", "grid.color": "red"}):
+        assert lines("t", [Series("a", (Point(1, 1, 0.5, 2), Point(2, 2)))], X, Y, level=1) == chart
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):

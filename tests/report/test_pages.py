@@ -120,6 +120,7 @@ def test_no_record_breaks_a_page(poison):
         read(page({}))
 
 
+@pytest.mark.slow
 def test_sizes_are_bounded():
     rows = made_up.plan()["rows"] * 12
     assert len(plan.page(made_up.plan() | {"rows": rows})) < 3_000_000
@@ -127,6 +128,7 @@ def test_sizes_are_bounded():
     assert len(audit.page(made_up.audit())) < 100_000
 
 
+@pytest.mark.slow
 def test_acceptance_is_labelled_as_the_engine_measures_it():
     assert "share of steps accepted so deep" in plan.page(made_up.plan())
     assert "accepted, given those before" in plan.page(made_up.plan() | {"engine": "vllm"})

@@ -25,7 +25,7 @@ def traced(tokenizer: Letters, **options):
     return tracer.trace()
 
 
-def test_tokens_are_told_apart():
+def test_tokens_have_their_origin_step_and_probabilities():
     trace = traced(Letters(), steps=4)
     kept = [t for t in trace.tokens if t.origin != REJECTED]
     assert "".join(t.text for t in kept) == trace.text
@@ -49,7 +49,7 @@ def test_tokens_are_told_apart():
     assert trace.acceptance() == [(3, 4), (2, 3), (1, 2)]
 
 
-def test_the_page_shows_them():
+def test_the_page_shows_tokens_and_steps():
     trace = traced(Letters())
     root = read(page([trace], SETTING), scripts=1)
     spans = [each for each in root.iter("span") if (each.get("class") or "").startswith("token")]
@@ -61,11 +61,11 @@ def test_the_page_shows_them():
         .get("data-tip")
         .startswith("def␣  draft, accepted, step 1 · target p 50.0 % (its choice no. 1) · draft q 5.6 %")
     )
-    assert len(root.findall(".//g[@class='step']")) == 11  # the prompt's own is told apart
+    assert len(root.findall(".//g[@class='step']")) == 11  # without the prefill's
     assert "took 31.7 ms and is not shown" in words(root)
 
 
-def test_hostile_words_stay_words():
+def test_hostile_texts_are_escaped():
     # A surrogate is what a lone byte of a broken character may become.
     tokenizer = Letters([HOSTILE] * 16)
     root = read(page([traced(tokenizer)], {"command": HOSTILE}), scripts=1)
@@ -80,7 +80,7 @@ def test_a_text_that_is_empty_or_breaks_off():
     assert "not finished" in words(read(page([traced(Letters(), finish="abort")]), scripts=1))
 
 
-def test_what_a_stop_cuts_is_marked():
+def test_tokens_after_a_stop_string_are_marked():
     tokenizer = Letters()
     tracer = Tracer(tokenizer, [0])
     for piece in pieces(tokenizer, steps=2):
@@ -89,7 +89,7 @@ def test_what_a_stop_cuts_is_marked():
     assert [t.cut for t in trace.tokens if t.origin != REJECTED] == [False] * 3 + [True] * 4
 
 
-def test_an_end_mark_is_named():
+def test_an_end_of_text_token_is_shown():
     tokenizer = Letters()
     piece = pieces(tokenizer, steps=1, finish="stop")[0]
     end = len(tokenizer.words) - 1
