@@ -22,7 +22,7 @@ from foretoken import LLM, zoo
 from foretoken.serve.app import create_app
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.listening import bind
-from foretoken.serve.run import Server
+from foretoken.serve.server import Server
 from foretoken.serve.worker import Worker
 from foretoken.train.widen.checkpoint import scaled
 from foretoken.zoo.real import real_model_path

@@ -35,7 +35,7 @@ from typing import NoReturn
 
 MODULES = (
     *("torch", "transformers.modeling_utils", "uvicorn"),
-    *("foretoken.llm", "foretoken.cli.main", "foretoken.serve.app", "foretoken.serve.run"),
+    *("foretoken.llm", "foretoken.cli.main", "foretoken.serve.app", "foretoken.serve.server"),
 )
 _PYTHON = sys.executable
 _USER = bytes(8)  # what a process of tests sends, in the place of the size of a request

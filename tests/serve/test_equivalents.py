@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from foretoken import LLM, SamplingParams
 from foretoken.engine.prompts import PromptTokenizer
 from foretoken.serve.chat_schema import ChatRequest
-from foretoken.serve.intake import Intake
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.messages.schema import MessagesRequest
+from foretoken.serve.messages_schema import MessagesRequest
+from foretoken.serve.preparation import RequestPreparer
 from foretoken.serve.refused_fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, SAMPLING
-from foretoken.serve.responses.schema import ResponsesRequest
+from foretoken.serve.responses_schema import ResponsesRequest
 from foretoken.serve.schema import CompletionRequest
 
 slow = pytest.mark.slow
@@ -120,10 +120,10 @@ def test_special_tokens_are_added_as_asked() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?", bos_token="<s>")
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     settings = ServerSettings(chat_template=template)
-    intake = Intake(tokenizer=PromptTokenizer(tokenizer, 4), settings=settings, max_model_len=64, capacity=4)
+    preparer = RequestPreparer(tokenizer=PromptTokenizer(tokenizer, 4), settings=settings, max_model_len=64, capacity=4)
     chat: Any = [{"role": "user", "content": "a b"}]
     for special, bos in ((None, True), (True, True), (False, False)):
-        (prompt,) = intake.prepared(CompletionRequest(prompt="a b", add_special_tokens=special)).prompts
+        (prompt,) = preparer.prepare(CompletionRequest(prompt="a b", add_special_tokens=special)).prompts
         assert prompt.ids == [1] * bos + [2, 3]
     for special, bos in ((None, False), (True, True), (False, False)):
         bodies: tuple[Any, ...] = (
@@ -132,7 +132,7 @@ def test_special_tokens_are_added_as_asked() -> None:
             MessagesRequest(messages=chat, max_tokens=2, add_special_tokens=special),
         )
         for body in bodies:
-            assert intake.prepared(body).prompts[0].ids == [1] * bos + [2, 3]
+            assert preparer.prepare(body).prompts[0].ids == [1] * bos + [2, 3]
 
 
 REFUSED = {"completions": COMPLETIONS, "chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
@@ -234,12 +234,12 @@ def test_verbosity_reaches_the_template(server: Running, llm: LLM) -> None:
     error = error_of(server.post({**BODIES["chat/completions"], "verbosity": "silly"}, "chat/completions"), 400)
     assert error["param"] == "verbosity"
     settings = ServerSettings(chat_template="{{ verbosity }}")
-    intake = Intake(tokenizer=llm.requests.prompt_tokenizer, settings=settings, max_model_len=64, capacity=4)
+    preparer = RequestPreparer(tokenizer=llm.requests.prompt_tokenizer, settings=settings, max_model_len=64, capacity=4)
     for body in (
         ChatRequest.model_validate({"messages": USER, "verbosity": "high"}),
         ResponsesRequest.model_validate({"input": "x", "text": {"verbosity": "high"}}),
     ):
-        assert llm.tokenizer.decode(intake.prepared(body).prompts[0].ids) == "high"
+        assert llm.tokenizer.decode(preparer.prepare(body).prompts[0].ids) == "high"
 
 
 @slow

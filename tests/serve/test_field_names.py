@@ -14,16 +14,14 @@ from pydantic.fields import FieldInfo
 from tests.serve.conftest import PATIENCE, Running
 from tests.serve.test_errors import error_of
 
-from foretoken.serve.adapters import AdapterToLoad, AdapterToUnload
-from foretoken.serve.chat_schema import ChatRequest
+from foretoken.serve.administration import AdapterToLoad, AdapterToUnload, SpeculationChange
+from foretoken.serve.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from foretoken.serve.errors import ApiError
-from foretoken.serve.messages.schema import CountTokensRequest, MessagesRequest
-from foretoken.serve.responses.schema import ResponsesRequest
+from foretoken.serve.messages_schema import CountTokensRequest, MessagesRequest
+from foretoken.serve.request_state import collect_unknown_fields
+from foretoken.serve.responses_schema import ResponsesRequest
 from foretoken.serve.schema import Body, CompletionRequest
 from foretoken.serve.side_process import _validated
-from foretoken.serve.speculation_state import SpeculationChange
-from foretoken.serve.token_schema import DetokenizeRequest, TokenizeRequest
-from foretoken.serve.unknown_fields import collect
 
 BODIES: dict[type[Body], dict[str, Any]] = {
     CompletionRequest: {"prompt": "x"},
@@ -92,7 +90,7 @@ def fields_of(
 
 def refusal(kind: type[Body], body: dict[str, Any]) -> ApiError | None:
     """The error about a body, of which unknown fields are errors, too."""
-    collect(None)
+    collect_unknown_fields(None)
     try:
         _validated(kind, json.dumps(body).encode())
     except ApiError as error:

@@ -16,10 +16,9 @@ from tests.serve.conftest import PATIENCE, Running, running
 from tests.serve.test_errors import OK, error_of
 
 from foretoken import LLM
-from foretoken.serve.bodies import Bodies
 from foretoken.serve.errors import ApiError
-from foretoken.serve.limits import MAX_HEADERS, LimitsMiddleware, ServerSettings
-from foretoken.serve.protocol import HttpProtocol
+from foretoken.serve.limits import MAX_HEADERS, Bodies, LimitsMiddleware, ServerSettings
+from foretoken.serve.server import HttpProtocol
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foretoken.core.draft import Draft
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
-from foretoken.serve.metrics import Metrics
-from foretoken.serve.speculation_record import SpeculationRecord
+from foretoken.serve.metrics import Metrics, SpeculationRecord
 
 DOCS = Path(__file__).parents[2] / "docs"
 TIMINGS = Timings(0.5, 1.0, 0.25, 0.125, 1)
@@ -123,10 +122,10 @@ def metrics(clock: Clock) -> Metrics:
 
 def shown(metrics: Metrics) -> dict[str, float]:
     """Sample name with labels (but the model's) -> value."""
-    page, content_type = metrics.render()
-    assert content_type.startswith("text/plain")
+    page = metrics.render()
+    assert page.headers["content-type"].startswith("text/plain")
     values = {}
-    for family in text_string_to_metric_families(page.decode()):
+    for family in text_string_to_metric_families(page.body.decode()):
         for sample in family.samples:
             assert sample.labels.pop("model_name") == "m"
             inside = ",".join(f"{k}={v}" for k, v in sample.labels.items() if v)
@@ -217,9 +216,9 @@ def test_what_was_dropped_unfinished_is_forgotten(metrics: Metrics, monkeypatch:
 
 
 def test_a_step_of_nobody_counts_nothing(metrics: Metrics) -> None:
-    before = metrics.render()
+    before = metrics.render().body
     metrics.on_steps([])
-    assert metrics.render() == before
+    assert metrics.render().body == before
 
 
 def test_the_page_stands_a_strict_reader(metrics: Metrics) -> None:
@@ -231,7 +230,7 @@ def test_the_page_stands_a_strict_reader(metrics: Metrics) -> None:
 
 
 def names(metrics: Metrics) -> set[str]:
-    page = metrics.render()[0].decode()
+    page = metrics.render().body.decode()
     return {sample.name for family in text_string_to_metric_families(page) for sample in family.samples}
 
 
@@ -268,7 +267,7 @@ def test_documentation_names_what_there_is_and_all_of_it(metrics: Metrics) -> No
     text = (DOCS / "reference" / "metrics.md").read_text()
     there = names(metrics)
     written = named(text)
-    page = metrics.render()[0].decode()
+    page = metrics.render().body.decode()
     families = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
     assert written <= there | families, "documented but absent"
     assert families <= written, "undocumented"

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM, zoo
 from foretoken.serve.errors import ApiError
-from foretoken.serve.fill_in import FORMATS, fill_in_prompt
+from foretoken.serve.prompts import FORMATS, fill_in_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 

@@ -23,13 +23,23 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.replicas.forwarded import BLOCK, BLOCKS, Forwarded, ReplicaLost, parse, prefix_hashes, repeatable
+from foretoken.serve.metrics import replica_metrics
+from foretoken.serve.replicas.cluster import ReplicaScale, share
+from foretoken.serve.replicas.forwarding import (
+    BLOCK,
+    BLOCKS,
+    Forwarded,
+    PrefilledBlocks,
+    ReplicaLoad,
+    ReplicaLost,
+    parse,
+    prefix_hashes,
+    ranked,
+    repeatable,
+)
 from foretoken.serve.replicas.front import Front, create_front
-from foretoken.serve.replicas.gathered import Gathered
 from foretoken.serve.replicas.relay import LOSSES
 from foretoken.serve.replicas.replica import Replica, ReplicaConfig, replica_seed
-from foretoken.serve.replicas.routing import PrefilledBlocks, ReplicaLoad, ranked
-from foretoken.serve.replicas.scale import ReplicaScale, share
 
 SYSTEM = "You are brief. " * 100
 
@@ -308,7 +318,7 @@ def test_one_page_of_metrics() -> None:
         family = CounterMetricFamily("foretoken:steps", "Steps.", labels=["model_name"])
         family.add_metric(["m"], count)
         families[name] = [family]
-    page = Gathered(families, Counter(retried=3)).render()[0].decode()
+    page = replica_metrics(families, Counter(retried=3)).render().body.decode()
     assert page.count("# TYPE foretoken:steps_total counter") == 1
     assert 'foretoken:steps_total{model_name="m",replica="b"} 2.0' in page
     assert "foretoken:replicas 2.0" in page and 'foretoken:failovers_total{outcome="retried"} 3.0' in page

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.serve.replicas.replay import Different, Transcript
-from foretoken.serve.sse import event
+from foretoken.serve.replicas.relay import Different, Transcript
+from foretoken.serve.stream import event
 
 
 def completion(number: int, text: str, reason: str | None = None, name: str = "cmpl-1", **more: Any) -> bytes:

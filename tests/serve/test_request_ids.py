@@ -14,7 +14,7 @@ from tests.serve.test_errors import CHAT, OK
 
 from foretoken import LLM
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.unknown_fields import header
+from foretoken.serve.request_state import unknown_fields_header
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
@@ -101,6 +101,6 @@ def test_fields_that_would_change_the_text_are_refused_anyway(server: Running) -
 
 
 def test_the_header_is_short_and_plain() -> None:
-    assert header(["a", "b", "a"]) == b"a, b"
-    assert header(["é\n", "x" * 100]) == b"\\xe9\\n, " + b"x" * 60
-    assert header([f"f{n}" for n in range(12)]).endswith(b"f9, and 2 more")
+    assert unknown_fields_header(["a", "b", "a"]) == "a, b"
+    assert unknown_fields_header(["é\n", "x" * 100]) == "\\xe9\\n, " + "x" * 60
+    assert unknown_fields_header([f"f{n}" for n in range(12)]).endswith("f9, and 2 more")

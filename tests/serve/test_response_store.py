@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.serve.chat_schema import References
 from foretoken.serve.errors import ApiError
-from foretoken.serve.responses.store import ResponseStore, StoredResponse
+from foretoken.serve.response_store import ResponseStore, StoredResponse
 
 
 def response(name: str, previous: str | None = None, owner: str | None = None, text: str = "") -> StoredResponse:

@@ -16,18 +16,18 @@ from transformers import AutoTokenizer
 from foretoken import LLM, zoo
 from foretoken.outputs import CompletionOutput
 from foretoken.params import SamplingParams
-from foretoken.serve.chat import ChatWriter
-from foretoken.serve.chat_prompt import render
 from foretoken.serve.chat_schema import ChatRequest, Earlier, References
-from foretoken.serve.intake import EncodedPrompt, PreparedRequest
+from foretoken.serve.completions_writer import ChatWriter
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.messages.schema import MessagesRequest
-from foretoken.serve.messages.writer import MessageWriter
+from foretoken.serve.messages_schema import MessagesRequest
+from foretoken.serve.messages_writer import MessageWriter
 from foretoken.serve.parsers.expected import ExpectedOutput
 from foretoken.serve.parsers.formats import FORCED
-from foretoken.serve.responses.schema import ResponsesRequest
-from foretoken.serve.responses.store import ResponseStore, StoredResponse
-from foretoken.serve.responses.writer import ResponseWriter
+from foretoken.serve.preparation import EncodedPrompt, PreparedRequest
+from foretoken.serve.prompts import render
+from foretoken.serve.response_store import ResponseStore, StoredResponse
+from foretoken.serve.responses_schema import ResponsesRequest
+from foretoken.serve.responses_writer import ResponseWriter
 
 pytestmark = pytest.mark.slow
 

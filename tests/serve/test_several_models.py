@@ -24,8 +24,8 @@ from foretoken.cli.main import main
 from foretoken.cli.serve_models import read_models
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.run import Server, bind
-from foretoken.serve.several import WorkerGroup, create_several
+from foretoken.serve.model_group import WorkerGroup, create_model_group
+from foretoken.serve.server import Server, bind
 from foretoken.serve.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def several(
     key = made(keys, "one", models=("tiny",))
     each = [replace(settings, model_names=names) for names in (("stdlib", "usual"), ("tiny",))]
     group = WorkerGroup([Worker(spare), Worker(small)])
-    app = create_several(group, each, settings)
+    app = create_model_group(group, each, settings)
     server = Server(app, group, drain_timeout=PATIENCE)
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

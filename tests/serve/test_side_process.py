@@ -16,7 +16,7 @@ from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM
 from foretoken.serve.errors import ApiError, Overloaded
-from foretoken.serve.intake import PreparedRequest
+from foretoken.serve.preparation import PreparedRequest
 from foretoken.serve.schema import CompletionRequest
 from foretoken.serve.side_process import LARGE_BODY, SideProcess, SideProcessLimits
 
@@ -163,7 +163,7 @@ def test_errors_are_those_of_small_bodies(server: Running, content: bytes) -> No
 @pytest.fixture
 def side_process(server: Running) -> Iterator[SideProcess]:
     """One of its own, with the server's model."""
-    made = SideProcess(server.app.state.service.intake)
+    made = SideProcess(server.app.state.service.preparer)
     yield made
     made.close()
 
@@ -199,7 +199,7 @@ def test_a_process_that_died_is_started_again(side_process: SideProcess) -> None
 
 @pytest.mark.usefixtures("preloaded_python")
 def test_time_has_a_limit(server: Running) -> None:
-    limited = SideProcess(server.app.state.service.intake, SideProcessLimits(cpu_seconds=0.02))
+    limited = SideProcess(server.app.state.service.preparer, SideProcessLimits(cpu_seconds=0.02))
     with pytest.raises(ApiError, match=r"the body takes more than 0.02 s or 1024 MiB to read") as caught:
         prepared(limited, bad_words=[f"word {i}" for i in range(50_000)])
     assert caught.value.status == 400
@@ -208,7 +208,7 @@ def test_time_has_a_limit(server: Running) -> None:
 
 @pytest.mark.usefixtures("preloaded_python")
 def test_memory_has_a_limit(server: Running) -> None:
-    limited = SideProcess(server.app.state.service.intake, SideProcessLimits(memory_bytes=2**25))
+    limited = SideProcess(server.app.state.service.preparer, SideProcessLimits(memory_bytes=2**25))
     with pytest.raises(ApiError):
         prepared(limited, prompt=[1] * 10**7)
     limited.close()
@@ -228,8 +228,8 @@ def test_waiting_bodies_are_bounded(side_process: SideProcess, monkeypatch: pyte
 
 
 def test_without_a_process_the_server_reads_the_body(server: Running) -> None:
-    intake = server.app.state.service.intake
-    unpicklable = replace(intake, tokenizer=replace(intake.tokenizer, tokenizer=lambda text: text))
+    preparer = server.app.state.service.preparer
+    unpicklable = replace(preparer, tokenizer=replace(preparer.tokenizer, tokenizer=lambda text: text))
     side_process = SideProcess(unpicklable)
     assert prepared(side_process) is None and prepared(side_process) is None
     side_process.close()

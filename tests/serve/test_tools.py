@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from tests.serve.conftest import Running
 
-from foretoken.serve.chat import message_of
 from foretoken.serve.chat_schema import ChatRequest, Function, Tool
+from foretoken.serve.completions_writer import message_of
 from foretoken.serve.parsers.expected import ExpectedOutput
 from foretoken.serve.parsers.formats import FORCED, OutputFormat
-from foretoken.serve.tool_choice import forced
+from foretoken.serve.prompts import forced
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 BARE = '{"name": "add", "parameters": {"a": "\\"{", "b": {}}}'

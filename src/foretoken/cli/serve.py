@@ -27,15 +27,14 @@ from foretoken.cli.serve_output import LogOptions, announce, is_loopback, start_
 from foretoken.cli.serve_replicas import ReplicaOptions, replicas_app
 from foretoken.cli.theme import ColorMode
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.serve.hosts import allowed_hosts
-from foretoken.serve.listening import bind
+from foretoken.serve.listening import allowed_hosts, bind
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from foretoken.serve.limits import ServerSettings
-    from foretoken.serve.run import Servable
-    from foretoken.serve.tracing import RequestTracer
+    from foretoken.serve.request_log import RequestTracer
+    from foretoken.serve.server import Servable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +121,7 @@ def serve(options: ServeOptions) -> None:
         )
         start_log(log.log_level, log.log_format)
         with log.tracing() as tracer, _opened(options, engine, entries, settings, tracer) as (app, worker):
-            from foretoken.serve.run import Server
+            from foretoken.serve.server import Server
 
             announced = partial(announce, settings, listening, tls is not None, log.log_format)
             Server(app, worker, options.limits.drain_timeout, announced, tls).run(sockets=[listening])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from foretoken.serve.limits import ServerSettings
-    from foretoken.serve.run import Servable
-    from foretoken.serve.tracing import RequestTracer
+    from foretoken.serve.request_log import RequestTracer
+    from foretoken.serve.server import Servable
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def models_app(
     tracer: RequestTracer | None,
 ) -> Iterator[tuple[FastAPI, Servable]]:
     """Loads all models, and yields their app and workers. Raises ForetokenError if an engine stopped working."""
-    from foretoken.serve.several import WorkerGroup, create_several
+    from foretoken.serve.model_group import WorkerGroup, create_model_group
     from foretoken.serve.worker import Worker
 
     tell_memory(entries)
@@ -102,7 +102,7 @@ def models_app(
                 replace(settings, model_names=entry.names, lora_modules=own["lora"], **entry.settings),
             )
         group = WorkerGroup(workers)
-        yield create_several(group, each, settings, tracer), group
+        yield create_model_group(group, each, settings, tracer), group
         if group.dead is not None:
             raise ForetokenError(f"an engine stopped working: {group.dead}")
 

@@ -14,9 +14,9 @@ from foretoken.cli.options import MaxModelLen, RuntimeOptions, TensorParallel, W
 from foretoken.core.checks import parse_size
 from foretoken.core.errors import InvalidRequest
 from foretoken.engine.chat_template import read_template
-from foretoken.serve.access.records import read_keys
+from foretoken.serve.access.key_file import read_keys
+from foretoken.serve.listening import TlsFiles, tls_files
 from foretoken.serve.parsers.formats import check_parsers
-from foretoken.serve.tls import TlsFiles, tls_files
 
 METHODS = "prediction,ngram,suffix"  # take no memory until a request asks for them
 

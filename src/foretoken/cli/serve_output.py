@@ -17,7 +17,7 @@ from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from foretoken.serve.limits import ServerSettings
-    from foretoken.serve.tracing import RequestTracer
+    from foretoken.serve.request_log import RequestTracer
 
 LEVELS = ("debug", "info", "warning", "error")
 TEXT, JSON = FORMATS = ("text", "json")
@@ -48,7 +48,7 @@ class LogOptions:
         """Returns a context with what sends traces, None without a collector. Raises ForetokenError."""
         if self.otlp_traces_endpoint is None:
             return nullcontext()
-        from foretoken.serve.tracing import RequestTracer
+        from foretoken.serve.request_log import RequestTracer
 
         return closing(RequestTracer.to_endpoint(self.otlp_traces_endpoint))
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from foretoken.serve.limits import ServerSettings
-    from foretoken.serve.run import Servable
-    from foretoken.serve.tracing import RequestTracer
+    from foretoken.serve.request_log import RequestTracer
+    from foretoken.serve.server import Servable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,9 @@ def replicas_app(
         drain_timeout: Seconds that running requests have to finish.
     """
     deploy = _deploying(alone="address" not in scale)
+    from foretoken.serve.replicas.cluster import ReplicaScale
     from foretoken.serve.replicas.front import Front, create_front
     from foretoken.serve.replicas.replica import ReplicaConfig
-    from foretoken.serve.replicas.scale import ReplicaScale
 
     made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**scale)
     spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas", silent=True)
@@ -93,7 +93,7 @@ def _deploying(alone: bool) -> ModuleType:
 
     ``alone`` is whether Ray gets a private cluster.
     """
-    from foretoken.serve.replicas.alone import keep_to_itself
+    from foretoken.serve.replicas.cluster import keep_to_itself
 
     if alone:
         keep_to_itself()

@@ -1,36 +1,74 @@
-"""The FastAPI app: routes and middlewares."""
+"""The FastAPI app: routes, middlewares and error handlers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI, Security
+from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from foretoken import __version__
+from foretoken.core.errors import ForetokenError
 from foretoken.engine.chat_template import check_template
-from foretoken.serve.access.keyring import KeyRing
-from foretoken.serve.access.rates import RATE_HEADERS
-from foretoken.serve.error_handlers import add_handlers
+from foretoken.serve.access.keyring import RATE_HEADERS, SPECULATION, KeyRing
+from foretoken.serve.errors import ApiError, RefusedBody, as_api_error
+from foretoken.serve.json_body import validation_error
 from foretoken.serve.limits import LimitsMiddleware, ServerSettings
-from foretoken.serve.request_ids import RequestIdMiddleware
-from foretoken.serve.routes.adapters import adapter_routes
-from foretoken.serve.routes.anthropic import message_routes
-from foretoken.serve.routes.listing import listing_routes
-from foretoken.serve.routes.openai import completion_routes, stored_routes
-from foretoken.serve.routes.speculation import speculation_routes
-from foretoken.serve.routes.tokens import token_routes
+from foretoken.serve.request_log import RequestTracer, TracingMiddleware
+from foretoken.serve.request_state import RequestIdMiddleware
+from foretoken.serve.routes import (
+    adapter_routes,
+    completion_routes,
+    listing_routes,
+    message_routes,
+    speculation_routes,
+    stored_routes,
+    token_routes,
+)
 from foretoken.serve.service import Service
-from foretoken.serve.tracing import RequestTracer, TracingMiddleware
 from foretoken.serve.worker import Worker
 
+
+def _add_handlers(app: FastAPI) -> None:
+    """Makes ``app`` answer every error in the format of the API that was asked."""
+
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response(request.scope)
+
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return validation_error(error.errors(), error.body).response(request.scope)
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if isinstance(error, RefusedBody):
+            return as_api_error(error.reason).response(request.scope)
+        where = f"{request.method} {request.url.path}"
+        words = {404: f"there is no {request.url.path} here", 405: f"{where} is not possible with this method"}
+        message = words.get(error.status_code, str(error.detail))
+        code = "body_too_large" if error.status_code == 413 else None
+        return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response(request.scope)
+
+    app.add_exception_handler(ForetokenError, known)
+    app.add_exception_handler(TimeoutError, known)
+    app.add_exception_handler(RequestValidationError, refused)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, known)
+
+
+LIVE = "/health/live"
+HEALTH_PATHS = ("/health", "/ping", "/ready", "/health/ready", LIVE)
 PLAYGROUND = Path(__file__).parent / "playground"
 
+_METHODS = {"/ping": ["GET", "POST"], SPECULATION: ["GET", "PATCH", "POST"]}  # of paths that take more than GET
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -48,7 +86,7 @@ def playground() -> dict[str, Path]:
 
 def open_paths() -> frozenset[str]:
     """Returns the paths that need no API key."""
-    return frozenset({"/health", "/ping", "/ready", "/health/ready", "/health/live", *playground()})
+    return frozenset({*HEALTH_PATHS, *playground()})
 
 
 def create_app(
@@ -93,8 +131,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    app.state.keys = keys = key_ring(settings)
-    add_handlers(app)
+    app.state.keys = keys = _key_ring(settings)
+    _add_handlers(app)
     dependencies = [Security(HTTPBearer(auto_error=False))] if keys.asks else []
     for routes in (completion_routes, stored_routes, message_routes, speculation_routes):
         app.include_router(routes(service), prefix="/v1", dependencies=dependencies)
@@ -103,16 +141,56 @@ def create_app(
     for path, file in playground().items():
         app.add_route(path, _page(file), methods=["GET"], include_in_schema=False)
     if guarded:
-        add_middlewares(app, settings, keys, tracer)
+        _add_middlewares(app, settings, keys, tracer)
     return app
 
 
-def key_ring(settings: ServerSettings) -> KeyRing:
-    """Returns the keys of a server. Raises InvalidRequest if its key file cannot be read."""
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def create_gateway(
+    settings: ServerSettings,
+    tracer: RequestTracer | None,
+    routes: Mapping[str, Endpoint],
+    forward: ASGIApp,
+    lifespan: Lifespan[FastAPI] | None = None,
+) -> FastAPI:
+    """Returns an app in front of other apps, which checks keys, rates, bodies and concurrency.
+
+    Args:
+        settings: The server's settings.
+        tracer: Traces requests.
+        routes: Endpoints of the paths that it answers itself.
+        forward: Answers all other HTTP requests.
+        lifespan: Lifespan of the app.
+
+    Raises:
+        InvalidRequest: The key file of the settings cannot be read.
+    """
+    app = FastAPI(title="Foretoken", version=__version__, lifespan=lifespan, openapi_url=None, docs_url=None)
+    app.state.keys = keys = _key_ring(settings)
+    _add_handlers(app)
+    for path, endpoint in routes.items():
+        app.add_route(path, endpoint, methods=_METHODS.get(path, ["GET"]))
+
+    async def forwarding(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await forward(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    app.router.default = forwarding
+    _add_middlewares(app, settings, keys, tracer)
+    return app
+
+
+def _key_ring(settings: ServerSettings) -> KeyRing:
     return KeyRing(settings.api_keys, settings.key_file, settings.allow_admin)
 
 
-def add_middlewares(app: FastAPI, settings: ServerSettings, keys: KeyRing, tracer: RequestTracer | None = None) -> None:
+def _add_middlewares(
+    app: FastAPI, settings: ServerSettings, keys: KeyRing, tracer: RequestTracer | None = None
+) -> None:
     """Adds the checks before every request, traces, CORS, and identifiers of requests, the first of them innermost."""
     app.add_middleware(LimitsMiddleware, settings=settings, open_paths=open_paths(), keys=keys)
     if tracer is not None:
@@ -128,7 +206,7 @@ def add_middlewares(app: FastAPI, settings: ServerSettings, keys: KeyRing, trace
     app.add_middleware(RequestIdMiddleware)
 
 
-def _page(file: Path) -> Callable[[Request], Awaitable[Response]]:
+def _page(file: Path) -> Endpoint:
     async def page(request: Request) -> Response:
         return FileResponse(file, headers=_PAGE_HEADERS)
 

@@ -1,17 +1,27 @@
-"""The request body of /v1/chat/completions."""
+"""The request bodies of /v1/chat/completions, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
-from foretoken.serve.refused_fields import CHAT, Refusals
-from foretoken.serve.schema import Body, Content, Count, Generate, Loose, Object, about, first_wrong
-from foretoken.serve.strict_schema import check_strict
+from foretoken.serve.refused_fields import CHAT, TOKENIZE, Refusals
+from foretoken.serve.schema import (
+    Body,
+    Content,
+    Count,
+    Generate,
+    Loose,
+    Object,
+    TokenIds,
+    about,
+    check_strict,
+    first_wrong,
+)
 
 Metadata = Annotated[
     dict[str, str],
@@ -45,10 +55,20 @@ class Message(Loose):
     reasoning_content: str | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _has_content(self) -> Message:
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
             raise about("content", "content is missing; only an assistant's tool calls go without")
         return self
+
+
+def assistant_message(text: Sequence[str], reasoning: Sequence[str], calls: Sequence[ToolCall]) -> Message:
+    """Returns the message of one turn of the model."""
+    return Message(
+        role="assistant",
+        content="\n".join(text) if text or not calls else None,
+        tool_calls=list(calls) or None,
+        reasoning_content="\n".join(reasoning) or None,
+    )
 
 
 class Function(Body):
@@ -161,7 +181,7 @@ class ChatRequest(Generate):
 
 @dataclass(frozen=True)
 class References:
-    """What a body refers to on the server: an earlier response, whose conversation it continues, and single items."""
+    """References of a body to stored content: an earlier response, whose conversation it continues, and single items."""
 
     response: str | None = None
     items: tuple[str, ...] = ()
@@ -184,7 +204,7 @@ class Earlier:
 
 
 class ChatForm(ABC):
-    """A body of another API that stands for a chat. ``Intake`` converts it.
+    """A body of another API that stands for a chat. ``RequestPreparer`` converts it.
 
     Attributes:
         sent_as: Its names of the chat's fields, where they differ, for errors.
@@ -205,5 +225,48 @@ class ChatForm(ABC):
         """Returns a copy with the fields that answering needs."""
 
     def references(self) -> References:
-        """Returns what ``as_chat`` needs."""
+        """Returns the references that ``as_chat`` needs."""
         return References()
+
+
+class TokenizeRequest(Body):
+    """Body of POST /tokenize: a prompt, or the messages of a chat.
+
+    Args:
+        add_special_tokens: Whether the tokenizer adds its own special tokens. By default to a prompt only, because
+            chat templates have them.
+        return_token_strs: Whether to return the tokens' names as well.
+    """
+
+    refused: ClassVar[Refusals] = TOKENIZE
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Object | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise about("prompt", "expected either prompt or messages")
+        return self
+
+    @property
+    def chat(self) -> ChatRequest | None:
+        """The chat, if there is one."""
+        if self.messages is None:
+            return None
+        names = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        return ChatRequest.model_construct(**{name: getattr(self, name) for name in names})
+
+
+class DetokenizeRequest(Body):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds

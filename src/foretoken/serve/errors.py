@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from foretoken.core.errors import ContextLengthExceeded, ForetokenError, InvalidRequest
-from foretoken.serve.request_ids import request_id
-from foretoken.serve.sse import event
+from foretoken.serve.request_state import request_id
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ INVALID, CONTEXT_LENGTH = "invalid_request_error", "context_length_exceeded"
 _LONGEST = 2000  # characters of a message, which may quote the request
 RETRY_SECONDS = 1  # value of Retry-After; the queue moves with every finished request
 
-_ANTHROPIC, _RESPONSES = "/v1/messages", "/v1/responses"  # beginnings of the paths of APIs with errors of their own
+_ANTHROPIC = "/v1/messages"  # beginning of its paths
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -76,21 +75,13 @@ class ApiError(ForetokenError):
 
     def response(self, scope: Scope) -> JSONResponse:
         """Returns the answer in the format of the API that was asked."""
-        anthropic = _asks_anthropic(scope["path"])
+        anthropic = is_anthropic(scope["path"])
         body = self.anthropic_body(request_id(scope)) if anthropic else self.body()
         return JSONResponse(body, self.status, headers=dict(self.headers))
 
-    def last_event(self, path: str) -> bytes:
-        """Returns the event that ends a stream of the API at ``path`` after an error."""
-        if _asks_anthropic(path):
-            return event(self.anthropic_body(None), "error")
-        if path.startswith(_RESPONSES):
-            numbered = {"type": "error", "code": self.code or "server_error", "message": self.shown}
-            return event({**numbered, "param": self.param, "sequence_number": 0}, "error")
-        return event(self.body())
 
-
-def _asks_anthropic(path: str) -> bool:
+def is_anthropic(path: str) -> bool:
+    """Returns whether a path belongs to Anthropic's API."""
     return path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
 
 
@@ -113,6 +104,25 @@ def not_served(model: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def too_many_requests(
+    message: str, retry_seconds: int = RETRY_SECONDS, headers: Mapping[str, str] | None = None
+) -> ApiError:
+    """Returns a 429."""
+    headers = {"Retry-After": str(retry_seconds), **(headers or {})}
+    return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=headers)
+
+
+def invalid_key(message: str) -> ApiError:
+    """Returns a 401."""
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def headers_too_large(limit: int) -> ApiError:
+    """Returns a 431."""
+    message = f"the request's headers are larger than the {limit} bytes that this server takes"
+    return ApiError(431, message, code="headers_too_large")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Returns the error answer to an exception. An unexpected one is logged, and its text is not sent."""
     if isinstance(error, ApiError):
@@ -121,8 +131,7 @@ def as_api_error(error: Exception) -> ApiError:
         code = CONTEXT_LENGTH if isinstance(error, ContextLengthExceeded) else None
         return invalid(str(error), error.param, code)
     if isinstance(error, Overloaded):
-        retry = {"Retry-After": str(RETRY_SECONDS)}
-        return ApiError(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=retry)
+        return too_many_requests(str(error))
     if isinstance(error, ServerUnavailable):
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": str(RETRY_SECONDS)})
     if isinstance(error, TimeoutError):

@@ -14,11 +14,10 @@ from foretoken.core.context import Context
 from foretoken.engine.requests import Request
 from foretoken.outputs import StreamPiece
 from foretoken.params import SamplingParams
-from foretoken.serve.answers import RequestMetrics, TokenUsage
-from foretoken.serve.metrics import Metrics
+from foretoken.serve.answer_types import RequestMetrics, TokenUsage
+from foretoken.serve.metrics import Metrics, SpeculationRecord
 from foretoken.serve.parameters import as_sent
-from foretoken.serve.speculation_record import SpeculationRecord
-from foretoken.serve.summary import RequestSummary, Summarized
+from foretoken.serve.request_state import RequestSummary, Summarized
 
 BuiltRequest = tuple[Request, list[Context]]
 Delivery = tuple["Generation", StreamPiece | Exception]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,11 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foretoken.serve.access.granted import STATE, Access, needed_scope
-from foretoken.serve.access.keyring import KeyRing
-from foretoken.serve.access.rates import KeyUsage
-from foretoken.serve.access.records import ADMIN, GENERATE, METRICS
-from foretoken.serve.bodies import Bodies, replayed
-from foretoken.serve.errors import RETRY_SECONDS, ApiError
-from foretoken.serve.hosts import AllowedHosts
+from foretoken.serve.access.keyring import STATE, Access, KeyRing, KeyUsage, needed_scope, scopes_without_key
+from foretoken.serve.errors import ApiError, headers_too_large, invalid_key, too_many_requests
+from foretoken.serve.listening import AllowedHosts
 from foretoken.serve.request_log import RequestLog
-from foretoken.serve.summary import summary_of
+from foretoken.serve.request_state import summary_of
 
 _CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, if keys have scopes
 _KEY = "key"  # the same, if there are keys at all
@@ -36,7 +34,7 @@ class ServerSettings:
         model_names: Names of the model. Answers have the one that was asked for, the first if none was.
         lora_modules: Paths of the LoRA adapters that it begins with, by the names under which requests choose them.
         api_keys: Accepted API keys. Without keys and without a key file, no key is needed.
-        key_file: A file of API keys with limits (``access.records``).
+        key_file: A file of API keys with limits (``access.key_file``).
         allow_admin: Whether requests without a key, or with one of ``api_keys``, may change the server.
         share_cache_across_keys: Whether requests of different keys share the prefix cache and the proposers' stores.
             Otherwise each of several keys has its own scope.
@@ -89,8 +87,7 @@ class LimitsMiddleware:
     def __init__(self, app: ASGIApp, settings: ServerSettings, open_paths: frozenset[str], keys: KeyRing) -> None:
         self._app, self._settings, self._open_paths, self._keys = app, settings, open_paths, keys
         self._scoped = keys.several and not settings.share_cache_across_keys
-        scopes = frozenset({GENERATE, METRICS, *([ADMIN] if settings.allow_admin else [])})
-        self._anyone = Access(scopes=scopes)
+        self._anyone = Access(scopes=scopes_without_key(settings.allow_admin))
         self._bodies = Bodies(settings.max_body, settings.body_timeout)
         self._active = 0
 
@@ -135,7 +132,9 @@ class LimitsMiddleware:
             return None
         identity, usage = self._keys.identify(_given_key(headers)) if self._keys.asks else None, None
         if self._keys.asks and identity is None and scope["method"] != "OPTIONS":
-            raise _wrong_key()
+            raise invalid_key(
+                "this server asks for an API key; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
+            )
         state[STATE] = self._anyone
         if identity is not None:
             state[STATE], state[_KEY], usage = identity.access, identity.digest.hex(), identity.usage
@@ -167,8 +166,7 @@ class LimitsMiddleware:
 
     def _check_head(self, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
-            message = f"the request's headers are larger than the {MAX_HEADERS} bytes that this server takes"
-            raise ApiError(431, message, code="headers_too_large")
+            raise headers_too_large(MAX_HEADERS)
         host, hosts = headers.get("host"), self._settings.hosts
         if host is not None and hosts is not None and not hosts.allows(host):
             name = host.partition(":")[0]
@@ -181,9 +179,7 @@ class LimitsMiddleware:
     def _check_free(self) -> None:
         limit = self._settings.max_concurrency
         if self._active >= limit:
-            retry = {"Retry-After": str(RETRY_SECONDS)}
-            message = f"{limit} requests are being answered, which is as many as may; try again later"
-            raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=retry)
+            raise too_many_requests(f"{limit} requests are being answered, which is as many as may; try again later")
 
 
 def _given_key(headers: Headers) -> str:
@@ -195,7 +191,7 @@ def _given_key(headers: Headers) -> str:
 def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
     """Returns the cache salt to use for a request with ``cache_salt``: unique to its API key, if keys have scopes."""
     client = scope.get("state", {}).get(_CLIENT)
-    return cache_salt if client is None else _digest(json.dumps([client, cache_salt]).encode()).hex()
+    return cache_salt if client is None else hashlib.sha256(json.dumps([client, cache_salt]).encode()).hexdigest()
 
 
 def identified(scope: Scope) -> dict[str, Any]:
@@ -210,14 +206,87 @@ def key_of(scope: Scope) -> str | None:
     return key
 
 
-def _wrong_key() -> ApiError:
-    return ApiError(
-        401,
-        "this server asks for an API key; send it as Authorization: Bearer KEY, or as x-api-key: KEY",
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
+_DISCARDED = 8  # times the limit: is read and dropped, because many clients send a whole body before they read
+_SMALL = 64 * 2**10  # bytes of each body that are not counted
+_LARGE_BODIES = 64  # number of bodies of the largest size that may be in memory at once
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+class Bodies:
+    """Reads bodies of at most ``limit`` bytes that arrive within ``seconds``, and bounds their memory together."""
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self._limit, self._seconds = limit, seconds
+        self._free = _LARGE_BODIES * limit
+
+    def check_announced(self, length: str | None) -> None:
+        """Raises ApiError for a Content-Length so large that the body is not even discarded."""
+        if length is not None and length.isdigit() and int(length) > _DISCARDED * self._limit:
+            raise self._too_large()
+
+    @asynccontextmanager
+    async def read(self, receive: Receive) -> AsyncIterator[bytes | None]:
+        """Yields the body, or None if the client disconnected before its end. Its memory is counted until the exit.
+
+        Raises:
+            ApiError: 413 too large, 408 too slow, 429 too many large bodies at once.
+        """
+        buffer, size = bytearray(), 0
+        try:
+            complete = await self._fill(buffer, receive)
+            body, size = bytes(buffer), len(buffer)
+            buffer.clear()  # frees the copy while the app runs
+            yield body if complete else None
+        finally:
+            self._free += _counted(max(size, len(buffer)))
+
+    async def _fill(self, buffer: bytearray, receive: Receive) -> bool:
+        """Returns whether the body is complete."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                more = True
+                while more:
+                    event = await receive()
+                    if event["type"] == "http.disconnect":
+                        return False
+                    part, more = event.get("body", b""), event.get("more_body", False)
+                    if len(buffer) + len(part) > self._limit:
+                        await self._discard(receive, len(buffer) + len(part), more)
+                        raise self._too_large()
+                    needed = _counted(len(buffer) + len(part)) - _counted(len(buffer))
+                    if needed > self._free:
+                        message = "too many large requests are being received or answered; try again later"
+                        raise too_many_requests(message, headers={"Connection": "close"})
+                    self._free -= needed
+                    buffer += part
+                return True
+        except TimeoutError:
+            raise self._too_slow() from None
+
+    async def _discard(self, receive: Receive, size: int, more: bool) -> None:
+        while more and size <= _DISCARDED * self._limit:
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than the {self._limit} bytes that this server takes"
+        return ApiError(413, message, code="body_too_large")
+
+    def _too_slow(self) -> ApiError:
+        message = f"the body did not arrive within the {self._seconds:g} seconds that this server waits for it"
+        return ApiError(408, message, code="body_timeout", headers={"Connection": "close"})
+
+
+def _counted(size: int) -> int:
+    """Returns how many bytes of a body count towards the memory of all bodies."""
+    return max(0, size - _SMALL)
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Returns an ASGI ``receive`` that returns the whole body first, and then the messages of ``receive``."""
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return unread.pop() if unread else await receive()
+
+    return again

@@ -1,10 +1,17 @@
-"""The socket that a server listens on. Imports nothing heavy, so that a busy port is refused at once."""
+"""The socket of a server, its allowed hosts and its TLS. Imports nothing heavy, so that errors are raised at once."""
 
 from __future__ import annotations
 
+import ipaddress
+import logging
+import re
 import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from foretoken.core.errors import ForetokenError
+from foretoken.core.errors import ForetokenError, InvalidRequest
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -23,3 +30,152 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --host or --port"
         ) from error
     return listening
+
+
+_HEADER = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]+)?")
+_PATTERN = re.compile(r"\*|(?:\*\.)?[a-z0-9_-][a-z0-9._-]*")
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True)
+class AllowedHosts:
+    """Allows ``localhost``, the loopback addresses, and ``names``: host names, addresses, ``*.domain``, or ``*``."""
+
+    names: tuple[str, ...]
+
+    def allows(self, header: str) -> bool:
+        """Returns whether a request with this ``Host`` header is answered. Any port is allowed."""
+        match = _HEADER.fullmatch(header.lower())
+        if match is None or (match[1] is not None and _address(match[1]) is None):
+            return "*" in self.names
+        host = _normal(match[1] or match[2])
+        address = _address(host)
+        if host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback):
+            return True
+        return any(
+            name == "*" or host == name or (name.startswith("*.") and host.endswith(name[1:]))
+            for name in map(_normal, self.names)
+        )
+
+
+def allowed_hosts(host: str, bound: str, keys: bool, given: Sequence[str]) -> AllowedHosts | None:
+    """Returns the hosts to check for, or None for no check.
+
+    A server on loopback without API keys is always checked. Other servers are checked only if
+    ``given`` has names, because the names by which other machines reach them are not known.
+
+    Args:
+        host: what the user asked to listen on.
+        bound: the address that it became.
+        keys: whether the server asks for an API key.
+        given: further names, from the user.
+
+    Raises:
+        InvalidRequest: a given name is not a host name, an address, ``*.domain`` or ``*``.
+    """
+    for name in given:
+        if not _PATTERN.fullmatch(name.lower()) and _address(name) is None:
+            raise InvalidRequest(
+                f"--allowed-host must be a host name, an address, *.DOMAIN or *, without scheme and port; got {name!r}"
+            )
+    address = _address(bound)
+    loopback = address is not None and address.is_loopback
+    if not given and (keys or not loopback):
+        return None
+    own = [name for name in (host, bound) if not _always_allowed(name)]
+    return AllowedHosts(tuple(dict.fromkeys((*own, *given))))
+
+
+def _always_allowed(name: str) -> bool:
+    bracketed = f"[{name}]" if ":" in name else name
+    return AllowedHosts(()).allows(bracketed)
+
+
+def _normal(name: str) -> str:
+    """Returns the canonical spelling of a name or address."""
+    name = name.lower().removesuffix(".")
+    address = _address(name)
+    return name if address is None else str(address)
+
+
+def _address(text: str) -> _Address | None:
+    """Returns the address in ``text`` without IPv6 zone, and the IPv4 address of an IPv4-mapped one."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """A certificate, and what is asked of clients.
+
+    Args:
+        certificate: The server's certificate chain in PEM.
+        key: Its private key in PEM; None if that is in ``certificate``.
+        authorities: Certificates that sign those of clients, in PEM.
+        client_certificates: 0 asks clients for none, 1 takes one if they have it, 2 requires it.
+    """
+
+    certificate: Path
+    key: Path | None = None
+    authorities: Path | None = None
+    client_certificates: int = 0
+
+    def context(self) -> ssl.SSLContext:
+        """Returns the context of the listening socket. Raises InvalidRequest."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.load(context)
+        context.verify_mode = ssl.VerifyMode(self.client_certificates)
+        return context
+
+    def load(self, context: ssl.SSLContext) -> None:
+        """Reads the files into a context, for connections from then on. Raises InvalidRequest."""
+        for option, file in (("certfile", self.certificate), ("keyfile", self.key), ("ca-certs", self.authorities)):
+            if file is not None and not file.is_file():
+                raise InvalidRequest(f"--ssl-{option}: there is no file {file}")
+        trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # a file that cannot be used leaves ``context`` as it was
+        for each in (trial, context):
+            try:
+                each.load_cert_chain(self.certificate, self.key, _no_password)
+                if self.authorities is not None:
+                    each.load_verify_locations(self.authorities)
+            except (OSError, ssl.SSLError, ValueError) as error:
+                raise InvalidRequest(
+                    f"--ssl-certfile and --ssl-keyfile must be a certificate and its private key without a password, "
+                    f"--ssl-ca-certs certificates, all in PEM: {error}"
+                ) from error
+
+    def reload(self, context: ssl.SSLContext) -> None:
+        """Reads the files again. Bad files leave the context as it was, and the log says why."""
+        try:
+            self.load(context)
+        except InvalidRequest as error:
+            _log.error("the certificate stays as it was: %s", error)
+        else:
+            _log.info("read the certificate %s", self.certificate)
+
+
+def tls_files(
+    certificate: Path | None, key: Path | None, authorities: Path | None, client_certificates: int
+) -> TlsFiles | None:
+    """Returns the files that the options name, None without a certificate. Raises InvalidRequest."""
+    if certificate is None:
+        if key or authorities or client_certificates:
+            raise InvalidRequest("--ssl-keyfile, --ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile")
+        return None
+    if client_certificates and authorities is None:
+        raise InvalidRequest("--ssl-cert-reqs needs --ssl-ca-certs, which sign the certificates of clients")
+    files = TlsFiles(certificate=certificate, key=key, authorities=authorities, client_certificates=client_certificates)
+    files.context()
+    return files
+
+
+def _no_password() -> str:
+    raise ValueError("the private key has a password")

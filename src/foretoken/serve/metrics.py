@@ -6,16 +6,76 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from foretoken.core.step import StepOutput
+from foretoken.engine.scheduler import SchedulerUsage
+
+
+@dataclass(slots=True)
+class SpeculationRecord:
+    """Statistics of one request's speculation, in vLLM's format.
+
+    Steps without a draft are left out. Accepted tokens are draft tokens that were emitted, without those that a stop
+    string cuts off an accepted block. Every node of a draft tree counts as drafted.
+
+    Args:
+        num_spec_tokens: Configured draft tokens per step, if known. A longer draft raises it.
+    """
+
+    num_spec_tokens: int = 0
+    _accepted: list[int] = field(default_factory=list)
+    _drafted: list[int] = field(default_factory=list)
+
+    def add(self, step: StepOutput) -> None:
+        """Counts one step; a step without a draft is left out."""
+        if len(step.draft):
+            self._accepted.append(step.accepted)
+            self._drafted.append(len(step.draft))
+
+    def to_dict(self, detailed: bool = False) -> dict[str, Any]:
+        """Returns the object ``metrics.speculative_decoding`` of an answer, with vLLM's names and meanings.
+
+        mean_acceptance_length: float, 1 + num_accepted_draft_tokens / num_spec_steps, the target's own token
+          included; 1.0 without steps.
+        draft_acceptance_rate: float, num_accepted_draft_tokens / num_draft_tokens; 0.0 without drafts.
+        acceptance_histogram: num_spec_tokens + 1 integers; entry j is how many steps accepted exactly j draft tokens.
+        acceptance_histogram_by_draft_length: for each draft length k that occurred, as a string, the k + 1 entries of
+          that histogram over its steps.
+        num_spec_steps: steps that verified a draft, the sum of the histogram.
+        num_draft_tokens, num_accepted_draft_tokens: over those steps, without the target's own tokens.
+        num_spec_tokens: the longest draft that was configured or seen.
+        per_step_accepted, per_step_drafted: where ``detailed``, one integer for each step, in order.
+        """
+        steps, drafted, accepted = len(self._drafted), sum(self._drafted), sum(self._accepted)
+        longest = max(self.num_spec_tokens, *self._drafted, 0)
+        by_length = {k: [0] * (k + 1) for k in sorted(set(self._drafted))}
+        for k, j in zip(self._drafted, self._accepted, strict=True):
+            by_length[k][j] += 1
+        counts = Counter(self._accepted)
+        record: dict[str, Any] = {
+            "mean_acceptance_length": 1.0 + accepted / steps if steps else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": [counts[j] for j in range(longest + 1)],
+            "acceptance_histogram_by_draft_length": {str(k): row for k, row in by_length.items()},
+            "num_spec_steps": steps,
+            "num_draft_tokens": drafted,
+            "num_accepted_draft_tokens": accepted,
+            "num_spec_tokens": longest,
+        }
+        if detailed:
+            record |= {"per_step_accepted": list(self._accepted), "per_step_drafted": list(self._drafted)}
+        return record
+
 
 PREFIX = "foretoken:"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -33,38 +93,6 @@ _HISTOGRAMS = {
 }
 _Values = dict[tuple[str, ...], float]  # by the values of a counter's labels, without the model's name
 _REMEMBERED = 65_536  # sequences whose last step is remembered; aborted ones are evicted in time
-
-
-class EngineUsage(Protocol):
-    """Load of the engine.
-
-    Attributes:
-        running: Number of sequences in the batch.
-        waiting: Number of sequences in the queue.
-        kv_tokens: Tokens in the KV cache.
-        kv_capacity: Tokens that fit into the KV cache; 0 if it is unbounded.
-        kv_bytes_per_token: Bytes of one token in the target's KV cache; 0 if they are unknown.
-        prefix_hits: Prompt tokens that were in the prefix cache.
-        prefix_queries: Prompt tokens that were looked up in the prefix cache.
-        preemptions: Number of preemptions since the start.
-    """
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def kv_tokens(self) -> int: ...
-    @property
-    def kv_capacity(self) -> int: ...
-    @property
-    def kv_bytes_per_token(self) -> int: ...
-    @property
-    def prefix_hits(self) -> int: ...
-    @property
-    def prefix_queries(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -108,8 +136,23 @@ class _Speculation:
         self.verified[accepted + refused] += 1
 
 
-class Metrics(Collector):
-    """Prometheus metrics of one server, in a registry of its own. docs/reference/metrics.md lists them.
+class MetricsPage(Collector):
+    """Metrics of one page for Prometheus."""
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """A registry with these metrics alone."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return registry
+
+    def render(self) -> Response:
+        """Returns the answer of ``GET /metrics``."""
+        return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class Metrics(MetricsPage):
+    """Prometheus metrics of one server. docs/reference/metrics.md lists them.
 
     The engine's thread counts and another thread reads; a lock makes each step atomic.
 
@@ -123,7 +166,7 @@ class Metrics(Collector):
     def __init__(
         self,
         model_name: str,
-        usage: Callable[[], EngineUsage],
+        usage: Callable[[], SchedulerUsage],
         method_of: Callable[[StepOutput], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -138,8 +181,6 @@ class Metrics(Collector):
             self._speculation[""] = _Speculation()  # counters exist, at 0, before the first draft
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._last: dict[int, float] = {}  # time of each sequence's last tokens, the latest last
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
 
     def on_steps(self, steps: Sequence[StepOutput]) -> None:
         """Counts one decode step, by its part in each sequence."""
@@ -223,10 +264,6 @@ class Metrics(Collector):
                 }
         return methods
 
-    def render(self) -> tuple[bytes, str]:
-        """Returns the page of ``GET /metrics`` and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
-
     def collect(self) -> Iterator[Metric]:
         """Returns all metrics. Called by the registry."""
         usage = self._usage()
@@ -234,7 +271,7 @@ class Metrics(Collector):
             families = [*self._engine(usage), *self._counted(), *self._speculated(), *self._distributions()]
         return iter(families)
 
-    def _engine(self, usage: EngineUsage) -> Iterator[Metric]:
+    def _engine(self, usage: SchedulerUsage) -> Iterator[Metric]:
         share = usage.kv_tokens / usage.kv_capacity if usage.kv_capacity else 0.0
         yield self._gauge("num_requests_running", "Running sequences.", usage.running)
         yield self._gauge("num_requests_waiting", "Waiting sequences.", usage.waiting)
@@ -294,3 +331,46 @@ class Metrics(Collector):
 def _reached(counts: Counter[int]) -> list[float]:
     """Returns how often each position was reached. counts: how often each number of positions was the last."""
     return [float(sum(n for j, n in counts.items() if j > i)) for i in range(max([1, *counts]))]
+
+
+class MergedMetrics(MetricsPage):
+    """Metrics of several engines.
+
+    Args:
+        engines: Metrics of each engine, whose samples differ in a label.
+        others: Metrics that no engine has.
+    """
+
+    def __init__(self, engines: Iterable[Iterable[Metric]], others: Iterable[Metric] = ()) -> None:
+        self._engines, self._others = engines, others
+
+    def collect(self) -> Iterator[Metric]:
+        """Returns every family once."""
+        merged: dict[str, Metric] = {}
+        for family in chain.from_iterable(self._engines):
+            whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples.extend(family.samples)
+        return chain(self._others, merged.values())
+
+
+def replica_metrics(families: Mapping[str, Iterable[Metric]], failovers: Mapping[str, int]) -> MergedMetrics:
+    """Returns the metrics of all replicas, labelled by replica.
+
+    Args:
+        families: Metrics of each replica by its name.
+        failovers: Number of requests that continued on another replica, by outcome.
+    """
+    count = GaugeMetricFamily(PREFIX + "replicas", "Replicas that answer.", value=len(families))
+    continued = CounterMetricFamily(
+        PREFIX + "failovers", "Requests whose replica was lost, by what became of them.", labels=["outcome"]
+    )
+    for outcome, number in failovers.items():
+        continued.add_metric([outcome], number)
+    return MergedMetrics([_labelled(own, replica) for replica, own in sorted(families.items())], (count, continued))
+
+
+def _labelled(families: Iterable[Metric], replica: str) -> Iterator[Metric]:
+    for family in families:
+        labelled = Metric(family.name, family.documentation, family.type)
+        labelled.samples = [s._replace(labels={**s.labels, "replica": replica}) for s in family.samples]
+        yield labelled

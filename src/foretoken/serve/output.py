@@ -1,13 +1,12 @@
-"""What a model's text consists of: text, reasoning and tool calls, as events that each API renders in its own way.
+"""Events of a model's output: text, reasoning and tool calls. Each API renders them in its own way.
 
 A parser of the model's family (``parsers``) turns the text into events while it is generated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
 from uuid import uuid4
 
 
@@ -45,120 +44,33 @@ class ToolCallDelta:
 OutputEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta
 
 
-class OutputParser(Protocol):
-    """Parses the output of one choice while it is generated."""
+class OutputParser:
+    """Parses the output of one choice while it is generated. This class takes everything for text."""
 
     @property
     def reasoning_tokens(self) -> int:
         """Number of tokens of the reasoning so far."""
-        ...
+        return 0
 
     @property
     def calls(self) -> int:
         """Number of calls so far."""
-        ...
+        return 0
 
     @property
     def cut(self) -> bool:
         """Whether the output ended within the arguments of a call."""
-        ...
+        return False
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """Returns the events that are certain after ``text``, whose tokens are ``tokens``."""
-        ...
-
-    def finish(self) -> list[OutputEvent]:
-        """Returns the events of what is still held back at the end."""
-        ...
-
-
-class TextParser:
-    """An ``OutputParser`` for requests without tools: everything is text."""
-
-    calls = 0
-    reasoning_tokens = 0
-    cut = False
-
-    def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
-        """See ``OutputParser``."""
         return [TextDelta(text)] if text else []
 
     def finish(self) -> list[OutputEvent]:
-        """See ``OutputParser``."""
+        """Returns the events of the text that is still held back at the end."""
         return []
 
 
 def new_call_id() -> str:
     """Returns a new identifier of a call, without a prefix."""
     return uuid4().hex[:24]
-
-
-@dataclass(slots=True)
-class Block:
-    """A run of text or of reasoning, or one call.
-
-    Args:
-        index: Its number in the output.
-        kind: What it is.
-        text: The text, the reasoning, or the arguments of the call.
-        id: Identifier, without a prefix.
-        name: Name of the called function.
-    """
-
-    index: int
-    kind: Literal["text", "reasoning", "call"]
-    id: str
-    text: str = ""
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockChange:
-    """What happened to a block. ``delta`` is the new text of one that grew."""
-
-    block: Block
-    what: Literal["started", "grew", "ended"]
-    delta: str = ""
-
-
-class Blocks:
-    """Divides the events of one output into blocks, one after another, for APIs whose answers are lists of blocks."""
-
-    def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open = False
-
-    def add(self, events: Iterable[OutputEvent]) -> list[BlockChange]:
-        """Returns the changes that the events make."""
-        changes: list[BlockChange] = []
-        for event in events:
-            if isinstance(event, ToolCallStarted):
-                changes += [*self.end(), self._start("call", event.id, event.name)]
-            elif isinstance(event, ToolCallDelta):
-                changes.append(self._grow(event.arguments))
-            elif event.text:
-                kind: Literal["text", "reasoning"] = "text" if isinstance(event, TextDelta) else "reasoning"
-                if not self._open or self.all[-1].kind != kind:
-                    changes += [*self.end(), self._start(kind, new_call_id())]
-                changes.append(self._grow(event.text))
-        return changes
-
-    def start_text(self) -> list[BlockChange]:
-        """Starts a block of text. Returns the change."""
-        return [self._start("text", new_call_id())]
-
-    def end(self) -> list[BlockChange]:
-        """Ends the last block. Returns the change."""
-        if not self._open:
-            return []
-        self._open = False
-        return [BlockChange(self.all[-1], "ended")]
-
-    def _start(self, kind: Literal["text", "reasoning", "call"], identifier: str, name: str = "") -> BlockChange:
-        self.all.append(Block(len(self.all), kind, identifier, name=name))
-        self._open = True
-        return BlockChange(self.all[-1], "started")
-
-    def _grow(self, delta: str) -> BlockChange:
-        self.all[-1].text += delta
-        return BlockChange(self.all[-1], "grew", delta)

@@ -1,9 +1,9 @@
-"""Request bodies: OpenAI's fields, vLLM's and our own. Types are strict; ``unknown_fields`` is about unknown fields."""
+"""Request bodies: the fields of OpenAI, of vLLM and our own, with strict types."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,10 +18,40 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from foretoken.core.checks import MAX_SEED, MIN_SEED
+from foretoken.core.json_schema import subschemas
 from foretoken.params import LARGEST, MAX_COUNT, MAX_N, MAX_SALT, MAX_SPECULATIVE_TOKENS, SMALLEST
 from foretoken.serve.refused_fields import COMPLETIONS, STRUCTURED_OUTPUTS, Refusals
-from foretoken.serve.strict_schema import check_strict
-from foretoken.serve.unknown_fields import ignored
+from foretoken.serve.request_state import ignore_unknown_fields
+
+_RESTRICTIONS = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # a schema without any of them or a type is open
+
+
+def check_strict(strict: bool | None, schema: Any, owner: str, field: str) -> None:
+    """Raises a validation error if a strict schema has an object that is open to other properties.
+
+    Args:
+        strict: Whether the client asked for strictness.
+        schema: The schema; None has no objects.
+        owner: The thing that has the schema, for the error.
+        field: The schema's field of it.
+    """
+    for path, part in subschemas(schema) if strict and schema is not None else ():
+        if _allows_objects(part) and part.get("additionalProperties") is not False:
+            context = {"owner": owner, "field": field, "path": ", ".join(map(repr, path))}
+            raise PydanticCustomError(
+                "strict_schema",
+                "Invalid schema for {owner}: In context=({path}), 'additionalProperties' is required to be supplied "
+                "and to be false, because strict is true; add it, or leave strict out",
+                context,
+            )
+
+
+def _allows_objects(schema: dict[str, Any]) -> bool:
+    types = schema.get("type")
+    if types is None:
+        return "properties" in schema or not _RESTRICTIONS & schema.keys()
+    return types == "object" or (isinstance(types, list) and "object" in types)
+
 
 Integer64 = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -61,7 +91,7 @@ def first_wrong(expected: str, fits: Callable[[str, Any], bool]) -> BeforeValida
 
 
 class Body(BaseModel):
-    """Base of objects in which an unknown field is an error, or is ignored with a warning (``unknown_fields``).
+    """Base of objects in which an unknown field is an error, or is ignored with a warning (``request_state``).
 
     Attributes:
         refused: Fields that would change the output and are not served.
@@ -81,7 +111,7 @@ class Body(BaseModel):
             raise PydanticCustomError("unknown_field", "{reason}", {"reason": reason, "field": name})
         known = [info.alias or name for name, info in cls.model_fields.items()]
         unknown = sorted(str(key) for key in given.keys() - set(known))
-        if unknown and ignored(unknown):
+        if unknown and ignore_unknown_fields(unknown):
             return {key: given[key] for key in given.keys() & set(known)}
         if unknown:
             raise PydanticCustomError(
@@ -105,17 +135,22 @@ class TextPart(Loose):
     text: str
 
 
-def _only_text(content: Any) -> Any:
-    """Raises an error that names the kind of a part that is not text."""
-    for index, part in enumerate(content if isinstance(content, list) else ()):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            message = f"a part of type {kind[:50]!r} was given; only parts of type 'text' are served"
-            raise about(f"{index}.type", message)
-    return content
+def only_types(noun: str, served: Sequence[str], hint: str) -> BeforeValidator:
+    """Returns a validator whose error names the type of an object, or of one in a list, that is not served."""
+
+    def check(value: Any) -> Any:
+        for index, item in enumerate(value if isinstance(value, list) else [value]):
+            kind = item.get("type") if isinstance(item, dict) else None
+            if isinstance(kind, str) and kind not in served:
+                field = f"{index}.type" if isinstance(value, list) else "type"
+                raise about(field, f"a {noun} of type {kind[:50]!r} was given; {hint}")
+        return value
+
+    return BeforeValidator(check)
 
 
-Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], BeforeValidator(_only_text)]
+_only_text = only_types("part", ("text",), "only parts of type 'text' are served")
+Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], _only_text]
 
 
 class StreamOptions(Body):

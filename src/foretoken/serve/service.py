@@ -15,23 +15,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.access.granted import access_of
-from foretoken.serve.adapters import ServedAdapters
-from foretoken.serve.answers import ServedModel
+from foretoken.serve.access.keyring import access_of
+from foretoken.serve.administration import ServedAdapters, SpeculationControl
+from foretoken.serve.answer_types import ServedModel
 from foretoken.serve.chat_schema import Earlier
 from foretoken.serve.errors import ApiError, not_served
 from foretoken.serve.generation import Generation
-from foretoken.serve.intake import EarlierNeeded, Intake, PreparedRequest
 from foretoken.serve.limits import ServerSettings, effective_salt, key_of
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.parameters import as_sent
-from foretoken.serve.request_ids import set_request_id
-from foretoken.serve.responses.store import ResponseStore
+from foretoken.serve.preparation import EarlierNeeded, PreparedRequest, RequestPreparer
+from foretoken.serve.request_state import set_request_id, summarized_by
+from foretoken.serve.response_store import ResponseStore
 from foretoken.serve.schema import Body
 from foretoken.serve.side_process import LARGE_BODY, SideProcess
-from foretoken.serve.speculation_state import SpeculationControl
 from foretoken.serve.stream import AnswerWriter, respond
-from foretoken.serve.summary import summarized_by
 from foretoken.serve.token_text import TokenText
 from foretoken.serve.worker import Worker
 
@@ -54,13 +52,13 @@ class Service:
         self.token_text = TokenText(worker.llm.tokenizer)
         self.responses = ResponseStore(settings.stored_responses, settings.stored_bytes)
         self.created = int(time.time())
-        self.intake = Intake(
+        self.preparer = RequestPreparer(
             tokenizer=worker.llm.requests.prompt_tokenizer,
             settings=settings,
             max_model_len=worker.llm.target.max_length,
             capacity=worker.capacity,
         )
-        self.side_process = SideProcess(self.intake) if os.name == "posix" else None
+        self.side_process = SideProcess(self.preparer) if os.name == "posix" else None
         worker.listeners.append(self.metrics.on_steps)
 
     @property
@@ -88,8 +86,8 @@ class Service:
             "owned_by": "foretoken",
             "root": self.adapters.paths.get(name, llm.model),
             "parent": self.settings.model_names[0] if name in self.adapters.paths else None,
-            "max_model_len": self.intake.max_model_len,
-            "chat": self.intake.marks_turns,
+            "max_model_len": self.preparer.max_model_len,
+            "chat": self.preparer.marks_turns,
             "speculation": {"default": llm.methods[0], "methods": list(llm.methods)},
         }
 
@@ -139,11 +137,12 @@ class Service:
     async def generate(
         self,
         prefix: str,
-        prepared: PreparedRequest[Any],
+        body: Body,
         make_writer: Callable[[PreparedRequest[Any]], AnswerWriter],
         request: Request,
     ) -> Response:
         """Answers a request that generates. prefix: beginning of the answer's identifier."""
+        prepared = await self.prepared(body, request)
         generation = await self._begin(prefix, prepared, request)
         return await respond(prepared.body.streams, generation, make_writer(prepared), request.receive)
 
@@ -156,7 +155,7 @@ class Service:
                 ready = await self.side_process.prepared(type(body), content, earlier)
                 if ready is not None:
                     return replace(ready, unknown=())  # they were noted when this process read the body
-        prepare = partial(self.intake.prepared, body, earlier)
+        prepare = partial(self.preparer.prepare, body, earlier)
         return await self.worker.run_in_thread(prepare, len(content) + (earlier.size if earlier else 0))
 
     async def _begin(self, prefix: str, prepared: PreparedRequest[Any], request: Request) -> Generation:

@@ -21,11 +21,10 @@ from pydantic import ValidationError
 from foretoken.core.forking import ForkServer, allow_seconds, ask, first_received, fork_for_each, limit_memory, nicely
 from foretoken.serve.chat_schema import Earlier, References
 from foretoken.serve.errors import ApiError, Overloaded, as_api_error, invalid
-from foretoken.serve.intake import EarlierNeeded, Intake, PreparedRequest
-from foretoken.serve.json_body import parse
+from foretoken.serve.json_body import parse, validation_error
+from foretoken.serve.preparation import EarlierNeeded, PreparedRequest, RequestPreparer
+from foretoken.serve.request_state import collect_unknown_fields
 from foretoken.serve.schema import Body
-from foretoken.serve.unknown_fields import collect
-from foretoken.serve.validation import validation_error
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +50,10 @@ class SideProcessLimits:
 class SideProcess:
     """Prepares large bodies in processes of their own. The first one is started on first use, or by ``start``."""
 
-    def __init__(self, intake: Intake, limits: SideProcessLimits | None = None) -> None:
+    def __init__(self, preparer: RequestPreparer, limits: SideProcessLimits | None = None) -> None:
         self._limits = limits or SideProcessLimits()
-        intake = replace(intake, settings=replace(intake.settings, api_keys=(), key_file=None))
-        self.process = ForkServer(__name__, lambda: (intake, self._limits))
+        preparer = replace(preparer, settings=replace(preparer.settings, api_keys=(), key_file=None))
+        self.process = ForkServer(__name__, lambda: (preparer, self._limits))
         self._threads = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "foretoken-large-bodies")
         self._waiting, self._broken = 0, False
 
@@ -65,11 +64,11 @@ class SideProcess:
     async def prepared(
         self, kind: type[Body], body: bytes, earlier: Earlier | None = None
     ) -> PreparedRequest[Any] | None:
-        """Returns what ``Intake.prepared`` makes of a body of this kind; None where no process can be started.
+        """Returns what ``RequestPreparer.prepare`` makes of a body of this kind; None where no process can be started.
 
         Raises:
             ApiError: The body is invalid; the error is the one that the server itself would raise.
-            EarlierNeeded: See ``Intake.prepared``.
+            EarlierNeeded: See ``RequestPreparer.prepare``.
             Overloaded: Too many large bodies wait.
         """
         if self._waiting >= _MAX_WAITING:
@@ -126,30 +125,30 @@ class SideProcess:
 
 
 def main(descriptor: int) -> None:
-    """Receives the intake, then forks for every body until the other end is closed."""
+    """Receives the preparer, then forks for every body until the other end is closed."""
     received = first_received(descriptor)
     if received is None:
         return
-    connection, (intake, limits) = received
+    connection, (preparer, limits) = received
     limit_memory(limits.memory_bytes)
-    fork_for_each(connection, lambda connection: _serve(connection, intake, limits))
+    fork_for_each(connection, lambda connection: _serve(connection, preparer, limits))
 
 
-def _serve(connection: Connection, intake: Intake, limits: SideProcessLimits) -> None:
+def _serve(connection: Connection, preparer: RequestPreparer, limits: SideProcessLimits) -> None:
     question = connection.recv()
     if question is None:
         connection.send({})
         return
     allow_seconds(limits.cpu_seconds)
-    nicely(lambda: connection.send(_result(intake, *question)))
+    nicely(lambda: connection.send(_result(preparer, *question)))
 
 
-def _result(intake: Intake, kind: type[Body], body: bytes, earlier: Earlier | None) -> Any:
+def _result(preparer: RequestPreparer, kind: type[Body], body: bytes, earlier: Earlier | None) -> Any:
     """Returns the request, what it refers to, or the fields of an ApiError, which cannot be pickled."""
     unknown: list[str] = []
-    collect(None if intake.settings.strict else unknown)
+    collect_unknown_fields(None if preparer.settings.strict else unknown)
     try:
-        prepared = intake.tokenized_bad_words(intake.prepared(_validated(kind, body), earlier))
+        prepared = preparer.tokenized_bad_words(preparer.prepare(_validated(kind, body), earlier))
         return replace(prepared, unknown=tuple(unknown))
     except EarlierNeeded as needed:
         return needed.references

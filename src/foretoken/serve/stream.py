@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -10,13 +11,35 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from foretoken.outputs import StreamPiece
-from foretoken.serve.errors import ApiError, as_api_error
+from foretoken.serve.errors import ApiError, as_api_error, is_anthropic
 from foretoken.serve.generation import Generation, collect
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """Returns one event. name: its type, for APIs whose events have one.
+
+    It is ASCII, because clients that split lines by Unicode rules would break a text at U+2028 or U+0085.
+    """
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
 
 T = TypeVar("T")
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GRACE = 10.0  # seconds for a client to read what is left once its request is over
+
+
+def error_event(error: ApiError, path: str) -> bytes:
+    """Returns the event that ends a stream of the API at ``path`` after an error."""
+    if is_anthropic(path):
+        return event(error.anthropic_body(None), "error")
+    if path.startswith("/v1/responses"):
+        numbered = {"type": "error", "code": error.code or "server_error", "message": error.shown}
+        return event({**numbered, "param": error.param, "sequence_number": 0}, "error")
+    return event(error.body())
 
 
 class AnswerWriter(Protocol):

@@ -1,4 +1,4 @@
-"""Tokens in answers: their bytes, and log-probabilities in both of OpenAI's formats."""
+"""Tokens in answers: their bytes, log-probabilities in both of OpenAI's formats, and records of decode steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.outputs import Logprob
+from foretoken.outputs import Logprob, StreamPiece
 from foretoken.propose.pieces import Pieces
-from foretoken.serve.answers import CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from foretoken.serve.answer_types import CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -9999.0  # in place of minus infinity, which JSON cannot express
 
@@ -116,3 +116,47 @@ class LegacyLogprobs:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def step_record(piece: StreamPiece, index: int, token_text: TokenText) -> dict[str, Any]:
+    """Returns one decode step of one choice.
+
+    ``draft`` has the draft tokens, parents before children. A parent is an index into it; -1 is the last committed
+    token. p is the target's probability of the token, q the draft's, null for a fixed candidate. ``tokens`` has the
+    emitted tokens, each an accepted draft token or the target's own.
+    """
+    step, explained = piece.step, piece.explained
+    accepted = set(step.verdict.path[: step.accepted])
+    nodes = range(len(step.draft))
+    return {
+        "index": index,
+        "position": step.position,
+        "batch": step.timings.batch,
+        "draft": [
+            {
+                "token": step.draft.ids[node],
+                "text": token_text.text(step.draft.ids[node]),
+                "parent": step.draft.parents[node],
+                "accepted": node in accepted,
+                "p": explained.p[node] if explained else None,
+                "q": explained.q[node] if explained else None,
+            }
+            for node in nodes
+        ],
+        "tokens": [
+            {
+                "token": token,
+                "text": token_text.text(token),
+                "origin": "accepted" if place < step.accepted else "target",
+                "p": explained.emitted_prob[place] if explained else None,
+            }
+            for place, token in enumerate(step.tokens)
+        ],
+        "seconds": {
+            "propose": step.timings.propose,
+            "score": step.timings.score,
+            "verify": step.timings.verify,
+            "commit": step.timings.commit,
+        },
+        "finish_reason": step.finish_reason,
+    }

@@ -55,8 +55,8 @@ class Worker:
         self.listeners = self.thread.listeners
         self._open: set[Generation] = set()
         self._building = 0  # requests that are tokenized and checked
-        self._intake = ThreadPoolExecutor(1, "foretoken-intake")
-        self._large_intake = ThreadPoolExecutor(1, "foretoken-large-intake")
+        self._small_pool = ThreadPoolExecutor(1, "foretoken-prepare")
+        self._large_pool = ThreadPoolExecutor(1, "foretoken-prepare-large")
         self._compilers = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4), "foretoken-compile")
 
     def start(self) -> None:
@@ -84,7 +84,7 @@ class Worker:
             work: What to do.
             size: Number of characters to tokenize. Large texts have their own thread, so that others need not wait.
         """
-        pool = self._large_intake if size > LARGE_TEXT else self._intake
+        pool = self._large_pool if size > LARGE_TEXT else self._small_pool
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     @property
@@ -172,7 +172,7 @@ class Worker:
     def close(self) -> None:
         """Stops the thread after its current step, and waits for it."""
         self.thread.stop()
-        for pool in (self._intake, self._large_intake, self._compilers):
+        for pool in (self._small_pool, self._large_pool, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self, sequences: int) -> None:

@@ -1,10 +1,11 @@
-"""The API keys that a server accepts: those of the command line, and those of a file that may change."""
+"""The API keys that a server accepts, what each key may do, and its rates."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import logging
+import math
 import os
 import stat
 import time
@@ -12,15 +13,185 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.types import Scope
+
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.access.granted import Access
-from foretoken.serve.access.rates import KeyUsage
-from foretoken.serve.access.records import ADMIN, GENERATE, METRICS, KeyRecord, read_keys
-from foretoken.serve.errors import ApiError
+from foretoken.serve.access.key_file import ADMIN, GENERATE, METRICS, KeyRecord, digest, read_keys
+from foretoken.serve.errors import ApiError, invalid_key, too_many_requests
+
+STATE = "access"  # in the state of an ASGI scope
+
+SPECULATION = "/v1/speculation"
+LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_LISTINGS = ("/v1/models", "/version", "/openapi.json")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Permissions of a request.
+
+    Args:
+        name: Name of its key; None without keys.
+        scopes: See ``KeyRecord``.
+        models: See ``KeyRecord``.
+    """
+
+    name: str | None = None
+    scopes: frozenset[str] = frozenset({GENERATE, METRICS})
+    models: tuple[str, ...] | None = None
+
+    def check_scope(self, needed: str | None) -> None:
+        """Raises a 403 ApiError if the request lacks a scope."""
+        if needed is None or needed in self.scopes:
+            return
+        if self.name is None:
+            message = (
+                "this server lets nobody change it: it has no keys and is not on loopback alone; start it with "
+                "--api-key-file and use a key with the scope admin, or start it with --allow-admin"
+            )
+            raise ApiError(403, message, code="admin_not_allowed")
+        raise ApiError(403, f"this key lacks the scope {needed}", code="insufficient_scope")
+
+    def may_use(self, model: str) -> bool:
+        """Returns whether the request may use a model."""
+        return self.models is None or model in self.models
+
+
+def access_of(scope: Scope) -> Access:
+    """Returns the permissions of a request that has passed the middleware."""
+    access: Access = scope.get("state", {}).get(STATE, Access())
+    return access
+
+
+def needed_scope(method: str, path: str) -> str | None:
+    """Returns the scope that a request needs; None if any key will do."""
+    if path == "/metrics":
+        return METRICS
+    if path.rstrip("/") == SPECULATION:
+        return METRICS if method == "GET" else ADMIN
+    if path.rstrip("/") in (LOAD_LORA, UNLOAD_LORA):
+        return ADMIN
+    if method == "GET" and any(path == listing or path.startswith(f"{listing}/") for listing in _LISTINGS):
+        return None
+    return GENERATE
+
+
+def scopes_without_key(allow_admin: bool) -> frozenset[str]:
+    """Returns the scopes of requests without a key, and of keys without a record."""
+    return frozenset({GENERATE, METRICS, *([ADMIN] if allow_admin else [])})
+
+
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
+)
+
+_MINUTE = 60.0
+_BYTES_PER_TOKEN = 4  # of a body, by which its tokens are estimated until they are known
+
+
+@dataclass(slots=True)
+class RateBucket:
+    """A token bucket that holds one minute's amount, and gains it evenly over a minute. ``level`` may be negative."""
+
+    per_minute: int
+    level: float
+    at: float
+
+    def refill(self, now: float) -> None:
+        """Adds what was gained until ``now``."""
+        self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / _MINUTE)
+        self.at = now
+
+    def seconds_until(self, amount: float) -> float:
+        """Returns the seconds until the bucket holds ``amount``."""
+        return max(0.0, (amount - self.level) * _MINUTE / self.per_minute)
+
+
+class KeyUsage:
+    """Requests and tokens that one key has used.
+
+    A request takes one from the bucket of requests. It is admitted while the bucket of tokens is not empty, and holds
+    an estimate by its size until its tokens are known; a long output may leave the bucket in debt, which later
+    requests wait for.
+
+    Args:
+        record: The key's limits.
+        clock: Returns monotonic seconds.
+    """
+
+    def __init__(self, record: KeyRecord, clock: Callable[[], float] = time.monotonic) -> None:
+        self.running, self._clock = 0, clock
+        self._buckets: dict[str, RateBucket] = {}  # of requests and tokens, if they are limited
+        self.update(record)
+
+    def update(self, record: KeyRecord) -> None:
+        """Takes over changed limits. What was used stays used."""
+        self._refill()
+        self._max_concurrency, before, self._buckets = record.max_concurrency, self._buckets, {}
+        for name, per_minute in (("requests", record.requests_per_minute), ("tokens", record.tokens_per_minute)):
+            if per_minute is not None:
+                bucket = before.get(name) or RateBucket(per_minute, float(per_minute), self._clock())
+                bucket.level += per_minute - bucket.per_minute
+                bucket.per_minute = per_minute
+                self._buckets[name] = bucket
+
+    def begin(self, size: int) -> float:
+        """Admits a request of ``size`` bytes. Returns the tokens that it holds. Raises a 429 ApiError."""
+        limit = self._max_concurrency
+        if limit is not None and self.running >= limit:
+            raise self._refusal(f"this key may have {limit} requests answered at once", 1.0)
+        self._refill()
+        for name, bucket in self._buckets.items():
+            if wait := bucket.seconds_until(1.0):
+                verb = "send" if name == "requests" else "use"
+                raise self._refusal(f"this key may {verb} {bucket.per_minute} {name} per minute", wait)
+        held = 0.0
+        if (requests := self._buckets.get("requests")) is not None:
+            requests.level -= 1.0
+        if (tokens := self._buckets.get("tokens")) is not None:
+            held = min(size / _BYTES_PER_TOKEN, tokens.per_minute)
+            tokens.level -= held
+        self.running += 1
+        return held
+
+    def end(self, held: float, tokens: int) -> None:
+        """Ends a request that held ``held`` and used ``tokens``."""
+        self.running -= 1
+        self._refill()
+        if (bucket := self._buckets.get("tokens")) is not None:
+            bucket.level = min(bucket.per_minute, bucket.level + held - tokens)
+
+    def headers(self) -> dict[str, str]:
+        """Returns OpenAI's headers about the limits."""
+        self._refill()
+        headers = {}
+        for name, bucket in self._buckets.items():
+            headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+            headers[f"x-ratelimit-reset-{name}"] = duration(bucket.seconds_until(bucket.per_minute))
+        return headers
+
+    def _refill(self) -> None:
+        now = self._clock()
+        for bucket in self._buckets.values():
+            bucket.refill(now)
+
+    def _refusal(self, limit: str, wait: float) -> ApiError:
+        seconds = max(1, math.ceil(wait))
+        return too_many_requests(f"{limit}; try again in {seconds} s", seconds, self.headers())
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration as OpenAI writes it, such as 6m0s or 20ms."""
+    if seconds < 1.0:
+        return f"{math.ceil(seconds * 1000)}ms"
+    whole = math.ceil(seconds)
+    return f"{whole // 60}m{whole % 60}s" if whole >= 60 else f"{whole}s"
+
 
 _log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0  # between looks at the file's time
+_LOOK_SECONDS = 1.0  # between checks for a change of the file
 
 
 @dataclass(frozen=True)
@@ -29,18 +200,14 @@ class Identity:
 
     Args:
         digest: Hash of its key.
-        access: What it may do.
-        usage: What it has used; None if it has no limits of its own.
+        access: Its permissions.
+        usage: Usage of its key; None if the key has no limits of its own.
+        expires: Unix time after which the key is not accepted.
     """
 
     digest: bytes
     access: Access
     usage: KeyUsage | None = None
-
-
-@dataclass(frozen=True)
-class _Entry:
-    identity: Identity
     expires: float = float("inf")
 
 
@@ -65,12 +232,11 @@ class KeyRing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file, self._clock = file, clock
-        scopes = frozenset({GENERATE, METRICS, *([ADMIN] if allow_admin else [])})
-        digests = dict.fromkeys(_digest(key.encode()) for key in keys)
+        scopes, digests = scopes_without_key(allow_admin), dict.fromkeys(map(digest, keys))
         self._fixed = [
-            _Entry(Identity(digest, Access(f"api-key-{number}", scopes))) for number, digest in enumerate(digests, 1)
+            Identity(hashed, Access(f"api-key-{number}", scopes)) for number, hashed in enumerate(digests, 1)
         ]
-        self._filed: list[_Entry] = []
+        self._filed: list[Identity] = []
         self._usages: dict[str, KeyUsage] = {}  # by hash
         self._seen: tuple[int, ...] | None = None  # of the file, when it was last read
         self._next_look = 0.0
@@ -100,16 +266,15 @@ class KeyRing:
         It is compared with every key in constant time, so that the response time reveals nothing about the keys.
         """
         self._look()
-        digest, match = _digest(given.strip().encode("latin-1")), None
-        for entry in (*self._fixed, *self._filed):
-            if hmac.compare_digest(digest, entry.identity.digest):
-                match = entry
+        hashed, match = hashlib.sha256(given.strip().encode("latin-1")).digest(), None
+        for identity in (*self._fixed, *self._filed):
+            if hmac.compare_digest(hashed, identity.digest):
+                match = identity
         if not given or match is None:
             return None
         if time.time() >= match.expires:
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, "this API key has expired", code="invalid_api_key", headers=headers)
-        return match.identity
+            raise invalid_key("this API key has expired")
+        return match
 
     def reload(self) -> None:
         """Reads the file again. A bad file leaves the keys as they are, and the log says why."""
@@ -133,34 +298,20 @@ class KeyRing:
                 self.reload()
 
     def _take(self, records: Sequence[KeyRecord]) -> None:
-        usages = {}
+        before, self._usages, self._filed = self._usages, {}, []
         for record in records:
-            usage = self._usages.get(record.sha256)
+            usage = before.get(record.sha256)
             if usage is None:
                 usage = KeyUsage(record, self._clock)
             else:
                 usage.update(record)
-            usages[record.sha256] = usage
-        self._usages = usages
-        self._filed = [
-            _Entry(
-                Identity(
-                    bytes.fromhex(record.sha256),
-                    Access(record.name, frozenset(record.scopes), record.models),
-                    usages[record.sha256],
-                ),
-                record.expiry(),
-            )
-            for record in records
-        ]
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+            self._usages[record.sha256] = usage
+            access = Access(record.name, frozenset(record.scopes), record.models)
+            self._filed.append(Identity(bytes.fromhex(record.sha256), access, usage, record.expiry()))
 
 
 def _fingerprint(file: Path) -> tuple[int, ...] | None:
-    """Returns what changes when the file does; None if it cannot be looked at."""
+    """Returns attributes that change with the file; None if it cannot be read."""
     try:
         status = os.stat(file)
     except OSError:

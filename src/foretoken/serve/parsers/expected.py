@@ -1,4 +1,4 @@
-"""What the answers to one chat look like, and the parsers that read them."""
+"""The expected output of one chat, and the parsers that read it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from typing import Any
 
 from foretoken.params import SamplingParams
 from foretoken.serve.chat_schema import ChatRequest, NamedTool
-from foretoken.serve.output import OutputParser, TextParser
-from foretoken.serve.parsers.bodies import Schemas
+from foretoken.serve.output import OutputParser
+from foretoken.serve.parsers.call_bodies import Schemas
 from foretoken.serve.parsers.formats import FORCED, FORMATS, HARMONY, REASONING_FORMATS, OutputFormat
-from foretoken.serve.parsers.harmony import HarmonyParser
-from foretoken.serve.parsers.reasoning import ReasoningParser
-from foretoken.serve.parsers.special_tokens import WithoutTokens
-from foretoken.serve.parsers.tools import ToolParser
+from foretoken.serve.parsers.output_parsers import HarmonyParser, ReasoningParser, ToolParser, WithoutTokens
 from foretoken.serve.parsers.values import schema_types
-from foretoken.serve.tool_choice import offered
+from foretoken.serve.prompts import offered
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """What the answers to one request look like.
+    """The expected output of one request.
 
     Attributes:
-        format: Their format.
+        format: Format of the model's output.
         schemas: The functions that may be called, with the JSON schema of their arguments; None if none may.
         opened: Whether the prompt ends within reasoning.
         end_token: The token that ends reasoning, if it is one.
@@ -46,7 +43,7 @@ class ExpectedOutput:
     def _parser(self) -> OutputParser:
         if HARMONY in (self.format.calls, self.format.reasoning):
             return HarmonyParser()
-        answer: OutputParser = TextParser()
+        answer: OutputParser = OutputParser()
         if self.schemas is not None:
             answer = ToolParser(FORMATS[self.format.calls], self.schemas, self.named)
         if self.format.reasoning is None:
@@ -57,7 +54,7 @@ class ExpectedOutput:
 def expect(
     format: OutputFormat, chat: ChatRequest, prompt: str, params: SamplingParams, forced: bool, tokenizer: Any
 ) -> tuple[ExpectedOutput, SamplingParams]:
-    """Returns what the answers look like, and the parameters with which the text shows what their parser needs.
+    """Returns the expected output, and the parameters with which the text shows all tags that its parser needs.
 
     Args:
         format: The format of the model.
@@ -82,7 +79,7 @@ def expect(
 
 
 def _types(parameters: Any) -> dict[str, Any]:
-    """Returns of a schema the types of the arguments, which is all that a parser needs."""
+    """Returns the types of a schema's arguments; a parser needs nothing else of it."""
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     named = properties.items() if isinstance(properties, dict) else ()
     return {"properties": {name: {"type": sorted(schema_types(schema))} for name, schema in named}}

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.parsers.bodies import (
+from foretoken.serve.parsers.call_bodies import (
     CallBody,
     HeadBody,
+    JsonBody,
     ParameterBody,
     ParameterTags,
     PythonBody,
@@ -17,10 +18,7 @@ from foretoken.serve.parsers.bodies import (
     Writer,
     gemma_calls,
 )
-from foretoken.serve.parsers.harmony import TAGS
-from foretoken.serve.parsers.json_calls import JsonBody
-from foretoken.serve.parsers.reasoning import ReasoningFormat
-from foretoken.serve.parsers.tools import CallFormat
+from foretoken.serve.parsers.output_parsers import TAGS, CallFormat, ReasoningFormat
 
 
 def _kimi_name(head: str) -> str:
@@ -84,7 +82,6 @@ class _MistralBody:
         self._body: CallBody | None = None
 
     def push(self, text: str) -> str | None:
-        """See ``CallBody``."""
         text = text if self._body else text.lstrip()
         if not text:
             return None

@@ -17,18 +17,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from foretoken import __version__
-from foretoken.serve.access.granted import LOAD_LORA, SPECULATION, UNLOAD_LORA
-from foretoken.serve.app import add_middlewares, key_ring
-from foretoken.serve.error_handlers import add_handlers
+from foretoken.serve.access.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA
+from foretoken.serve.app import HEALTH_PATHS, LIVE, create_gateway
 from foretoken.serve.errors import ApiError, ServerUnavailable
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.replicas.forwarded import Forwarded, parse
-from foretoken.serve.replicas.gathered import Gathered
+from foretoken.serve.metrics import replica_metrics
+from foretoken.serve.replicas.forwarding import Forwarded, parse
 from foretoken.serve.replicas.relay import OUTCOMES, Relay
+from foretoken.serve.request_log import RequestTracer
+from foretoken.serve.request_state import summarized_by
 from foretoken.serve.stream import cancel_on_disconnect
-from foretoken.serve.summary import summarized_by
-from foretoken.serve.tracing import RequestTracer
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +68,7 @@ class Front:
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forwards one ASGI request. Raises ApiError, ServerUnavailable or TimeoutError if nothing was sent yet."""
-        body = await _read(receive)
+        body = await Request(scope, receive).body()  # the middleware has read it, within its limits
         if self.draining and scope["method"] == "POST":
             raise ServerUnavailable("the server is shutting down; ask another one")
         if scope["path"].rstrip("/") in (LOAD_LORA, UNLOAD_LORA):
@@ -113,48 +111,11 @@ class Front:
 
     async def metrics(self, request: Request) -> Response:
         """Returns metrics for Prometheus."""
-        body, kind = Gathered(dict(await self._replicas.metrics()), self.failovers).render()
-        return Response(body, headers={"Content-Type": kind})
+        return replica_metrics(dict(await self._replicas.metrics()), self.failovers).render()
 
 
 def create_front(front: Front, settings: ServerSettings, tracer: RequestTracer | None = None) -> FastAPI:
     """Returns the front's app. It checks keys, rates, bodies and concurrency; replicas check everything else."""
-    app = FastAPI(title="Foretoken", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.front = front
-    app.state.keys = keys = key_ring(settings)
-    add_handlers(app)
-    app.add_route("/health", front.health, methods=["GET"])
-    app.add_route("/ping", front.health, methods=["GET", "POST"])
-    for path in ("/ready", "/health/ready"):
-        app.add_route(path, front.health, methods=["GET"])
-    app.add_route("/health/live", front.live, methods=["GET"])
-    app.add_route(SPECULATION, front.speculation, methods=["GET", "PATCH", "POST"])
-    app.add_route("/metrics", front.metrics, methods=["GET"])
-    app.router.default = _Forwarding(front)
-    add_middlewares(app, settings, keys, tracer)
-    return app
-
-
-class _Forwarding:
-    """Forwards requests that no route of the front handles."""
-
-    def __init__(self, front: Front) -> None:
-        self._front = front
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._front.forward(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1000})
-
-
-async def _read(receive: Receive) -> bytes:
-    """Returns the whole body."""
-    parts, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(499, "the client went away")
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
+    routes = {**dict.fromkeys(HEALTH_PATHS, front.health), LIVE: front.live}
+    routes |= {SPECULATION: front.speculation, "/metrics": front.metrics}
+    return create_gateway(settings, tracer, routes, front.forward)

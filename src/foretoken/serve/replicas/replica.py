@@ -14,12 +14,12 @@ from starlette.types import Message, Scope
 
 from foretoken.core.streams import SeedDomain, derived_seed
 from foretoken.llm import LLM
-from foretoken.serve.access.granted import SPECULATION, STATE, Access
-from foretoken.serve.access.records import ADMIN, METRICS
+from foretoken.serve.access.key_file import ADMIN, METRICS
+from foretoken.serve.access.keyring import SPECULATION, STATE, Access
 from foretoken.serve.app import create_app
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.replicas.forwarded import Forwarded, ReplicaLost
-from foretoken.serve.summary import summary_of
+from foretoken.serve.replicas.forwarding import Forwarded, ReplicaLost
+from foretoken.serve.request_state import summary_of
 from foretoken.serve.worker import Worker
 
 _log = logging.getLogger(__name__)

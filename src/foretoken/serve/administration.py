@@ -1,0 +1,232 @@
+"""Changes to a running server: LoRA adapters and speculation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.formats.checkpoint import resolve
+from foretoken.params import MAX_SPECULATIVE_TOKENS
+from foretoken.propose.fallback import FallbackProposer
+from foretoken.serve.metrics import Metrics
+from foretoken.serve.schema import Body
+from foretoken.serve.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+
+class AdapterToLoad(Body):
+    """Body of POST /v1/load_lora_adapter.
+
+    Args:
+        lora_name: Name under which requests choose it.
+        lora_path: Its folder on the server, or its hub name.
+        load_inplace: Whether it may take the place of an adapter of this name.
+        model: The model that it is for, where there are several. None is the first.
+    """
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1)]
+    load_inplace: bool = False
+    model: str | None = None
+
+
+class AdapterToUnload(Body):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class ServedAdapters:
+    """The LoRA adapters of one served model.
+
+    Args:
+        worker: Runs the engine.
+        model_names: Names of the model itself.
+        paths: The adapters that it begins with: paths by name.
+
+    Attributes:
+        paths: The adapters: paths by name.
+        taken: Further tests of whether a name is taken, by other models behind the same address.
+        changing: Is held while adapters change; one for all models behind the same address.
+    """
+
+    def __init__(self, worker: Worker, model_names: Sequence[str], paths: dict[str, str]) -> None:
+        self._worker, self._model_names, self.paths = worker, model_names, paths
+        self.taken: list[Callable[[str], bool]] = []
+        self.changing = asyncio.Lock()
+
+    async def load(self, wanted: AdapterToLoad, key: str | None) -> None:
+        """Loads an adapter. key: name of the client's key, for the log.
+
+        Raises:
+            InvalidRequest: Its name is taken, it cannot be read, or does not fit the model. Nothing is changed.
+            ServerUnavailable: The engine does not answer.
+        """
+        name, llm = wanted.lora_name, self._worker.llm
+        async with self.changing:
+            self._check_name(wanted)
+            try:
+                adapter = await asyncio.to_thread(lambda: llm.adapters.read(resolve(wanted.lora_path)))
+            except (ModelLoadError, OSError) as error:
+                raise InvalidRequest(f"lora_path: {error}", param="lora_path") from error
+
+            def add() -> None:
+                llm.adapters.replace(name, adapter)
+                self.paths[name] = wanted.lora_path
+                self._worker.sweep_adapters()
+
+            await self._worker.between_steps(add)
+        _log.warning("the LoRA adapter %s was loaded by %s from %s", name, _by(key), wanted.lora_path)
+
+    async def unload(self, wanted: AdapterToUnload, key: str | None) -> None:
+        """Unloads an adapter. key: name of the client's key, for the log.
+
+        Raises:
+            InvalidRequest: It is not loaded.
+            ServerUnavailable: The engine does not answer.
+        """
+        name, llm = wanted.lora_name, self._worker.llm
+
+        def remove() -> None:
+            llm.adapters.retire(name)
+            del self.paths[name]
+            self._worker.sweep_adapters()
+
+        async with self.changing:
+            await self._worker.between_steps(remove)
+        _log.warning("the LoRA adapter %s was unloaded by %s", name, _by(key))
+
+    def _check_name(self, wanted: AdapterToLoad) -> None:
+        name = wanted.lora_name
+        if name in self._model_names or any(taken(name) for taken in self.taken):
+            raise InvalidRequest(f"{name!r} is a name of another model here; choose another lora_name", "lora_name")
+        if name in self.paths and not wanted.load_inplace:
+            raise InvalidRequest(
+                f"there is a LoRA adapter {name!r} already; unload it, or give load_inplace to replace it",
+                "lora_name",
+            )
+
+
+def _by(key: str | None) -> str:
+    return key or "a client without a key"
+
+
+class SpeculationChange(Body):
+    """Body of PATCH and POST /v1/speculation. Fields that are left out keep their value.
+
+    Args:
+        enabled: Whether anything is drafted. Holds at once, for all requests.
+        method: The default method of new requests. Running ones keep theirs.
+        max_draft_tokens: Largest draft of a sequence in a step, whatever requests ask for; null is no bound. Holds at
+            once.
+    """
+
+    model: str | None = None
+    enabled: bool | None = None
+    method: str | None = None
+    max_draft_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] | None = None
+
+
+class SpeculationState(TypedDict):
+    """Answer of /v1/speculation.
+
+    ``paused`` is why the last step had no drafts, null if it had some. ``running`` has the draft lengths of the running
+    requests. docs/reference/http.md describes ``controller``, ``costs`` and ``acceptance``.
+    """
+
+    object: str
+    model: str
+    enabled: bool
+    method: str
+    methods: list[str]
+    max_draft_tokens: int | None
+    paused: str | None
+    running: int
+    controller: dict[str, Any]
+    costs: dict[str, Any] | None
+    acceptance: dict[str, Any]
+
+
+class SpeculationControl:
+    """Describes and changes the speculation of one worker.
+
+    Args:
+        worker: Runs the engine.
+        metrics: Counts its steps.
+        model: Name of the model.
+    """
+
+    def __init__(self, worker: Worker, metrics: Metrics, model: str) -> None:
+        self._worker, self._metrics, self._model = worker, metrics, model
+        self._enabled, self._bound = True, worker.limited.limit
+
+    async def state(self) -> SpeculationState:
+        """Returns what is known. Raises ServerUnavailable."""
+        return await self._worker.between_steps(self._state)
+
+    async def change(self, wanted: SpeculationChange, key: str | None) -> SpeculationState:
+        """Makes a change and returns what is known then. key: name of the client's key, for the log.
+
+        Raises:
+            InvalidRequest: The method is not loaded; nothing is changed.
+            ServerUnavailable: The engine does not answer.
+        """
+
+        def apply() -> SpeculationState:
+            self._apply(wanted)
+            return self._state()
+
+        state = await self._worker.between_steps(apply)
+        bound = state["max_draft_tokens"]
+        _log.warning(
+            "speculation was changed by %s: %s, method %s, max_draft_tokens %s",
+            key or "a client without a key",
+            "on" if state["enabled"] else "off",
+            state["method"],
+            bound,
+        )
+        return state
+
+    def _apply(self, wanted: SpeculationChange) -> None:
+        worker = self._worker
+        if wanted.method is not None and wanted.method != worker.llm.methods[0]:
+            worker.llm.use_method(wanted.method)
+        if wanted.enabled is not None:
+            self._enabled = wanted.enabled
+        if "max_draft_tokens" in wanted.model_fields_set:
+            self._bound = wanted.max_draft_tokens
+        worker.limited.limit = self._bound if self._enabled else 0
+        proposer = worker.llm.proposer_of(worker.llm.methods[0])
+        if isinstance(proposer, FallbackProposer) and (wanted.method or wanted.enabled):
+            proposer.enable()
+
+    def _state(self) -> SpeculationState:
+        worker, engine = self._worker, self._worker.engine
+        costs = worker.limited.costs
+        return {
+            "object": "speculation",
+            "model": self._model,
+            "enabled": self._enabled,
+            "method": worker.llm.methods[0],
+            "methods": list(worker.llm.methods),
+            "max_draft_tokens": self._bound,
+            "paused": self._paused(),
+            "running": len(engine.running),
+            "controller": worker.limited.describe(),
+            "costs": None if costs is None else costs.describe(),
+            "acceptance": self._metrics.acceptance(),
+        }
+
+    def _paused(self) -> str | None:
+        llm = self._worker.llm
+        proposer = llm.proposer_of(llm.methods[0])
+        if isinstance(proposer, FallbackProposer) and proposer.disabled:
+            return "the method failed and is disabled; the log says why"
+        return self._worker.limited.pause

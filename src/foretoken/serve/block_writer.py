@@ -1,0 +1,136 @@
+"""Answers that are lists of blocks, one after another: those of /v1/messages and /v1/responses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from foretoken.outputs import CompletionOutput, StreamPiece
+from foretoken.serve.errors import ApiError
+from foretoken.serve.generation import Generation
+from foretoken.serve.output import OutputEvent, TextDelta, ToolCallDelta, ToolCallStarted, new_call_id
+from foretoken.serve.preparation import PreparedRequest
+
+BlockKind = Literal["text", "reasoning", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """A run of text or of reasoning, or one call.
+
+    Args:
+        index: Its number in the output.
+        kind: Text, reasoning or a call.
+        text: The text, the reasoning, or the arguments of the call.
+        id: Identifier, without a prefix.
+        name: Name of the called function.
+    """
+
+    index: int
+    kind: BlockKind
+    id: str
+    text: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange:
+    """A change of a block. ``delta`` is the new text of one that grew."""
+
+    block: Block
+    what: Literal["started", "grew", "ended"]
+    delta: str = ""
+
+
+class Blocks:
+    """Divides the events of one output into blocks, one after another, for APIs whose answers are lists of blocks."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open = False
+
+    def add(self, events: Iterable[OutputEvent]) -> list[BlockChange]:
+        """Returns the changes that the events make."""
+        changes: list[BlockChange] = []
+        for event in events:
+            if isinstance(event, ToolCallStarted):
+                changes += [*self.end(), self._start("call", event.id, event.name)]
+            elif isinstance(event, ToolCallDelta):
+                changes.append(self._grow(event.arguments))
+            elif event.text:
+                kind: BlockKind = "text" if isinstance(event, TextDelta) else "reasoning"
+                if not self._open or self.all[-1].kind != kind:
+                    changes += [*self.end(), self._start(kind, new_call_id())]
+                changes.append(self._grow(event.text))
+        return changes
+
+    def start_text(self) -> list[BlockChange]:
+        """Starts a block of text. Returns the change."""
+        return [self._start("text", new_call_id())]
+
+    def end(self) -> list[BlockChange]:
+        """Ends the last block. Returns the change."""
+        if not self._open:
+            return []
+        self._open = False
+        return [BlockChange(self.all[-1], "ended")]
+
+    def _start(self, kind: BlockKind, identifier: str, name: str = "") -> BlockChange:
+        self.all.append(Block(len(self.all), kind, identifier, name=name))
+        self._open = True
+        return BlockChange(self.all[-1], "started")
+
+    def _grow(self, delta: str) -> BlockChange:
+        self.all[-1].text += delta
+        return BlockChange(self.all[-1], "grew", delta)
+
+
+class BlockWriter(ABC):
+    """An ``AnswerWriter`` of blocks.
+
+    Args:
+        prepared: The request.
+    """
+
+    def __init__(self, prepared: PreparedRequest[Any]) -> None:
+        self._body = prepared.body
+        self._parser = prepared.output.parser()
+        self._blocks = Blocks()
+        self._output: CompletionOutput | None = None  # once the answer is complete
+
+    @abstractmethod
+    def opening(self, generation: Generation) -> bytes: ...
+
+    @abstractmethod
+    def closing(self, generation: Generation) -> bytes: ...
+
+    @abstractmethod
+    def failure(self, generation: Generation, error: ApiError) -> bytes: ...
+
+    @abstractmethod
+    def _answer(self, generation: Generation) -> Mapping[str, Any]:
+        """Returns the complete answer."""
+
+    @abstractmethod
+    def _events_of(self, change: BlockChange) -> bytes:
+        """Returns the events of a change."""
+
+    def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> Mapping[str, Any]:
+        (final,) = finals.values()
+        self._output = output = final.output
+        assert output is not None
+        self._read(output.text, output.token_ids, output.logprobs)
+        return self._answer(generation)
+
+    def piece(self, generation: Generation, piece: StreamPiece) -> bytes:
+        self._output = piece.output
+        return b"".join(map(self._events_of, self._read(piece.text, piece.token_ids, piece.logprobs)))
+
+    def _read(self, text: str, tokens: Any, logprobs: Any) -> list[BlockChange]:
+        """Returns the changes that the next text of the answer makes."""
+        events = self._parser.push(text, tokens)
+        if self._output is None:
+            return self._blocks.add(events)
+        return [*self._blocks.add([*events, *self._parser.finish()]), *self._blocks.end()]

@@ -1,0 +1,161 @@
+"""Several models behind one address: each has an engine and an app of its own; requests name their model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+from urllib.parse import parse_qs
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from foretoken.serve.access.keyring import UNLOAD_LORA
+from foretoken.serve.app import HEALTH_PATHS, LIVE, create_app, create_gateway
+from foretoken.serve.errors import ApiError, ServerUnavailable, not_served
+from foretoken.serve.json_body import read
+from foretoken.serve.limits import ServerSettings, key_of, replayed
+from foretoken.serve.metrics import MergedMetrics
+from foretoken.serve.request_log import RequestTracer
+from foretoken.serve.service import Service
+from foretoken.serve.worker import Worker
+
+_MODELS, _RESPONSES = "/v1/models", "/v1/responses/"
+
+
+class WorkerGroup:
+    """The workers of several models, as one to ``Server``."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = tuple(workers)
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return any(worker.draining for worker in self.workers)
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        for worker in self.workers:
+            worker.draining = value
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return any(worker.busy for worker in self.workers)
+
+    @property
+    def dead(self) -> Exception | None:
+        """The error that ended an engine's thread, or None."""
+        return next((worker.dead for worker in self.workers if worker.dead is not None), None)
+
+    @property
+    def alive(self) -> bool:
+        """Whether all engines run."""
+        return all(worker.alive for worker in self.workers)
+
+    def abandon(self) -> None:
+        """Ends unfinished requests, for shutting down."""
+        for worker in self.workers:
+            worker.abandon()
+
+
+def create_model_group(
+    group: WorkerGroup, each: Sequence[ServerSettings], settings: ServerSettings, tracer: RequestTracer | None = None
+) -> FastAPI:
+    """Returns the app of several models. The first is that of requests that name none.
+
+    Args:
+        group: Runs the engines.
+        each: Settings of each worker's model, with its names.
+        settings: Settings of the server, with the names of all models.
+        tracer: Traces requests.
+
+    Raises:
+        InvalidRequest: The key file of the settings cannot be read.
+    """
+    apps = [create_app(worker, own, guarded=False) for worker, own in zip(group.workers, each, strict=True)]
+    dispatch = _Dispatch(apps)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for inner in apps:
+                await stack.enter_async_context(inner.router.lifespan_context(inner))
+            yield
+
+    async def health(request: Request) -> Response:
+        if not group.alive:
+            raise ServerUnavailable("an engine is not running")
+        if group.draining and request.url.path != LIVE:
+            raise ServerUnavailable("the server is shutting down")
+        return JSONResponse({"status": "ok"})
+
+    routes = {**dict.fromkeys(HEALTH_PATHS, health), _MODELS: dispatch.models, "/metrics": dispatch.metrics}
+    return create_gateway(settings, tracer, routes, dispatch, lifespan)
+
+
+class _Dispatch:
+    """Passes each request to the app of its model."""
+
+    def __init__(self, apps: Sequence[FastAPI]) -> None:
+        self._apps = tuple(apps)
+        self._services: list[Service] = [app.state.service for app in apps]
+        services = self._services
+        for service in services:
+            service.adapters.changing = services[0].adapters.changing
+            service.adapters.taken += [other.serves for other in services if other is not service]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await Request(scope, receive).body()  # the middleware has read it, within its limits
+        app = await self._app(scope, body)
+        await app({**scope, "app": app}, replayed(body, receive), send)
+
+    async def models(self, request: Request) -> Response:
+        """Lists the models that the request's key may use."""
+        listed = [service.model(name) for service in self._services for name in service.names(request)]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def metrics(self, request: Request) -> Response:
+        """Returns metrics for Prometheus, which are labelled by model."""
+        return MergedMetrics(service.metrics.collect() for service in self._services).render()
+
+    async def _app(self, scope: Scope, body: bytes) -> FastAPI:
+        """Returns the app of a request. Raises a 404 ApiError if none serves its model."""
+        path, name = scope["path"], None
+        if path.startswith(_RESPONSES):
+            return self._storing(path.removeprefix(_RESPONSES).partition("/")[0], scope)
+        if path.startswith(f"{_MODELS}/"):
+            name = path.removeprefix(f"{_MODELS}/")
+        elif scope["method"] == "GET":
+            name = next(iter(parse_qs(scope["query_string"].decode("latin-1")).get("model", ())), None)
+        elif body:
+            name = await _name_in(body, "lora_name" if path == UNLOAD_LORA else "model")
+        if name is None:
+            return self._apps[0]
+        for app, service in zip(self._apps, self._services, strict=True):
+            if service.serves(name):
+                return app
+        raise not_served(name)
+
+    def _storing(self, identifier: str, scope: Scope) -> FastAPI:
+        """Returns the app that stores a response; the first if none does."""
+        for app, service in zip(self._apps, self._services, strict=True):
+            try:
+                service.responses.get(identifier, key_of(scope))
+            except ApiError:
+                continue
+            return app
+        return self._apps[0]
+
+
+async def _name_in(body: bytes, key: str) -> str | None:
+    """Returns the name in a body; None if there is none, or it is not valid, which the app will report."""
+    try:
+        value: Any = await read(body)
+    except ApiError:
+        return None
+    name = value.get(key) if isinstance(value, dict) else None
+    return name if isinstance(name, str) else None

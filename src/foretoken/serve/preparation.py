@@ -1,0 +1,324 @@
+"""Converts the body of a request to prompts and sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar, cast
+
+from foretoken.core.bad_words import BadWords
+from foretoken.core.errors import InvalidRequest
+from foretoken.engine.prompts import PromptTokenizer
+from foretoken.params import SamplingParams
+from foretoken.serve.chat_schema import (
+    ChatForm,
+    ChatRequest,
+    DetokenizeRequest,
+    Earlier,
+    Function,
+    Message,
+    References,
+    TokenizeRequest,
+)
+from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
+from foretoken.serve.limits import ServerSettings
+from foretoken.serve.parameters import as_sent, sampling, sent_names
+from foretoken.serve.parsers.expected import ExpectedOutput, expect
+from foretoken.serve.parsers.formats import OutputFormat, chosen_format
+from foretoken.serve.prompts import fill_in_prompt, forced, render
+from foretoken.serve.schema import Body, CompletionRequest
+
+DEFAULT_TOKENS = 16  # OpenAI's
+
+# The fields of a body that are needed to answer. The other fields are in the prompts and parameters.
+_NEEDED = {
+    *("model", "n", "best_of", "stream", "stream_options", "return_steps", "priority", "cache_salt"),
+    *("logprobs", "top_logprobs", "echo", "tools", "tool_choice"),
+    *("cache_prompt", "prompt_logprobs", "request_id", "return_token_ids"),
+}
+
+B = TypeVar("B", bound=Body)
+
+
+class EarlierNeeded(Exception):
+    """A body refers to what the server stores, which the caller has to find first."""
+
+    def __init__(self, references: References) -> None:
+        super().__init__(references)
+        self.references = references
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A tokenized prompt. text: the prompt, if the answer echoes it; else empty."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRequest(Generic[B]):
+    """A request that is ready to be queued.
+
+    Args:
+        body: The fields that answering needs.
+        prompts: The prompts in tokens.
+        params: Sampling parameters of all of them.
+        max_tokens: Number of tokens to generate at most; 0 where only the prompt's log-probabilities are wanted.
+        output: What the answers look like.
+        bad_words: The tokens of the bad words; None if ``params`` has the words themselves.
+        chat: The chat for which the body stands, with the fields that answering needs.
+        cut: Whether ``max_tokens`` is less than was asked for, because the context ends there.
+        unknown: Unknown fields of the body that were ignored.
+        names: See ``sent_names``.
+    """
+
+    body: B
+    prompts: list[EncodedPrompt]
+    params: SamplingParams
+    max_tokens: int
+    output: ExpectedOutput = field(default_factory=ExpectedOutput)
+    bad_words: BadWords | None = None
+    chat: ChatRequest | None = None
+    cut: bool = False
+    unknown: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestPreparer:
+    """Prepares requests to one model.
+
+    Args:
+        tokenizer: Tokenizes their prompts.
+        settings: The server's limits and the model's names.
+        max_model_len: Number of tokens of a prompt and its output together.
+        capacity: Number of sequences that may run or wait.
+    """
+
+    tokenizer: PromptTokenizer
+    settings: ServerSettings = field(repr=False)
+    max_model_len: int
+    capacity: int
+
+    def prepare(self, body: B, earlier: Earlier | None = None) -> PreparedRequest[B]:
+        """Returns the prepared request.
+
+        Raises:
+            ApiError: It is not valid, or cannot be served.
+            EarlierNeeded: ``earlier`` is None, and the body refers to something.
+        """
+        names = sent_names(body)
+        try:
+            return replace(cast("PreparedRequest[B]", self._prepare(body, earlier)), names=names)
+        except (InvalidRequest, ApiError) as error:
+            raise as_sent(error, names) from error
+
+    def _prepare(self, body: Any, earlier: Earlier | None) -> PreparedRequest[Any]:
+        if isinstance(body, CompletionRequest):
+            return self._completion(body)
+        if isinstance(body, ChatRequest):
+            return self._chat(body, body)
+        if not isinstance(body, ChatForm):
+            return self._tokenized(body)
+        references = body.references()
+        if references and earlier is None:
+            raise EarlierNeeded(references)
+        return self._chat(body, body.as_chat(earlier or Earlier()))
+
+    @cached_property
+    def _format(self) -> OutputFormat:
+        """How the model writes reasoning and calls."""
+        settings = self.settings
+        template = settings.chat_template or getattr(self.tokenizer.tokenizer, "chat_template", None)
+        shown = template if isinstance(template, str) else None
+        return chosen_format(shown, settings.tool_call_parser, settings.reasoning_parser)
+
+    @cached_property
+    def marks_turns(self) -> bool:
+        """Whether there is a chat template, and it adds more to a message than line breaks."""
+        try:
+            message = Message(role="user", content="x")
+            chat = ChatRequest.model_construct(messages=[message])
+            return render(self.tokenizer.tokenizer, chat, self.settings.chat_template).strip() != "x"
+        except InvalidRequest:
+            return False
+
+    def tokenized_bad_words(self, prepared: PreparedRequest[B]) -> PreparedRequest[B]:
+        """Returns ``prepared`` with the tokens of its bad words. Raises InvalidRequest."""
+        if not prepared.params.bad_words:
+            return prepared
+        try:
+            bad_words = self.tokenizer.bad_words(prepared.params.bad_words)
+        except InvalidRequest as error:
+            raise as_sent(error, prepared.names) from error
+        return replace(prepared, params=replace(prepared.params, bad_words=None), bad_words=bad_words)
+
+    def _completion(self, body: CompletionRequest) -> PreparedRequest[CompletionRequest]:
+        n = body.n or 1
+        candidates = n if body.best_of is None else body.best_of
+        if candidates < n:
+            raise invalid(f"best_of ({candidates}) must be at least n ({n})", param="best_of")
+        if candidates > n and body.streams:
+            raise invalid("best_of cannot be streamed: what is best is known at the end", param="best_of")
+        given = _each(body.prompt)
+        self._check_counts(candidates, len(given), body.logprobs, count="n" if body.best_of is None else "best_of")
+        self._check_counts(1, 1, body.prompt_logprobs, "prompt_logprobs")
+        prompts = [self._encoded(body, prompt) for prompt in given]
+        budget = min(self._budget(body.max_tokens, prompt.ids, DEFAULT_TOKENS) for prompt in prompts)
+        params = sampling(
+            body,
+            n=candidates,
+            max_tokens=max(1, budget),  # at 0 only log-probabilities of the prompt are sent
+            logprobs=0 if body.logprobs is None and candidates > n else body.logprobs,
+            prompt_logprobs=_more(body.logprobs if body.echo else None, body.prompt_logprobs),
+        )
+        return PreparedRequest(body=_needed(body), prompts=prompts, params=self._predicted(params), max_tokens=budget)
+
+    def _chat(self, body: Any, chat: ChatRequest) -> PreparedRequest[Any]:
+        """Prepares a chat. body: the request itself, which is ``chat`` or stands for it."""
+        form = body if isinstance(body, ChatForm) else None
+        if chat.top_logprobs is not None and not chat.logprobs:
+            raise invalid("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
+        self._check_counts(chat.n or 1, 1, chat.top_logprobs, "top_logprobs")
+        self._check_counts(1, 1, chat.prompt_logprobs, "prompt_logprobs")
+        calls = forced(chat)
+        asked = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
+        text, ids = self._rendered(chat, asked)
+        needed = _needed(chat)
+        prepared: dict[str, Any] = {
+            "body": needed if form is None else form.kept(),
+            "prompts": [EncodedPrompt("", ids)],
+            "chat": needed,
+        }
+        if form is not None and form.counts_only:
+            return PreparedRequest(params=SamplingParams(), max_tokens=0, **prepared)
+        budget = self._budget(None if form is not None and form.fills_context else asked, ids)
+        cut = asked is not None and asked > budget
+        params = sampling(
+            chat,
+            {"json": calls} if calls is not None else None,
+            n=chat.n or 1,
+            max_tokens=budget if cut or asked is None else asked,
+            logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+            prompt_logprobs=chat.prompt_logprobs,
+        )
+        tokenizer = self.tokenizer.tokenizer
+        output, params = expect(self._format, chat, text, params, calls is not None, tokenizer)
+        params = self._predicted(params)
+        return PreparedRequest(params=params, max_tokens=params.max_tokens, cut=cut, output=output, **prepared)
+
+    def _rendered(self, chat: ChatRequest, asked: int | None) -> tuple[str, list[int]]:
+        """Returns a chat's prompt as a text and in tokens."""
+        text = render(self.tokenizer.tokenizer, chat, self.settings.chat_template)
+        ids = self._unlimited(chat.truncate_prompt_tokens).rendered(text, bool(chat.add_special_tokens))
+        return text, self._truncated(ids, chat.truncate_prompt_tokens, asked)
+
+    def _encoded(self, body: CompletionRequest, prompt: str | list[int]) -> EncodedPrompt:
+        if body.suffix:
+            if body.echo or not isinstance(prompt, str):
+                raise invalid("suffix goes with a prompt of text, and not with echo", param="suffix")
+            ids = fill_in_prompt(self.tokenizer.tokenizer, prompt, body.suffix)
+            return EncodedPrompt("", self._truncated(ids, body.truncate_prompt_tokens, body.max_tokens))
+        special = body.add_special_tokens is not False
+        tokenized = self._unlimited(body.truncate_prompt_tokens).tokenize(prompt, special)
+        ids = self._truncated(tokenized.ids, body.truncate_prompt_tokens, body.max_tokens)
+        text = ""
+        if body.echo:
+            whole = tokenized.text is not None and len(ids) == len(tokenized.ids)
+            text = str(tokenized.text) if whole else self.tokenizer.tokenizer.decode(ids)
+        return EncodedPrompt(text, ids)
+
+    def _unlimited(self, truncated: int | None) -> PromptTokenizer:
+        """Returns the tokenizer, which takes prompts of any length if they are truncated afterwards."""
+        return self.tokenizer if truncated is None else replace(self.tokenizer, limit=None, source_limit=None)
+
+    def _truncated(self, ids: list[int], kept: int | None, asked: int | None) -> list[int]:
+        """Returns the last ``kept`` tokens of a prompt; for -1 as many as leave room for the output."""
+        if kept is None:
+            return ids
+        if kept == 0:
+            raise invalid("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
+        return ids[-(kept if kept > 0 else max(1, self.max_model_len - (asked or 1))) :]
+
+    def _tokenized(self, body: Any) -> PreparedRequest[Any]:
+        """Returns the tokens of a body of /tokenize, or the text of one of /detokenize."""
+        tokenizer = self._unlimited(1)
+        if isinstance(body, DetokenizeRequest):
+            ids = tokenizer.checked(body.tokens, "the list in tokens")
+            prompt = EncodedPrompt(tokenizer.tokenizer.decode(ids), [])
+        else:
+            assert isinstance(body, TokenizeRequest)
+            text = body.prompt or ""
+            if (chat := body.chat) is not None:
+                text = render(tokenizer.tokenizer, chat, self.settings.chat_template)
+            special = chat is None if body.add_special_tokens is None else body.add_special_tokens
+            prompt = EncodedPrompt("", tokenizer.text(text, "the prompt", special))
+        kept = body.model_copy(update={"messages": None, "prompt": "", "tools": None, "tokens": []})
+        return PreparedRequest(body=kept, prompts=[prompt], params=SamplingParams(), max_tokens=0)
+
+    def _predicted(self, params: SamplingParams) -> SamplingParams:
+        """Returns ``params`` with the predicted output in tokens."""
+        if params.prediction is None:
+            return params
+        return replace(params, prediction=self.tokenizer.prediction(params.prediction))
+
+    def _budget(self, asked: int | None, prompt: Sequence[int], default: int | None = None) -> int:
+        """Returns the maximum number of tokens to generate. Raises ApiError if they do not fit.
+
+        Args:
+            asked: The client's maximum, or None.
+            prompt: The prompt's tokens.
+            default: The maximum if the client gave none; None for as many as fit.
+        """
+        before = self.tokenizer.start or prompt  # an encoder's input takes none of the output's length
+        left = self.max_model_len - len(before)
+        if left < 1 or (asked or 0) > left:
+            more = "" if asked is None else f" and {asked} more were asked for"
+            raise invalid(
+                f"the model's context length is {self.max_model_len} tokens; the prompt has {len(prompt)}{more}",
+                param="prompt",
+                code=CONTEXT_LENGTH,
+            )
+        return min(left, default or left) if asked is None else asked
+
+    def _check_counts(
+        self, n: int, prompts: int, logprobs: int | None, name: str = "logprobs", count: str = "n"
+    ) -> None:
+        """Raises ApiError for counts above the server's limits. name, count: the fields of ``logprobs`` and ``n``."""
+        limits = self.settings
+        for value, limit, param in (
+            (n, limits.max_n, count),
+            (prompts, limits.max_prompts, "prompt"),
+            (logprobs or 0, limits.max_logprobs, name),
+        ):
+            if value > limit:
+                what = f"{param} holds {value} prompts" if param == "prompt" else f"{param} is {value}"
+                raise invalid(f"{what}; this server allows at most {limit}", param=param)
+        if n * prompts > self.capacity:
+            raise invalid(
+                f"{prompts} prompts with {count}={n} are {n * prompts} sequences, and this server holds at most "
+                f"{self.capacity} (--max-num-seqs and --max-waiting together); ask for fewer in one request",
+                param=count if prompts == 1 else "prompt",
+            )
+
+
+def _each(prompt: Any) -> list[str | list[int]]:
+    """Returns the prompts of a request. An empty list is one prompt without tokens."""
+    if not prompt or isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return cast("list[str | list[int]]", prompt)
+
+
+def _more(one: int | None, other: int | None) -> int | None:
+    return max((value for value in (one, other) if value is not None), default=None)
+
+
+def _needed(body: B) -> B:
+    """Returns ``body`` with its other fields as if they had not been sent, and of its tools the names."""
+    others: dict[str, Any] = {name: None for name in type(body).model_fields if name not in _NEEDED}
+    tools = getattr(body, "tools", None)
+    if tools:
+        others["tools"] = [tool.model_copy(update={"function": Function(name=tool.function.name)}) for tool in tools]
+    return body.model_copy(update=others)

@@ -1,0 +1,70 @@
+"""The private Ray cluster of one server, and the number of its replicas. Does not import Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretoken.core.errors import InvalidRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaScale:
+    """The number of replicas and their resources.
+
+    Attributes:
+        replicas: Initial and smallest number of replicas.
+        max_replicas: Largest number of replicas; None keeps the number fixed.
+        address: Address of a Ray cluster; None starts one on this machine.
+        cpus: Cores of each replica; None divides all cores among them.
+        gpus: GPUs of each replica.
+    """
+
+    replicas: int
+    max_replicas: int | None = None
+    address: str | None = None
+    cpus: float | None = None
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidRequest(f"max_replicas ({self.max_replicas}) must be at least replicas ({self.replicas})")
+        if self.cpus is not None and self.cpus <= 0:
+            raise InvalidRequest(f"replica_cpus must be more than 0, got {self.cpus}")
+
+    @property
+    def ceiling(self) -> int:
+        """The largest number of replicas."""
+        return self.max_replicas or self.replicas
+
+
+def share(nodes: Sequence[float], count: int) -> float:
+    """Returns the largest number of cores for each of ``count`` replicas; whole cores if there are enough.
+
+    Raises:
+        InvalidRequest: There are no cores.
+    """
+    sizes = {cores / k for cores in nodes for k in range(1, count + 1) if cores > 0}
+    fitting = [size for size in sizes if sum(int(cores / size + 1e-9) for cores in nodes) >= count]
+    if not fitting:
+        raise InvalidRequest("the Ray cluster has no cores; start its nodes with some")
+    best = max(fitting)
+    return float(int(best)) if best >= 1 else int(best * 1e4) / 1e4  # Ray counts in ten-thousandths
+
+
+def keep_to_itself() -> None:
+    """Sets the environment variables of Ray's processes. To be called before Ray is imported.
+
+    Nodes are on loopback. Some of Ray's ports listen on all addresses whatever the configuration, and would run what
+    they receive, so a token protects them. Usage reports are off.
+    """
+    os.environ.update(
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # makes 127.0.0.1 the node's address, on Linux too
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
+        RAY_worker_niceness="0",  # replicas keep their priority
+    )
+    os.environ.pop("RAY_ADDRESS", None)

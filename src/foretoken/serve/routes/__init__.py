@@ -1,1 +1,0 @@
-"""Routes of the app, by API."""
