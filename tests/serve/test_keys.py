@@ -19,9 +19,9 @@ from tests.serve.test_errors import OK, error_of
 from foretoken import LLM
 from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.access.key_file import KeyRecord, add, digest, new_key, read_keys, revoke
-from foretoken.serve.access.keyring import KeyRing, KeyUsage, duration
 from foretoken.serve.errors import ApiError
+from foretoken.serve.key_file import KeyRecord, add, digest, new_key, read_keys, revoke
+from foretoken.serve.keyring import KeyRing, KeyUsage, duration
 from foretoken.serve.limits import ServerSettings
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def keyed(spare: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     }
     settings = ServerSettings(model_names=("stdlib", "other"), key_file=file)
     with pytest.MonkeyPatch.context() as patch:  # buckets that do not fill meanwhile, however slow the machine is
-        patch.setattr("foretoken.serve.access.keyring.KeyUsage", lambda record, _: KeyUsage(record, lambda: 0.0))
+        patch.setattr("foretoken.serve.keyring.KeyUsage", lambda record, _: KeyUsage(record, lambda: 0.0))
         with running(spare, settings) as server:
             yield server, keys, file
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.serve.replicas.relay import Different, Transcript
+from foretoken.serve.replicas.relay import Replay, ReplayDiffers
 from foretoken.serve.stream import event
 
 
@@ -69,17 +69,16 @@ def test_goes_on_wherever_it_stopped(
     whole = ("def main():", "import os, é")
     one = stream_of([cut(whole[0], a), cut(whole[1], b)], first, "cmpl-1")
     two = stream_of([cut(whole[0], c), cut(whole[1], d)], second, "cmpl-other")
-    transcript, sent = Transcript(), []
+    sent: list[bytes] = []
 
     def send(body: bytes) -> None:
         if body:
             sent.append(body)
-            transcript.note(body)
 
     for part in one[:stop]:
         send(part)
     for length in (again, len(two)):
-        replay = transcript.replay()
+        replay = Replay(b"".join(sent))
         for part in two[:length]:
             send(replay.rest(part))
     assert texts(sent) == list(whole)
@@ -88,11 +87,8 @@ def test_goes_on_wherever_it_stopped(
 
 
 def test_chat_opens_once_and_ends_once() -> None:
-    transcript = Transcript()
     opening = {"role": "assistant", "content": "", "refusal": None}
-    for part in (chat(opening), chat({"content": "Hel"})):
-        transcript.note(part)
-    replay = transcript.replay()
+    replay = Replay(chat(opening) + chat({"content": "Hel"}))
     again = [
         chat(opening, name="b"),
         chat({"content": "He"}, name="b"),
@@ -106,9 +102,6 @@ def test_chat_opens_once_and_ends_once() -> None:
 
 @pytest.mark.parametrize("again", [[completion(0, "day")], [completion(0, "d", "stop")], [completion(0, "defx")]])
 def test_another_text_is_noticed(again: list[bytes]) -> None:
-    transcript = Transcript()
-    transcript.note(completion(0, "def"))
-    transcript.note(completion(0, " f"))
-    replay = transcript.replay()
-    with pytest.raises(Different):
+    replay = Replay(completion(0, "def") + completion(0, " f"))
+    with pytest.raises(ReplayDiffers):
         list(map(replay.rest, again))

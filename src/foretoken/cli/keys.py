@@ -15,9 +15,9 @@ from rich.table import Table
 from foretoken.cli.options import Json
 from foretoken.cli.theme import ColorMode, console, wide_console
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.access.key_file import GENERATE, SCOPES, KeyRecord, digest, new_key, read_keys
-from foretoken.serve.access.key_file import add as add_record
-from foretoken.serve.access.key_file import revoke as revoke_record
+from foretoken.serve.key_file import GENERATE, SCOPES, KeyRecord, digest, new_key, read_keys
+from foretoken.serve.key_file import add as add_record
+from foretoken.serve.key_file import revoke as revoke_record
 
 app = typer.Typer(help="Make, list and revoke the API keys of a server's key file.")
 

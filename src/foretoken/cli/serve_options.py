@@ -14,7 +14,7 @@ from foretoken.cli.options import MaxModelLen, RuntimeOptions, TensorParallel, W
 from foretoken.core.checks import parse_size
 from foretoken.core.errors import InvalidRequest
 from foretoken.engine.chat_template import read_template
-from foretoken.serve.access.key_file import read_keys
+from foretoken.serve.key_file import read_keys
 from foretoken.serve.listening import TlsFiles, tls_files
 from foretoken.serve.parsers.formats import check_parsers
 

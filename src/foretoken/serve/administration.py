@@ -1,4 +1,9 @@
-"""Changes to a running server: LoRA adapters and speculation."""
+"""Changes to a running server: ``/v1/speculation``, ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``.
+
+They happen in the engine's thread between two steps. No change of speculation depends on a token of a step, and every
+draft is verified, so texts with a seed stay the same and others keep their distribution. An adapter is read in a thread
+of its own. Requests that use an adapter when it is unloaded keep it; its memory is freed when the last of them ends.
+"""
 
 from __future__ import annotations
 
@@ -53,46 +58,46 @@ class ServedAdapters:
 
     Attributes:
         paths: The adapters: paths by name.
-        taken: Further tests of whether a name is taken, by other models behind the same address.
+        name_in_use: Further tests of whether a name is in use, by other models behind the same address.
         changing: Is held while adapters change; one for all models behind the same address.
     """
 
     def __init__(self, worker: Worker, model_names: Sequence[str], paths: dict[str, str]) -> None:
         self._worker, self._model_names, self.paths = worker, model_names, paths
-        self.taken: list[Callable[[str], bool]] = []
+        self.name_in_use: list[Callable[[str], bool]] = []
         self.changing = asyncio.Lock()
 
-    async def load(self, wanted: AdapterToLoad, key: str | None) -> None:
+    async def load(self, request: AdapterToLoad, key: str | None) -> None:
         """Loads an adapter. key: name of the client's key, for the log.
 
         Raises:
             InvalidRequest: Its name is taken, it cannot be read, or does not fit the model. Nothing is changed.
             ServerUnavailable: The engine does not answer.
         """
-        name, llm = wanted.lora_name, self._worker.llm
+        name, llm = request.lora_name, self._worker.llm
         async with self.changing:
-            self._check_name(wanted)
+            self._check_name(request)
             try:
-                adapter = await asyncio.to_thread(lambda: llm.adapters.read(resolve(wanted.lora_path)))
+                adapter = await asyncio.to_thread(lambda: llm.adapters.read(resolve(request.lora_path)))
             except (ModelLoadError, OSError) as error:
                 raise InvalidRequest(f"lora_path: {error}", param="lora_path") from error
 
             def add() -> None:
                 llm.adapters.replace(name, adapter)
-                self.paths[name] = wanted.lora_path
+                self.paths[name] = request.lora_path
                 self._worker.sweep_adapters()
 
             await self._worker.between_steps(add)
-        _log.warning("the LoRA adapter %s was loaded by %s from %s", name, _by(key), wanted.lora_path)
+        _log.warning("the LoRA adapter %s was loaded by %s from %s", name, _by(key), request.lora_path)
 
-    async def unload(self, wanted: AdapterToUnload, key: str | None) -> None:
+    async def unload(self, request: AdapterToUnload, key: str | None) -> None:
         """Unloads an adapter. key: name of the client's key, for the log.
 
         Raises:
             InvalidRequest: It is not loaded.
             ServerUnavailable: The engine does not answer.
         """
-        name, llm = wanted.lora_name, self._worker.llm
+        name, llm = request.lora_name, self._worker.llm
 
         def remove() -> None:
             llm.adapters.retire(name)
@@ -103,11 +108,11 @@ class ServedAdapters:
             await self._worker.between_steps(remove)
         _log.warning("the LoRA adapter %s was unloaded by %s", name, _by(key))
 
-    def _check_name(self, wanted: AdapterToLoad) -> None:
-        name = wanted.lora_name
-        if name in self._model_names or any(taken(name) for taken in self.taken):
+    def _check_name(self, request: AdapterToLoad) -> None:
+        name = request.lora_name
+        if name in self._model_names or any(in_use(name) for in_use in self.name_in_use):
             raise InvalidRequest(f"{name!r} is a name of another model here; choose another lora_name", "lora_name")
-        if name in self.paths and not wanted.load_inplace:
+        if name in self.paths and not request.load_inplace:
             raise InvalidRequest(
                 f"there is a LoRA adapter {name!r} already; unload it, or give load_inplace to replace it",
                 "lora_name",
@@ -122,7 +127,7 @@ class SpeculationChange(Body):
     """Body of PATCH and POST /v1/speculation. Fields that are left out keep their value.
 
     Args:
-        enabled: Whether anything is drafted. Holds at once, for all requests.
+        enabled: Whether drafts are made. Holds at once, for all requests.
         method: The default method of new requests. Running ones keep theirs.
         max_draft_tokens: Largest draft of a sequence in a step, whatever requests ask for; null is no bound. Holds at
             once.
@@ -168,11 +173,11 @@ class SpeculationControl:
         self._enabled, self._bound = True, worker.limited.limit
 
     async def state(self) -> SpeculationState:
-        """Returns what is known. Raises ServerUnavailable."""
+        """Returns the state. Raises ServerUnavailable."""
         return await self._worker.between_steps(self._state)
 
-    async def change(self, wanted: SpeculationChange, key: str | None) -> SpeculationState:
-        """Makes a change and returns what is known then. key: name of the client's key, for the log.
+    async def change(self, change: SpeculationChange, key: str | None) -> SpeculationState:
+        """Makes a change and returns the new state. key: name of the client's key, for the log.
 
         Raises:
             InvalidRequest: The method is not loaded; nothing is changed.
@@ -180,31 +185,26 @@ class SpeculationControl:
         """
 
         def apply() -> SpeculationState:
-            self._apply(wanted)
+            self._apply(change)
             return self._state()
 
         state = await self._worker.between_steps(apply)
-        bound = state["max_draft_tokens"]
-        _log.warning(
-            "speculation was changed by %s: %s, method %s, max_draft_tokens %s",
-            key or "a client without a key",
-            "on" if state["enabled"] else "off",
-            state["method"],
-            bound,
-        )
+        switch, bound = "on" if state["enabled"] else "off", state["max_draft_tokens"]
+        words = "speculation was changed by %s: %s, method %s, max_draft_tokens %s"
+        _log.warning(words, _by(key), switch, state["method"], bound)
         return state
 
-    def _apply(self, wanted: SpeculationChange) -> None:
+    def _apply(self, change: SpeculationChange) -> None:
         worker = self._worker
-        if wanted.method is not None and wanted.method != worker.llm.methods[0]:
-            worker.llm.use_method(wanted.method)
-        if wanted.enabled is not None:
-            self._enabled = wanted.enabled
-        if "max_draft_tokens" in wanted.model_fields_set:
-            self._bound = wanted.max_draft_tokens
+        if change.method is not None and change.method != worker.llm.methods[0]:
+            worker.llm.use_method(change.method)
+        if change.enabled is not None:
+            self._enabled = change.enabled
+        if "max_draft_tokens" in change.model_fields_set:
+            self._bound = change.max_draft_tokens
         worker.limited.limit = self._bound if self._enabled else 0
         proposer = worker.llm.proposer_of(worker.llm.methods[0])
-        if isinstance(proposer, FallbackProposer) and (wanted.method or wanted.enabled):
+        if isinstance(proposer, FallbackProposer) and (change.method or change.enabled):
             proposer.enable()
 
     def _state(self) -> SpeculationState:

@@ -304,7 +304,7 @@ class Error(TypedDict):
 
 
 class AnthropicErrorObject(TypedDict):
-    """What went wrong, in Anthropic's words."""
+    """Anthropic's error object."""
 
     type: str
     message: str

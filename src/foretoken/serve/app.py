@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from foretoken import __version__
 from foretoken.core.errors import ForetokenError
 from foretoken.engine.chat_template import check_template
-from foretoken.serve.access.keyring import RATE_HEADERS, SPECULATION, KeyRing
 from foretoken.serve.errors import ApiError, RefusedBody, as_api_error
 from foretoken.serve.json_body import validation_error
+from foretoken.serve.keyring import RATE_HEADERS, SPECULATION, KeyRing
 from foretoken.serve.limits import LimitsMiddleware, ServerSettings
 from foretoken.serve.request_log import RequestTracer, TracingMiddleware
 from foretoken.serve.request_state import RequestIdMiddleware

@@ -181,7 +181,7 @@ class ChatRequest(Generate):
 
 @dataclass(frozen=True)
 class References:
-    """References of a body to stored content: an earlier response, whose conversation it continues, and single items."""
+    """References of a body to an earlier response, whose conversation it continues, and to single stored items."""
 
     response: str | None = None
     items: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The thread that runs the engine, and hands pieces of texts over to the event loops of their requests."""
+"""The thread that runs the engine and passes pieces of output to the event loops of their requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDLE_SECONDS = 1.0  # seconds without work before the engine's integrity is chec
 
 
 def _ignore(error: Exception) -> None:
-    """The ``failed`` of an order that nobody waits for."""
+    """The ``failed`` of an order whose result is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class EngineThread:
         """Asks the thread to do ``work`` between two steps. May be called by any thread.
 
         Args:
-            work: What to do.
+            work: The work.
             failed: Called with the error if ``work`` raises, or if the thread ends or has ended without doing it.
         """
         with self._accepting:
@@ -225,13 +225,13 @@ class EngineThread:
         for loop, batch in by_loop.items():
             try:
                 loop.call_soon_threadsafe(hand_over, batch)
-            except RuntimeError:  # the loop is closed, so nobody waits
+            except RuntimeError:  # the loop is closed
                 for generation, _ in batch:
                     self.drop(generation)
 
 
 def _failure(error: Exception) -> Exception:
-    """Returns the error that the client is told. Unexpected errors are logged and become RequestFailed."""
+    """Returns the error that the client gets. Unexpected errors are logged and become RequestFailed."""
     if isinstance(error, ForetokenError):
         return error
     _log.error("the engine's thread failed on a request", exc_info=error)

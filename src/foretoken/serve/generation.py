@@ -196,7 +196,7 @@ class Generation(Summarized):
         return {"speculative_decoding": record}
 
     def summary(self) -> RequestSummary:
-        """Returns what became of it so far."""
+        """Returns its outcome so far."""
         record = self._record.to_dict()
         return RequestSummary(
             id=self.id,

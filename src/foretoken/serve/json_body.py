@@ -125,7 +125,7 @@ def _resolved(location: _Path, value: Any, missing: bool) -> tuple[bool, _Path]:
     right that reaches the end; if none does, because the end is a type, the longest.
 
     Args:
-        location: What is left of the location.
+        location: The rest of the location.
         value: The value at its beginning.
         missing: Whether the end is a key that is missing.
     """

@@ -15,8 +15,8 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foretoken.serve.access.keyring import STATE, Access, KeyRing, KeyUsage, needed_scope, scopes_without_key
 from foretoken.serve.errors import ApiError, headers_too_large, invalid_key, too_many_requests
+from foretoken.serve.keyring import STATE, Access, KeyRing, KeyUsage, needed_scope, scopes_without_key
 from foretoken.serve.listening import AllowedHosts
 from foretoken.serve.request_log import RequestLog
 from foretoken.serve.request_state import summary_of
@@ -34,13 +34,13 @@ class ServerSettings:
         model_names: Names of the model. Answers have the one that was asked for, the first if none was.
         lora_modules: Paths of the LoRA adapters that it begins with, by the names under which requests choose them.
         api_keys: Accepted API keys. Without keys and without a key file, no key is needed.
-        key_file: A file of API keys with limits (``access.key_file``).
+        key_file: A file of API keys with limits (``key_file``).
         allow_admin: Whether requests without a key, or with one of ``api_keys``, may change the server.
         share_cache_across_keys: Whether requests of different keys share the prefix cache and the proposers' stores.
             Otherwise each of several keys has its own scope.
         chat_template: A template in place of the tokenizer's own.
-        tool_call_parser: How the model writes function calls; None for what the chat template shows.
-        reasoning_parser: How the model writes reasoning, ``none`` if it does not; None for what the template shows.
+        tool_call_parser: Format of function calls; None for the one that the chat template shows.
+        reasoning_parser: Format of reasoning, ``none`` without any; None for the one that the template shows.
         origins: Other origins whose pages may use the API from a browser (CORS).
         hosts: The ``Host`` headers that are answered; None answers any.
         max_body: Bytes of a body.
@@ -278,7 +278,7 @@ class Bodies:
 
 
 def _counted(size: int) -> int:
-    """Returns how many bytes of a body count towards the memory of all bodies."""
+    """Returns the bytes of a body that count towards the memory of all bodies."""
     return max(0, size - _SMALL)
 
 

@@ -40,7 +40,11 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class AllowedHosts:
-    """Allows ``localhost``, the loopback addresses, and ``names``: host names, addresses, ``*.domain``, or ``*``."""
+    """Allows ``localhost``, the loopback addresses, and ``names``: host names, addresses, ``*.domain``, or ``*``.
+
+    A web page can point its own domain name at 127.0.0.1 and then talk to a server there as its own origin (DNS
+    rebinding). The browser still sends the page's domain name as ``Host``, so a server on loopback refuses such names.
+    """
 
     names: tuple[str, ...]
 

@@ -329,7 +329,7 @@ class Metrics(MetricsPage):
 
 
 def _reached(counts: Counter[int]) -> list[float]:
-    """Returns how often each position was reached. counts: how often each number of positions was the last."""
+    """Returns the number of drafts that reached each position. counts: number of drafts by their last position."""
     return [float(sum(n for j, n in counts.items() if j > i)) for i in range(max([1, *counts]))]
 
 

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from foretoken.serve.access.keyring import UNLOAD_LORA
 from foretoken.serve.app import HEALTH_PATHS, LIVE, create_app, create_gateway
 from foretoken.serve.errors import ApiError, ServerUnavailable, not_served
 from foretoken.serve.json_body import read
+from foretoken.serve.keyring import UNLOAD_LORA
 from foretoken.serve.limits import ServerSettings, key_of, replayed
 from foretoken.serve.metrics import MergedMetrics
 from foretoken.serve.request_log import RequestTracer
@@ -106,7 +106,7 @@ class _Dispatch:
         services = self._services
         for service in services:
             service.adapters.changing = services[0].adapters.changing
-            service.adapters.taken += [other.serves for other in services if other is not service]
+            service.adapters.name_in_use += [other.serves for other in services if other is not service]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await Request(scope, receive).body()  # the middleware has read it, within its limits

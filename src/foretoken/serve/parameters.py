@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
@@ -12,27 +13,8 @@ from foretoken.serve.chat_schema import ChatForm, ChatRequest
 from foretoken.serve.errors import ApiError, as_api_error, invalid
 from foretoken.serve.schema import Body, Generate, JsonObjectFormat, JsonSchemaFormat, Sampling
 
-_SAME = (
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-    "temperature",
-    "top_p",
-    "bad_words",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "skip_special_tokens",
-    "stop_token_ids",
-    "top_k",
-    "allowed_token_ids",
-    "cache_salt",
-    "exactness",
-    "speculative_method",
-    "speculative_tokens",
-)
+_CONVERTED = {"logit_bias", "prediction", "structured_outputs"}
+_SAME = sorted({f.name for f in fields(SamplingParams)} & Sampling.model_fields.keys() - _CONVERTED)
 _SYNONYMS = {"repeat_penalty": "repetition_penalty", "no_stop_trim": "include_stop_str_in_output"}
 _STRUCTURED = {
     **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
@@ -45,13 +27,13 @@ _PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty
 _EMPTY_IS_NONE = ("ebnf", "grammar", "regex")
 
 
-def sampling(body: Generate, structured: Mapping[str, Any] | None = None, **own: Any) -> SamplingParams:
+def sampling(body: Generate, structured: Mapping[str, Any] | None = None, **parameters: Any) -> SamplingParams:
     """Returns the sampling parameters of a request.
 
     Args:
         body: The request.
         structured: Structured outputs in place of those in the body.
-        own: Parameters that the endpoints name differently.
+        parameters: Parameters that the endpoints name differently.
 
     Raises:
         InvalidRequest: A parameter is not valid.
@@ -75,7 +57,7 @@ def sampling(body: Generate, structured: Mapping[str, Any] | None = None, **own:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return SamplingParams(
         **given,
-        **own,
+        **parameters,
         stop=[stop for stop in stops if stop],  # OpenAI's clients send empty ones, which end nothing
         explain=body.return_steps,
         structured_outputs=structured or structured_outputs(body),

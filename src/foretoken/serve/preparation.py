@@ -1,4 +1,8 @@
-"""Converts the body of a request to prompts and sampling parameters."""
+"""Converts the body of a request to prompts and sampling parameters.
+
+The server runs this in a thread, and for large bodies in a side process. This module must not import torch, so that the
+side process starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +69,8 @@ class PreparedRequest(Generic[B]):
         body: The fields that answering needs.
         prompts: The prompts in tokens.
         params: Sampling parameters of all of them.
-        max_tokens: Number of tokens to generate at most; 0 where only the prompt's log-probabilities are wanted.
-        output: What the answers look like.
+        max_tokens: Number of tokens to generate at most; 0 where only the prompt's log-probabilities are requested.
+        output: The expected output.
         bad_words: The tokens of the bad words; None if ``params`` has the words themselves.
         chat: The chat for which the body stands, with the fields that answering needs.
         cut: Whether ``max_tokens`` is less than was asked for, because the context ends there.
@@ -129,7 +133,7 @@ class RequestPreparer:
 
     @cached_property
     def _format(self) -> OutputFormat:
-        """How the model writes reasoning and calls."""
+        """Format of the model's reasoning and calls."""
         settings = self.settings
         template = settings.chat_template or getattr(self.tokenizer.tokenizer, "chat_template", None)
         shown = template if isinstance(template, str) else None
@@ -162,11 +166,12 @@ class RequestPreparer:
             raise invalid(f"best_of ({candidates}) must be at least n ({n})", param="best_of")
         if candidates > n and body.streams:
             raise invalid("best_of cannot be streamed: what is best is known at the end", param="best_of")
-        given = _each(body.prompt)
-        self._check_counts(candidates, len(given), body.logprobs, count="n" if body.best_of is None else "best_of")
-        self._check_counts(1, 1, body.prompt_logprobs, "prompt_logprobs")
-        prompts = [self._encoded(body, prompt) for prompt in given]
-        budget = min(self._budget(body.max_tokens, prompt.ids, DEFAULT_TOKENS) for prompt in prompts)
+        prompts = _each(body.prompt)
+        count = "n" if body.best_of is None else "best_of"
+        logprobs = {"logprobs": body.logprobs, "prompt_logprobs": body.prompt_logprobs}
+        self._check_counts(count, candidates, len(prompts), logprobs)
+        encoded = [self._encoded(body, prompt) for prompt in prompts]
+        budget = min(self._budget(body.max_tokens, prompt.ids, DEFAULT_TOKENS) for prompt in encoded)
         params = sampling(
             body,
             n=candidates,
@@ -174,15 +179,15 @@ class RequestPreparer:
             logprobs=0 if body.logprobs is None and candidates > n else body.logprobs,
             prompt_logprobs=_more(body.logprobs if body.echo else None, body.prompt_logprobs),
         )
-        return PreparedRequest(body=_needed(body), prompts=prompts, params=self._predicted(params), max_tokens=budget)
+        return PreparedRequest(body=_needed(body), prompts=encoded, params=self._predicted(params), max_tokens=budget)
 
     def _chat(self, body: Any, chat: ChatRequest) -> PreparedRequest[Any]:
         """Prepares a chat. body: the request itself, which is ``chat`` or stands for it."""
         form = body if isinstance(body, ChatForm) else None
         if chat.top_logprobs is not None and not chat.logprobs:
             raise invalid("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
-        self._check_counts(chat.n or 1, 1, chat.top_logprobs, "top_logprobs")
-        self._check_counts(1, 1, chat.prompt_logprobs, "prompt_logprobs")
+        logprobs = {"top_logprobs": chat.top_logprobs, "prompt_logprobs": chat.prompt_logprobs}
+        self._check_counts("n", chat.n or 1, 1, logprobs)
         calls = forced(chat)
         asked = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
         text, ids = self._rendered(chat, asked)
@@ -283,19 +288,14 @@ class RequestPreparer:
             )
         return min(left, default or left) if asked is None else asked
 
-    def _check_counts(
-        self, n: int, prompts: int, logprobs: int | None, name: str = "logprobs", count: str = "n"
-    ) -> None:
-        """Raises ApiError for counts above the server's limits. name, count: the fields of ``logprobs`` and ``n``."""
-        limits = self.settings
-        for value, limit, param in (
-            (n, limits.max_n, count),
-            (prompts, limits.max_prompts, "prompt"),
-            (logprobs or 0, limits.max_logprobs, name),
-        ):
+    def _check_counts(self, count: str, n: int, prompts: int, logprobs: Mapping[str, int | None]) -> None:
+        """Raises ApiError for counts above the server's limits. count: the field of ``n``."""
+        limits = {count: self.settings.max_n, "prompt": self.settings.max_prompts}
+        for param, value in {count: n, "prompt": prompts, **logprobs}.items():
+            limit, value = limits.get(param, self.settings.max_logprobs), value or 0
             if value > limit:
-                what = f"{param} holds {value} prompts" if param == "prompt" else f"{param} is {value}"
-                raise invalid(f"{what}; this server allows at most {limit}", param=param)
+                excess = f"{param} holds {value} prompts" if param == "prompt" else f"{param} is {value}"
+                raise invalid(f"{excess}; this server allows at most {limit}", param=param)
         if n * prompts > self.capacity:
             raise invalid(
                 f"{prompts} prompts with {count}={n} are {n * prompts} sequences, and this server holds at most "
@@ -316,7 +316,7 @@ def _more(one: int | None, other: int | None) -> int | None:
 
 
 def _needed(body: B) -> B:
-    """Returns ``body`` with its other fields as if they had not been sent, and of its tools the names."""
+    """Returns ``body`` with the fields that answering needs; its tools have nothing but their names."""
     others: dict[str, Any] = {name: None for name in type(body).model_fields if name not in _NEEDED}
     tools = getattr(body, "tools", None)
     if tools:

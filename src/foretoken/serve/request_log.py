@@ -1,4 +1,7 @@
-"""The log line and the OpenTelemetry trace of each request."""
+"""The log line and the OpenTelemetry trace of each request, with the semantic conventions of generative AI.
+
+Imports OpenTelemetry only when a tracer is made.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.serve.access.keyring import access_of
+from foretoken.serve.keyring import access_of
 from foretoken.serve.request_state import RequestSummary, request_id, summary_of
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ class ResponseStore:
         self.enabled = count is not None or size is not None
         self._count, self._size = count, size
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()  # the most recently used last
-        self._places: dict[str, str] = {}  # the response of every item
+        self._response_of: dict[str, str] = {}  # the response of every item
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class ResponseStore:
             return
         self._responses[identifier] = stored
         self._bytes += stored.size
-        self._places.update(dict.fromkeys(stored.items, identifier))
+        self._response_of.update(dict.fromkeys(stored.items, identifier))
         while self._responses and not self._fits():
             self._forget(next(iter(self._responses)))
 
@@ -92,7 +92,7 @@ class ResponseStore:
         self._forget(identifier)
 
     def find(self, references: References, owner: str | None) -> Earlier:
-        """Returns what a request refers to. Raises a 400 for what is not stored, or belongs to another key."""
+        """Returns the content of references. Raises a 400 for one that is not stored, or belongs to another key."""
         conversation: list[bytes] = []
         identifier = references.response
         while identifier is not None:
@@ -112,7 +112,7 @@ class ResponseStore:
         return ": this server stores none (--response-store). Send the items of the conversation in input instead"
 
     def _item(self, identifier: str, owner: str | None) -> bytes:
-        stored = self._responses.get(self._places.get(identifier, ""))
+        stored = self._responses.get(self._response_of.get(identifier, ""))
         if stored is None or stored.owner != owner:
             raise invalid(f"the item {identifier!r} is not stored here{self._why}", "input", "item_not_found")
         items = [*json.loads(stored.inputs), *json.loads(stored.outputs)]
@@ -126,5 +126,5 @@ class ResponseStore:
         stored = self._responses.pop(identifier)
         self._bytes -= stored.size
         for item in stored.items:
-            if self._places.get(item) == identifier:
-                del self._places[item]
+            if self._response_of.get(item) == identifier:
+                del self._response_of[item]

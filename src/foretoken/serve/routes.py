@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from foretoken import __version__
 from foretoken.core.errors import ForetokenError
-from foretoken.serve.access.keyring import LOAD_LORA, UNLOAD_LORA, access_of
 from foretoken.serve.administration import AdapterToLoad, AdapterToUnload, SpeculationChange, SpeculationState
 from foretoken.serve.answer_types import (
     AnthropicError,
@@ -37,6 +36,7 @@ from foretoken.serve.chat_schema import ChatRequest, DetokenizeRequest, Earlier,
 from foretoken.serve.completions_writer import ChatWriter, CompletionWriter
 from foretoken.serve.errors import ApiError, RefusedBody, ServerUnavailable, invalid
 from foretoken.serve.json_body import read
+from foretoken.serve.keyring import LOAD_LORA, UNLOAD_LORA, access_of
 from foretoken.serve.limits import key_of
 from foretoken.serve.messages_schema import CountTokensRequest, MessagesRequest
 from foretoken.serve.messages_writer import MessageWriter

@@ -1,4 +1,4 @@
-"""What the routes of one app share, and how a request gets from them into the engine."""
+"""State that the routes of one app share, and the path of a request from a route into the engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.access.keyring import access_of
 from foretoken.serve.administration import ServedAdapters, SpeculationControl
 from foretoken.serve.answer_types import ServedModel
 from foretoken.serve.chat_schema import Earlier
 from foretoken.serve.errors import ApiError, not_served
 from foretoken.serve.generation import Generation
+from foretoken.serve.keyring import access_of
 from foretoken.serve.limits import ServerSettings, effective_salt, key_of
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.parameters import as_sent
@@ -37,7 +37,7 @@ B = TypeVar("B", bound=Body)
 
 
 class Service:
-    """What the routes of one app share.
+    """State that the routes of one app share.
 
     Args:
         worker: Runs the engine.
@@ -98,10 +98,10 @@ class Service:
 
     def check_allowed(self, name: str | None, request: Request) -> None:
         """Raises a 404 ApiError if the request's key may not use the model of this name; None is the first one."""
-        wanted = name or self.settings.model_names[0]
-        if wanted in self.served_names and not access_of(request.scope).may_use(wanted):
+        name = name or self.settings.model_names[0]
+        if name in self.served_names and not access_of(request.scope).may_use(name):
             allowed = ", ".join(self.names(request)) or "none of those that are served here"
-            message = f"this key may not use the model {wanted!r}; it may use: {allowed}"
+            message = f"this key may not use the model {name!r}; it may use: {allowed}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def read_large(self, kind: type[Body], body: bytes, request: Request) -> PreparedRequest[Any] | None:
@@ -109,10 +109,10 @@ class Service:
         if self.side_process is None:
             return None
         try:
-            return await self.side_process.prepared(kind, body)
+            return await self.side_process.prepare(kind, body)
         except EarlierNeeded as needed:
             earlier = self.responses.find(needed.references, key_of(request.scope))
-            return await self.side_process.prepared(kind, body, earlier)
+            return await self.side_process.prepare(kind, body, earlier)
 
     async def prepared(self, body: B, request: Request) -> PreparedRequest[B]:
         """Returns the prepared request, with the salt that holds for its client. Raises ApiError or InvalidRequest."""
@@ -152,7 +152,7 @@ class Service:
         if references := getattr(body, "references", lambda: None)():
             earlier = self.responses.find(references, key_of(request.scope))
             if earlier.size > LARGE_BODY and self.side_process is not None:
-                ready = await self.side_process.prepared(type(body), content, earlier)
+                ready = await self.side_process.prepare(type(body), content, earlier)
                 if ready is not None:
                     return replace(ready, unknown=())  # they were noted when this process read the body
         prepare = partial(self.preparer.prepare, body, earlier)

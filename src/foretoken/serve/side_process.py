@@ -61,10 +61,10 @@ class SideProcess:
         """Starts the process without waiting for it."""
         self._threads.submit(self._started)
 
-    async def prepared(
+    async def prepare(
         self, kind: type[Body], body: bytes, earlier: Earlier | None = None
     ) -> PreparedRequest[Any] | None:
-        """Returns what ``RequestPreparer.prepare`` makes of a body of this kind; None where no process can be started.
+        """Returns the result of ``RequestPreparer.prepare``; None where no process can be started.
 
         Raises:
             ApiError: The body is invalid; the error is the one that the server itself would raise.

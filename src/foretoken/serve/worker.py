@@ -78,10 +78,10 @@ class Worker:
         return bool(self._open)
 
     async def run_in_thread(self, work: Callable[[], T], size: int = 0) -> T:
-        """Returns the result of ``work`` that would block the event loop, such as tokenizing a prompt.
+        """Returns the result of ``work``, which would block the event loop, such as tokenizing a prompt.
 
         Args:
-            work: What to do.
+            work: The work.
             size: Number of characters to tokenize. Large texts have their own thread, so that others need not wait.
         """
         pool = self._large_pool if size > LARGE_TEXT else self._small_pool

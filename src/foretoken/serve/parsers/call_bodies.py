@@ -1,4 +1,7 @@
-"""Bodies of function calls, in the forms in which models write them."""
+"""Bodies of function calls, in the forms in which models write them.
+
+A body reads the text behind the tag that opens a call. It raises ``ValueError`` where the text is no call.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,7 @@ class HeadBody:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTags:
-    """How parameters are written one by one.
+    """A format in which parameters are written one by one.
 
     Attributes:
         name: Pattern of the function's name, with a group; matches at the beginning of the body.

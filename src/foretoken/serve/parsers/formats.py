@@ -132,7 +132,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
     "gemma4": CallFormat({"<|tool_call>": partial(WholeBody, end="<tool_call|>", read=gemma_calls)}),
     "auto": CallFormat({"<tool_call>": JsonBody}, ("</tool_call>", "<|python_tag|>"), _BARE),
 }
-"""How functions are called, by the names that vLLM gives its parsers. ``auto`` reads Hermes' and Llama 3's form."""
+"""Formats of calls by the names of vLLM's parsers. ``auto`` reads Hermes' and Llama 3's form."""
 
 FORMATS = CALL_FORMATS | {"forced": CallFormat(bare={"{": JsonBody, "[": JsonBody}, only_calls=True)}
 
@@ -167,7 +167,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What the output of one model looks like.
+    """Format of one model's output.
 
     Attributes:
         calls: A name of ``CALL_FORMATS``, or ``harmony``.

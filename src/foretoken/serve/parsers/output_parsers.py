@@ -173,12 +173,12 @@ _BARE_SPACE = " \r\n\t,;[]"
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family writes function calls.
+    """A family's format of function calls.
 
     Attributes:
-        opens: For each tag that opens a call, what reads the text behind it.
+        opens: For each tag that opens a call, the reader of the text behind it.
         ignored: Tags around calls that carry nothing.
-        bare: For each character with which a call without a tag may begin the answer, what reads it.
+        bare: For each character with which a call without a tag may begin the answer, the reader of the call.
         only_calls: Whether a grammar allows nothing but calls; a call that was cut before its name is then no content.
     """
 
@@ -203,7 +203,7 @@ class ToolParser(_NestedParser):
     """Reads the answer. Text that may become a call is held back until it is certain.
 
     Args:
-        format: How the family writes calls.
+        format: The family's format of calls.
         schemas: The functions that exist, with the JSON schema of their arguments.
         named: The function that the request names; it is called even if the answer was cut before its name.
     """
@@ -389,7 +389,7 @@ class HarmonyParser(_NestedParser):
 
 
 def _share(events: Sequence[OutputEvent], tokens: Sequence[int]) -> int:
-    """Returns how many of a piece's tokens are reasoning, by the share of its characters."""
+    """Returns the number of a piece's tokens that are reasoning, by the share of its characters."""
     lengths = [len(event.text) for event in events if isinstance(event, TextDelta | ReasoningDelta)]
     reasoning = sum(len(event.text) for event in events if isinstance(event, ReasoningDelta))
     return round(len(tokens) * reasoning / sum(lengths)) if sum(lengths) else len(tokens)

@@ -1,4 +1,8 @@
-"""Requests that the front forwards, and the replica that each is sent to."""
+"""Requests that the front forwards, and the choice of their replicas.
+
+The replica with the longest prefix-cache hit is chosen, unless it is much busier: only replicas within ``slack``
+requests of the least busy one are compared by their hits.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +148,7 @@ class PrefilledBlocks:
             self._replicas.popitem(last=False)
 
     def known(self, prefix_hashes: Sequence[int], replica: Hashable) -> int:
-        """Returns how many of these blocks, counted from the first without a gap, the replica has prefilled."""
+        """Returns the number of leading blocks that the replica has prefilled."""
         for count, block in enumerate(prefix_hashes):
             if replica not in self._replicas.get(block, ()):
                 return count

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from foretoken.serve.access.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA
 from foretoken.serve.app import HEALTH_PATHS, LIVE, create_gateway
 from foretoken.serve.errors import ApiError, ServerUnavailable
+from foretoken.serve.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.metrics import replica_metrics
 from foretoken.serve.replicas.forwarding import Forwarded, parse

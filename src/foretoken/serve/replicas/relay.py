@@ -1,4 +1,7 @@
-"""Relays one request between its client and the replicas, and asks another replica if one is lost."""
+"""Relays one request between its client and the replicas, and asks another replica if one is lost.
+
+After the loss of a replica a stream is generated again by another one, and the part that was already sent is cut.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ REPLAYED_PATHS = ("/v1/completions", "/v1/chat/completions")  # whose streams ar
 _HEAD, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 
-class Different(Exception):
+class ReplayDiffers(Exception):
     """The text that was generated again differs from the text that was sent."""
 
 
@@ -37,23 +40,12 @@ class _SentChoice:
     again: int = 0
 
 
-class Transcript:
-    """The events of a stream that were sent to the client, of either endpoint."""
-
-    def __init__(self) -> None:
-        self._sent: list[bytes] = []
-
-    def note(self, body: bytes) -> None:
-        """Records one or more whole events that were sent."""
-        self._sent.append(body)
-
-    def replay(self) -> Replay:
-        """Returns the replay for a stream that begins the same text again."""
-        return Replay(b"".join(self._sent))
-
-
 class Replay:
-    """Removes the part that was ``sent`` from a repeated stream, and keeps the first stream's identifier and time."""
+    """Removes the part that was sent from a repeated stream, and keeps the first stream's identifier and time.
+
+    Args:
+        sent: The events that were sent.
+    """
 
     def __init__(self, sent: bytes) -> None:
         self._head: dict[str, Any] = {}
@@ -63,7 +55,7 @@ class Replay:
             self._note(data)
 
     def rest(self, body: bytes) -> bytes:
-        """Returns the part of these events that was not sent yet. Raises Different."""
+        """Returns the part of these events that was not sent yet. Raises ReplayDiffers."""
         return b"".join(event(part) if isinstance(part, dict) else _HEAD + part + _END for part in self._left(body))
 
     def _note(self, data: bytes) -> None:
@@ -101,7 +93,7 @@ class Replay:
         known = sent.text[sent.again : sent.again + len(text)]
         sent.again += len(text)
         if not text.startswith(known) or (ends and sent.again < len(sent.text)):
-            raise Different
+            raise ReplayDiffers
         fresh = text[len(known) :]
         if text:
             _place(choice)[_name(choice)] = fresh
@@ -157,7 +149,7 @@ class Relay(Summarized):
         self._timeout, self._failovers = timeout, failovers
         self._path = str(request.scope["path"])
         replayed = self._path in REPLAYED_PATHS and parsed.get("stream") and repeatable(parsed)
-        self._transcript = Transcript() if replayed else None
+        self._sent: list[bytes] | None = [] if replayed else None  # events, if a lost stream can be repeated
         self._streaming = self._over = False
         self._lost: list[str] = []
         self._replica = ""
@@ -188,14 +180,14 @@ class Relay(Summarized):
     async def _attempt(self) -> None:
         """Asks one replica. Sets ``_over`` when the whole answer is sent."""
         again = self._streaming
-        replay = self._transcript.replay() if again and self._transcript is not None else None
+        replay = Replay(b"".join(self._sent)) if again and self._sent is not None else None
         request = replace(self._request, avoid=frozenset(self._lost))
         try:
             async with aclosing(self._respond(request)) as messages:
                 self._over = await (self._begin(messages) if replay is None else self._go_on(messages, replay))
         except ReplicaLost as error:
             await self._note_loss(error)
-        except Different:
+        except ReplayDiffers:
             self._failovers[BROKEN] += 1
             raise ServerUnavailable("a replica was lost, and another one writes another text; ask again") from None
         else:
@@ -238,25 +230,25 @@ class Relay(Summarized):
         raise ReplicaLost("a replica ended in the middle of an answer", self._replica)
 
     def summary(self) -> RequestSummary | None:
-        """Returns what the replica said became of it."""
+        """Returns the outcome that the replica reported."""
         return self._summary
 
     def _note(self, message: Message) -> None:
-        """Takes out of a message what it has beside ASGI's fields."""
+        """Removes the fields of a message that are not ASGI's."""
         self._replica, self._summary = message.pop("replica"), message.pop("summary", None) or self._summary
 
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._streaming = True
-        elif self._transcript is not None:
-            self._transcript.note(message.get("body", b""))
+        elif self._sent is not None:
+            self._sent.append(message.get("body", b""))
         await self._send(message)
 
     async def _note_loss(self, error: ReplicaLost) -> None:
         name = error.replica or self._replica
         _log.warning("a replica was lost (%s): %s", name or "not known which", error)
         self._lost.append(name)
-        if self._streaming and self._transcript is None:
+        if self._streaming and self._sent is None:
             self._failovers[BROKEN] += 1
             raise ServerUnavailable(
                 "the replica was lost in the middle of the answer; with a seed, streams survive that"

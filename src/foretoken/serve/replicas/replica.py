@@ -14,9 +14,9 @@ from starlette.types import Message, Scope
 
 from foretoken.core.streams import SeedDomain, derived_seed
 from foretoken.llm import LLM
-from foretoken.serve.access.key_file import ADMIN, METRICS
-from foretoken.serve.access.keyring import SPECULATION, STATE, Access
 from foretoken.serve.app import create_app
+from foretoken.serve.key_file import ADMIN, METRICS
+from foretoken.serve.keyring import SPECULATION, STATE, Access
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.forwarding import Forwarded, ReplicaLost
 from foretoken.serve.request_state import summary_of

@@ -16,8 +16,8 @@ from pathlib import Path
 from starlette.types import Scope
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.access.key_file import ADMIN, GENERATE, METRICS, KeyRecord, digest, read_keys
 from foretoken.serve.errors import ApiError, invalid_key, too_many_requests
+from foretoken.serve.key_file import ADMIN, GENERATE, METRICS, KeyRecord, digest, read_keys
 
 STATE = "access"  # in the state of an ASGI scope
 
