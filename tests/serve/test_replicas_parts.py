@@ -22,6 +22,7 @@ from tests.serve.test_replicas_replay import completion, texts
 from foretoken import LLM, SamplingParams
 from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
+from foretoken.serve.json_body import read_object
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.metrics import replica_metrics
 from foretoken.serve.replicas.cluster import ReplicaScale, share
@@ -32,7 +33,6 @@ from foretoken.serve.replicas.forwarding import (
     PrefilledBlocks,
     ReplicaLoad,
     ReplicaLost,
-    parse,
     prefix_hashes,
     ranked,
     repeatable,
@@ -84,7 +84,7 @@ def test_prompts_of_another_scope_have_no_beginning_in_common() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"\xff", b"[" * 100_000])
 def test_bodies_that_say_nothing(content: bytes) -> None:
-    assert asyncio.run(parse(content)) == {} and prefix_hashes({}) == ()
+    assert asyncio.run(read_object(content)) == {} and prefix_hashes({}) == ()
 
 
 def test_prompts_that_begin_alike() -> None:

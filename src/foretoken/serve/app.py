@@ -36,34 +36,6 @@ from foretoken.serve.routes import (
 from foretoken.serve.service import Service
 from foretoken.serve.worker import Worker
 
-
-def _add_handlers(app: FastAPI) -> None:
-    """Makes ``app`` answer every error in the format of the API that was asked."""
-
-    async def known(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response(request.scope)
-
-    async def refused(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors(), error.body).response(request.scope)
-
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        if isinstance(error, RefusedBody):
-            return as_api_error(error.reason).response(request.scope)
-        where = f"{request.method} {request.url.path}"
-        words = {404: f"there is no {request.url.path} here", 405: f"{where} is not possible with this method"}
-        message = words.get(error.status_code, str(error.detail))
-        code = "body_too_large" if error.status_code == 413 else None
-        return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response(request.scope)
-
-    app.add_exception_handler(ForetokenError, known)
-    app.add_exception_handler(TimeoutError, known)
-    app.add_exception_handler(RequestValidationError, refused)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, known)
-
-
 LIVE = "/health/live"
 HEALTH_PATHS = ("/health", "/ping", "/ready", "/health/ready", LIVE)
 PLAYGROUND = Path(__file__).parent / "playground"
@@ -87,6 +59,9 @@ def playground() -> dict[str, Path]:
 def open_paths() -> frozenset[str]:
     """Returns the paths that need no API key."""
     return frozenset({*HEALTH_PATHS, *playground()})
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
@@ -145,9 +120,6 @@ def create_app(
     return app
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
 def create_gateway(
     settings: ServerSettings,
     tracer: RequestTracer | None,
@@ -204,6 +176,33 @@ def _add_middlewares(
             expose_headers=["X-Request-Id", "X-Unknown-Fields", "Retry-After", *RATE_HEADERS],
         )
     app.add_middleware(RequestIdMiddleware)
+
+
+def _add_handlers(app: FastAPI) -> None:
+    """Makes ``app`` answer every error in the format of the API that was asked."""
+
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response(request.scope)
+
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return validation_error(error.errors(), error.body).response(request.scope)
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if isinstance(error, RefusedBody):
+            return as_api_error(error.reason).response(request.scope)
+        where = f"{request.method} {request.url.path}"
+        words = {404: f"there is no {request.url.path} here", 405: f"{where} is not possible with this method"}
+        message = words.get(error.status_code, str(error.detail))
+        code = "body_too_large" if error.status_code == 413 else None
+        return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response(request.scope)
+
+    app.add_exception_handler(ForetokenError, known)
+    app.add_exception_handler(TimeoutError, known)
+    app.add_exception_handler(RequestValidationError, refused)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, known)
 
 
 def _page(file: Path) -> Endpoint:

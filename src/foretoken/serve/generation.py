@@ -17,13 +17,13 @@ from foretoken.params import SamplingParams
 from foretoken.serve.answer_types import RequestMetrics, TokenUsage
 from foretoken.serve.metrics import Metrics, SpeculationRecord
 from foretoken.serve.parameters import as_sent
-from foretoken.serve.request_state import RequestSummary, Summarized
+from foretoken.serve.request_state import RequestSummary
 
 BuiltRequest = tuple[Request, list[Context]]
 Delivery = tuple["Generation", StreamPiece | Exception]
 
 
-class Generation(Summarized):
+class Generation:
     """One or more prompts that are being answered.
 
     Iterate over it, once and within ``with``: it yields pieces, and ends when all choices have ended. Pieces that are
@@ -197,7 +197,6 @@ class Generation(Summarized):
 
     def summary(self) -> RequestSummary:
         """Returns its outcome so far."""
-        record = self._record.to_dict()
         return RequestSummary(
             id=self.id,
             model=self.model,
@@ -208,12 +207,8 @@ class Generation(Summarized):
             queue_seconds=self._queued,
             first_token_seconds=self._first,
             seconds=time.monotonic() - self.arrived if self._seconds is None else self._seconds,
-            drafts=record["num_spec_steps"],
-            draft_tokens=record["num_draft_tokens"],
-            accepted_tokens=record["num_accepted_draft_tokens"],
-            mean_acceptance_length=record["mean_acceptance_length"],
-            draft_acceptance_rate=record["draft_acceptance_rate"],
             method=self._method,
+            speculation=self._record.to_dict(),
         )
 
     @property

@@ -23,6 +23,15 @@ async def read(body: bytes) -> Any:
     return parse(body) if len(body) < _LARGE else await asyncio.to_thread(parse, body)
 
 
+async def read_object(body: bytes) -> dict[str, Any]:
+    """Returns the object in ``body``; empty if it is none, which the app that validates it reports."""
+    try:
+        value = await read(body)
+    except ApiError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def parse(body: bytes) -> Any:
     """Returns the value of the JSON in ``body``.
 

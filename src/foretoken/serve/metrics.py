@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from foretoken.core.step import StepOutput
 from foretoken.engine.scheduler import SchedulerUsage
+from foretoken.serve.token_text import PHASES
 
 
 @dataclass(slots=True)
@@ -173,7 +174,7 @@ class Metrics(MetricsPage):
         self._model, self._usage, self._method_of, self._clock = model_name, usage, method_of, clock
         self._lock = threading.Lock()
         self._prompt_tokens = self._generation_tokens = self._steps = 0
-        self._seconds = dict.fromkeys(("propose", "score", "verify", "commit"), 0.0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._unknown_fields: Counter[str] = Counter()  # by path
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._speculation: dict[str, _Speculation] = defaultdict(_Speculation)

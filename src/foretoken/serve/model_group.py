@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI
@@ -14,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from foretoken.serve.app import HEALTH_PATHS, LIVE, create_app, create_gateway
 from foretoken.serve.errors import ApiError, ServerUnavailable, not_served
-from foretoken.serve.json_body import read
+from foretoken.serve.json_body import read_object
 from foretoken.serve.keyring import UNLOAD_LORA
 from foretoken.serve.limits import ServerSettings, key_of, replayed
 from foretoken.serve.metrics import MergedMetrics
@@ -132,8 +131,8 @@ class _Dispatch:
         elif scope["method"] == "GET":
             name = next(iter(parse_qs(scope["query_string"].decode("latin-1")).get("model", ())), None)
         elif body:
-            name = await _name_in(body, "lora_name" if path == UNLOAD_LORA else "model")
-        if name is None:
+            name = (await read_object(body)).get("lora_name" if path == UNLOAD_LORA else "model")
+        if not isinstance(name, str):
             return self._apps[0]
         for app, service in zip(self._apps, self._services, strict=True):
             if service.serves(name):
@@ -149,13 +148,3 @@ class _Dispatch:
                 continue
             return app
         return self._apps[0]
-
-
-async def _name_in(body: bytes, key: str) -> str | None:
-    """Returns the name in a body; None if there is none, or it is not valid, which the app will report."""
-    try:
-        value: Any = await read(body)
-    except ApiError:
-        return None
-    name = value.get(key) if isinstance(value, dict) else None
-    return name if isinstance(name, str) else None

@@ -72,8 +72,8 @@ class RequestLog:
                 "queue_seconds": _rounded(summary.queue_seconds),
                 "first_token_seconds": _rounded(summary.first_token_seconds),
                 "speculative_method": summary.method,
-                "mean_acceptance_length": round(summary.mean_acceptance_length, 4),
-                "draft_acceptance_rate": round(summary.draft_acceptance_rate, 4),
+                "mean_acceptance_length": round(summary.speculation["mean_acceptance_length"], 4),
+                "draft_acceptance_rate": round(summary.speculation["draft_acceptance_rate"], 4),
             }
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -242,8 +242,8 @@ def _attributes(summary: RequestSummary) -> dict[str, Any]:
         "gen_ai.latency.time_in_queue": summary.queue_seconds,
         "gen_ai.latency.e2e": summary.seconds,
         "foretoken.speculation.method": summary.method,
-        "foretoken.speculation.num_drafts": summary.drafts,
-        "foretoken.speculation.num_draft_tokens": summary.draft_tokens,
-        "foretoken.speculation.num_accepted_tokens": summary.accepted_tokens,
-        "foretoken.speculation.mean_acceptance_length": summary.mean_acceptance_length,
+        "foretoken.speculation.num_drafts": summary.speculation["num_spec_steps"],
+        "foretoken.speculation.num_draft_tokens": summary.speculation["num_draft_tokens"],
+        "foretoken.speculation.num_accepted_tokens": summary.speculation["num_accepted_draft_tokens"],
+        "foretoken.speculation.mean_acceptance_length": summary.speculation["mean_acceptance_length"],
     }

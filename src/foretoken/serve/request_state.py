@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import MutableHeaders
@@ -106,12 +106,8 @@ class RequestSummary:
         queue_seconds: From its arrival until it was scheduled; None if it never was.
         first_token_seconds: From its arrival to its first token; None if there was none.
         seconds: From its arrival to its end, or until now.
-        drafts: Decode steps that verified a draft.
-        draft_tokens: Draft tokens.
-        accepted_tokens: Accepted draft tokens.
-        mean_acceptance_length: See ``SpeculationRecord``, as the next.
-        draft_acceptance_rate: Accepted over draft tokens.
         method: The method that drafted.
+        speculation: See ``SpeculationRecord.to_dict``.
     """
 
     id: str
@@ -123,12 +119,8 @@ class RequestSummary:
     queue_seconds: float | None
     first_token_seconds: float | None
     seconds: float
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
     method: str
+    speculation: Mapping[str, Any]
 
     @property
     def total_tokens(self) -> int:
@@ -136,19 +128,12 @@ class RequestSummary:
         return self.prompt_tokens + self.completion_tokens
 
 
-class Summarized(Protocol):
-    """Reports the outcome of a request."""
-
-    def summary(self) -> RequestSummary | None:
-        """Returns the outcome so far, None if it is unknown."""
-
-
-def summarized_by(scope: Scope, source: Summarized) -> None:
-    """Registers ``source`` as the reporter of the request's outcome."""
+def report_summary(scope: Scope, source: Callable[[], RequestSummary | None]) -> None:
+    """Registers ``source`` as the reporter of the request's outcome so far."""
     scope.setdefault("state", {})[_SUMMARY] = source
 
 
 def summary_of(scope: Scope) -> RequestSummary | None:
     """Returns the outcome of a request; None if it generates nothing, or was refused."""
-    source: Summarized | None = scope.get("state", {}).get(_SUMMARY)
-    return None if source is None else source.summary()
+    source: Callable[[], RequestSummary | None] | None = scope.get("state", {}).get(_SUMMARY)
+    return None if source is None else source()

@@ -25,7 +25,7 @@ from foretoken.serve.limits import ServerSettings, effective_salt, key_of
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.parameters import as_sent
 from foretoken.serve.preparation import EarlierNeeded, PreparedRequest, RequestPreparer
-from foretoken.serve.request_state import set_request_id, summarized_by
+from foretoken.serve.request_state import report_summary, set_request_id
 from foretoken.serve.response_store import ResponseStore
 from foretoken.serve.schema import Body
 from foretoken.serve.side_process import LARGE_BODY, SideProcess
@@ -178,5 +178,5 @@ class Service:
         except InvalidRequest as error:
             raise as_sent(error, prepared.names) from error
         generation.shown = prepared.max_tokens > 0
-        summarized_by(request.scope, generation)
+        report_summary(request.scope, generation.summary)
         return generation

@@ -11,6 +11,7 @@ from foretoken.outputs import Logprob, StreamPiece
 from foretoken.propose.pieces import Pieces
 from foretoken.serve.answer_types import CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 
+PHASES = ("propose", "score", "verify", "commit")  # of a decode step
 LOWEST = -9999.0  # in place of minus infinity, which JSON cannot express
 
 Entries = Mapping[int, Logprob]
@@ -152,11 +153,6 @@ def step_record(piece: StreamPiece, index: int, token_text: TokenText) -> dict[s
             }
             for place, token in enumerate(step.tokens)
         ],
-        "seconds": {
-            "propose": step.timings.propose,
-            "score": step.timings.score,
-            "verify": step.timings.verify,
-            "commit": step.timings.commit,
-        },
+        "seconds": {phase: getattr(step.timings, phase) for phase in PHASES},
         "finish_reason": step.finish_reason,
     }

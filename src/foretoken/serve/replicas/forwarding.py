@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 from starlette.types import Scope
 
 from foretoken.core.errors import ForetokenError
-from foretoken.serve.errors import ApiError
-from foretoken.serve.json_body import read
 from foretoken.serve.limits import effective_salt, identified
 from foretoken.serve.request_state import HEADER, request_id
 
@@ -75,15 +73,6 @@ class Forwarded:
         kept["state"] = identified(scope)
         salt = parsed.get("cache_salt")
         return cls(kept, body, prefix_hashes(parsed, effective_salt(scope, salt if isinstance(salt, str) else None)))
-
-
-async def parse(body: bytes) -> dict[str, Any]:
-    """Returns the parsed body; empty if it is no JSON object, which the replica will report."""
-    try:
-        value = await read(body)
-    except ApiError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def prefix_hashes(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[int, ...]:

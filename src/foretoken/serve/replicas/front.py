@@ -19,13 +19,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from foretoken.serve.app import HEALTH_PATHS, LIVE, create_gateway
 from foretoken.serve.errors import ApiError, ServerUnavailable
+from foretoken.serve.json_body import read_object
 from foretoken.serve.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.metrics import replica_metrics
-from foretoken.serve.replicas.forwarding import Forwarded, parse
+from foretoken.serve.replicas.forwarding import Forwarded
 from foretoken.serve.replicas.relay import OUTCOMES, Relay
 from foretoken.serve.request_log import RequestTracer
-from foretoken.serve.request_state import summarized_by
+from foretoken.serve.request_state import report_summary
 from foretoken.serve.stream import cancel_on_disconnect
 
 _log = logging.getLogger(__name__)
@@ -73,10 +74,10 @@ class Front:
             raise ServerUnavailable("the server is shutting down; ask another one")
         if scope["path"].rstrip("/") in (LOAD_LORA, UNLOAD_LORA):
             raise ApiError(404, "replicas take their LoRA adapters at the start; give them as lora_modules there")
-        parsed = await parse(body) if scope["method"] == "POST" else {}
+        parsed = await read_object(body) if scope["method"] == "POST" else {}
         request = Forwarded.of(scope, body, parsed)
         relay = Relay(self._replicas.respond, request, parsed, send, self._settings.timeout, self.failovers)
-        summarized_by(scope, relay)
+        report_summary(scope, lambda: relay.summary)
         self._relays.add(relay)
         try:
             await cancel_on_disconnect(receive, relay.run())

@@ -19,7 +19,7 @@ from starlette.types import Message, Send
 
 from foretoken.serve.errors import RETRY_SECONDS, ApiError, ServerUnavailable, as_api_error
 from foretoken.serve.replicas.forwarding import Forwarded, ReplicaLost, repeatable
-from foretoken.serve.request_state import RequestSummary, Summarized
+from foretoken.serve.request_state import RequestSummary
 from foretoken.serve.stream import error_event, event
 
 REPLAYED_PATHS = ("/v1/completions", "/v1/chat/completions")  # whose streams are chunks with choices
@@ -126,7 +126,7 @@ RETRIED, REPLAYED, BROKEN = OUTCOMES = ("retried", "replayed", "broken")
 HEADER = b"x-foretoken-replica"  # names the replica that answered
 
 
-class Relay(Summarized):
+class Relay:
     """Relays one request. ``run`` is called once.
 
     Args:
@@ -153,7 +153,7 @@ class Relay(Summarized):
         self._streaming = self._over = False
         self._lost: list[str] = []
         self._replica = ""
-        self._summary: RequestSummary | None = None
+        self.summary: RequestSummary | None = None  # the outcome that the replica reported
         self._task: asyncio.Task[Any] | None = None
         self._ended: Exception | None = None
 
@@ -229,13 +229,9 @@ class Relay(Summarized):
                 return True
         raise ReplicaLost("a replica ended in the middle of an answer", self._replica)
 
-    def summary(self) -> RequestSummary | None:
-        """Returns the outcome that the replica reported."""
-        return self._summary
-
     def _note(self, message: Message) -> None:
         """Removes the fields of a message that are not ASGI's."""
-        self._replica, self._summary = message.pop("replica"), message.pop("summary", None) or self._summary
+        self._replica, self.summary = message.pop("replica"), message.pop("summary", None) or self.summary
 
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
