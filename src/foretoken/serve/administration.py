@@ -51,11 +51,6 @@ class AdapterToUnload(Body):
 class ServedAdapters:
     """The LoRA adapters of one served model.
 
-    Args:
-        worker: Runs the engine.
-        model_names: Names of the model itself.
-        paths: The adapters that it begins with: paths by name.
-
     Attributes:
         paths: The adapters: paths by name.
         name_in_use: Further tests of whether a name is in use, by other models behind the same address.
@@ -160,13 +155,7 @@ class SpeculationState(TypedDict):
 
 
 class SpeculationControl:
-    """Describes and changes the speculation of one worker.
-
-    Args:
-        worker: Runs the engine.
-        metrics: Counts its steps.
-        model: Name of the model.
-    """
+    """Describes and changes the speculation of one worker."""
 
     def __init__(self, worker: Worker, metrics: Metrics, model: str) -> None:
         self._worker, self._metrics, self._model = worker, metrics, model

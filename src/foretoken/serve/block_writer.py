@@ -88,11 +88,7 @@ class Blocks:
 
 
 class BlockWriter(ABC):
-    """An ``AnswerWriter`` of blocks.
-
-    Args:
-        prepared: The request.
-    """
+    """An ``AnswerWriter`` of blocks."""
 
     def __init__(self, prepared: PreparedRequest[Any]) -> None:
         self._body = prepared.body

@@ -22,9 +22,7 @@ Choice = dict[str, Any]
 class ChoicesWriter(ABC):
     """An ``AnswerWriter`` of choices: one object, or chunks as events, the usage and the end mark.
 
-    Attributes:
-        object: Type of the whole answer.
-        chunk_object: Type of a chunk.
+    ``object`` is the type of the whole answer, ``chunk_object`` that of a chunk.
     """
 
     object: ClassVar[str]

@@ -75,9 +75,7 @@ class EngineThread:
     def order(self, work: Callable[[], None], failed: Callable[[Exception], None] = _ignore) -> None:
         """Asks the thread to do ``work`` between two steps. May be called by any thread.
 
-        Args:
-            work: The work.
-            failed: Called with the error if ``work`` raises, or if the thread ends or has ended without doing it.
+        ``failed`` is called with the error if ``work`` raises, or if the thread ends or has ended without doing it.
         """
         with self._accepting:
             if self._end is None:

@@ -113,10 +113,6 @@ class KeyUsage:
     A request takes one from the bucket of requests. It is admitted while the bucket of tokens is not empty, and holds
     an estimate by its size until its tokens are known; a long output may leave the bucket in debt, which later
     requests wait for.
-
-    Args:
-        record: The key's limits.
-        clock: Returns monotonic seconds.
     """
 
     def __init__(self, record: KeyRecord, clock: Callable[[], float] = time.monotonic) -> None:

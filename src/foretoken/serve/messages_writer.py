@@ -17,12 +17,7 @@ from foretoken.serve.stream import event
 
 
 class MessageWriter(BlockWriter):
-    """Writes a message.
-
-    Args:
-        prepared: The request.
-        request_id: Identifier of the request, for errors in the stream.
-    """
+    """Writes a message."""
 
     def __init__(self, prepared: PreparedRequest[MessagesRequest], request_id: str | None) -> None:
         super().__init__(prepared)

@@ -66,11 +66,7 @@ def create_model_group(
 ) -> FastAPI:
     """Returns the app of several models. The first is that of requests that name none.
 
-    Args:
-        group: Runs the engines.
-        each: Settings of each worker's model, with its names.
-        settings: Settings of the server, with the names of all models.
-        tracer: Traces requests.
+    ``each`` has the settings of each worker's model, ``settings`` those of the server, with the names of all models.
 
     Raises:
         InvalidRequest: The key file of the settings cannot be read.

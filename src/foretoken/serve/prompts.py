@@ -88,13 +88,7 @@ _ID_LENGTH = 9  # of calls in Mistral's templates
 
 
 def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
-    """Returns the conversation as a text. Raises InvalidRequest.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        body: The request.
-        template: A template in place of the tokenizer's own.
-    """
+    """Returns the conversation as a text. Raises InvalidRequest."""
     used = template or own_template(
         tokenizer, "this model", "use /v1/completions, or start the server with --chat-template"
     )

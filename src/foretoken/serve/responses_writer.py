@@ -24,8 +24,6 @@ class ResponseWriter(BlockWriter):
     """Writes a response.
 
     Args:
-        prepared: The request.
-        token_text: The texts of tokens.
         store: Called with the finished response.
         stores: Whether it is stored.
     """

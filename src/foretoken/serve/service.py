@@ -37,12 +37,7 @@ B = TypeVar("B", bound=Body)
 
 
 class Service:
-    """State that the routes of one app share.
-
-    Args:
-        worker: Runs the engine.
-        settings: The server's settings.
-    """
+    """State that the routes of one app share."""
 
     def __init__(self, worker: Worker, settings: ServerSettings) -> None:
         self.worker, self.settings = worker, settings

@@ -84,10 +84,6 @@ class LegacyLogprobs:
     """Log-probabilities in the format of /v1/completions, for one choice as it grows.
 
     ``text_offset`` counts characters from the start of the text that the client gets.
-
-    Args:
-        token_text: The texts of tokens.
-        top: Number of alternatives beside the token itself.
     """
 
     def __init__(self, token_text: TokenText, top: int) -> None:

@@ -80,9 +80,7 @@ class Worker:
     async def run_in_thread(self, work: Callable[[], T], size: int = 0) -> T:
         """Returns the result of ``work``, which would block the event loop, such as tokenizing a prompt.
 
-        Args:
-            work: The work.
-            size: Number of characters to tokenize. Large texts have their own thread, so that others need not wait.
+        Texts of a large ``size``, in characters, have their own thread, so that others need not wait.
         """
         pool = self._large_pool if size > LARGE_TEXT else self._small_pool
         return await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -26,11 +26,7 @@ _LONGEST_HEAD = 1000  # characters in which the name of a function must have com
 
 
 class Writer:
-    """Collects the events of calls.
-
-    Args:
-        schemas: The functions that exist.
-    """
+    """Collects the events of calls."""
 
     def __init__(self, schemas: Schemas) -> None:
         self.schemas = schemas
@@ -87,7 +83,6 @@ class HeadBody:
     """A head that names the function, and the arguments in JSON: DeepSeek, Kimi, Mistral.
 
     Args:
-        writer: Takes the call.
         name: Returns the function's name from the head, which ends where the arguments' ``{`` begins. Raises
             ValueError.
     """
@@ -133,12 +128,7 @@ class ParameterTags:
 
 
 class ParameterBody:
-    """Parameters between tags, typed by the function's schema: Qwen3-Coder, GLM, DeepSeek 3.2, MiniMax, Seed-OSS.
-
-    Args:
-        writer: Takes the call.
-        tags: The family's tags.
-    """
+    """Parameters between tags, typed by the function's schema: Qwen3-Coder, GLM, DeepSeek 3.2, MiniMax, Seed-OSS."""
 
     def __init__(self, writer: Writer, tags: ParameterTags) -> None:
         self._writer, self._tags = writer, tags
@@ -213,7 +203,6 @@ class WholeBody:
     """Text that is read at once when it is complete: Gemma 4.
 
     Args:
-        writer: Takes the calls.
         end: Tag behind the body.
         read: Returns the calls in the text, each a name and its arguments. Raises ValueError.
     """
@@ -237,11 +226,7 @@ class WholeBody:
 
 
 class PythonBody:
-    """A list of Python calls with keyword arguments, ``[f(a=1), g(b="x")]``: Llama 4 and others.
-
-    Args:
-        writer: Takes the calls.
-    """
+    """A list of Python calls with keyword arguments, ``[f(a=1), g(b="x")]``: Llama 4 and others."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer, self._text = writer, ""
@@ -331,7 +316,6 @@ class JsonBody:
     """One call, or a list of calls in brackets. Arguments are passed on while they are generated.
 
     Args:
-        writer: Takes the calls.
         strict: Whether only functions that exist and the keys of a call are accepted, because other JSON may stand
             here as well.
     """

@@ -56,13 +56,7 @@ def expect(
 ) -> tuple[ExpectedOutput, SamplingParams]:
     """Returns the expected output, and the parameters with which the text shows all tags that its parser needs.
 
-    Args:
-        format: The format of the model.
-        chat: The request.
-        prompt: The text of its prompt.
-        params: Its sampling parameters.
-        forced: Whether a grammar restricts the answer to calls in JSON.
-        tokenizer: The model's tokenizer.
+    ``prompt`` is the rendered prompt. ``forced`` is whether a grammar restricts the answer to calls in JSON.
     """
     tools = offered(chat)
     schemas = {tool.function.name: _types(tool.function.parameters) for tool in tools} if tools else None

@@ -32,12 +32,7 @@ class _NestedParser(OutputParser):
 
 
 class WithoutTokens(_NestedParser):
-    """Hands the text to another parser without some special tokens, each of which comes in one piece.
-
-    Args:
-        dropped: The texts of the tokens.
-        parser: Reads the rest.
-    """
+    """Hands the text to another parser without some special tokens, each of which comes in one piece."""
 
     def __init__(self, dropped: Sequence[str], parser: OutputParser) -> None:
         super().__init__(parser)

@@ -41,11 +41,7 @@ class _SentChoice:
 
 
 class Replay:
-    """Removes the part that was sent from a repeated stream, and keeps the first stream's identifier and time.
-
-    Args:
-        sent: The events that were sent.
-    """
+    """Removes the part that was sent from a repeated stream, and keeps the first stream's identifier and time."""
 
     def __init__(self, sent: bytes) -> None:
         self._head: dict[str, Any] = {}
