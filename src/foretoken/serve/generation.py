@@ -217,7 +217,7 @@ class Generation:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        return {request.id: place for place, request in enumerate(self.requests)}
+        return {request.id: position for position, request in enumerate(self.requests)}
 
     @property
     def _prompt_tokens(self) -> int:

@@ -133,8 +133,8 @@ def as_document(records: Sequence[KeyRecord]) -> dict[str, Any]:
     """Returns the content of a key file. Values that are defaults are left out, scopes are not."""
     listed = []
     for record in records:
-        own = {f.name: getattr(record, f.name) for f in fields(record)}
-        listed.append({name: value for name, value in own.items() if value is not None})
+        values = {f.name: getattr(record, f.name) for f in fields(record)}
+        listed.append({name: value for name, value in values.items() if value is not None})
     return {"keys": listed}
 
 
@@ -146,16 +146,16 @@ def _record(entry: Any) -> KeyRecord:
     for name in ("name", "sha256"):
         if name not in entry:
             raise InvalidRequest(f"it has no {name}")
-    given = dict(entry)
+    values = dict(entry)
     for name in ("scopes", "models"):
-        value = given.get(name)
+        value = values.get(name)
         if value is None:
-            given.pop(name, None)
+            values.pop(name, None)
         elif not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise InvalidRequest(f"{name} must be a list of texts, got {shown(value)}")
         else:
-            given[name] = tuple(value)
-    return KeyRecord(**given)
+            values[name] = tuple(value)
+    return KeyRecord(**values)
 
 
 def _check_unique(file: Path, records: Sequence[KeyRecord]) -> None:
@@ -186,8 +186,8 @@ def revoke(file: Path, name: str) -> None:
     def without(records: list[KeyRecord]) -> list[KeyRecord]:
         left = [record for record in records if record.name != name]
         if len(left) == len(records):
-            known = ", ".join(record.name for record in records) or "none"
-            raise InvalidRequest(f"{file} has no key named {name!r}; it has: {known}")
+            names = ", ".join(record.name for record in records) or "none"
+            raise InvalidRequest(f"{file} has no key named {name!r}; it has: {names}")
         return left
 
     _change(file, without)

@@ -181,8 +181,8 @@ def duration(seconds: float) -> str:
     """Returns a duration as OpenAI writes it, such as 6m0s or 20ms."""
     if seconds < 1.0:
         return f"{math.ceil(seconds * 1000)}ms"
-    whole = math.ceil(seconds)
-    return f"{whole // 60}m{whole % 60}s" if whole >= 60 else f"{whole}s"
+    rounded = math.ceil(seconds)
+    return f"{rounded // 60}m{rounded % 60}s" if rounded >= 60 else f"{rounded}s"
 
 
 _log = logging.getLogger(__name__)
@@ -256,17 +256,17 @@ class KeyRing:
         """Whether there may be more than one key."""
         return len(self._fixed) > 1 or self._file is not None
 
-    def identify(self, given: str) -> Identity | None:
+    def identify(self, key: str) -> Identity | None:
         """Returns the owner of a key, None for an unknown key. Raises a 401 ApiError for an expired one.
 
         It is compared with every key in constant time, so that the response time reveals nothing about the keys.
         """
         self._look()
-        hashed, match = hashlib.sha256(given.strip().encode("latin-1")).digest(), None
+        hashed, match = hashlib.sha256(key.strip().encode("latin-1")).digest(), None
         for identity in (*self._fixed, *self._filed):
             if hmac.compare_digest(hashed, identity.digest):
                 match = identity
-        if not given or match is None:
+        if not key or match is None:
             return None
         if time.time() >= match.expires:
             raise invalid_key("this API key has expired")

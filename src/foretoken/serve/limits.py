@@ -184,8 +184,8 @@ class LimitsMiddleware:
 
 def _given_key(headers: Headers) -> str:
     """Returns the API key that a request came with, empty if there is none."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:

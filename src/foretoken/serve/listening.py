@@ -87,8 +87,8 @@ def allowed_hosts(host: str, bound: str, keys: bool, given: Sequence[str]) -> Al
     loopback = address is not None and address.is_loopback
     if not given and (keys or not loopback):
         return None
-    own = [name for name in (host, bound) if not _always_allowed(name)]
-    return AllowedHosts(tuple(dict.fromkeys((*own, *given))))
+    listening_names = [name for name in (host, bound) if not _always_allowed(name)]
+    return AllowedHosts(tuple(dict.fromkeys((*listening_names, *given))))
 
 
 def _always_allowed(name: str) -> bool:
@@ -145,11 +145,11 @@ class TlsFiles:
             if file is not None and not file.is_file():
                 raise InvalidRequest(f"--ssl-{option}: there is no file {file}")
         trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # a file that cannot be used leaves ``context`` as it was
-        for each in (trial, context):
+        for target in (trial, context):
             try:
-                each.load_cert_chain(self.certificate, self.key, _no_password)
+                target.load_cert_chain(self.certificate, self.key, _no_password)
                 if self.authorities is not None:
-                    each.load_verify_locations(self.authorities)
+                    target.load_verify_locations(self.authorities)
             except (OSError, ssl.SSLError, ValueError) as error:
                 raise InvalidRequest(
                     f"--ssl-certfile and --ssl-keyfile must be a certificate and its private key without a password, "

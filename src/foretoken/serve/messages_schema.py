@@ -103,10 +103,10 @@ class InputMessageBlocks(Loose):
     content: Annotated[str | Annotated[list[Block], Field(fail_fast=True)], _only_blocks]
 
 
-def messages_of(system: str | list[TextBlock] | None, given: Sequence[InputMessageBlocks]) -> list[Message]:
+def messages_of(system: str | list[TextBlock] | None, sent: Sequence[InputMessageBlocks]) -> list[Message]:
     """Returns the messages of a chat. Results of tools become messages of their own, as chat templates expect."""
     messages = [Message(role="system", content=text_of(system))] if system else []
-    for message in given:
+    for message in sent:
         if isinstance(message.content, str):
             messages.append(Message(role=message.role, content=message.content))
         elif message.role == "assistant":
@@ -116,9 +116,9 @@ def messages_of(system: str | list[TextBlock] | None, given: Sequence[InputMessa
     return messages
 
 
-def continues(given: Sequence[InputMessageBlocks]) -> bool:
+def continues(sent: Sequence[InputMessageBlocks]) -> bool:
     """Returns whether the last message is the model's own beginning, which the answer continues."""
-    last = given[-1]
+    last = sent[-1]
     if last.role != "assistant":
         return False
     if not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content):
@@ -273,9 +273,9 @@ class MessagesRequest(CountTokensRequest, Sampling):
     workspace_id: str | None = None
 
     def as_chat(self, earlier: Earlier) -> ChatRequest:
-        own = {name: getattr(self, name) for name in Sampling.model_fields}
-        own |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        return super().as_chat(earlier).model_copy(update=own)
+        fields = {name: getattr(self, name) for name in Sampling.model_fields}
+        fields |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return super().as_chat(earlier).model_copy(update=fields)
 
 
 def _chat_tool(tool: CustomTool) -> Tool:

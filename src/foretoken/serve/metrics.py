@@ -253,15 +253,15 @@ class Metrics(MetricsPage):
         with self._lock:
             for method, kept in self._speculation.items():
                 accepted = sum(j * n for j, n in kept.accepted.items())
-                stood, verified = _reached(kept.accepted), _reached(kept.verified)
+                reached, verified = _reached(kept.accepted), _reached(kept.verified)
                 methods[method] = {
                     "num_drafts": kept.drafts,
                     "num_draft_tokens": kept.drafted,
                     "num_accepted_tokens": accepted,
                     "mean_acceptance_length": 1.0 + accepted / kept.drafts if kept.drafts else 1.0,
                     "draft_acceptance_rate": accepted / kept.drafted if kept.drafted else 0.0,
-                    "per_position": [count / kept.drafts if kept.drafts else 0.0 for count in stood],
-                    "conditional": [a / v for a, v in zip(stood, verified, strict=False) if v],
+                    "per_position": [count / kept.drafts if kept.drafts else 0.0 for count in reached],
+                    "conditional": [a / v for a, v in zip(reached, verified, strict=False) if v],
                 }
         return methods
 
@@ -273,13 +273,13 @@ class Metrics(MetricsPage):
         return iter(families)
 
     def _engine(self, usage: SchedulerUsage) -> Iterator[Metric]:
-        share = usage.kv_tokens / usage.kv_capacity if usage.kv_capacity else 0.0
+        usage_share = usage.kv_tokens / usage.kv_capacity if usage.kv_capacity else 0.0
         yield self._gauge("num_requests_running", "Running sequences.", usage.running)
         yield self._gauge("num_requests_waiting", "Waiting sequences.", usage.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", share)
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", usage_share)
         yield self._gauge("kv_cache_tokens", "Tokens in the KV cache.", usage.kv_tokens)
-        each = usage.kv_bytes_per_token
-        yield self._gauge("kv_cache_bytes_per_token", "Bytes of one token in the target's KV cache.", each)
+        bytes_per_token = usage.kv_bytes_per_token
+        yield self._gauge("kv_cache_bytes_per_token", "Bytes of one token in the target's KV cache.", bytes_per_token)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", {(): usage.prefix_queries})
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", {(): usage.prefix_hits})
         yield self._counter("num_preemptions", "Preempted sequences.", {(): usage.preemptions})
@@ -296,17 +296,17 @@ class Metrics(MetricsPage):
         yield self._counter("step_seconds", "Seconds of decode steps, by phase.", seconds, "phase")
 
     def _speculated(self) -> Iterator[Metric]:
-        each = self._speculation.items()
-        drafts: _Values = {(method,): float(kept.drafts) for method, kept in each}
-        drafted: _Values = {(method,): float(kept.drafted) for method, kept in each}
-        accepted: _Values = {(method,): float(sum(j * n for j, n in kept.accepted.items())) for method, kept in each}
-        stood: _Values = {(m, str(i)): n for m, kept in each for i, n in enumerate(_reached(kept.accepted))}
-        verified: _Values = {(m, str(i)): n for m, kept in each for i, n in enumerate(_reached(kept.verified))}
+        methods = self._speculation.items()
+        drafts: _Values = {(method,): float(kept.drafts) for method, kept in methods}
+        drafted: _Values = {(method,): float(kept.drafted) for method, kept in methods}
+        accepted: _Values = {(method,): float(sum(j * n for j, n in kept.accepted.items())) for method, kept in methods}
+        reached: _Values = {(m, str(i)): n for m, kept in methods for i, n in enumerate(_reached(kept.accepted))}
+        verified: _Values = {(m, str(i)): n for m, kept in methods for i, n in enumerate(_reached(kept.verified))}
         name, labels = "spec_decode_num_", ("method", "position")
         yield self._counter(name + "drafts", "Drafts that were verified, one a sequence and step.", drafts, "method")
         yield self._counter(name + "draft_tokens", "Tokens drafted.", drafted, "method")
         yield self._counter(name + "accepted_tokens", "Drafted tokens emitted.", accepted, "method")
-        yield self._counter(name + "accepted_tokens_per_pos", "Drafts accepted that far.", stood, *labels)
+        yield self._counter(name + "accepted_tokens_per_pos", "Drafts accepted that far.", reached, *labels)
         yield self._counter(
             name + "verified_tokens_per_pos", "Drafts that were verified at this position.", verified, *labels
         )
@@ -349,8 +349,8 @@ class MergedMetrics(MetricsPage):
         """Returns every family once."""
         merged: dict[str, Metric] = {}
         for family in chain.from_iterable(self._engines):
-            whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            whole.samples.extend(family.samples)
+            combined = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            combined.samples.extend(family.samples)
         return chain(self._others, merged.values())
 
 
@@ -367,7 +367,9 @@ def replica_metrics(families: Mapping[str, Iterable[Metric]], failovers: Mapping
     )
     for outcome, number in failovers.items():
         continued.add_metric([outcome], number)
-    return MergedMetrics([_labelled(own, replica) for replica, own in sorted(families.items())], (count, continued))
+    return MergedMetrics(
+        [_labelled(metrics, replica) for replica, metrics in sorted(families.items())], (count, continued)
+    )
 
 
 def _labelled(families: Iterable[Metric], replica: str) -> Iterator[Metric]:

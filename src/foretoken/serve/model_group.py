@@ -62,7 +62,10 @@ class WorkerGroup:
 
 
 def create_model_group(
-    group: WorkerGroup, each: Sequence[ServerSettings], settings: ServerSettings, tracer: RequestTracer | None = None
+    group: WorkerGroup,
+    model_settings: Sequence[ServerSettings],
+    settings: ServerSettings,
+    tracer: RequestTracer | None = None,
 ) -> FastAPI:
     """Returns the app of several models. The first is that of requests that name none.
 
@@ -71,7 +74,10 @@ def create_model_group(
     Raises:
         InvalidRequest: The key file of the settings cannot be read.
     """
-    apps = [create_app(worker, own, guarded=False) for worker, own in zip(group.workers, each, strict=True)]
+    apps = [
+        create_app(worker, app_settings, guarded=False)
+        for worker, app_settings in zip(group.workers, model_settings, strict=True)
+    ]
     dispatch = _Dispatch(apps)
 
     @asynccontextmanager

@@ -39,24 +39,26 @@ def sampling(body: Generate, structured: Mapping[str, Any] | None = None, **para
         InvalidRequest: A parameter is not valid.
         ApiError: A parameter is given under two names, or contradicts another.
     """
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    values = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     for name, ours in _SYNONYMS.items():
         if (value := getattr(body, name)) is not None:
-            if ours in given:
+            if ours in values:
                 raise invalid(f"{name} and {ours} are the same parameter; give one of them", param=name)
-            given[ours] = value
-    if body.repeat_last_n not in (None, -1) and any(given.get(name, none) != none for name, none in _PENALTIES.items()):
+            values[ours] = value
+    if body.repeat_last_n not in (None, -1) and any(
+        values.get(name, none) != none for name, none in _PENALTIES.items()
+    ):
         raise invalid(
             "repeat_last_n is not served beside a penalty: penalties count the whole prompt and output; send -1",
             param="repeat_last_n",
         )
     if body.logit_bias:
-        given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+        values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     if body.prediction is not None:
-        given["prediction"] = body.prediction.text
+        values["prediction"] = body.prediction.text
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return SamplingParams(
-        **given,
+        **values,
         **parameters,
         stop=[stop for stop in stops if stop],  # OpenAI's clients send empty ones, which end nothing
         explain=body.return_steps,

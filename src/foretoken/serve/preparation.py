@@ -231,8 +231,8 @@ class RequestPreparer:
         ids = self._truncated(tokenized.ids, body.truncate_prompt_tokens, body.max_tokens)
         text = ""
         if body.echo:
-            whole = tokenized.text is not None and len(ids) == len(tokenized.ids)
-            text = str(tokenized.text) if whole else self.tokenizer.tokenizer.decode(ids)
+            complete = tokenized.text is not None and len(ids) == len(tokenized.ids)
+            text = str(tokenized.text) if complete else self.tokenizer.tokenizer.decode(ids)
         return EncodedPrompt(text, ids)
 
     def _unlimited(self, truncated: int | None) -> PromptTokenizer:

@@ -30,9 +30,9 @@ def forced(body: ChatRequest) -> dict[str, Any] | None:
     """Returns the JSON schema of the calls that ``tool_choice`` demands, None if it demands none. Raises ApiError."""
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
-        known = {tool.function.name for tool in body.tools or ()}
+        names = {tool.function.name for tool in body.tools or ()}
         for named in choice.allowed_tools.tools:
-            if named.function.name not in known:
+            if named.function.name not in names:
                 raise invalid(_no_such_tool(named.function.name, body.tools or ()), param="tool_choice")
         choice = choice.allowed_tools.mode
     tools = offered(body)
@@ -45,10 +45,10 @@ def forced(body: ChatRequest) -> dict[str, Any] | None:
         if not chosen:
             raise invalid(_no_such_tool(choice.function.name, tools), param="tool_choice")
         return _with_definitions(_call_schema(chosen[0]), chosen)
-    each = {"anyOf": [_call_schema(tool) for tool in tools]}
+    call = {"anyOf": [_call_schema(tool) for tool in tools]}
     if body.parallel_tool_calls is False:
-        return _with_definitions(each, tools)
-    return _with_definitions({"type": "array", "minItems": 1, "items": each}, tools)
+        return _with_definitions(call, tools)
+    return _with_definitions({"type": "array", "minItems": 1, "items": call}, tools)
 
 
 def _no_such_tool(name: str, tools: Sequence[Tool]) -> str:
@@ -89,25 +89,25 @@ _ID_LENGTH = 9  # of calls in Mistral's templates
 
 def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
     """Returns the conversation as a text. Raises InvalidRequest."""
-    used = template or own_template(
+    shown = template or own_template(
         tokenizer, "this model", "use /v1/completions, or start the server with --chat-template"
     )
     tools = offered(body)
-    if tools and body.tool_choice in (None, "auto") and isinstance(used, str) and "tools" not in used:
+    if tools and body.tool_choice in (None, "auto") and isinstance(shown, str) and "tools" not in shown:
         raise InvalidRequest("tools cannot be told to this model: its chat template does not mention them", "tools")
-    own = dict(body.chat_template_kwargs or {})
-    reserved = sorted(own.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
+    variables = dict(body.chat_template_kwargs or {})
+    reserved = sorted(variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
     if reserved:
         raise InvalidRequest(
             f"chat_template_kwargs must not hold {', '.join(reserved)}; only the template's own names",
             param="chat_template_kwargs",
         )
     if body.reasoning_effort is not None:
-        own["reasoning_effort"] = body.reasoning_effort
+        variables["reasoning_effort"] = body.reasoning_effort
         for switch in ("enable_thinking", "thinking"):  # of templates that do not grade the effort
-            own.setdefault(switch, body.reasoning_effort != "none")
+            variables.setdefault(switch, body.reasoning_effort != "none")
     if body.verbosity is not None:
-        own["verbosity"] = body.verbosity
+        variables["verbosity"] = body.verbosity
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and generates:
@@ -117,13 +117,13 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
         )
     text: str = apply_template(
         tokenizer,
-        _adapted([_templated(message) for message in body.messages], used if isinstance(used, str) else ""),
+        _adapted([_templated(message) for message in body.messages], shown if isinstance(shown, str) else ""),
         tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         chat_template=template,
         add_generation_prompt=generates,
         continue_final_message=continues,
         tokenize=False,
-        **own,
+        **variables,
     )
     return text
 
@@ -162,9 +162,9 @@ def _one_call_each(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         if message["role"] == "tool":
             identifier = message.get("tool_call_id")
-            called = [each for each in pending if each["tool_calls"][0].get("id") == identifier]
+            called = [call_message for call_message in pending if call_message["tool_calls"][0].get("id") == identifier]
             divided += called[:1]
-            pending = [each for each in pending if each not in called[:1]]
+            pending = [call_message for call_message in pending if call_message not in called[:1]]
         else:
             divided += pending
             first, *others = message.get("tool_calls") or [None]

@@ -53,10 +53,10 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"").decode("latin-1")
-        fits = _REQUEST_ID.fullmatch(given) is not None
+        sent_id = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"").decode("latin-1")
+        fits = _REQUEST_ID.fullmatch(sent_id) is not None
         state = scope.setdefault("state", {})
-        state.update({_ID: given if fits else new_request_id(), "request_id_given": fits})
+        state.update({_ID: sent_id if fits else new_request_id(), "request_id_given": fits})
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":

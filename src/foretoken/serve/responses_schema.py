@@ -140,8 +140,8 @@ def _served(item: Any) -> Any:
     """Raises an error that names the kind of an item that is not served."""
     kind = _kind(item)
     if kind not in SERVED:
-        given = f"of type {kind[:50]!r}" if kind is not None else "whose type is no string"
-        raise about("type", f"an item {given} was given; served: {', '.join(SERVED)}")
+        description = f"of type {kind[:50]!r}" if kind is not None else "whose type is no string"
+        raise about("type", f"an item {description} was given; served: {', '.join(SERVED)}")
     return item
 
 
@@ -162,13 +162,13 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[InputItem])
 _ITEM: TypeAdapter[Item] = TypeAdapter(InputItem)
 
 
-def messages_of(instructions: str | None, earlier: Earlier, given: str | Sequence[Item]) -> list[Message]:
+def messages_of(instructions: str | None, earlier: Earlier, sent: str | Sequence[Item]) -> list[Message]:
     """Returns the messages of a chat: the instructions, the conversation so far, and the input.
 
     The items of one turn of the model (reasoning, text, calls) become one message, as chat templates expect.
     """
     items = [item for part in earlier.conversation for item in _ITEMS.validate_python(json.loads(part))]
-    items += [InputMessage(role="user", content=given)] if isinstance(given, str) else _resolved(given, earlier)
+    items += [InputMessage(role="user", content=sent)] if isinstance(sent, str) else _resolved(sent, earlier)
     leading = [instructions] if instructions else []
     for item in items:  # templates take one system message, at the beginning
         if not isinstance(item, InputMessage) or item.role not in ("system", "developer"):
@@ -417,8 +417,8 @@ def _dumped(value: Any) -> Any:
 
 def input_items(body: ResponsesRequest, earlier: Earlier) -> list[dict[str, Any]]:
     """Returns the input as OpenAI lists it: every item with an identifier, texts as parts, references resolved."""
-    given = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    return [json.loads(earlier.items[item.id]) if isinstance(item, ItemReference) else _listed(item) for item in given]
+    items = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    return [json.loads(earlier.items[item.id]) if isinstance(item, ItemReference) else _listed(item) for item in items]
 
 
 def _listed(item: Any) -> dict[str, Any]:

@@ -105,21 +105,21 @@ class Body(BaseModel):
     def _known(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {k: value for k, value in data.items() if k not in cls.refused or not cls.refused[k].accepts(value)}
-        for name in cls.refused.keys() & given.keys():
+        sent = {k: value for k, value in data.items() if k not in cls.refused or not cls.refused[k].accepts(value)}
+        for name in cls.refused.keys() & sent.keys():
             reason = f"{name} is not served: {cls.refused[name].reason}"
             raise PydanticCustomError("unknown_field", "{reason}", {"reason": reason, "field": name})
         known = [info.alias or name for name, info in cls.model_fields.items()]
-        unknown = sorted(str(key) for key in given.keys() - set(known))
+        unknown = sorted(str(key) for key in sent.keys() - set(known))
         if unknown and ignore_unknown_fields(unknown):
-            return {key: given[key] for key in given.keys() & set(known)}
+            return {key: sent[key] for key in sent.keys() & set(known)}
         if unknown:
             raise PydanticCustomError(
                 "unknown_field",
                 "unknown field(s): {names}; known: {known}",
                 {"field": unknown[0], "names": ", ".join(unknown[:_NAMED]), "known": ", ".join(known)},
             )
-        return given
+        return sent
 
 
 class Loose(BaseModel):

@@ -70,11 +70,11 @@ def chat_logprobs(
 def prompt_logprobs(prompt: Sequence[int], entries: Sequence[Entries | None], top: int) -> PromptLogprobs:
     """Returns the log-probabilities of a prompt's tokens and of the ``top`` most probable ones, in vLLM's format."""
 
-    def shown(own: int, entry: Entries) -> dict[str, PromptLogprob]:
+    def shown(prompt_token: int, entry: Entries) -> dict[str, PromptLogprob]:
         return {
             str(token): {"logprob": max(e.logprob, LOWEST), "rank": e.rank, "decoded_token": e.decoded_token}
             for token, e in entry.items()
-            if token == own or e.rank <= top
+            if token == prompt_token or e.rank <= top
         }
 
     return [None if e is None else shown(token, e) for token, e in zip(prompt, entries, strict=True)]
@@ -144,10 +144,10 @@ def step_record(piece: StreamPiece, index: int, token_text: TokenText) -> dict[s
             {
                 "token": token,
                 "text": token_text.text(token),
-                "origin": "accepted" if place < step.accepted else "target",
-                "p": explained.emitted_prob[place] if explained else None,
+                "origin": "accepted" if position < step.accepted else "target",
+                "p": explained.emitted_prob[position] if explained else None,
             }
-            for place, token in enumerate(step.tokens)
+            for position, token in enumerate(step.tokens)
         ],
         "seconds": {phase: getattr(step.timings, phase) for phase in PHASES},
         "finish_reason": step.finish_reason,

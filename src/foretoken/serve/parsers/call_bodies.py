@@ -259,7 +259,7 @@ def python_calls(text: str) -> Calls:
         tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.List) or not tree.elts:
             raise ValueError("no list of calls")
-        return [_python_call(each) for each in tree.elts]
+        return [_python_call(call) for call in tree.elts]
     except (SyntaxError, RecursionError, MemoryError, TypeError) as error:
         raise ValueError(f"no list of calls: {error}") from error
 
@@ -281,7 +281,7 @@ def _json_literal(tree: ast.expr) -> Any:
     if isinstance(tree, ast.Name) and tree.id in _CONSTANTS:
         return _CONSTANTS[tree.id]
     if isinstance(tree, ast.List | ast.Tuple):
-        return [_json_literal(each) for each in tree.elts]
+        return [_json_literal(item) for item in tree.elts]
     if isinstance(tree, ast.Dict):
         return {str(_json_literal(key)): _json_literal(value) for key, value in _pairs(tree)}
     value = ast.literal_eval(tree)

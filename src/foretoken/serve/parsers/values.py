@@ -68,7 +68,7 @@ def schema_types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
-    types = {named} if isinstance(named, str) else {str(each) for each in named} if isinstance(named, list) else set()
+    types = {named} if isinstance(named, str) else {str(kind) for kind in named} if isinstance(named, list) else set()
     for key in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(key), list):
             types = types.union(*map(schema_types, options))
@@ -101,8 +101,8 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def _as_json(value: Any, types: set[str]) -> Any:
-    whole = isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types
-    return int(value) if whole else list(value) if isinstance(value, tuple) else value
+    as_integer = isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types
+    return int(value) if as_integer else list(value) if isinstance(value, tuple) else value
 
 
 class ValueEnd:

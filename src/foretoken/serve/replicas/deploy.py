@@ -105,8 +105,8 @@ class PrefixRouter(RequestRouter):
             by_id = avoided or by_id
         blocks = request.prefix_hashes if request is not None else ()
         load = {name: count for name in by_id if (count := self._ledger.load(name)) < self._max_requests}
-        known = {name: self._prefilled.known(blocks, name) for name in load}
-        return [[by_id[name]] for name in ranked(load, known, self._slack)]
+        hits = {name: self._prefilled.known(blocks, name) for name in load}
+        return [[by_id[name]] for name in ranked(load, hits, self._slack)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Records the replica that a request was sent to."""

@@ -105,7 +105,7 @@ class Front:
         answers = sorted(await self._replicas.speculation(body))
         if not answers:
             raise ServerUnavailable("no replica is running")
-        _, status, answer = next((each for each in answers if each[1] != 200), answers[0])
+        _, status, answer = next((result for result in answers if result[1] != 200), answers[0])
         if status == 200:
             answer = answer | {"replicas": {name: state for name, _, state in answers}}
         return JSONResponse(answer, status)

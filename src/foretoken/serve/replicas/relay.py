@@ -199,12 +199,12 @@ class Relay:
                 message["headers"] = [*message["headers"], (HEADER, self._replica.encode())]
                 streams = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
             kept.append(message)
-            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if whole or (streams and message["type"] == "http.response.body"):
-                for part in kept:
-                    await self._pass_on(part)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if complete or (streams and message["type"] == "http.response.body"):
+                for kept_message in kept:
+                    await self._pass_on(kept_message)
                 kept.clear()
-            if whole:
+            if complete:
                 return True
         raise ReplicaLost("a replica ended without an answer", self._replica)
 
