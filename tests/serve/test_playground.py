@@ -422,7 +422,7 @@ def test_controls_have_names_and_the_tab_key_reaches_them(sight):
 
 
 PURE = """async () => {
-  const { Parser } = await import("/sse.js");
+  const { Parser } = await import("/api.js");
   const { Trace, align, rejected, statistics } = await import("/trace.js");
   const tokens = (...texts) => texts.map((text) => ({ text }));
   const shared = ({ pieces, left }) => [pieces.map((piece) => [piece.text, piece.tokens.length]), left.length];

@@ -25,7 +25,7 @@ _PYTHON_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|\Z)|\Z)")
 _LONGEST_HEAD = 1000  # characters in which the name of a function must have come
 
 
-class Writer:
+class CallWriter:
     """Collects the events of calls."""
 
     def __init__(self, schemas: Schemas) -> None:
@@ -87,7 +87,7 @@ class HeadBody:
             ValueError.
     """
 
-    def __init__(self, writer: Writer, name: Callable[[str], str]) -> None:
+    def __init__(self, writer: CallWriter, name: Callable[[str], str]) -> None:
         self._writer, self._name = writer, name
         self._head, self._end = "", ValueEnd()
         self.started = False
@@ -130,7 +130,7 @@ class ParameterTags:
 class ParameterBody:
     """Parameters between tags, typed by the function's schema: Qwen3-Coder, GLM, DeepSeek 3.2, MiniMax, Seed-OSS."""
 
-    def __init__(self, writer: Writer, tags: ParameterTags) -> None:
+    def __init__(self, writer: CallWriter, tags: ParameterTags) -> None:
         self._writer, self._tags = writer, tags
         self._held, self._value = "", ""
         self._schema: Mapping[str, Any] = {}
@@ -207,7 +207,7 @@ class WholeBody:
         read: Returns the calls in the text, each a name and its arguments. Raises ValueError.
     """
 
-    def __init__(self, writer: Writer, end: str, read: Callable[[str], Calls]) -> None:
+    def __init__(self, writer: CallWriter, end: str, read: Callable[[str], Calls]) -> None:
         self._writer, self._end, self._read = writer, end, read
         self._text, self._held = "", ""
         self.started = False
@@ -228,7 +228,7 @@ class WholeBody:
 class PythonBody:
     """A list of Python calls with keyword arguments, ``[f(a=1), g(b="x")]``: Llama 4 and others."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: CallWriter) -> None:
         self._writer, self._text = writer, ""
         self._end = ValueEnd("\"'", "([{", ")]}")
         self.started = False
@@ -320,7 +320,7 @@ class JsonBody:
             here as well.
     """
 
-    def __init__(self, writer: Writer, strict: bool = False) -> None:
+    def __init__(self, writer: CallWriter, strict: bool = False) -> None:
         self._writer, self._strict = writer, strict
         self._held = ""
         self._call: _Call | None = None
@@ -374,7 +374,7 @@ class _Call:
         unread: Text that is not read yet.
     """
 
-    def __init__(self, writer: Writer, strict: bool) -> None:
+    def __init__(self, writer: CallWriter, strict: bool) -> None:
         self._writer, self._strict = writer, strict
         self.unread = ""
         self._key: str | None = None  # the key whose value follows

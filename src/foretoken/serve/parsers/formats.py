@@ -9,13 +9,13 @@ from functools import partial
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.parsers.call_bodies import (
     CallBody,
+    CallWriter,
     HeadBody,
     JsonBody,
     ParameterBody,
     ParameterTags,
     PythonBody,
     WholeBody,
-    Writer,
     gemma_calls,
 )
 from foretoken.serve.parsers.output_parsers import TAGS, CallFormat, ReasoningFormat
@@ -77,7 +77,7 @@ class _MistralBody:
 
     started = False
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: CallWriter) -> None:
         self._writer = writer
         self._body: CallBody | None = None
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from foretoken.serve.output import OutputEvent, OutputParser, ReasoningDelta, TextDelta
-from foretoken.serve.parsers.call_bodies import CallBody, Schemas, Writer
+from foretoken.serve.parsers.call_bodies import CallBody, CallWriter, Schemas
 from foretoken.serve.parsers.values import find_tag, split_held
 
 
 class _NestedParser(OutputParser):
     """Reports the calls of another parser or of a writer."""
 
-    def __init__(self, source: OutputParser | Writer) -> None:
+    def __init__(self, source: OutputParser | CallWriter) -> None:
         self._source, self._reasoning_tokens = source, 0
 
     @property
@@ -177,9 +177,9 @@ class CallFormat:
         only_calls: Whether a grammar allows nothing but calls; a call that was cut before its name is then no content.
     """
 
-    opens: Mapping[str, Callable[[Writer], CallBody]] = field(default_factory=dict)
+    opens: Mapping[str, Callable[[CallWriter], CallBody]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    bare: Mapping[str, Callable[[Writer], CallBody]] = field(default_factory=dict)
+    bare: Mapping[str, Callable[[CallWriter], CallBody]] = field(default_factory=dict)
     only_calls: bool = False
 
     @property
@@ -204,7 +204,7 @@ class ToolParser(_NestedParser):
     """
 
     def __init__(self, format: CallFormat, schemas: Schemas, named: str | None = None) -> None:
-        self._format, self._writer, self._named = format, Writer(schemas), named
+        self._format, self._writer, self._named = format, CallWriter(schemas), named
         super().__init__(self._writer)
         self._held, self._skipped = "", ""
         self._place, self._bare = _Position.BEFORE, bool(format.bare)
@@ -280,7 +280,7 @@ class ToolParser(_NestedParser):
         if self._place is _Position.BEFORE:
             self._skipped += text
 
-    def _enter(self, body: Callable[[Writer], CallBody], before: str, rest: str) -> None:
+    def _enter(self, body: Callable[[CallWriter], CallBody], before: str, rest: str) -> None:
         self._body, self._raw, self._skipped, self._held = body(self._writer), before, "", rest
         self._opened = len(before)
 
@@ -320,7 +320,7 @@ class HarmonyParser(_NestedParser):
     """
 
     def __init__(self) -> None:
-        self._writer = Writer({})
+        self._writer = CallWriter({})
         super().__init__(self._writer)
         self._held = ""
         self._header = True

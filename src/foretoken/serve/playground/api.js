@@ -1,6 +1,4 @@
-// The public API, and its errors in words.
-
-import { events } from "./sse.js";
+// The public API, its errors in words, and server-sent events out of a byte stream.
 
 /** Something to tell the user as it is. `status` is 0 where no answer came. */
 export class Problem extends Error {
@@ -78,4 +76,43 @@ async function refusal(answer) {
   const own = answer.status === 401 || answer.status === 429; // clear enough; other errors show the message of the server, too
   const text = words ? (said && !own ? `${words} It says: ${said}` : words) : said;
   return new Problem(text ?? `The server answered ${answer.status} ${answer.statusText}`.trim(), answer.status);
+}
+
+/** Yields the data of each event of a stream of Uint8Array. */
+export async function* events(stream) {
+  const reader = stream.getReader();
+  const decoder = new TextDecoder();
+  const parser = new Parser();
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      yield* parser.push(done ? decoder.decode() : decoder.decode(value, { stream: true }));
+      if (done) return;
+    }
+  } finally {
+    await reader.cancel().catch(() => {});
+  }
+}
+
+/** Text in, finished events out, however the text was cut. */
+export class Parser {
+  #rest = "";
+  #data = [];
+
+  push(text) {
+    const found = [];
+    const held = (this.#rest + text).endsWith("\r") ? "\r" : ""; // its "\n" may be on the way
+    const whole = (this.#rest + text).slice(0, held ? -1 : undefined);
+    const lines = whole.split(/\r\n|\r|\n/);
+    this.#rest = lines.pop() + held;
+    for (const line of lines) {
+      if (line === "") {
+        if (this.#data.length) found.push(this.#data.join("\n"));
+        this.#data = [];
+      } else if (line.startsWith("data:")) {
+        this.#data.push(line.slice(line.startsWith("data: ") ? 6 : 5));
+      }
+    }
+    return found;
+  }
 }

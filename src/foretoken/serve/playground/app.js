@@ -1,13 +1,15 @@
 // The form, the keys, and the order in which a race goes.
 
-import { Problem, model } from "./api.js";
+import { Problem, model, speculation } from "./api.js";
 import { pace, speed } from "./charts.js";
 import { Conversation } from "./conversation.js";
 import { $, calm, el } from "./dom.js";
-import { watch } from "./live.js";
 import { fresh, gradeOf, play, record, requests, warm } from "./race.js";
 import { NAMES, Stage, longest, result } from "./stage.js";
 import { hide } from "./tip.js";
+
+const EVERY = 3000; // milliseconds between looks at the state of speculation
+let timer = 0;
 
 const CODE = {
   function: 'def read_lines(path):\n    """Return the lines of a file, without their ends."""\n',
@@ -237,6 +239,34 @@ function start() {
   sliders();
   empty();
   meet().catch(complain);
+}
+
+/** The state of speculation in one line. */
+function sentence(state) {
+  const of = state.acceptance[state.method];
+  const words = [`${state.running} running`];
+  if (of?.num_drafts) {
+    words.push(`${Math.round(100 * of.draft_acceptance_rate)} % of drafted tokens accepted`);
+    words.push(`mean acceptance length ${of.mean_acceptance_length.toFixed(2)}`);
+  }
+  if (state.max_draft_tokens !== null) words.push(`at most ${state.max_draft_tokens} a step`);
+  if (state.paused) words.push(`no drafts now: ${state.paused}`);
+  return `${state.method} since the server began: ${words.join(", ")}.`;
+}
+
+/** Follows the server with this key, until it refuses or goes away. */
+function watch(key) {
+  clearTimeout(timer);
+  const look = async () => {
+    try {
+      if (!document.hidden) $("live").lastElementChild.textContent = sentence(await speculation(key));
+      $("live").hidden = false;
+      timer = setTimeout(look, EVERY);
+    } catch {
+      $("live").hidden = true; // a key may lack the scope, and errors of the server show elsewhere
+    }
+  };
+  look();
 }
 
 start();

@@ -2,9 +2,8 @@
 
 import { said } from "./conversation.js";
 import { $, el, rate, seconds } from "./dom.js";
-import { tell, walkable } from "./tip.js";
+import { tell, walkable, whyEmitted, whyRejected } from "./tip.js";
 import { rejected } from "./trace.js";
-import { whyEmitted, whyRejected } from "./why.js";
 
 const PROMPT = 1500; // characters of it that are shown: its end
 
@@ -18,7 +17,7 @@ export class Lane {
     walkable(this.box);
   }
 
-  /** An empty lane for `prompt`. asked: whether it is a message that is answered. grade: as in why.js. */
+  /** An empty lane for `prompt`. asked: whether it is a message that is answered. grade: as in tip.js. */
   reset({ prompt, asked }, grade) {
     this.grade = grade;
     this.tokens = 0;

@@ -22,7 +22,7 @@ export function requests({ model, prompt, messages, method, depth, temperature, 
   };
 }
 
-/** Which promise holds for two texts of these settings: see why.js. */
+/** Which promise holds for two texts of these settings: see tip.js. */
 export function gradeOf({ temperature, seed }) {
   if (temperature === 0) return "greedy";
   return seed === null ? "distribution" : "trajectory";

@@ -23,7 +23,7 @@ export class Stage {
     this.steps = [];
   }
 
-  /** Empties everything. shown: as in lane.js. traces: {speculative, plain}, which may be growing. grade: as in why.js. */
+  /** Empties everything. shown: as in lane.js. traces: {speculative, plain}, which may be growing. grade: as in tip.js. */
   reset(shown, grade, traces, whole) {
     Object.assign(this, { grade, traces, whole, steps: [], step: -1, drawn: 0, follow: true, dirty: true });
     this.shown = { speculative: 0, plain: 0 };

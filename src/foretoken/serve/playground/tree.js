@@ -1,9 +1,8 @@
 // The draft of one step as a tree: it grows level by level, and rejected tokens are struck out.
 
 import { $, calm, probability, svg, visible } from "./dom.js";
-import { tell, walkable } from "./tip.js";
+import { tell, walkable, whyEmitted, whyRejected } from "./tip.js";
 import { depths } from "./trace.js";
-import { whyEmitted, whyRejected } from "./why.js";
 
 const ROW = 46;
 const GAP = 26;
