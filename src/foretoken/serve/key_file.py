@@ -12,9 +12,9 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -129,15 +129,6 @@ def read_keys(file: Path) -> list[KeyRecord]:
     return records
 
 
-def as_document(records: Sequence[KeyRecord]) -> dict[str, Any]:
-    """Returns the content of a key file. Values that are defaults are left out, scopes are not."""
-    listed = []
-    for record in records:
-        values = {f.name: getattr(record, f.name) for f in fields(record)}
-        listed.append({name: value for name, value in values.items() if value is not None})
-    return {"keys": listed}
-
-
 def _record(entry: Any) -> KeyRecord:
     if not isinstance(entry, Mapping):
         raise InvalidRequest("it must be an object")
@@ -169,43 +160,42 @@ def _check_unique(file: Path, records: Sequence[KeyRecord]) -> None:
 
 def add(file: Path, record: KeyRecord) -> None:
     """Adds a key to a file, which is made if it does not exist. Raises InvalidRequest or WriteError."""
-
-    def added(records: list[KeyRecord]) -> list[KeyRecord]:
+    with _editing(file, missing_ok=True) as records:
         if any(other.name == record.name for other in records):
             raise InvalidRequest(
                 f"{file} already has a key named {record.name}; revoke it first, or choose another name"
             )
-        return [*records, record]
-
-    _change(file, added, missing_ok=True)
+        records.append(record)
 
 
 def revoke(file: Path, name: str) -> None:
     """Removes a key from a file. Raises InvalidRequest or WriteError."""
-
-    def without(records: list[KeyRecord]) -> list[KeyRecord]:
-        left = [record for record in records if record.name != name]
-        if len(left) == len(records):
+    with _editing(file) as records:
+        kept = [record for record in records if record.name != name]
+        if len(kept) == len(records):
             names = ", ".join(record.name for record in records) or "none"
             raise InvalidRequest(f"{file} has no key named {name!r}; it has: {names}")
-        return left
-
-    _change(file, without)
+        records[:] = kept
 
 
-def _change(file: Path, change: Callable[[list[KeyRecord]], list[KeyRecord]], missing_ok: bool = False) -> None:
+@contextmanager
+def _editing(file: Path, missing_ok: bool = False) -> Iterator[list[KeyRecord]]:
+    """Yields the records of a file, and writes them at the end of the ``with`` block unless it raises."""
     with _locked(file):
-        records = change([] if missing_ok and not file.exists() else read_keys(file))
+        records = [] if missing_ok and not file.exists() else read_keys(file)
+        yield records
         _write(file, records)
 
 
 def _write(file: Path, records: Sequence[KeyRecord]) -> None:
+    """Writes the records. Values of None are left out."""
+    entries = [{name: value for name, value in asdict(record).items() if value is not None} for record in records]
     file = file.resolve()  # a link stays one
     try:
         with atomic_file(file) as partial:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(descriptor, "w", encoding="utf-8") as opened:
-                json.dump(as_document(records), opened, indent=2)
+                json.dump({"keys": entries}, opened, indent=2)
                 opened.write("\n")
                 opened.flush()
                 os.fsync(opened.fileno())

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FIELDS = "foretoken"  # attribute of a log record: fields of its object
+_STATUS = "status"  # in the state of an ASGI scope
 
 
 class RequestLog:
-    """Records the status of one answer, and logs it with what became of its request."""
+    """Records the status of one answer, and logs it with the outcome of its request."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
-        self._status: int | None = None
         self._began = time.monotonic()
 
     async def send(self, message: Message) -> None:
         """Sends a message of the answer."""
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self._scope.setdefault("state", {})[_STATUS] = message["status"]
         await self._send(message)
 
     def log(self, level: int) -> None:
@@ -46,9 +46,9 @@ class RequestLog:
             return
         scope, seconds = self._scope, time.monotonic() - self._began
         path = scope["path"].encode("unicode_escape").decode()  # one line, whatever was sent
-        status = "gone" if self._status is None else self._status
+        status = _status(scope)
         words = "%s %s %s %.2f s %s"
-        values = (scope["method"], path, status, seconds, request_id(scope))
+        values = (scope["method"], path, "gone" if status is None else status, seconds, request_id(scope))
         _log.log(level, words, *values, extra={_FIELDS: self._fields(seconds)})
 
     def _fields(self, seconds: float) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class RequestLog:
             "request_id": request_id(scope),
             "method": scope["method"],
             "path": scope["path"],
-            "status": self._status,
+            "status": _status(scope),
             "seconds": round(seconds, 6),
             "key": access_of(scope).name,
             "trace_id": scope.get("state", {}).get("trace_id"),
@@ -93,6 +93,12 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+def _status(scope: Scope) -> int | None:
+    """Returns the status of the answer; None if there was none."""
+    status: int | None = scope.get("state", {}).get(_STATUS)
+    return status
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -160,11 +166,11 @@ class RequestTracer:
         scope.setdefault("state", {})["trace_id"] = f"{context.trace_id:032x}"
         return span
 
-    def end(self, span: Span, scope: Scope, status: int | None) -> None:
-        """Ends the span of a request. status: of its answer; None if there was none."""
+    def end(self, span: Span, scope: Scope) -> None:
+        """Ends the span of a request."""
         from opentelemetry.trace import Status, StatusCode
 
-        operation = _OPERATIONS[scope["path"]]
+        operation, status = _OPERATIONS[scope["path"]], _status(scope)
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "foretoken",
@@ -213,19 +219,11 @@ class TracingMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _OPERATIONS:
             await self._app(scope, receive, send)
             return
-        status: int | None = None
-
-        async def sending(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
         span = self._tracer.start(scope)
         try:
-            await self._app(scope, receive, sending)
+            await self._app(scope, receive, send)
         finally:
-            self._tracer.end(span, scope, status)
+            self._tracer.end(span, scope)
 
 
 def _attributes(summary: RequestSummary) -> dict[str, Any]:

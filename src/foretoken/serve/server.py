@@ -23,16 +23,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from foretoken.serve.errors import ApiError, headers_too_large
 from foretoken.serve.limits import MAX_HEADERS
 from foretoken.serve.listening import TlsFiles
-from foretoken.serve.listening import bind as bind
 from foretoken.serve.request_state import HEADER, new_request_id
 
 _log = logging.getLogger(__name__)
 
-_LAST_WORDS = 5.0  # seconds to send the errors of requests that were ended
+_GRACE = 5.0  # seconds to send the errors of requests that were ended
 
 
 class Servable(Protocol):
-    """The part of the app's ``Worker`` or ``Front`` that ``Server`` uses."""
+    """The interface of ``Worker``, ``WorkerGroup`` and ``Front`` that ``Server`` uses."""
 
     draining: bool
 
@@ -70,7 +69,7 @@ class Server(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=int(_LAST_WORDS),
+                timeout_graceful_shutdown=int(_GRACE),
                 http=HttpProtocol,
                 h11_max_incomplete_event_size=MAX_HEADERS,
             )
@@ -78,7 +77,7 @@ class Server(uvicorn.Server):
         self._worker, self._drain_timeout, self._announce = worker, drain_timeout, announce
         self._app, self._tls = app, tls
         self._drained_by: float | None = None
-        self._reload_asked = False
+        self._reload_requested = False
         if tls is not None:
             self.config.load()
             self.config.ssl = tls.context()
@@ -92,7 +91,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Handles signals within the ``with`` block, in the main thread. SIGHUP reloads if there is what to reload.
+        """Handles signals within the ``with`` block, in the main thread. SIGHUP reloads keys and certificates, if any.
 
         Otherwise it ends the process as usual, when its terminal is closed for instance.
         """
@@ -115,7 +114,7 @@ class Server(uvicorn.Server):
 
     def reload(self) -> None:
         """Reads API keys and certificates again at the next tick. May be called by a signal handler."""
-        self._reload_asked = True
+        self._reload_requested = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen."""
@@ -124,8 +123,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Returns whether to end. uvicorn calls this ten times a second."""
-        if self._reload_asked:
-            self._reload_asked = False
+        if self._reload_requested:
+            self._reload_requested = False
             self._app.state.keys.reload()
             if self._tls is not None and self.config.ssl is not None:
                 self._tls.reload(self.config.ssl)
