@@ -17,6 +17,8 @@ _LARGE = 2**16  # bytes that would block the event loop for too long
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
+_NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")
+
 
 async def read(body: bytes) -> Any:
     """Runs ``parse``, in a thread if it takes long."""
@@ -87,7 +89,6 @@ def _check_characters(value: Any) -> None:
 
 
 _Path = tuple[str | int, ...]
-_NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

@@ -25,6 +25,14 @@ SPECULATION = "/v1/speculation"
 LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _LISTINGS = ("/v1/models", "/version", "/openapi.json")
 
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
+)
+_MINUTE = 60.0
+_BYTES_PER_TOKEN = 4  # of a body, by which its tokens are estimated until they are known
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 1.0  # between checks for a change of the file
+
 
 @dataclass(frozen=True)
 class Access:
@@ -79,14 +87,6 @@ def needed_scope(method: str, path: str) -> str | None:
 def scopes_without_key(allow_admin: bool) -> frozenset[str]:
     """Returns the scopes of requests without a key, and of keys without a record."""
     return frozenset({GENERATE, METRICS, *([ADMIN] if allow_admin else [])})
-
-
-RATE_HEADERS = tuple(
-    f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
-)
-
-_MINUTE = 60.0
-_BYTES_PER_TOKEN = 4  # of a body, by which its tokens are estimated until they are known
 
 
 @dataclass(slots=True)
@@ -183,11 +183,6 @@ def duration(seconds: float) -> str:
         return f"{math.ceil(seconds * 1000)}ms"
     rounded = math.ceil(seconds)
     return f"{rounded // 60}m{rounded % 60}s" if rounded >= 60 else f"{rounded}s"
-
-
-_log = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 1.0  # between checks for a change of the file
 
 
 @dataclass(frozen=True)

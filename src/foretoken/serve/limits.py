@@ -25,6 +25,10 @@ _CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, 
 _KEY = "key"  # the same, if there are keys at all
 MAX_HEADERS = 64 * 2**10  # bytes of a request's headers
 
+_DISCARDED = 8  # times the limit: is read and dropped, because many clients send a whole body before they read
+_SMALL = 64 * 2**10  # bytes of each body that are not counted
+_LARGE_BODIES = 64  # number of bodies of the largest size that may be in memory at once
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -204,11 +208,6 @@ def key_of(scope: Scope) -> str | None:
     """Returns the digest of the request's API key; None where the server asks for none."""
     key: str | None = scope.get("state", {}).get(_KEY)
     return key
-
-
-_DISCARDED = 8  # times the limit: is read and dropped, because many clients send a whole body before they read
-_SMALL = 64 * 2**10  # bytes of each body that are not counted
-_LARGE_BODIES = 64  # number of bodies of the largest size that may be in memory at once
 
 
 class Bodies:

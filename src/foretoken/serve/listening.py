@@ -13,6 +13,10 @@ from pathlib import Path
 
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
+_HEADER = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]+)?")
+_PATTERN = re.compile(r"\*|(?:\*\.)?[a-z0-9_-][a-z0-9._-]*")
+_log = logging.getLogger(__name__)
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Returns a listening socket. Raises ForetokenError if the address cannot be bound."""
@@ -31,9 +35,6 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
     return listening
 
-
-_HEADER = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]+)?")
-_PATTERN = re.compile(r"\*|(?:\*\.)?[a-z0-9_-][a-z0-9._-]*")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -110,9 +111,6 @@ def _address(text: str) -> _Address | None:
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

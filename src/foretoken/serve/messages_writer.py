@@ -15,6 +15,12 @@ from foretoken.serve.parsers.values import object_of
 from foretoken.serve.preparation import PreparedRequest
 from foretoken.serve.stream import event
 
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
 
 class MessageWriter(BlockWriter):
     """Writes a message."""
@@ -88,13 +94,6 @@ def _usage(generation: Generation) -> AnthropicUsage:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
     }
-
-
-_DELTAS = {
-    "text": ("text_delta", "text"),
-    "reasoning": ("thinking_delta", "thinking"),
-    "call": ("input_json_delta", "partial_json"),
-}
 
 
 def _empty(block: Block) -> dict[str, Any]:

@@ -21,6 +21,21 @@ from foretoken.core.step import StepOutput
 from foretoken.engine.scheduler import SchedulerUsage
 from foretoken.serve.token_text import PHASES
 
+PREFIX = "foretoken:"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token, its wait included.", _SECONDS),
+    "inter_token_latency_seconds": ("Time between steps over the tokens of the later one, once a token.", _SHORT),
+    "e2e_request_latency_seconds": ("From a request's arrival to its last token.", _SECONDS),
+    "request_queue_time_seconds": ("From a request's arrival until the engine took it up.", _SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of finished requests.", _TOKENS),
+    "request_generation_tokens": ("Generated tokens of finished requests.", _TOKENS),
+}
+_REMEMBERED = 65_536  # sequences whose last step is remembered; aborted ones are evicted in time
+
 
 @dataclass(slots=True)
 class SpeculationRecord:
@@ -78,22 +93,7 @@ class SpeculationRecord:
         return record
 
 
-PREFIX = "foretoken:"
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
-_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
-_TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From a request's arrival to its first token, its wait included.", _SECONDS),
-    "inter_token_latency_seconds": ("Time between steps over the tokens of the later one, once a token.", _SHORT),
-    "e2e_request_latency_seconds": ("From a request's arrival to its last token.", _SECONDS),
-    "request_queue_time_seconds": ("From a request's arrival until the engine took it up.", _SECONDS),
-    "request_prompt_tokens": ("Prompt tokens of finished requests.", _TOKENS),
-    "request_generation_tokens": ("Generated tokens of finished requests.", _TOKENS),
-}
 _Values = dict[tuple[str, ...], float]  # by the values of a counter's labels, without the model's name
-_REMEMBERED = 65_536  # sequences whose last step is remembered; aborted ones are evicted in time
 
 
 @dataclass(slots=True)

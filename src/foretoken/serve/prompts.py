@@ -14,6 +14,18 @@ from foretoken.serve.chat_schema import AllowedTools, ChatRequest, Message, Name
 from foretoken.serve.errors import invalid
 from foretoken.serve.parsers.values import object_of
 
+_ID_LENGTH = 9  # of calls in Mistral's templates
+# (before the prefix, before the suffix, before the middle), as llama.cpp knows them by name
+FORMATS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4.5
+)
+
 
 def offered(body: ChatRequest) -> list[Tool]:
     """Returns the tools that may be called."""
@@ -82,9 +94,6 @@ def _moved(schema: Any, place: str) -> Any:
         if isinstance(part.get("$ref"), str) and part["$ref"].startswith("#"):
             part["$ref"] = place + part["$ref"][1:]
     return moved
-
-
-_ID_LENGTH = 9  # of calls in Mistral's templates
 
 
 def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
@@ -172,18 +181,6 @@ def _one_call_each(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             message = {**message, "tool_calls": [first]} if first else message
         divided.append(message)
     return divided + pending
-
-
-# (before the prefix, before the suffix, before the middle), as llama.cpp knows them by name
-FORMATS = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
-    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
-    ("<PRE>", "<SUF>", "<MID>"),
-    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4.5
-)
 
 
 def fill_in_tokens(tokenizer: Any) -> tuple[int, int, int] | None:

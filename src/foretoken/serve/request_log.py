@@ -26,6 +26,14 @@ _log = logging.getLogger(__name__)
 _FIELDS = "foretoken"  # attribute of a log record: fields of its object
 _STATUS = "status"  # in the state of an ASGI scope
 
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
+_NANOSECONDS = 1e9
+
 
 class RequestLog:
     """Records the status of one answer, and logs it with the outcome of its request."""
@@ -103,15 +111,6 @@ def _status(scope: Scope) -> int | None:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
-
-
-_OPERATIONS = {
-    "/v1/completions": "text_completion",
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-}
-_NANOSECONDS = 1e9
 
 
 class RequestTracer:

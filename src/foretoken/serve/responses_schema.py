@@ -54,6 +54,9 @@ from foretoken.serve.schema import (
 SERVED = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
+LOGPROBS = "message.output_text.logprobs"  # of ``include``
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
 
 class ContentPart(Loose):
     """A part of a message, a summary or a reasoning. Text is the only kind that is served."""
@@ -226,7 +229,6 @@ class _Turn:
         return [assistant_message(self.text, list(filter(None, self.reasoning)), self.calls)]
 
 
-LOGPROBS = "message.output_text.logprobs"  # of ``include``
 _only_functions = only_types("tool", ("function",), "only functions are served")
 
 
@@ -371,9 +373,6 @@ def _response_format(text: TextSettings | None) -> ResponseFormat | None:
         return form
     fields = {name: getattr(form, name) for name in JsonSchema.model_fields}
     return JsonSchemaFormat(type="json_schema", json_schema=JsonSchema.model_construct(**fields))
-
-
-_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 def echoed(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:

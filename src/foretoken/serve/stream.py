@@ -16,6 +16,10 @@ from foretoken.serve.generation import Generation, collect
 
 DONE = b"data: [DONE]\n\n"
 
+T = TypeVar("T")
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_GRACE = 10.0  # seconds for a client to read what is left once its request is over
+
 
 def event(data: Any, name: str | None = None) -> bytes:
     """Returns one event. name: its type, for APIs whose events have one.
@@ -24,12 +28,6 @@ def event(data: Any, name: str | None = None) -> bytes:
     """
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
-
-
-T = TypeVar("T")
-
-_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_GRACE = 10.0  # seconds for a client to read what is left once its request is over
 
 
 def error_event(error: ApiError, path: str) -> bytes:

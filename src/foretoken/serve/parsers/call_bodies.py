@@ -24,6 +24,12 @@ _GEMMA_WORDS = re.compile(r'<\|"\|>(.*?)<\|"\|>|([^\s,:{}\[\]<"]+)\s*(?=:)', re.
 _PYTHON_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|\Z)|\Z)")
 _LONGEST_HEAD = 1000  # characters in which the name of a function must have come
 
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("name", "type", "id", *_ARGUMENTS)
+_KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*(?=\S)', re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_SCALAR = re.compile(r"[^\s,}]+(?=[\s,}])")
+
 
 class CallWriter:
     """Collects the events of calls."""
@@ -303,13 +309,6 @@ def gemma_calls(text: str) -> Calls:
         raise ValueError("no call")
     arguments = json.loads("{" + _GEMMA_WORDS.sub(lambda m: dumps(m[1] if m[2] is None else m[2]), body))
     return [(name.strip(), arguments)]
-
-
-_ARGUMENTS = ("arguments", "parameters")
-_KEYS = ("name", "type", "id", *_ARGUMENTS)
-_KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*(?=\S)', re.DOTALL)
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_SCALAR = re.compile(r"[^\s,}]+(?=[\s,}])")
 
 
 class JsonBody:

@@ -18,7 +18,7 @@ from foretoken.serve.parsers.call_bodies import (
     WholeBody,
     gemma_calls,
 )
-from foretoken.serve.parsers.output_parsers import TAGS, CallFormat, ReasoningFormat
+from foretoken.serve.parsers.output_parsers import HARMONY_TAGS, CallFormat, ReasoningFormat
 
 
 def _kimi_name(head: str) -> str:
@@ -193,7 +193,7 @@ class OutputFormat:
     def tags(self) -> tuple[str, ...]:
         """Texts that must reach the parser, even if they are special tokens."""
         if HARMONY in (self.calls, self.reasoning):
-            return TAGS
+            return HARMONY_TAGS
         reasoning = REASONING_FORMATS[self.reasoning] if self.reasoning else None
         return (*FORMATS[self.calls].tags, *((reasoning.start, reasoning.end) if reasoning else ()))
 

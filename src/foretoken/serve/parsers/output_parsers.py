@@ -11,6 +11,12 @@ from foretoken.serve.output import OutputEvent, OutputParser, ReasoningDelta, Te
 from foretoken.serve.parsers.call_bodies import CallBody, CallWriter, Schemas
 from foretoken.serve.parsers.values import find_tag, split_held
 
+_BARE_SPACE = " \r\n\t,;[]"
+HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
+
 
 class _NestedParser(OutputParser):
     """Reports the calls of another parser or of a writer."""
@@ -163,9 +169,6 @@ class ReasoningParser(_NestedParser):
         return self._answer.push(held)
 
 
-_BARE_SPACE = " \r\n\t,;[]"
-
-
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """A family's format of function calls.
@@ -306,12 +309,6 @@ class ToolParser(_NestedParser):
             self._writer.events.append(TextDelta(text))
 
 
-TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
-
-
 class HarmonyParser(_NestedParser):
     """Reads messages. ``analysis`` is reasoning, a message to a function is a call, and everything else is content.
 
@@ -346,7 +343,7 @@ class HarmonyParser(_NestedParser):
     def _read_header(self) -> bool:
         if self._first:
             start = self._held.lstrip()
-            if not any(tag.startswith(start[: len(tag)]) for tag in (*TAGS, "to=")):
+            if not any(tag.startswith(start[: len(tag)]) for tag in (*HARMONY_TAGS, "to=")):
                 self._first = self._header = False
                 return True
         header, mark, rest = self._held.partition("<|message|>")

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+_NULLS = ("null", "none")
+
 
 def split_held(text: str, tags: tuple[str, ...]) -> tuple[str, str]:
     """Returns ``text`` without, and only, its longest end that begins one of ``tags``."""
@@ -26,9 +28,6 @@ def find_tag(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
         return -1, ""
     place, _, tag = min(places)
     return place, tag
-
-
-_NULLS = ("null", "none")
 
 
 def dumps(value: Any) -> str:

@@ -35,6 +35,9 @@ _KEPT = (
     "server",
 )
 
+R = TypeVar("R", bound=Hashable)
+REMEMBERED = 65_536  # latest blocks of prompts; about 16 million characters
+
 
 @dataclass(eq=False)
 class ReplicaLost(ForetokenError):
@@ -114,11 +117,6 @@ def repeatable(body: Mapping[str, Any]) -> bool:
     logprobs = body.get("logprobs")
     plain = (logprobs is None or logprobs is False) and not (body.get("tools") or body.get("return_steps"))
     return (greedy or seeded) and plain
-
-
-R = TypeVar("R", bound=Hashable)
-
-REMEMBERED = 65_536  # latest blocks of prompts; about 16 million characters
 
 
 class PrefilledBlocks:

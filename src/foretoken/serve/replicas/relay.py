@@ -25,6 +25,12 @@ from foretoken.serve.stream import error_event, event
 REPLAYED_PATHS = ("/v1/completions", "/v1/chat/completions")  # whose streams are chunks with choices
 _HEAD, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
+_log = logging.getLogger(__name__)
+LOSSES = 4  # lost replicas after which a request is refused, because it may be the cause
+GRACE = 10.0  # seconds beyond the request's own limit, which its replica enforces
+RETRIED, REPLAYED, BROKEN = OUTCOMES = ("retried", "replayed", "broken")
+HEADER = b"x-foretoken-replica"  # names the replica that answered
+
 
 class ReplayDiffers(Exception):
     """The text that was generated again differs from the text that was sent."""
@@ -112,14 +118,6 @@ def _place(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _name(choice: dict[str, Any]) -> str:
     return "content" if "delta" in choice else "text"
-
-
-_log = logging.getLogger(__name__)
-
-LOSSES = 4  # lost replicas after which a request is refused, because it may be the cause
-GRACE = 10.0  # seconds beyond the request's own limit, which its replica enforces
-RETRIED, REPLAYED, BROKEN = OUTCOMES = ("retried", "replayed", "broken")
-HEADER = b"x-foretoken-replica"  # names the replica that answered
 
 
 class Relay:
