@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from foretoken import LLM, zoo
 from foretoken.outputs import CompletionOutput
 from foretoken.params import SamplingParams
-from foretoken.serve.chat_schema import ChatRequest, Earlier, References
+from foretoken.serve.chat_schema import ChatRequest, References, StoredContent
 from foretoken.serve.completions_writer import ChatWriter
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.messages_schema import MessagesRequest
@@ -111,22 +111,22 @@ def chats(output: ExpectedOutput, text: str, end: tuple[str, str | None]) -> Ite
     given: Any = {"input": [USER]}
     stored: list[Any] = []
     body = ResponsesRequest.model_validate(given)
-    writer = ResponseWriter(prepared(body, body.as_chat(Earlier()), output), None, stored.append, True)  # type: ignore[arg-type]
+    writer = ResponseWriter(prepared(body, body.as_chat(StoredContent()), output), None, stored.append, True)  # type: ignore[arg-type]
     response = answered(writer, text, end)
     calls = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
     behind = [{"type": "function_call_output", "call_id": call, "output": "r"} for call in calls] + [USER]
-    yield ResponsesRequest.model_validate({"input": [USER, *response["output"], *behind]}).as_chat(Earlier())
+    yield ResponsesRequest.model_validate({"input": [USER, *response["output"], *behind]}).as_chat(StoredContent())
     store = ResponseStore(1, None)
     store.add("a", StoredResponse.of(stored[0], [{"id": "u", "type": "message", **USER}], None))
     body = ResponsesRequest.model_validate({"input": behind, "previous_response_id": "a"})
     yield body.as_chat(store.find(References("a"), None))
 
     said = MessagesRequest.model_validate({"messages": [USER], "max_tokens": 9})
-    content = answered(MessageWriter(prepared(said, said.as_chat(Earlier()), output), None), text, end)["content"]
+    content = answered(MessageWriter(prepared(said, said.as_chat(StoredContent()), output), None), text, end)["content"]
     used = [{"type": "tool_result", "tool_use_id": b["id"], "content": "r"} for b in content if b["type"] == "tool_use"]
     more = {"role": "user", "content": [*used, {"type": "text", "text": "x"}]}
     messages = [USER, {"role": "assistant", "content": content}, more]
-    yield MessagesRequest.model_validate({"messages": messages, "max_tokens": 9}).as_chat(Earlier())
+    yield MessagesRequest.model_validate({"messages": messages, "max_tokens": 9}).as_chat(StoredContent())
 
 
 def check(tokenizer: Any, output: ExpectedOutput, text: str) -> None:

@@ -17,7 +17,7 @@ from foretoken.serve.chat_schema import ChatRequest, Function, Tool
 from foretoken.serve.completions_writer import message_of
 from foretoken.serve.parsers.expected import ExpectedOutput
 from foretoken.serve.parsers.formats import FORCED, OutputFormat
-from foretoken.serve.prompts import forced
+from foretoken.serve.prompts import forced_calls
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 BARE = '{"name": "add", "parameters": {"a": "\\"{", "b": {}}}'
@@ -210,7 +210,7 @@ def test_references_move_with_a_schema_and_data_does_not() -> None:
     parameters = {"properties": {"a": {"$ref": "#/$defs/b"}, "$ref": {"const": {"$ref": "#"}}}, "$defs": {"b": {}}}
     tool = Tool(type="function", function=Function(name="f", parameters=parameters))
     chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
-    schema = forced(chat.model_copy(update={"tools": [tool], "tool_choice": "required"}))
+    schema = forced_calls(chat.model_copy(update={"tools": [tool], "tool_choice": "required"}))
     assert schema is not None
     assert schema["$defs"]["f"]["properties"] == {"a": {"$ref": "#/$defs/f/$defs/b"}, "$ref": {"const": {"$ref": "#"}}}
 

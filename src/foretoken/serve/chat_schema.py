@@ -18,8 +18,8 @@ from foretoken.serve.schema import (
     Loose,
     Object,
     TokenIds,
-    about,
     check_strict,
+    field_error,
     first_wrong,
 )
 
@@ -57,7 +57,7 @@ class Message(Loose):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
-            raise about("content", "content is missing; only an assistant's tool calls go without")
+            raise field_error("content", "content is missing; only an assistant's tool calls go without")
         return self
 
 
@@ -131,7 +131,7 @@ def _known_choice(choice: Any) -> Any:
     """Raises an error that lists the values of ``tool_choice``."""
     if choice_kind(choice) not in ("mode", "function", "allowed_tools"):
         message = "expected 'none', 'auto', 'required', or an object of type 'function' or 'allowed_tools'"
-        raise about("type" if isinstance(choice, dict) else "", message)
+        raise field_error("type" if isinstance(choice, dict) else "", message)
     return choice
 
 
@@ -191,7 +191,7 @@ class References:
 
 
 @dataclass(frozen=True)
-class Earlier:
+class StoredContent:
     """The stored content that ``References`` name, in JSON: the conversation's items in order, and the single items."""
 
     conversation: tuple[bytes, ...] = ()
@@ -217,7 +217,7 @@ class ChatForm(ABC):
     fills_context: ClassVar[bool] = False
 
     @abstractmethod
-    def as_chat(self, earlier: Earlier) -> ChatRequest:
+    def as_chat(self, earlier: StoredContent) -> ChatRequest:
         """Returns the chat. Raises ApiError or InvalidRequest."""
 
     @abstractmethod
@@ -253,7 +253,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise about("prompt", "expected either prompt or messages")
+            raise field_error("prompt", "expected either prompt or messages")
         return self
 
     @property

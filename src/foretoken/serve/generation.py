@@ -234,7 +234,7 @@ class Generation:
             self._cached += piece.output.stats.cached if piece.index == 0 else 0
 
 
-async def collect(generation: Generation) -> dict[int, StreamPiece]:
+async def final_pieces(generation: Generation) -> dict[int, StreamPiece]:
     """Returns the last piece of every choice, which has the whole output, by the choice's number and in order."""
     finals = {generation.number(piece): piece async for piece in generation if piece.output is not None}
     return dict(sorted(finals.items()))

@@ -20,21 +20,21 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")
 
 
-async def read(body: bytes) -> Any:
-    """Runs ``parse``, in a thread if it takes long."""
-    return parse(body) if len(body) < _LARGE else await asyncio.to_thread(parse, body)
+async def read_json(body: bytes) -> Any:
+    """Runs ``parse_json``, in a thread if it takes long."""
+    return parse_json(body) if len(body) < _LARGE else await asyncio.to_thread(parse_json, body)
 
 
 async def read_object(body: bytes) -> dict[str, Any]:
     """Returns the object in ``body``; empty if it is none, which the app that validates it reports."""
     try:
-        value = await read(body)
+        value = await read_json(body)
     except ApiError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def parse(body: bytes) -> Any:
+def parse_json(body: bytes) -> Any:
     """Returns the value of the JSON in ``body``.
 
     Raises:

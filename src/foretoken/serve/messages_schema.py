@@ -11,13 +11,13 @@ from pydantic import Field, JsonValue, model_validator
 from foretoken.serve.chat_schema import (
     ChatForm,
     ChatRequest,
-    Earlier,
     Effort,
     Function,
     FunctionCall,
     FunctionName,
     Message,
     NamedTool,
+    StoredContent,
     Tool,
     ToolCall,
     ToolChoice,
@@ -232,7 +232,7 @@ class CountTokensRequest(Body, ChatForm):
     cache_control: JsonValue = None
     speed: str | None = None
 
-    def as_chat(self, earlier: Earlier) -> ChatRequest:
+    def as_chat(self, earlier: StoredContent) -> ChatRequest:
         form = self.output_config.format if self.output_config is not None else None
         return ChatRequest.model_construct(
             messages=messages_of(self.system, self.messages),
@@ -272,7 +272,7 @@ class MessagesRequest(CountTokensRequest, Sampling):
     user_profile_id: str | None = None
     workspace_id: str | None = None
 
-    def as_chat(self, earlier: Earlier) -> ChatRequest:
+    def as_chat(self, earlier: StoredContent) -> ChatRequest:
         fields = {name: getattr(self, name) for name in Sampling.model_fields}
         fields |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return super().as_chat(earlier).model_copy(update=fields)

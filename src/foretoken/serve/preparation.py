@@ -19,10 +19,10 @@ from foretoken.serve.chat_schema import (
     ChatForm,
     ChatRequest,
     DetokenizeRequest,
-    Earlier,
     Function,
     Message,
     References,
+    StoredContent,
     TokenizeRequest,
 )
 from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
@@ -30,7 +30,7 @@ from foretoken.serve.limits import ServerSettings
 from foretoken.serve.parameters import as_sent, sampling, sent_names
 from foretoken.serve.parsers.expected import ExpectedOutput, expect
 from foretoken.serve.parsers.formats import OutputFormat, chosen_format
-from foretoken.serve.prompts import fill_in_prompt, forced, render
+from foretoken.serve.prompts import fill_in_prompt, forced_calls, render
 from foretoken.serve.schema import Body, CompletionRequest
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -45,7 +45,7 @@ _NEEDED = {
 B = TypeVar("B", bound=Body)
 
 
-class EarlierNeeded(Exception):
+class StoredContentNeeded(Exception):
     """A body refers to what the server stores, which the caller has to find first."""
 
     def __init__(self, references: References) -> None:
@@ -106,12 +106,12 @@ class RequestPreparer:
     max_model_len: int
     capacity: int
 
-    def prepare(self, body: B, earlier: Earlier | None = None) -> PreparedRequest[B]:
+    def prepare(self, body: B, earlier: StoredContent | None = None) -> PreparedRequest[B]:
         """Returns the prepared request.
 
         Raises:
             ApiError: It is not valid, or cannot be served.
-            EarlierNeeded: ``earlier`` is None, and the body refers to something.
+            StoredContentNeeded: ``earlier`` is None, and the body refers to something.
         """
         names = sent_names(body)
         try:
@@ -119,7 +119,7 @@ class RequestPreparer:
         except (InvalidRequest, ApiError) as error:
             raise as_sent(error, names) from error
 
-    def _prepare(self, body: Any, earlier: Earlier | None) -> PreparedRequest[Any]:
+    def _prepare(self, body: Any, earlier: StoredContent | None) -> PreparedRequest[Any]:
         if isinstance(body, CompletionRequest):
             return self._completion(body)
         if isinstance(body, ChatRequest):
@@ -128,8 +128,8 @@ class RequestPreparer:
             return self._tokenized(body)
         references = body.references()
         if references and earlier is None:
-            raise EarlierNeeded(references)
-        return self._chat(body, body.as_chat(earlier or Earlier()))
+            raise StoredContentNeeded(references)
+        return self._chat(body, body.as_chat(earlier or StoredContent()))
 
     @cached_property
     def _format(self) -> OutputFormat:
@@ -188,7 +188,7 @@ class RequestPreparer:
             raise invalid("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
         logprobs = {"top_logprobs": chat.top_logprobs, "prompt_logprobs": chat.prompt_logprobs}
         self._check_counts("n", chat.n or 1, 1, logprobs)
-        calls = forced(chat)
+        calls = forced_calls(chat)
         asked = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
         text, ids = self._rendered(chat, asked)
         needed = _needed(chat)

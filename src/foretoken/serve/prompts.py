@@ -27,7 +27,7 @@ FORMATS = (
 )
 
 
-def offered(body: ChatRequest) -> list[Tool]:
+def offered_tools(body: ChatRequest) -> list[Tool]:
     """Returns the tools that may be called."""
     if body.tool_choice == "none":
         return []
@@ -38,7 +38,7 @@ def offered(body: ChatRequest) -> list[Tool]:
     return tools
 
 
-def forced(body: ChatRequest) -> dict[str, Any] | None:
+def forced_calls(body: ChatRequest) -> dict[str, Any] | None:
     """Returns the JSON schema of the calls that ``tool_choice`` demands, None if it demands none. Raises ApiError."""
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
@@ -47,7 +47,7 @@ def forced(body: ChatRequest) -> dict[str, Any] | None:
             if named.function.name not in names:
                 raise invalid(_no_such_tool(named.function.name, body.tools or ()), param="tool_choice")
         choice = choice.allowed_tools.mode
-    tools = offered(body)
+    tools = offered_tools(body)
     if choice in (None, "none", "auto"):
         return None
     if not tools:
@@ -101,7 +101,7 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
     shown = template or own_template(
         tokenizer, "this model", "use /v1/completions, or start the server with --chat-template"
     )
-    tools = offered(body)
+    tools = offered_tools(body)
     if tools and body.tool_choice in (None, "auto") and isinstance(shown, str) and "tools" not in shown:
         raise InvalidRequest("tools cannot be told to this model: its chat template does not mention them", "tools")
     variables = dict(body.chat_template_kwargs or {})

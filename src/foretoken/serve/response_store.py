@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.serve.chat_schema import Earlier, References
+from foretoken.serve.chat_schema import References, StoredContent
 from foretoken.serve.errors import ApiError, invalid
 
 
@@ -91,7 +91,7 @@ class ResponseStore:
         self.get(identifier, owner)
         self._forget(identifier)
 
-    def find(self, references: References, owner: str | None) -> Earlier:
+    def find(self, references: References, owner: str | None) -> StoredContent:
         """Returns the content of references. Raises a 400 for one that is not stored, or belongs to another key."""
         conversation: list[bytes] = []
         identifier = references.response
@@ -103,7 +103,7 @@ class ResponseStore:
             self._responses.move_to_end(identifier)  # those before it too, so that they are forgotten after it
             conversation = [stored.inputs, stored.outputs, *conversation]
             identifier = stored.previous
-        return Earlier(tuple(conversation), {name: self._item(name, owner) for name in references.items})
+        return StoredContent(tuple(conversation), {name: self._item(name, owner) for name in references.items})
 
     @property
     def _why(self) -> str:

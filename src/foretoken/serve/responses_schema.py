@@ -18,7 +18,6 @@ from foretoken.serve.chat_schema import (
     AllowedTools,
     ChatForm,
     ChatRequest,
-    Earlier,
     Effort,
     Function,
     FunctionCall,
@@ -27,6 +26,7 @@ from foretoken.serve.chat_schema import (
     Metadata,
     NamedTool,
     References,
+    StoredContent,
     Tool,
     ToolCall,
     ToolChoice,
@@ -47,7 +47,7 @@ from foretoken.serve.schema import (
     Sampling,
     StreamOptions,
     TextFormat,
-    about,
+    field_error,
     only_types,
 )
 
@@ -144,7 +144,7 @@ def _served(item: Any) -> Any:
     kind = _kind(item)
     if kind not in SERVED:
         description = f"of type {kind[:50]!r}" if kind is not None else "whose type is no string"
-        raise about("type", f"an item {description} was given; served: {', '.join(SERVED)}")
+        raise field_error("type", f"an item {description} was given; served: {', '.join(SERVED)}")
     return item
 
 
@@ -165,7 +165,7 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[InputItem])
 _ITEM: TypeAdapter[Item] = TypeAdapter(InputItem)
 
 
-def messages_of(instructions: str | None, earlier: Earlier, sent: str | Sequence[Item]) -> list[Message]:
+def messages_of(instructions: str | None, earlier: StoredContent, sent: str | Sequence[Item]) -> list[Message]:
     """Returns the messages of a chat: the instructions, the conversation so far, and the input.
 
     The items of one turn of the model (reasoning, text, calls) become one message, as chat templates expect.
@@ -185,7 +185,7 @@ def messages_of(instructions: str | None, earlier: Earlier, sent: str | Sequence
     return messages
 
 
-def _resolved(items: Iterable[Item], earlier: Earlier) -> list[Item]:
+def _resolved(items: Iterable[Item], earlier: StoredContent) -> list[Item]:
     return [
         _ITEM.validate_python(json.loads(earlier.items[item.id])) if isinstance(item, ItemReference) else item
         for item in items
@@ -328,7 +328,7 @@ class ResponsesRequest(Sampling, ChatForm):
         named = tuple(item.id for item in items if isinstance(item, ItemReference))
         return References(self.previous_response_id, named)
 
-    def as_chat(self, earlier: Earlier) -> ChatRequest:
+    def as_chat(self, earlier: StoredContent) -> ChatRequest:
         logprobs = self.top_logprobs is not None or LOGPROBS in (self.include or ())
         return ChatRequest.model_construct(
             **{name: getattr(self, name) for name in Sampling.model_fields},
@@ -414,7 +414,7 @@ def _dumped(value: Any) -> Any:
     return value if isinstance(value, str) else value.model_dump()
 
 
-def input_items(body: ResponsesRequest, earlier: Earlier) -> list[dict[str, Any]]:
+def input_items(body: ResponsesRequest, earlier: StoredContent) -> list[dict[str, Any]]:
     """Returns the input as OpenAI lists it: every item with an identifier, texts as parts, references resolved."""
     items = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     return [json.loads(earlier.items[item.id]) if isinstance(item, ItemReference) else _listed(item) for item in items]

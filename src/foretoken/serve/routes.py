@@ -32,10 +32,10 @@ from foretoken.serve.answer_types import (
     Tokenized,
     Version,
 )
-from foretoken.serve.chat_schema import ChatRequest, DetokenizeRequest, Earlier, TokenizeRequest
+from foretoken.serve.chat_schema import ChatRequest, DetokenizeRequest, StoredContent, TokenizeRequest
 from foretoken.serve.completions_writer import ChatWriter, CompletionWriter
 from foretoken.serve.errors import ApiError, RefusedBody, ServerUnavailable, invalid
-from foretoken.serve.json_body import read
+from foretoken.serve.json_body import read_json
 from foretoken.serve.keyring import LOAD_LORA, UNLOAD_LORA, access_of
 from foretoken.serve.limits import key_of
 from foretoken.serve.messages_schema import CountTokensRequest, MessagesRequest
@@ -51,7 +51,7 @@ from foretoken.serve.side_process import LARGE_BODY
 STREAM: dict[str, Any] = {"text/event-stream": {}}
 
 
-def errors(*codes: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*codes: int) -> dict[int | str, dict[str, Any]]:
     """Returns the description of error answers."""
     return {code: {"model": Error} for code in codes}
 
@@ -63,7 +63,7 @@ def body_router(model: Any = Error) -> APIRouter:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is read by ``parse``, or, if it is large, by the side process."""
+    """A route whose body is read by ``parse_json``, or, if it is large, by the side process."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI's custom request classes."""
@@ -90,7 +90,7 @@ class _BodyRequest(Request):
                 if prepared is not None:
                     self.state.prepared = prepared
                     return prepared.body
-            value = await read(body)
+            value = await read_json(body)
         except ForetokenError as error:
             raise RefusedBody(error) from error
         names: list[str] = self.scope["state"].setdefault("unknown_fields", [])
@@ -122,7 +122,7 @@ def completion_routes(service: Service) -> APIRouter:
 
         def store(response: ResponseObject) -> None:
             if stores:
-                earlier = service.responses.find(body.references(), owner) if body.references() else Earlier()
+                earlier = service.responses.find(body.references(), owner) if body.references() else StoredContent()
                 stored = StoredResponse.of(response, input_items(body, earlier), owner)
                 service.responses.add(response["id"], stored)
 
@@ -136,7 +136,7 @@ def completion_routes(service: Service) -> APIRouter:
 
 def stored_routes(service: Service) -> APIRouter:
     """Returns the routes of stored responses."""
-    router = APIRouter(prefix="/responses/{response_id}", responses=errors(400, 401, 403, 404, 422))
+    router = APIRouter(prefix="/responses/{response_id}", responses=error_responses(400, 401, 403, 404, 422))
 
     @router.get("", responses={200: {"model": ResponseObject}}, response_model=None)
     async def retrieve(response_id: str, request: Request, stream: bool = False) -> Response:
@@ -152,7 +152,7 @@ def stored_routes(service: Service) -> APIRouter:
         service.responses.delete(response_id, key_of(request.scope))
         return {"id": response_id, "object": "response", "deleted": True}
 
-    @router.post("/cancel", responses=errors(400))
+    @router.post("/cancel", responses=error_responses(400))
     async def cancel(response_id: str, request: Request) -> ResponseObject:
         """Refuse to cancel: only background responses can be, and they are not served."""
         service.responses.get(response_id, key_of(request.scope))
@@ -236,7 +236,7 @@ def token_routes(service: Service) -> APIRouter:
 
 def adapter_routes(service: Service) -> APIRouter:
     """Returns the routes."""
-    router = APIRouter(responses=errors(400, 401, 403, 404, 503))
+    router = APIRouter(responses=error_responses(400, 401, 403, 404, 503))
 
     @router.post(LOAD_LORA)
     async def load(body: AdapterToLoad, request: Request) -> ServedModel:
@@ -258,13 +258,13 @@ def speculation_routes(service: Service) -> APIRouter:
     """Returns the routes."""
     router = APIRouter()
 
-    @router.get("/speculation", responses=errors(401, 403, 503))
+    @router.get("/speculation", responses=error_responses(401, 403, 503))
     async def state() -> SpeculationState:
         """Tell what is known about speculation: acceptance, costs, draft lengths, and why it pauses."""
         return await service.speculation.state()
 
-    @router.patch("/speculation", responses=errors(400, 401, 403, 404, 503))
-    @router.post("/speculation", responses=errors(400, 401, 403, 404, 503))
+    @router.patch("/speculation", responses=error_responses(400, 401, 403, 404, 503))
+    @router.post("/speculation", responses=error_responses(400, 401, 403, 404, 503))
     async def change(body: SpeculationChange, request: Request) -> SpeculationState:
         """Switch speculation off or on, or change its method or its largest draft, without changing any text."""
         service.served_name(body.model)
@@ -277,19 +277,19 @@ def listing_routes(service: Service) -> APIRouter:
     """Returns the routes."""
     router = APIRouter()
 
-    @router.get("/v1/models", responses=errors(401, 403))
+    @router.get("/v1/models", responses=error_responses(401, 403))
     async def models(request: Request) -> ModelList:
         """List the served models and their methods of speculation."""
         return {"object": "list", "data": [service.model(name) for name in service.names(request)]}
 
-    @router.get("/v1/models/{name:path}", responses=errors(401, 403, 404))
+    @router.get("/v1/models/{name:path}", responses=error_responses(401, 403, 404))
     async def model(name: str, request: Request) -> ServedModel:
         """Describe one served model."""
         service.check_allowed(name, request)
         return service.model(name)
 
-    @router.get("/health", responses=errors(403, 503))
-    @router.get("/ping", responses=errors(403, 503))
+    @router.get("/health", responses=error_responses(403, 503))
+    @router.get("/ping", responses=error_responses(403, 503))
     @router.post("/ping", include_in_schema=False)
     async def health() -> Health:
         """Tell whether requests are accepted."""
@@ -299,13 +299,13 @@ def listing_routes(service: Service) -> APIRouter:
             raise ServerUnavailable("the server is shutting down")
         return {"status": "ok"}
 
-    @router.get("/ready", responses=errors(403, 503))
-    @router.get("/health/ready", responses=errors(403, 503))
+    @router.get("/ready", responses=error_responses(403, 503))
+    @router.get("/health/ready", responses=error_responses(403, 503))
     async def ready() -> Health:
         """Tell whether a load balancer should send requests: the model is loaded and the server is not ending."""
         return await health()
 
-    @router.get("/health/live", responses=errors(403, 503))
+    @router.get("/health/live", responses=error_responses(403, 503))
     async def live() -> Health:
         """Tell whether the engine runs. It does while the server drains: restarting it would lose requests."""
         if not service.worker.alive:
@@ -313,13 +313,15 @@ def listing_routes(service: Service) -> APIRouter:
         return {"status": "ok"}
 
     @router.get(
-        "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **errors(401, 403)}
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}}}, **error_responses(401, 403)},
     )
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
         return service.metrics.render()
 
-    @router.get("/version", responses=errors(401, 403))
+    @router.get("/version", responses=error_responses(401, 403))
     async def version() -> Version:
         """Return the version of the server."""
         return {"version": __version__}

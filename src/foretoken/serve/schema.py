@@ -67,7 +67,7 @@ _NAMED = 5  # unknown fields that an error names
 REQUEST_ID = r"^[!-~]{1,128}$"  # goes into a header
 
 
-def about(field: str, message: str) -> PydanticCustomError:
+def field_error(field: str, message: str) -> PydanticCustomError:
     """Returns the error of a validator of a whole object or list that blames a part: the field's path from there."""
     return PydanticCustomError("field", "{message}", {"message": message, "field": field})
 
@@ -143,7 +143,7 @@ def only_types(noun: str, served: Sequence[str], hint: str) -> BeforeValidator:
             kind = item.get("type") if isinstance(item, dict) else None
             if isinstance(kind, str) and kind not in served:
                 field = f"{index}.type" if isinstance(value, list) else "type"
-                raise about(field, f"a {noun} of type {kind[:50]!r} was given; {hint}")
+                raise field_error(field, f"a {noun} of type {kind[:50]!r} was given; {hint}")
         return value
 
     return BeforeValidator(check)
@@ -324,9 +324,9 @@ class Generate(Sampling):
     @model_validator(mode="after")
     def _options(self) -> Generate:
         if self.stream_options is not None and not self.stream:
-            raise about("stream_options", "stream_options is only allowed with stream: true")
+            raise field_error("stream_options", "stream_options is only allowed with stream: true")
         if self.prompt_logprobs is not None and self.stream:
-            raise about("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
+            raise field_error("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
         return self
 
 

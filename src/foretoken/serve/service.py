@@ -17,14 +17,14 @@ from starlette.responses import Response
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.administration import ServedAdapters, SpeculationControl
 from foretoken.serve.answer_types import ServedModel
-from foretoken.serve.chat_schema import Earlier
+from foretoken.serve.chat_schema import StoredContent
 from foretoken.serve.errors import ApiError, not_served
 from foretoken.serve.generation import Generation
 from foretoken.serve.keyring import access_of
 from foretoken.serve.limits import ServerSettings, effective_salt, key_of
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.parameters import as_sent
-from foretoken.serve.preparation import EarlierNeeded, PreparedRequest, RequestPreparer
+from foretoken.serve.preparation import PreparedRequest, RequestPreparer, StoredContentNeeded
 from foretoken.serve.request_state import report_summary, set_request_id
 from foretoken.serve.response_store import ResponseStore
 from foretoken.serve.schema import Body
@@ -105,7 +105,7 @@ class Service:
             return None
         try:
             return await self.side_process.prepare(kind, body)
-        except EarlierNeeded as needed:
+        except StoredContentNeeded as needed:
             earlier = self.responses.find(needed.references, key_of(request.scope))
             return await self.side_process.prepare(kind, body, earlier)
 
@@ -143,7 +143,7 @@ class Service:
 
     async def _prepared(self, body: B, request: Request) -> PreparedRequest[B]:
         content = await request.body()
-        earlier: Earlier | None = None
+        earlier: StoredContent | None = None
         if references := getattr(body, "references", lambda: None)():
             earlier = self.responses.find(references, key_of(request.scope))
             if earlier.size > LARGE_BODY and self.side_process is not None:

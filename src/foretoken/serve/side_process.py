@@ -19,10 +19,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from foretoken.core.forking import ForkServer, allow_seconds, ask, first_received, fork_for_each, limit_memory, nicely
-from foretoken.serve.chat_schema import Earlier, References
+from foretoken.serve.chat_schema import References, StoredContent
 from foretoken.serve.errors import ApiError, Overloaded, as_api_error, invalid
-from foretoken.serve.json_body import parse, validation_error
-from foretoken.serve.preparation import EarlierNeeded, PreparedRequest, RequestPreparer
+from foretoken.serve.json_body import parse_json, validation_error
+from foretoken.serve.preparation import PreparedRequest, RequestPreparer, StoredContentNeeded
 from foretoken.serve.request_state import collect_unknown_fields
 from foretoken.serve.schema import Body
 
@@ -62,13 +62,13 @@ class SideProcess:
         self._threads.submit(self._started)
 
     async def prepare(
-        self, kind: type[Body], body: bytes, earlier: Earlier | None = None
+        self, kind: type[Body], body: bytes, earlier: StoredContent | None = None
     ) -> PreparedRequest[Any] | None:
         """Returns the result of ``RequestPreparer.prepare``; None where no process can be started.
 
         Raises:
             ApiError: The body is invalid; the error is the one that the server itself would raise.
-            EarlierNeeded: See ``RequestPreparer.prepare``.
+            StoredContentNeeded: See ``RequestPreparer.prepare``.
             Overloaded: Too many large bodies wait.
         """
         if self._waiting >= _MAX_WAITING:
@@ -83,7 +83,7 @@ class SideProcess:
         if isinstance(result, ApiError):
             raise result
         if isinstance(result, References):
-            raise EarlierNeeded(result)
+            raise StoredContentNeeded(result)
         return result
 
     def close(self) -> None:
@@ -143,14 +143,14 @@ def _serve(connection: Connection, preparer: RequestPreparer, limits: SideProces
     nicely(lambda: connection.send(_result(preparer, *question)))
 
 
-def _result(preparer: RequestPreparer, kind: type[Body], body: bytes, earlier: Earlier | None) -> Any:
+def _result(preparer: RequestPreparer, kind: type[Body], body: bytes, earlier: StoredContent | None) -> Any:
     """Returns the request, what it refers to, or the fields of an ApiError, which cannot be pickled."""
     unknown: list[str] = []
     collect_unknown_fields(None if preparer.settings.strict else unknown)
     try:
         prepared = preparer.tokenized_bad_words(preparer.prepare(_validated(kind, body), earlier))
         return replace(prepared, unknown=tuple(unknown))
-    except EarlierNeeded as needed:
+    except StoredContentNeeded as needed:
         return needed.references
     except Exception as error:
         refusal = as_api_error(error)
@@ -159,7 +159,7 @@ def _result(preparer: RequestPreparer, kind: type[Body], body: bytes, earlier: E
 
 def _validated(kind: type[Body], body: bytes) -> Body:
     """Returns the body as FastAPI validates it. Raises ApiError."""
-    value = parse(body)
+    value = parse_json(body)
     try:
         return kind.model_validate(value)
     except ValidationError as error:

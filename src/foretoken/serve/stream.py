@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from foretoken.outputs import StreamPiece
 from foretoken.serve.errors import ApiError, as_api_error, is_anthropic
-from foretoken.serve.generation import Generation, collect
+from foretoken.serve.generation import Generation, final_pieces
 
 DONE = b"data: [DONE]\n\n"
 
@@ -77,7 +77,7 @@ async def respond(streams: bool, generation: Generation, writer: AnswerWriter, r
             raise
         return EventStream(_events(generation, first, writer), generation)
     with generation:
-        finals = await cancel_on_disconnect(receive, collect(generation))
+        finals = await cancel_on_disconnect(receive, final_pieces(generation))
         return JSONResponse(writer.answer(generation, finals))
 
 

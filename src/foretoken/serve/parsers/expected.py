@@ -12,7 +12,7 @@ from foretoken.serve.parsers.call_bodies import Schemas
 from foretoken.serve.parsers.formats import FORCED, FORMATS, HARMONY, REASONING_FORMATS, OutputFormat
 from foretoken.serve.parsers.output_parsers import HarmonyParser, ReasoningParser, ToolParser, WithoutTokens
 from foretoken.serve.parsers.values import schema_types
-from foretoken.serve.prompts import offered
+from foretoken.serve.prompts import offered_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def expect(
 
     ``prompt`` is the rendered prompt. ``forced`` is whether a grammar restricts the answer to calls in JSON.
     """
-    tools = offered(chat)
+    tools = offered_tools(chat)
     schemas = {tool.function.name: _types(tool.function.parameters) for tool in tools} if tools else None
     if forced:
         named = chat.tool_choice.function.name if isinstance(chat.tool_choice, NamedTool) else None
