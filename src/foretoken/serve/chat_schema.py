@@ -179,6 +179,17 @@ class ChatRequest(Generate):
     store: bool | None = None
 
 
+def offered_tools(body: ChatRequest) -> list[Tool]:
+    """Returns the tools that may be called."""
+    if body.tool_choice == "none":
+        return []
+    tools = body.tools or []
+    if isinstance(body.tool_choice, AllowedTools):
+        allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
+        tools = [tool for tool in tools if tool.function.name in allowed]
+    return tools
+
+
 @dataclass(frozen=True)
 class References:
     """References of a body to an earlier response, whose conversation it continues, and to single stored items."""

@@ -10,7 +10,7 @@ from typing import Any
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.json_schema import subschemas
 from foretoken.engine.chat_template import apply_template, own_template
-from foretoken.serve.chat_schema import AllowedTools, ChatRequest, Message, NamedTool, Tool
+from foretoken.serve.chat_schema import AllowedTools, ChatRequest, Message, NamedTool, Tool, offered_tools
 from foretoken.serve.errors import invalid
 from foretoken.serve.parsers.values import object_of
 
@@ -25,17 +25,6 @@ FORMATS = (
     ("<PRE>", "<SUF>", "<MID>"),
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4.5
 )
-
-
-def offered_tools(body: ChatRequest) -> list[Tool]:
-    """Returns the tools that may be called."""
-    if body.tool_choice == "none":
-        return []
-    tools = body.tools or []
-    if isinstance(body.tool_choice, AllowedTools):
-        allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
-        tools = [tool for tool in tools if tool.function.name in allowed]
-    return tools
 
 
 def forced_calls(body: ChatRequest) -> dict[str, Any] | None:

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretoken.params import SamplingParams
-from foretoken.serve.chat_schema import ChatRequest, NamedTool
+from foretoken.serve.chat_schema import ChatRequest, NamedTool, offered_tools
 from foretoken.serve.output import OutputParser
 from foretoken.serve.parsers.call_bodies import Schemas
 from foretoken.serve.parsers.formats import FORCED, FORMATS, HARMONY, REASONING_FORMATS, OutputFormat
 from foretoken.serve.parsers.output_parsers import HarmonyParser, ReasoningParser, ToolParser, WithoutTokens
 from foretoken.serve.parsers.values import schema_types
-from foretoken.serve.prompts import offered_tools
 
 
 @dataclass(frozen=True, slots=True)
