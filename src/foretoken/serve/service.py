@@ -27,7 +27,7 @@ from foretoken.serve.parameters import as_sent
 from foretoken.serve.preparation import PreparedRequest, RequestPreparer, StoredContentNeeded
 from foretoken.serve.request_state import report_summary, set_request_id
 from foretoken.serve.response_store import ResponseStore
-from foretoken.serve.schema import Body
+from foretoken.serve.schema import Body, Sampling
 from foretoken.serve.side_process import LARGE_BODY, SideProcess
 from foretoken.serve.stream import AnswerWriter, respond
 from foretoken.serve.token_text import TokenText
@@ -132,7 +132,7 @@ class Service:
     async def generate(
         self,
         prefix: str,
-        body: Body,
+        body: Sampling,
         make_writer: Callable[[PreparedRequest[Any]], AnswerWriter],
         request: Request,
     ) -> Response:
