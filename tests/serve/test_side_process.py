@@ -170,7 +170,7 @@ def side_process(server: Running) -> Iterator[SideProcess]:
 
 def prepared(side_process: SideProcess, **fields: Any) -> PreparedRequest[Any] | None:
     body = json.dumps({**OK, **fields}).encode()
-    return asyncio.run(side_process.prepared(CompletionRequest, body))
+    return asyncio.run(side_process.prepare(CompletionRequest, body))
 
 
 @pytest.mark.usefixtures("preloaded_python")
@@ -220,7 +220,7 @@ def test_waiting_bodies_are_bounded(side_process: SideProcess, monkeypatch: pyte
 
     async def use() -> list[Any]:
         body = json.dumps(OK).encode()
-        asked = [side_process.prepared(CompletionRequest, body) for _ in range(3)]
+        asked = [side_process.prepare(CompletionRequest, body) for _ in range(3)]
         return await asyncio.gather(*asked, return_exceptions=True)
 
     kinds = [type(result) for result in asyncio.run(use())]
