@@ -1,1 +1,1 @@
-"""The server: OpenAI's API over one engine, with what speculation did in every answer."""
+"""The server: OpenAI's API over one engine, with statistics of speculation in every answer."""

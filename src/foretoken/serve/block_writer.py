@@ -1,4 +1,4 @@
-"""Answers that are lists of blocks, one after another: those of /v1/messages and /v1/responses."""
+"""Answers that are lists of blocks, one after another, for /v1/messages and /v1/responses."""
 
 from __future__ import annotations
 

@@ -215,12 +215,12 @@ class StoredContent:
 
 
 class ChatForm(ABC):
-    """A body of another API that stands for a chat. ``RequestPreparer`` converts it.
+    """A body of another API that ``RequestPreparer`` converts to a chat.
 
     Attributes:
-        sent_as: Its names of the chat's fields, where they differ, for errors.
-        counts_only: Whether only the tokens of the prompt are asked for.
-        fills_context: Whether a text may be asked for that is longer than the context; it ends there.
+        sent_as: Names of the chat's fields in this body, where they differ, for errors.
+        counts_only: Whether the answer is the number of the prompt's tokens.
+        fills_context: Whether the output ends at the end of the context if more tokens are requested.
     """
 
     sent_as: ClassVar[Mapping[str, str]] = {}

@@ -38,7 +38,7 @@ class Generation:
         timeout: Seconds after which iterating raises TimeoutError.
         metrics: Counts it.
         num_spec_tokens: Configured draft tokens per step.
-        predicted_tokens: Number of tokens of the predicted output, if that is what drafts.
+        predicted_tokens: Number of tokens of the predicted output, if it is the draft.
         method: The method that drafts.
         names: Names of parameters as the client sent them, for errors. See ``sent_names``.
 

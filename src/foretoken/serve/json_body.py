@@ -92,7 +92,7 @@ _Path = tuple[str | int, ...]
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """Returns the response to pydantic's errors about ``body``: those of the first wrong field.
+    """Returns the response to pydantic's errors about the first wrong field of ``body``.
 
     A value that may have several types has errors for each of them. Those that lie deepest concern the type that fits
     best.

@@ -98,7 +98,7 @@ class RateBucket:
     at: float
 
     def refill(self, now: float) -> None:
-        """Adds what was gained until ``now``."""
+        """Adds the gain until ``now``."""
         self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / _MINUTE)
         self.at = now
 
@@ -121,7 +121,7 @@ class KeyUsage:
         self.update(record)
 
     def update(self, record: KeyRecord) -> None:
-        """Takes over changed limits. What was used stays used."""
+        """Takes over changed limits and keeps the usage."""
         self._refill()
         self._max_concurrency, before, self._buckets = record.max_concurrency, self._buckets, {}
         for name, per_minute in (("requests", record.requests_per_minute), ("tokens", record.tokens_per_minute)):
@@ -192,7 +192,7 @@ class Identity:
     Args:
         digest: Hash of its key.
         access: Its permissions.
-        usage: Usage of its key; None if the key has no limits of its own.
+        usage: Usage of its key; None if the key has no limits.
         expires: Unix time after which the key is not accepted.
     """
 

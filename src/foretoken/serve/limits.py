@@ -35,7 +35,7 @@ class ServerSettings:
     """Settings of an app.
 
     Args:
-        model_names: Names of the model. Answers have the one that was asked for, the first if none was.
+        model_names: Names of the model. Answers have the one that the request names, or the first.
         lora_modules: Paths of the LoRA adapters that it begins with, by the names under which requests choose them.
         api_keys: Accepted API keys. Without keys and without a key file, no key is needed.
         key_file: A file of API keys with limits (``key_file``).
@@ -130,7 +130,7 @@ class LimitsMiddleware:
                 self._active -= 1
 
     def _identified(self, scope: Scope, headers: Headers) -> KeyUsage | None:
-        """Notes in the scope who sent a request, and returns the usage of its key. Raises ApiError if it is refused."""
+        """Stores the key of a request in the scope, and returns the key's usage. Raises ApiError if it is refused."""
         state = scope.setdefault("state", {})
         if STATE in state:  # a replica's front has identified it
             return None
@@ -187,7 +187,7 @@ class LimitsMiddleware:
 
 
 def _given_key(headers: Headers) -> str:
-    """Returns the API key that a request came with, empty if there is none."""
+    """Returns the API key of a request, empty if there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
@@ -199,7 +199,7 @@ def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
 
 
 def identified(scope: Scope) -> dict[str, Any]:
-    """Returns the part of a scope's state that says who sent the request, for a replica to trust."""
+    """Returns the entries of a scope's state about the request's key, for a replica to trust."""
     state = scope.get("state", {})
     return {name: state[name] for name in (STATE, _KEY, _CLIENT) if name in state}
 

@@ -71,9 +71,9 @@ def allowed_hosts(host: str, bound: str, keys: bool, given: Sequence[str]) -> Al
     ``given`` has names, because the names by which other machines reach them are not known.
 
     Args:
-        host: what the user asked to listen on.
-        bound: the address that it became.
-        keys: whether the server asks for an API key.
+        host: the address in the user's words.
+        bound: the address that the socket is bound to.
+        keys: whether requests need an API key.
         given: further names, from the user.
 
     Raises:
@@ -115,13 +115,13 @@ def _address(text: str) -> _Address | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """A certificate, and what is asked of clients.
+    """A certificate, and the policy about certificates of clients.
 
     Args:
         certificate: The server's certificate chain in PEM.
         key: Its private key in PEM; None if that is in ``certificate``.
-        authorities: Certificates that sign those of clients, in PEM.
-        client_certificates: 0 asks clients for none, 1 takes one if they have it, 2 requires it.
+        authorities: Certificates that sign the clients' certificates, in PEM.
+        client_certificates: 0 requests none, 1 makes them optional, 2 requires them.
     """
 
     certificate: Path

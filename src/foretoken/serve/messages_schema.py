@@ -1,4 +1,4 @@
-"""The request bodies of /v1/messages and /v1/messages/count_tokens, and the chats for which they stand."""
+"""The request bodies of /v1/messages and /v1/messages/count_tokens, and their conversion to chats."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class InputMessageBlocks(Loose):
 
 
 def messages_of(system: str | list[TextBlock] | None, sent: Sequence[InputMessageBlocks]) -> list[Message]:
-    """Returns the messages of a chat. Results of tools become messages of their own, as chat templates expect."""
+    """Returns the messages of a chat. Each result of a tool becomes a message, as chat templates expect."""
     messages = [Message(role="system", content=text_of(system))] if system else []
     for message in sent:
         if isinstance(message.content, str):

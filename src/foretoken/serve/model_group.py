@@ -1,4 +1,4 @@
-"""Several models behind one address: each has an engine and an app of its own; requests name their model."""
+"""Several models behind one address. Each has its engine and its app; requests name their model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def create_model_group(
 ) -> FastAPI:
     """Returns the app of several models. The first is that of requests that name none.
 
-    ``each`` has the settings of each worker's model, ``settings`` those of the server, with the names of all models.
+    ``model_settings`` has the settings of each worker's model, ``settings`` the server's, with the names of all models.
 
     Raises:
         InvalidRequest: The key file of the settings cannot be read.

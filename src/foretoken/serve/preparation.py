@@ -46,7 +46,7 @@ B = TypeVar("B", bound=Body)
 
 
 class StoredContentNeeded(Exception):
-    """A body refers to what the server stores, which the caller has to find first."""
+    """A body refers to stored content, which the caller has to find first."""
 
     def __init__(self, references: References) -> None:
         super().__init__(references)
@@ -72,8 +72,8 @@ class PreparedRequest(Generic[B]):
         max_tokens: Number of tokens to generate at most; 0 where only the prompt's log-probabilities are requested.
         output: The expected output.
         bad_words: The tokens of the bad words; None if ``params`` has the words themselves.
-        chat: The chat for which the body stands, with the fields that answering needs.
-        cut: Whether ``max_tokens`` is less than was asked for, because the context ends there.
+        chat: The chat to which the body was converted, with the fields that answering needs.
+        cut: Whether ``max_tokens`` is less than requested, because the context ends there.
         unknown: Unknown fields of the body that were ignored.
         names: See ``sent_names``.
     """
@@ -182,7 +182,7 @@ class RequestPreparer:
         return PreparedRequest(body=_needed(body), prompts=encoded, params=self._predicted(params), max_tokens=budget)
 
     def _chat(self, body: Any, chat: ChatRequest) -> PreparedRequest[Any]:
-        """Prepares a chat. body: the request itself, which is ``chat`` or stands for it."""
+        """Prepares a chat. body: the request, which is ``chat`` or was converted to it."""
         form = body if isinstance(body, ChatForm) else None
         if chat.top_logprobs is not None and not chat.logprobs:
             raise invalid("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
@@ -240,7 +240,7 @@ class RequestPreparer:
         return self.tokenizer if truncated is None else replace(self.tokenizer, limit=None, source_limit=None)
 
     def _truncated(self, ids: list[int], kept: int | None, asked: int | None) -> list[int]:
-        """Returns the last ``kept`` tokens of a prompt; for -1 as many as leave room for the output."""
+        """Returns the last ``kept`` tokens of a prompt; for -1 as many as leave tokens for the output."""
         if kept is None:
             return ids
         if kept == 0:

@@ -191,7 +191,7 @@ class RequestTracer:
         span.end()
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends the remaining spans."""
         self._provider.shutdown()
 
     def _phases(self, span: Span, summary: RequestSummary) -> None:

@@ -1,4 +1,4 @@
-"""The request body of /v1/responses, its input items, and the chat for which it stands."""
+"""The request body of /v1/responses, its input items, and its conversion to a chat."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ def _response_format(text: TextSettings | None) -> ResponseFormat | None:
 
 
 def echoed(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
-    """Returns the fields that are the request's, with OpenAI's defaults for what it left out."""
+    """Returns the request's fields, with OpenAI's defaults for omitted ones."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     reasoning = body.reasoning
     return {

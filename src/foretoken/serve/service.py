@@ -58,7 +58,7 @@ class Service:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Names that requests may give as their model: the model's own, then those of its adapters."""
+        """Names that requests may give as their model: first the model's, then its adapters'."""
         return (*self.settings.model_names, *self.adapters.paths)
 
     def serves(self, name: str) -> bool:
@@ -126,7 +126,7 @@ class Service:
             set_request_id(request.scope, identifier)
         salt = effective_salt(request.scope, getattr(body, "cache_salt", None))
         if getattr(body, "cache_prompt", None) is False:
-            salt = secrets.token_hex(16)  # a scope of its own, in which nothing is cached yet
+            salt = secrets.token_hex(16)  # a new scope, in which nothing is cached yet
         return replace(ready, params=replace(ready.params, cache_salt=salt, lora=lora))
 
     async def generate(

@@ -48,7 +48,7 @@ class SideProcessLimits:
 
 
 class SideProcess:
-    """Prepares large bodies in processes of their own. The first one is started on first use, or by ``start``."""
+    """Prepares each large body in a new process. The first process is started on first use, or by ``start``."""
 
     def __init__(self, preparer: RequestPreparer, limits: SideProcessLimits | None = None) -> None:
         self._limits = limits or SideProcessLimits()
@@ -112,7 +112,7 @@ class SideProcess:
     def _reply(self, question: Any) -> Any:
         try:
             return ask(self.process.fork(), question, self._limits.seconds, pickled=True)
-        except Exception as error:  # tokenizers with code of their own cannot always be pickled
+        except Exception as error:  # some tokenizers cannot be pickled
             _log.debug("the process for large requests failed", exc_info=error)
             return None
 
@@ -144,7 +144,7 @@ def _serve(connection: Connection, preparer: RequestPreparer, limits: SideProces
 
 
 def _result(preparer: RequestPreparer, kind: type[Body], body: bytes, earlier: StoredContent | None) -> Any:
-    """Returns the request, what it refers to, or the fields of an ApiError, which cannot be pickled."""
+    """Returns the request, its references, or the fields of an ApiError, which cannot be pickled."""
     unknown: list[str] = []
     collect_unknown_fields(None if preparer.settings.strict else unknown)
     try:

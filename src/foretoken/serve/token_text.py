@@ -36,7 +36,7 @@ class TokenText:
         self._loaded = True
 
     def of(self, token: int) -> bytes:
-        """Returns the bytes of a token, possibly only part of a character; for a special token those of its name."""
+        """Returns the bytes of a token, possibly only part of a character; for a special token the bytes of its name."""
         return self.visible(token) or str(self._tokenizer.decode([token])).encode()
 
     def visible(self, token: int) -> bytes:
@@ -53,7 +53,7 @@ class TokenText:
 def chat_logprobs(
     token_text: TokenText, tokens: Sequence[int], entries: Sequence[Entries], top: int
 ) -> list[TokenLogprob]:
-    """Returns the log-probabilities of a chat: for each token its own and those of the ``top`` most probable ones."""
+    """Returns the log-probabilities of a chat: for each token, its own and those of the ``top`` most probable ones."""
 
     def entry(token: int, value: float) -> TopLogprob:
         return {"token": token_text.text(token), "logprob": max(value, LOWEST), "bytes": list(token_text.of(token))}

@@ -291,7 +291,7 @@ def _json_literal(tree: ast.expr) -> Any:
     if isinstance(tree, ast.Dict):
         return {str(_json_literal(key)): _json_literal(value) for key, value in _pairs(tree)}
     value = ast.literal_eval(tree)
-    dumps(value)  # raises TypeError for what JSON does not have
+    dumps(value)  # raises TypeError for values that JSON does not have
     return value
 
 

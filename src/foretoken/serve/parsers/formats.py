@@ -143,11 +143,11 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
 }
-"""The tags around reasoning. ``think`` is what nearly all families write."""
+"""The tags around reasoning. Nearly all families write ``think``."""
 
 HARMONY = "harmony"
 
-# What a chat template holds, the parser of calls, and that of reasoning: the first row that fits is taken.
+# Texts in a chat template, the parser of calls, and the parser of reasoning. The first row that fits counts.
 _SIGNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("<|channel|>", "<|message|>"), HARMONY, HARMONY),
     (("｜DSML｜",), "deepseek_v32", "think"),
@@ -222,7 +222,7 @@ def chosen_format(template: str | None, calls: str | None = None, reasoning: str
 
     Args:
         template: The chat template.
-        calls: A name of ``TOOL_CALL_PARSERS``, None for what the template shows.
+        calls: A name of ``TOOL_CALL_PARSERS``, None for the one that the template shows.
         reasoning: A name of ``REASONING_PARSERS``, ``none`` for a model that does not reason.
     """
     shown = OutputFormat.of(template)

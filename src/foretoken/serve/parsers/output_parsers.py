@@ -63,7 +63,7 @@ class ReasoningFormat:
     Attributes:
         start: Begins the reasoning. Chat templates may write it at the end of the prompt.
         end: Ends the reasoning.
-        also_ends: Tags that end the reasoning where ``end`` is missing, and belong to what follows: those of calls.
+        also_ends: Tags of calls, which end the reasoning where ``end`` is missing and belong to the answer.
     """
 
     start: str
@@ -83,7 +83,7 @@ class ReasoningParser(_NestedParser):
 
     Args:
         format: The family's tags.
-        answer: Parses what follows.
+        answer: Parses the answer behind the reasoning.
         opened: Whether the output begins within the reasoning.
         end_token: The token that ``format.end`` is, if it is one.
 

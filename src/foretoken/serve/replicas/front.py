@@ -100,7 +100,7 @@ class Front:
         return JSONResponse({"status": "ok"})
 
     async def speculation(self, request: Request) -> Response:
-        """Asks or changes the speculation of all replicas. The answer is one replica's, with those of all by name."""
+        """Returns or changes the speculation of all replicas. The answer is one replica's, with all states by name."""
         body = None if request.method == "GET" else await request.body()
         answers = sorted(await self._replicas.speculation(body))
         if not answers:

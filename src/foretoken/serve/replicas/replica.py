@@ -61,8 +61,7 @@ class ReplicaConfig:
 class Replica:
     """Answers the requests that the front forwards. ``name`` is unique among replicas.
 
-    It has the server's own app, so that answers are equal byte for byte. Whom the front has identified is trusted;
-    CORS, rates and the key file are left to the front.
+    It has the server's own app, so that answers are equal byte for byte. The front checks keys, rates and CORS.
     """
 
     def __init__(self, engine: ReplicaConfig, name: str | None = None) -> None:
