@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from foretoken.outputs import CompletionOutput, StreamPiece
-from foretoken.serve.errors import ApiError
 from foretoken.serve.generation import Generation
 from foretoken.serve.output import OutputEvent, TextDelta, ToolCallDelta, ToolCallStarted, new_call_id
 from foretoken.serve.preparation import PreparedRequest
+from foretoken.serve.stream import AnswerWriter
 
 BlockKind = Literal["text", "reasoning", "call"]
 
@@ -87,23 +87,14 @@ class Blocks:
         return BlockChange(self.all[-1], "grew", delta)
 
 
-class BlockWriter(ABC):
-    """An ``AnswerWriter`` of blocks."""
+class BlockWriter(AnswerWriter):
+    """Writes an answer of blocks."""
 
     def __init__(self, prepared: PreparedRequest[Any]) -> None:
         self._body = prepared.body
         self._parser = prepared.output.parser()
         self._blocks = Blocks()
         self._output: CompletionOutput | None = None  # once the answer is complete
-
-    @abstractmethod
-    def opening(self, generation: Generation) -> bytes: ...
-
-    @abstractmethod
-    def closing(self, generation: Generation) -> bytes: ...
-
-    @abstractmethod
-    def failure(self, generation: Generation, error: ApiError) -> bytes: ...
 
     @abstractmethod
     def _answer(self, generation: Generation) -> Mapping[str, Any]:

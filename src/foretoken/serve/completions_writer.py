@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -13,14 +13,14 @@ from foretoken.serve.generation import Generation
 from foretoken.serve.output import OutputEvent, OutputParser, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
 from foretoken.serve.preparation import EncodedPrompt, PreparedRequest
 from foretoken.serve.schema import CompletionRequest
-from foretoken.serve.stream import DONE, event
+from foretoken.serve.stream import DONE, AnswerWriter, event
 from foretoken.serve.token_text import LegacyLogprobs, TokenText, chat_logprobs, prompt_logprobs, step_record
 
 Choice = dict[str, Any]
 
 
-class ChoicesWriter(ABC):
-    """An ``AnswerWriter`` of choices: one object, or chunks as events, the usage and the end mark.
+class ChoicesWriter(AnswerWriter):
+    """Writes an answer of choices: one object, or chunks as events, the usage and the end mark.
 
     ``object`` is the type of the whole answer, ``chunk_object`` that of a chunk.
     """
@@ -64,9 +64,6 @@ class ChoicesWriter(ABC):
             "metrics": generation.speculation(self._body.return_steps),
             **self._prompt_fields(finals[0]),
         }
-
-    def opening(self, generation: Generation) -> bytes:
-        return b""
 
     def piece(self, generation: Generation, piece: StreamPiece) -> bytes:
         number = generation.number(piece)

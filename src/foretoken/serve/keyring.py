@@ -54,7 +54,7 @@ class Access:
             return
         if self.name is None:
             message = (
-                "this server lets nobody change it: it has no keys and is not on loopback alone; start it with "
+                "this server allows no changes: it has no keys and is not on loopback alone; start it with "
                 "--api-key-file and use a key with the scope admin, or start it with --allow-admin"
             )
             raise ApiError(403, message, code="admin_not_allowed")

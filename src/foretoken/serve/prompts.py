@@ -92,7 +92,7 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
     )
     tools = offered_tools(body)
     if tools and body.tool_choice in (None, "auto") and isinstance(shown, str) and "tools" not in shown:
-        raise InvalidRequest("tools cannot be told to this model: its chat template does not mention them", "tools")
+        raise InvalidRequest("tools cannot be passed to this model: its chat template does not mention them", "tools")
     variables = dict(body.chat_template_kwargs or {})
     reserved = sorted(variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
     if reserved:

@@ -108,7 +108,7 @@ class ResponseStore:
     @property
     def _why(self) -> str:
         if self.enabled:
-            return "; it may have been deleted, or forgotten for lack of room. Send its items in input instead"
+            return "; it may have been deleted, or forgotten for lack of memory. Send its items in input instead"
         return ": this server stores none (--response-store). Send the items of the conversation in input instead"
 
     def _item(self, identifier: str, owner: str | None) -> bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -40,28 +41,28 @@ def error_event(error: ApiError, path: str) -> bytes:
     return event(error.body())
 
 
-class AnswerWriter(Protocol):
+class AnswerWriter(ABC):
     """Writes one API's answer to one request, either whole or as a stream of server-sent events."""
 
+    @abstractmethod
     def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> Mapping[str, Any]:
         """Returns the whole answer. finals: the last piece of every choice, by its number."""
-        ...
 
     def opening(self, generation: Generation) -> bytes:
         """Returns the events before the first piece."""
-        ...
+        return b""
 
+    @abstractmethod
     def piece(self, generation: Generation, piece: StreamPiece) -> bytes:
         """Returns the events of a piece; none if nothing is certain yet."""
-        ...
 
+    @abstractmethod
     def closing(self, generation: Generation) -> bytes:
         """Returns the events after the last piece."""
-        ...
 
+    @abstractmethod
     def failure(self, generation: Generation, error: ApiError) -> bytes:
         """Returns the events with which a stream ends that failed after its beginning."""
-        ...
 
 
 async def respond(streams: bool, generation: Generation, writer: AnswerWriter, receive: Receive) -> Response:

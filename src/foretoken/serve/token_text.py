@@ -36,7 +36,7 @@ class TokenText:
         self._loaded = True
 
     def of(self, token: int) -> bytes:
-        """Returns the bytes of a token, possibly only part of a character; for a special token the bytes of its name."""
+        """Returns the bytes of a token, possibly only part of a character; of a special token those of its name."""
         return self.visible(token) or str(self._tokenizer.decode([token])).encode()
 
     def visible(self, token: int) -> bytes:
