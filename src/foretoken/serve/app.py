@@ -85,23 +85,11 @@ def create_app(
     if settings.chat_template is not None:
         check_template(settings.chat_template, "chat_template")
     service = Service(worker, settings)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        worker.start()
-        if service.side_process is not None:
-            service.side_process.start()  # before the first large body, which would wait for it
-        yield
-        worker.abandon()
-        worker.close()
-        if service.side_process is not None:
-            service.side_process.close()
-
     app = FastAPI(
         title="Foretoken",
         summary="The APIs of OpenAI and Anthropic with exact speculative decoding",
         version=__version__,
-        lifespan=lifespan,
+        lifespan=lambda app: _running(worker, service),
         docs_url=None,
         redoc_url=None,
     )
@@ -118,6 +106,18 @@ def create_app(
     if guarded:
         _add_middlewares(app, settings, keys, tracer)
     return app
+
+
+@asynccontextmanager
+async def _running(worker: Worker, service: Service) -> AsyncIterator[None]:
+    worker.start()
+    if service.side_process is not None:
+        service.side_process.start()  # before the first large body, which would wait for it
+    yield
+    worker.abandon()
+    worker.close()
+    if service.side_process is not None:
+        service.side_process.close()
 
 
 def create_gateway(

@@ -17,7 +17,7 @@ from foretoken.llm import LLM
 from foretoken.serve.app import create_app
 from foretoken.serve.key_file import ADMIN, METRICS
 from foretoken.serve.keyring import SPECULATION, STATE, Access
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.limits import ServerSettings, replayed
 from foretoken.serve.replicas.forwarding import Forwarded, ReplicaLost
 from foretoken.serve.request_state import summary_of
 from foretoken.serve.worker import Worker
@@ -101,16 +101,14 @@ class Replica:
 
     async def speculation(self, body: bytes | None) -> tuple[str, int, dict[str, Any]]:
         """Returns its name, and the status and answer of /v1/speculation. body: of a change; None only asks."""
-        method = "GET" if body is None else "PATCH"
-        headers = [(b"content-type", b"application/json")]
         scope: dict[str, Any] = {
             "type": "http",
-            "method": method,
+            "method": "GET" if body is None else "PATCH",
             "path": SPECULATION,
             "query_string": b"",
-            "headers": headers,
+            "headers": [(b"content-type", b"application/json")],
+            "state": {STATE: Access(scopes=frozenset({METRICS, ADMIN}))},  # the front has checked the client's
         }
-        scope["state"] = {STATE: Access(scopes=frozenset({METRICS, ADMIN}))}  # the front has checked the client's
         messages = [message async for message in self.respond(Forwarded(scope, body or b""))]
         return self.name, messages[0]["status"], json.loads(b"".join(m.get("body", b"") for m in messages))
 
@@ -120,20 +118,18 @@ class Replica:
             raise ReplicaLost("the engine is not running", self.name)
 
     async def _answer(self, scope: Scope, body: bytes, messages: asyncio.Queue[Message | None]) -> None:
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Message:
-            if unread:
-                return unread.pop()
-            await asyncio.Event().wait()  # a disconnect cancels this task
-            raise AssertionError
-
         try:
-            await self._app(scope, receive, messages.put)
+            await self._app(scope, replayed(body, _connected), messages.put)
         except Exception:
             _log.exception("a request failed")  # the app has answered it before it raised
         finally:
             messages.put_nowait(None)
+
+
+async def _connected() -> Message:
+    """Waits for ever: a disconnect cancels the task that answers."""
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 def _own_name() -> str:
