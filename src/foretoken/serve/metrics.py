@@ -61,16 +61,7 @@ class SpeculationRecord:
     def to_dict(self, detailed: bool = False) -> dict[str, Any]:
         """Returns the object ``metrics.speculative_decoding`` of an answer, with vLLM's names and meanings.
 
-        mean_acceptance_length: float, 1 + num_accepted_draft_tokens / num_spec_steps, the target's own token
-          included; 1.0 without steps.
-        draft_acceptance_rate: float, num_accepted_draft_tokens / num_draft_tokens; 0.0 without drafts.
-        acceptance_histogram: num_spec_tokens + 1 integers; entry j is how many steps accepted exactly j draft tokens.
-        acceptance_histogram_by_draft_length: for each draft length k that occurred, as a string, the k + 1 entries of
-          that histogram over its steps.
-        num_spec_steps: steps that verified a draft, the sum of the histogram.
-        num_draft_tokens, num_accepted_draft_tokens: over those steps, without the target's own tokens.
-        num_spec_tokens: the longest draft that was configured or seen.
-        per_step_accepted, per_step_drafted: where ``detailed``, one integer for each step, in order.
+        docs/reference/metrics.md describes its fields. ``detailed`` adds one integer for each step.
         """
         steps, drafted, accepted = len(self._drafted), sum(self._drafted), sum(self._accepted)
         longest = max(self.num_spec_tokens, *self._drafted, 0)
