@@ -204,7 +204,7 @@ def message_routes(service: Service) -> APIRouter:
     @router.post("/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> TokenCount:
         """Count the tokens of a conversation."""
-        prepared = await service.prepared(body, request)
+        prepared = await service.prepare(body, request)
         return {"input_tokens": len(prepared.prompts[0].ids)}
 
     return router
@@ -217,7 +217,7 @@ def token_routes(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
         """Return the tokens of a prompt, or of a conversation through the chat template."""
-        ids = (await service.prepared(body, request)).prompts[0].ids
+        ids = (await service.prepare(body, request)).prompts[0].ids
         names = service.worker.llm.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {
             "count": len(ids),
@@ -229,7 +229,7 @@ def token_routes(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
         """Return the text of tokens."""
-        return {"prompt": (await service.prepared(body, request)).prompts[0].text}
+        return {"prompt": (await service.prepare(body, request)).prompts[0].text}
 
     return router
 

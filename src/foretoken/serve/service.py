@@ -109,7 +109,7 @@ class Service:
             earlier = self.responses.find(needed.references, key_of(request.scope))
             return await self.side_process.prepare(kind, body, earlier)
 
-    async def prepared(self, body: B, request: Request) -> PreparedRequest[B]:
+    async def prepare(self, body: B, request: Request) -> PreparedRequest[B]:
         """Returns the prepared request, with the salt that holds for its client. Raises ApiError or InvalidRequest."""
         name = getattr(body, "model", None)
         self.served_name(name)
@@ -117,7 +117,7 @@ class Service:
         self.check_allowed(name, request)
         ready: PreparedRequest[B] | None = getattr(request.state, "prepared", None)
         if ready is None:
-            ready = await self._prepared(body, request)
+            ready = await self._prepare(body, request)
         names: list[str] = request.scope["state"].setdefault("unknown_fields", [])
         names += ready.unknown
         if names:
@@ -137,11 +137,11 @@ class Service:
         request: Request,
     ) -> Response:
         """Answers a request that generates. prefix: beginning of the answer's identifier."""
-        prepared = await self.prepared(body, request)
+        prepared = await self.prepare(body, request)
         generation = await self._begin(prefix, prepared, request)
         return await respond(prepared.body.streams, generation, make_writer(prepared), request.receive)
 
-    async def _prepared(self, body: B, request: Request) -> PreparedRequest[B]:
+    async def _prepare(self, body: B, request: Request) -> PreparedRequest[B]:
         content = await request.body()
         earlier: StoredContent | None = None
         if references := getattr(body, "references", lambda: None)():
