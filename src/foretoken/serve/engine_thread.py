@@ -42,8 +42,7 @@ class EngineThread:
     An order that raises fails alone. When the thread ends, for whatever reason, every request in the engine and every
     order that was not carried out fails at once.
 
-    Args:
-        llm: The model. Nothing else may use it while the thread runs.
+    Nothing else may use the ``LLM`` while the thread runs.
 
     Attributes:
         listeners: Called in the thread with the outputs of every decode step.

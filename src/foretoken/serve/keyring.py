@@ -36,13 +36,7 @@ _LOOK_SECONDS = 1.0  # between checks for a change of the file
 
 @dataclass(frozen=True)
 class Access:
-    """Permissions of a request.
-
-    Args:
-        name: Name of its key; None without keys.
-        scopes: See ``KeyRecord``.
-        models: See ``KeyRecord``.
-    """
+    """Permissions of a request: the scopes and models of its key's record. ``name`` is None without keys."""
 
     name: str | None = None
     scopes: frozenset[str] = frozenset({GENERATE, METRICS})

@@ -216,14 +216,9 @@ class Metrics(MetricsPage):
         e2e_seconds: float,
         queue_seconds: float | None = None,
     ) -> None:
-        """Counts a finished request.
+        """Counts a finished request, with the tokens of all its prompts and completions.
 
-        Args:
-            reason: One of ``FINISH_REASONS``.
-            prompt_tokens: Tokens of all prompts.
-            generation_tokens: Tokens of all completions.
-            e2e_seconds: Time since its arrival.
-            queue_seconds: Time in the queue; None if the engine never admitted it.
+        ``reason`` is one of ``FINISH_REASONS``. ``queue_seconds`` is None if the engine never admitted the request.
         """
         with self._lock:
             self._finished[reason] += 1

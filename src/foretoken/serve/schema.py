@@ -29,11 +29,7 @@ _RESTRICTIONS = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # a schema
 def check_strict(strict: bool | None, schema: Any, owner: str, field: str) -> None:
     """Raises a validation error if a strict schema has an object that is open to other properties.
 
-    Args:
-        strict: Whether the client asked for strictness.
-        schema: The schema; None has no objects.
-        owner: The thing that has the schema, for the error.
-        field: The schema's field of it.
+    ``owner`` and ``field`` name the schema in the error.
     """
     for path, part in subschemas(schema) if strict and schema is not None else ():
         if _allows_objects(part) and part.get("additionalProperties") is not False:

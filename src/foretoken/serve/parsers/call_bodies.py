@@ -88,9 +88,7 @@ class CallBody(Protocol):
 class HeadBody:
     """A head that names the function, and the arguments in JSON: DeepSeek, Kimi, Mistral.
 
-    Args:
-        name: Returns the function's name from the head, which ends where the arguments' ``{`` begins. Raises
-            ValueError.
+    ``name`` returns the function's name from the head, which ends before the arguments' ``{``. It raises ValueError.
     """
 
     def __init__(self, writer: CallWriter, name: Callable[[str], str]) -> None:
@@ -206,11 +204,9 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 
 class WholeBody:
-    """Text that is read at once when it is complete: Gemma 4.
+    """Text that is read at once when the tag ``end`` completes it: Gemma 4.
 
-    Args:
-        end: Tag behind the body.
-        read: Returns the calls in the text, each a name and its arguments. Raises ValueError.
+    ``read`` returns the calls in the text, each a name and its arguments. It raises ValueError.
     """
 
     def __init__(self, writer: CallWriter, end: str, read: Callable[[str], Calls]) -> None:
@@ -314,9 +310,7 @@ def gemma_calls(text: str) -> Calls:
 class JsonBody:
     """One call, or a list of calls in brackets. Arguments are passed on while they are generated.
 
-    Args:
-        strict: Whether only functions that exist and the keys of a call are accepted, because other JSON may stand
-            here as well.
+    A ``strict`` one accepts only existing functions and the keys of a call, because other JSON may stand here as well.
     """
 
     def __init__(self, writer: CallWriter, strict: bool = False) -> None:

@@ -81,13 +81,8 @@ class ReasoningParser(_NestedParser):
     Whitespace around the reasoning, and between it and the answer, is dropped. Reasoning that is not ended remains
     reasoning. Tags later in the answer are content.
 
-    Args:
-        format: The family's tags.
-        answer: Parses the answer behind the reasoning.
-        opened: Whether the output begins within the reasoning.
-        end_token: The token that ``format.end`` is, if it is one.
-
-    The tags count as reasoning. Where the reasoning ends within a piece and ``end_token`` is unknown, the tokens of the
+    ``opened`` is whether the output begins within the reasoning, ``end_token`` the token of ``format.end``, if it is one
+    token. The tags count as reasoning. Where the reasoning ends within a piece and ``end_token`` is unknown, the tokens of the
     piece count by the reasoning's share of its characters.
     """
 
@@ -200,10 +195,7 @@ class _Position(Enum):
 class ToolParser(_NestedParser):
     """Reads the answer. Text that may become a call is held back until it is certain.
 
-    Args:
-        format: The family's format of calls.
-        schemas: The functions that exist, with the JSON schema of their arguments.
-        named: The function that the request names; it is called even if the answer was cut before its name.
+    A function that the request names (``named``) is called even if the answer was cut before its name.
     """
 
     def __init__(self, format: CallFormat, schemas: Schemas, named: str | None = None) -> None:

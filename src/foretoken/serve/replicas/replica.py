@@ -29,15 +29,9 @@ _NO_BOUND = 2**31  # the front limits the number of requests
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """Configuration of a replica.
+    """Arguments of a replica's ``LLM``, app and ``Worker``.
 
-    Args:
-        model: See ``LLM``.
-        draft_model: See ``LLM``.
-        options: Further arguments of ``LLM``.
-        settings: Settings of the app.
-        max_waiting: See ``Worker``.
-        created: Unix time at which the model began to be served.
+    ``options`` are further arguments of ``LLM``, ``created`` is the Unix time at which the model began to be served.
     """
 
     model: str | None = None
