@@ -30,7 +30,7 @@ _EMPTY_IS_NONE = ("ebnf", "grammar", "regex")
 def sampling(body: Generate, structured: Mapping[str, Any] | None = None, **parameters: Any) -> SamplingParams:
     """Returns the sampling parameters of a request.
 
-    ``structured`` replaces the structured outputs of the body; ``parameters`` are those that endpoints name differently.
+    ``structured`` replaces the structured outputs of the body. Endpoints name ``parameters`` differently.
 
     Raises:
         InvalidRequest: A parameter is not valid.

@@ -81,9 +81,9 @@ class ReasoningParser(_NestedParser):
     Whitespace around the reasoning, and between it and the answer, is dropped. Reasoning that is not ended remains
     reasoning. Tags later in the answer are content.
 
-    ``opened`` is whether the output begins within the reasoning, ``end_token`` the token of ``format.end``, if it is one
-    token. The tags count as reasoning. Where the reasoning ends within a piece and ``end_token`` is unknown, the tokens of the
-    piece count by the reasoning's share of its characters.
+    ``opened`` is whether the output begins within the reasoning, ``end_token`` the token of ``format.end`` if it is
+    one. The tags count as reasoning. Where the reasoning ends within a piece and ``end_token`` is unknown, the tokens
+    of the piece count by the reasoning's share of its characters.
     """
 
     def __init__(
