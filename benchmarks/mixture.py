@@ -124,6 +124,8 @@ class Dictation(Model):
         self.device, self.dtype, self.batch_invariant = model.device, model.dtype, model.batch_invariant
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        for handle in handles:
+            handle.argmax_only = handle.argmax_only and self.wanted is None  # the logits are changed below
         scores = self._model.score(handles, drafts, taps)
         if self.wanted is not None:
             for handle, draft, score in zip(handles, drafts, scores, strict=True):

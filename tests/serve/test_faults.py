@@ -86,8 +86,8 @@ def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch:
     class Failing(NodeDistributions):
         """The distributions of a draft's nodes; those of ``bad`` raise after its first tokens."""
 
-        def __init__(self, law: Any, logits: Any, history: Any) -> None:
-            super().__init__(law, logits, history)
+        def __init__(self, law: Any, logits: Any, history: Any, argmax: Any = None) -> None:
+            super().__init__(law, logits, history, argmax)
             root = history(0)
             self.broken = law.temperature == bad["temperature"] and len(root.tokens) - root.prompt_length > 5
 

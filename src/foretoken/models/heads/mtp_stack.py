@@ -39,7 +39,7 @@ class MtpStack(DraftNet):
 
     def __init__(self, nets: Sequence[MtpNet]) -> None:
         self.nets = tuple(nets)
-        self.max_length = min(net.max_length for net in nets)
+        self.max_length, self.vocab_size = min(net.max_length for net in nets), nets[0].vocab_size
         self.batch_invariant = all(net.batch_invariant for net in nets)
 
     @property
