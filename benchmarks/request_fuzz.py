@@ -29,7 +29,8 @@ from foretoken.engine.assemble import Assembler
 from foretoken.engine.requests import Request
 from foretoken.models.options import QUANTIZATIONS
 from foretoken.train.data import Corpus, train_tokenizer
-from foretoken.train.target import Shape, new_model, save
+from foretoken.train.shapes import LlamaShape
+from foretoken.train.target import new_model, save
 
 Config = dict[str, Any]  # a speculative_config; "model": "draft" is the pair's draft
 
@@ -107,7 +108,7 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         tokenizer = train_tokenizer(Corpus("fuzz", TEXT * 3, TEXT), vocab_size=400)
-        shape = Shape(64, 96, 3, 4, 2, 16, 512)
+        shape = LlamaShape(64, 96, 3, 4, 2, 16, 512)
         self.target, self.draft = folder / "target", folder / "draft"
         for path, noise in ((self.target, 0.0), (self.draft, 0.4)):
             model = new_model(shape, tokenizer, seed=1)

@@ -254,12 +254,17 @@ def _save_random(folder: Path, tokenizer: Any, shape: Any, scale: float = 3.0, n
     """Writes a random Llama with ``scale`` times the usual weights; ``noise`` is relative to their deviation."""
     import torch
 
+    from foretoken.train.shapes import LlamaShape
     from foretoken.train.target import new_model, save
 
-    model, generator = new_model(shape, tokenizer, seed=1), torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-            if noise and parameter.ndim > 1:
-                parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
-    save(model, tokenizer, folder)
+    folder = tmp_path_factory.mktemp("pair")
+    for name, shape in (
+        ("target", LlamaShape(64, 96, 3, 4, 2, 16, 512)),
+        ("draft", LlamaShape(32, 48, 1, 2, 2, 16, 512)),
+    ):
+        model = new_model(shape, tokenizer, seed=1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        save(model, tokenizer, folder / name)
+    return Pair(folder / "target", folder / "draft")

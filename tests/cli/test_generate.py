@@ -8,7 +8,8 @@ import shutil
 import pytest
 
 from foretoken.train.data import Corpus, train_tokenizer
-from foretoken.train.target import Shape, new_model, save
+from foretoken.train.shapes import LlamaShape
+from foretoken.train.target import new_model, save
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +156,7 @@ def test_bad_input_is_one_line_and_exit_1(run, pair, args, words):
 def test_a_draft_with_another_vocabulary_is_refused(run, pair, tmp_path):
     text = ("def other():\n    return 0\n",)
     tokenizer = train_tokenizer(Corpus("other", text * 3, text), vocab_size=300)
-    save(new_model(Shape(32, 48, 1, 2, 2, 16, 512), tokenizer, seed=3), tokenizer, tmp_path / "other")
+    save(new_model(LlamaShape(32, 48, 1, 2, 2, 16, 512), tokenizer, seed=3), tokenizer, tmp_path / "other")
     result = run("generate", "a", "--model", str(pair.target), "--draft-model", str(tmp_path / "other"))
     assert result.code == 1
     assert "vocabulary" in result.err

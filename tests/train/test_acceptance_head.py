@@ -17,34 +17,28 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
 from foretoken.propose.stopping.learned import AcceptanceHead
-from foretoken.train.acceptance_head import (
-    ACCEPTANCE_CONFIG,
-    AcceptanceConfig,
-    Classifier,
-    auc,
-    replay,
-    train_acceptance,
-)
+from foretoken.train.acceptance_head import Classifier, auc, replay, train_acceptance
+from foretoken.train.config import ACCEPTANCE_CONFIG, AcceptanceConfig
 from foretoken.train.data import Corpus
-from foretoken.train.lessons import Teacher
+from foretoken.train.frozen_target import FrozenTarget
 
 CONFIG = replace(ACCEPTANCE_CONFIG, steps=40, batch=32, window=24)
 SETTINGS = AcceptanceConfig(intermediate=8, windows=8, held_out=1)
 
 
 @pytest.fixture
-def teachers(tiny_pair: Any) -> tuple[Teacher, Teacher]:
-    return Teacher(tiny_pair.target, torch.device("cpu")), Teacher(tiny_pair.draft, torch.device("cpu"))
+def models(tiny_pair: Any) -> tuple[FrozenTarget, FrozenTarget]:
+    return FrozenTarget(tiny_pair.target, torch.device("cpu")), FrozenTarget(tiny_pair.draft, torch.device("cpu"))
 
 
-def test_a_place_is_worth_what_would_be_accepted_there(teachers: tuple[Teacher, Teacher]) -> None:
-    target, draft = teachers
+def test_a_place_is_worth_what_would_be_accepted_there(models: tuple[FrozenTarget, FrozenTarget]) -> None:
+    target, draft = models
     windows = torch.arange(40).view(2, 20)
     places = replay(target, draft, windows, [0.0, 0.7], skip=4)
     assert places.chance.shape == (32,)
     assert places.x.shape == (32, draft.hidden + 3)
     with torch.no_grad():
-        p, q = (teacher.model(windows).logits[:, 4:].float() for teacher in teachers)
+        p, q = (model.logits(windows)[:, 4:].float() for model in models)
     greedy = (p[0].argmax(-1) == q[0].argmax(-1)).float()
     assert torch.equal(places.chance[:16], greedy)
     drawn = torch.minimum((p[1] / 0.7).softmax(-1), (q[1] / 0.7).softmax(-1)).sum(-1)

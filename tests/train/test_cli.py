@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
-from foretoken.train import head_card
+from foretoken.train import cards
 from foretoken.train.data import Corpus
 
 SIZES = [
@@ -52,8 +52,8 @@ def test_target_draft_card_and_scale_up(texts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_card, "_PROMPTS", 2)
-    monkeypatch.setattr(head_card, "_TOKENS", 8)
+    monkeypatch.setattr(cards, "_PROMPTS", 2)
+    monkeypatch.setattr(cards, "_TOKENS", 8)
     target, head = tmp_path / "t", tmp_path / "h"
     data = ["--data", texts, "--model", target, "--windows", "4", "--held-out", "2", "--device", "cpu", "--no-compile"]
     invoke("train", "target", target, "--corpus", texts, *RUN, "--layers", "4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +16,23 @@ from tests.train.tiny import TINY
 from torch import Tensor
 
 from foretoken import zoo
+from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_tokenizer
-from foretoken.train.conversations import (
-    LONGEST_TURN,
-    Turns,
-    Writer,
-    mixed_heats,
-    turns_of,
-    without_duplicates,
-    write_windows,
-)
+from foretoken.train import sampling
+from foretoken.train.conversations import beginnings, starts_of, turns_of, without_duplicates
 from foretoken.train.data import END, Corpus, train_tokenizer
-from foretoken.train.lessons import Teacher
-from foretoken.train.steps import TransformersSteps, open_writer
+from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.sampling import (
+    MAX_TURN,
+    Sampler,
+    TransformersSteps,
+    Turns,
+    mixed_temperatures,
+    open_decoder,
+    sample_windows,
+)
 from foretoken.train.target import new_model, save
-from foretoken.train.topics import beginnings
+from foretoken.train.windows import sample_continuations
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
 CPU = torch.device("cpu")
@@ -54,13 +57,13 @@ def write(
     """Returns texts for a model that wants the token ``choose(position)``, greedily."""
     starts = starts or [[SYSTEM, USER, 9], [SYSTEM, USER]]
     cold = torch.zeros(len(starts))
-    writer = Writer(turns, starts, cold, cold, CPU, 0)
-    tokens = [writer.first()]
-    for at in range(1, count):
+    sampler = Sampler(turns, starts, cold, cold, CPU, 0)
+    tokens = [sampler.begin()]
+    for at in range(tokens[0].shape[1], count):
         logits = torch.zeros(len(starts), VOCABULARY)
         logits[:, choose(at)] = 5.0
-        tokens.append(writer.next(logits))
-    return torch.stack(tokens, dim=1).tolist()
+        tokens.append(sampler.next(logits)[:, None])
+    return torch.cat(tokens, dim=1).tolist()
 
 
 def test_the_template_separates_the_turns_of_a_conversation() -> None:
@@ -73,8 +76,8 @@ def test_the_template_separates_the_turns_of_a_conversation() -> None:
 
 
 def test_a_turn_without_an_end_is_ended() -> None:
-    text = write(lambda _: 7, LONGEST_TURN + 20, [[SYSTEM, USER]])[0]
-    assert text.index(STOP) == LONGEST_TURN + 1
+    text = write(lambda _: 7, MAX_TURN + 20, [[SYSTEM, USER]])[0]
+    assert text.index(STOP) == MAX_TURN + 1
     assert text[text.index(STOP) :][:2] == [STOP, ANSWER]
 
 
@@ -88,10 +91,10 @@ def test_samples_follow_the_distribution_at_the_temperature_of_the_turn() -> Non
     count = 20_000
     for answering, heat in ((False, 0.7), (True, 1.3)):
         heats = (torch.full((count,), 0.7), torch.full((count,), 1.3))
-        writer = Writer(TURNS, [[SYSTEM]] * count, *heats, CPU, 3)
-        writer.first()
-        writer.answering += answering
-        shares = torch.bincount(writer.next(logits.repeat(count, 1)), minlength=VOCABULARY) / count
+        sampler = Sampler(TURNS, [[SYSTEM]] * count, *heats, CPU, 3)
+        sampler.begin()
+        sampler.answering += answering
+        shares = torch.bincount(sampler.next(logits.repeat(count, 1)), minlength=VOCABULARY) / count
         assert (shares - (logits / heat).softmax(-1)).abs().max() < 0.015
 
 
@@ -129,33 +132,45 @@ def test_beginnings_are_reproducible_and_various() -> None:
 def test_duplicates_are_dropped_and_half_of_the_answers_greedy() -> None:
     rows = torch.tensor([[1, 2], [3, 4], [1, 2], [0, 0]])
     assert without_duplicates(rows).tolist() == [[1, 2], [3, 4], [0, 0]]
-    heats = mixed_heats(np.random.default_rng(0), 4000)
+    heats = mixed_temperatures(np.random.default_rng(0), 4000, 0.5, 0.25)
     assert abs(float((heats == 0).float().mean()) - 0.5) < 0.03
     assert abs(float((heats == 1).float().mean()) - 0.25) < 0.03
 
 
 def test_both_ways_to_step_give_the_logits_of_a_whole_pass(target: Path) -> None:
-    teacher = Teacher(target, CPU)
+    frozen = FrozenTarget(target, CPU)
     ids = torch.randint(0, 4000, (3, 12), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
-        expected = teacher.model(ids).logits.float()
-        with open_writer(target, target, CPU, 12) as (_, begin):
-            ways = (TransformersSteps(teacher.model, 12), begin(3))
-            for steps in ways:
-                logits: Tensor = torch.stack([steps(ids[:, at]) for at in range(12)], dim=1)
-                assert (logits.float() - expected).abs().max() < 0.05
+        expected = frozen.logits(ids).float()
+        with open_decoder(target, target, CPU, 12) as decoder:
+            for steps in (TransformersSteps(frozen.model, 12), decoder.begin()):
+                steps(ids[:, :5])
+                logits: Tensor = torch.stack([steps(ids[:, at : at + 1]) for at in range(5, 12)], dim=1)
+                assert (logits.float() - expected[:, 5:]).abs().max() < 0.05
 
 
-def test_batches_and_the_time_limit(target: Path) -> None:
+def test_batches_and_the_time_limit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "BATCH", 2)
     tokenizer = load_tokenizer(target)
     turns, _ = turns_of(tokenizer, [0])
-    heats = torch.zeros(5)
-    with open_writer(target, target, CPU, 24) as (_, begin):
-        whole = write_windows(begin, tokenizer, turns, heats, 24, 2, 0, CPU)
-        limited = write_windows(begin, tokenizer, turns, heats, 24, 2, 0, CPU, 0.0)
+    starts, temperatures = partial(starts_of, tokenizer, turns), torch.zeros(5)
+    with open_decoder(target, target, CPU, 24) as decoder:
+        whole = sample_windows(decoder, turns, starts, temperatures, 24, 0)
+        limited = sample_windows(decoder, turns, starts, temperatures, 24, 0, 0.0)
+        with pytest.raises(InvalidRequest, match="lower --window"):
+            sample_windows(decoder, turns, starts, temperatures, 65, 0)
     assert whole.shape == (5, 24)
     assert torch.equal(limited, whole[:2])
     assert all(tokenizer.decode(row.tolist()).startswith("<user>") for row in whole)
+
+
+def test_prompts_of_a_corpus_are_continued(target: Path) -> None:
+    stream = torch.arange(300, 700)
+    with open_decoder(target, target, CPU, 60) as decoder:
+        windows = sample_continuations(decoder, stream, torch.tensor([0.0, 1.0, 0.5]), 60, 0)
+    lengths = [int((row.diff() != 1).nonzero()[0]) + 1 for row in windows]
+    assert windows.shape == (3, 60) and min(lengths) >= 30
+    assert (windows[:, 0] >= 300).all()
 
 
 @pytest.mark.slow

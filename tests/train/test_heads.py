@@ -21,18 +21,27 @@ from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.loading import load_block, load_eagle
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
-from foretoken.train import acceptance, heads
-from foretoken.train.block_heads import DFlashTrainConfig, DSparkHead, DSparkTrainConfig
+from foretoken.train import heads, losses
+from foretoken.train.block_heads import DSparkHead
+from foretoken.train.config import (
+    BlockwiseTrainConfig,
+    DFlashTrainConfig,
+    DSparkTrainConfig,
+    Eagle3Config,
+    EarlyExitTrainConfig,
+    HeadConfig,
+    MedusaTrainConfig,
+    MtpTrainConfig,
+    PEagleConfig,
+    TrainConfig,
+)
 from foretoken.train.data import Corpus
-from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
-from foretoken.train.head_config import HeadConfig
+from foretoken.train.eagle import Eagle3Head, PEagleHead
+from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.heads import train_head
-from foretoken.train.lessons import Lesson, Teacher
-from foretoken.train.mtp import MtpHead, MtpTrainConfig
-from foretoken.train.optimization import TrainConfig
-from foretoken.train.parallel_heads import BlockwiseTrainConfig, EarlyExitTrainConfig, MedusaTrainConfig
-from foretoken.train.peagle import PEagleConfig, PEagleHead
-from foretoken.train.target import Shape, train_target
+from foretoken.train.mtp import MtpHead
+from foretoken.train.shapes import LlamaShape
+from foretoken.train.target import train_target
 
 from .tiny import STEPS
 
@@ -53,7 +62,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def target(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("zoo") / "tiny-target"
-    train_target(out, corpus, Shape(32, 48, 4, 2, 1, 16, 64), replace(STEPS, steps=40))
+    train_target(out, corpus, LlamaShape(32, 48, 4, 2, 1, 16, 64), replace(STEPS, steps=40))
     return out
 
 
@@ -114,11 +123,11 @@ def test_a_trained_mtp_layer_drafts_as_it_was_trained(target: Path, corpus: Corp
     loaded = load_mtp(model, None, tmp_path / "mtp", target)
     assert loaded.states.after is None and loaded.taps == (model.num_layers,)  # the file says what it reads
     (scores,) = model.score([model.open(ids)], [Draft.empty()], loaded.taps)
-    states, teacher = scores.taps[model.num_layers], Teacher(target, torch.device("cpu"))
-    head = MtpHead(SETTINGS["mtp"], teacher).eval()
+    states, frozen = scores.taps[model.num_layers], FrozenTarget(target, torch.device("cpu"))
+    head = MtpHead(SETTINGS["mtp"], frozen, torch.ones(frozen.vocab)).eval()
     head.start(load_file(tmp_path / "mtp" / "model.safetensors"))
     with torch.no_grad():
-        expected = head(_lesson(teacher, ids, states[:, None], (model.num_layers,)))
+        expected = head(_batch(frozen, ids, states[:, None], (model.num_layers,)))
     net, close = loaded.net, {"rtol": 1e-3, "atol": 1e-3}
     for row in (0, 5, 13):
         handle = net.open()
@@ -133,14 +142,15 @@ def test_a_trained_p_eagle_head_drafts_as_it_was_trained(target: Path, corpus: C
     """The runtime's logits of all positions are those of the training's forward pass."""
     train("peagle", tmp_path / "peagle", target, corpus)
     model, ids, stored = load_model(target, "float32", "cpu"), list(range(3, 23)), read_eagle(tmp_path / "peagle")
-    loaded, teacher = load_eagle(model, None, tmp_path / "peagle", target), Teacher(target, torch.device("cpu"))
+    loaded, frozen = load_eagle(model, None, tmp_path / "peagle", target), FrozenTarget(target, torch.device("cpu"))
     layers = (*sorted(set(loaded.taps)), model.num_layers)
     (scores,) = model.score([model.open(ids)], [Draft.empty()], layers)
     states = torch.stack([scores.taps[i] for i in layers], dim=1)
-    head = PEagleHead(SETTINGS["peagle"], teacher, stored.ids(), stored.mask_token).eval()
+    settings = replace(SETTINGS["peagle"], mask_token=stored.mask_token)
+    head = PEagleHead(settings, frozen, torch.bincount(stored.ids(), minlength=frozen.vocab)).eval()
     head.start(load_file(tmp_path / "peagle" / "model.safetensors"))
     with torch.no_grad():
-        expected = head(_lesson(teacher, ids, states, layers))
+        expected = head(_batch(frozen, ids, states, layers))
     features = loaded.net.features(torch.cat([scores.taps[i] for i in loaded.taps], dim=-1))
     for row in (0, 4, 16):
         handle = loaded.net.open()
@@ -157,13 +167,14 @@ def test_a_trained_gated_dspark_head_drafts_as_it_was_trained(target: Path, corp
     train_head("dspark", tmp_path / "dspark", target, corpus, settings, CONFIG, DATA, device="cpu")
     assert "--gated --" in json.loads((tmp_path / "dspark" / "provenance.json").read_text())["command"]
     model, ids = load_model(target, "float32", "cpu"), list(range(3, 23))
-    loaded, teacher = load_block("dspark", model, tmp_path / "dspark", target), Teacher(target, torch.device("cpu"))
+    loaded, frozen = load_block("dspark", model, tmp_path / "dspark", target), FrozenTarget(target, torch.device("cpu"))
     layers = (*loaded.taps, model.num_layers)
     (scores,) = model.score([model.open(ids)], [Draft.empty()], layers)
-    head = DSparkHead(settings, teacher, loaded.net.head.mask_token).eval()
+    settings = replace(settings, mask_token=loaded.net.head.mask_token)
+    head = DSparkHead(settings, frozen, torch.ones(frozen.vocab)).eval()
     head.start(load_file(tmp_path / "dspark" / "model.safetensors"))
     with torch.no_grad():
-        expected = head(_lesson(teacher, ids, torch.stack([scores.taps[i] for i in layers], dim=1), layers))
+        expected = head(_batch(frozen, ids, torch.stack([scores.taps[i] for i in layers], dim=1), layers))
     features = loaded.net.features(torch.cat([scores.taps[i] for i in loaded.taps], dim=-1))
     for row in (0, 4, 12):
         handle = loaded.net.open(ids[: row + 2])
@@ -176,12 +187,12 @@ def test_a_trained_gated_dspark_head_drafts_as_it_was_trained(target: Path, corp
 
 
 def test_deeper_positions_are_trained_at_fewer_places_as_they_are_judged(target: Path) -> None:
-    teacher = Teacher(target, torch.device("cpu"))
-    head = PEagleHead(SETTINGS["peagle"], teacher, torch.arange(100), mask_token=7)
-    lesson = _lesson(teacher, range(40), torch.randn(40, 3, 32), (1, 2, 4))
+    frozen = FrozenTarget(target, torch.device("cpu"))
+    head = PEagleHead(replace(SETTINGS["peagle"], mask_token=7), frozen, -torch.arange(frozen.vocab))
+    batch = _batch(frozen, range(40), torch.randn(40, 3, 32), (1, 2, 4))
     head.begin(0.5, step=3, length=40)
     with torch.no_grad():
-        trained, judged = head.train().drafted(lesson), head.eval().drafted(lesson)
+        trained, judged = head.train().drafted(batch), head.eval().drafted(batch)
     assert [len(roots) for roots in trained.roots] == [37, 26, 18]
     for depth in range(3):
         at = {int(root): i for i, root in enumerate(trained.roots[depth])}
@@ -213,21 +224,21 @@ class OneDevice(TorchDispatchMode):
 
 @pytest.mark.parametrize("role", list(SETTINGS))
 def test_no_operator_of_a_training_step_reads_tensors_of_two_devices(role: str, target: Path) -> None:
-    teacher, meta = Teacher(target, torch.device("cpu")), torch.device("meta")
-    head = heads.ROLES[role].make(SETTINGS[role], teacher, torch.ones(teacher.vocab)).to(meta)
-    layers = tuple(sorted({*head.taps, teacher.layers}))
-    vocabulary = torch.empty(teacher.vocab, teacher.hidden, device=meta)
-    states = torch.empty(2, 24, len(layers), teacher.hidden, device=meta)
-    lesson = Lesson(torch.empty(2, 24, dtype=torch.int64, device=meta), states, layers, vocabulary, vocabulary)
+    frozen, meta = FrozenTarget(target, torch.device("cpu")), torch.device("meta")
+    head = heads.HEADS[role](SETTINGS[role], frozen, torch.ones(frozen.vocab)).to(meta)
+    layers = tuple(sorted({*head.taps, frozen.layers}))
+    vocabulary = torch.empty(frozen.vocab, frozen.hidden, device=meta)
+    states = torch.empty(2, 24, len(layers), frozen.hidden, device=meta)
+    batch = TrainBatch(torch.empty(2, 24, dtype=torch.int64, device=meta), states, layers, vocabulary, vocabulary)
     head.begin(1.0, step=3, length=24)
     with OneDevice():
-        acceptance.head_loss(head, lesson, 0.8, torch.ones((), device=meta)).backward()
+        losses.head_loss(head, batch, 0.8, torch.ones((), device=meta)).backward()
     assert all(p.grad is not None and p.grad.is_meta for p in head.parameters())
 
 
-def _lesson(teacher: Teacher, ids: Sequence[int], states: torch.Tensor, layers: tuple[int, ...]) -> Lesson:
+def _batch(frozen: FrozenTarget, ids: Sequence[int], states: torch.Tensor, layers: tuple[int, ...]) -> TrainBatch:
     """Returns one window. states: [T, len(layers), H]."""
-    return Lesson(torch.tensor([list(ids)]), states[None], layers, teacher.embeddings.float(), teacher.head.float())
+    return TrainBatch(torch.tensor([list(ids)]), states[None], layers, frozen.embeddings.float(), frozen.head.float())
 
 
 @pytest.mark.slow
@@ -235,7 +246,7 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(
     target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses: list[torch.Tensor] = []
-    loss = acceptance.head_loss
+    loss = losses.head_loss
 
     def counted(*a: Any) -> torch.Tensor:
         if len(losses) == 40:
@@ -258,17 +269,17 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(
 
 
 def test_one_step_first_and_then_all_of_them_which_are_always_judged(target: Path) -> None:
-    teacher = Teacher(target, torch.device("cpu"))
+    frozen = FrozenTarget(target, torch.device("cpu"))
     config = replace(SETTINGS["eagle3"], single_share=0.5)
-    head = Eagle3Head.made(config, teacher, torch.arange(teacher.vocab))
+    head = Eagle3Head(config, frozen, torch.arange(frozen.vocab))
     ids = torch.arange(24)[None]
-    lesson = Lesson(ids, teacher.states(ids, (1, 2, 4)).float(), (1, 2, 4), teacher.embeddings.float(), teacher.head)
+    batch = TrainBatch(ids, frozen.states(ids, (1, 2, 4)).float(), (1, 2, 4), frozen.embeddings.float(), frozen.head)
     depths = {}
     for progress in (0.49, 0.5):
         head.begin(progress, 0, CONFIG.window)
-        depths[progress] = len(head.train()(lesson)), len(head.eval()(lesson))
+        depths[progress] = len(head.train()(batch)), len(head.eval()(batch))
     assert depths == {0.49: (1, 3), 0.5: (3, 3)}
-    assert [tuple(logits.shape) for logits in head(lesson)] == [(1, 21, 100)] * 3
+    assert [tuple(logits.shape) for logits in head(batch)] == [(1, 21, 100)] * 3
 
 
 @pytest.mark.slow

@@ -19,16 +19,15 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.heads.mtp import has_mtp
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
+from foretoken.train.config import HeadConfig, MtpTrainConfig
 from foretoken.train.data import Corpus
-from foretoken.train.head_config import HeadConfig
+from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.heads import train_head
-from foretoken.train.hybrid.convolution import short_convolution
-from foretoken.train.hybrid.delta import gated_delta_rule
-from foretoken.train.hybrid.recipe import HYBRID
-from foretoken.train.hybrid.shape import HybridShape
-from foretoken.train.lessons import Lesson, Teacher
-from foretoken.train.mtp import MtpHead, MtpTrainConfig
-from foretoken.train.muon import StackedMuon
+from foretoken.train.hybrid.delta import gated_delta_rule, short_convolution
+from foretoken.train.hybrid.model import HYBRID
+from foretoken.train.mtp import MtpHead
+from foretoken.train.optimization import StackedMuon
+from foretoken.train.shapes import HybridShape
 from foretoken.train.target import train_target
 
 from .tiny import STEPS
@@ -152,9 +151,9 @@ def test_sizes_that_cannot_work_are_refused(change: dict[str, int], says: str) -
 def test_the_mtp_layer_is_trained_further_and_drafts_as_it_was_trained(
     trained: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
-    teacher, settings = Teacher(trained, torch.device("cpu")), MtpTrainConfig(depths=2, single_share=0.0)
+    frozen, settings = FrozenTarget(trained, torch.device("cpu")), MtpTrainConfig(depths=2, single_share=0.0)
     own = {n: t for n, t in load_file(trained / "model.safetensors").items() if n.startswith("mtp.")}
-    head = MtpHead(settings, teacher).eval()
+    head = MtpHead(settings, frozen, torch.ones(frozen.vocab)).eval()
     assert {n: t.tolist() for n, t in head.weights().items()} == {n: t.tolist() for n, t in own.items()}
     out = tmp_path / "mtp"
     config = replace(STEPS, steps=2, window=24)
@@ -164,9 +163,9 @@ def test_the_mtp_layer_is_trained_further_and_drafts_as_it_was_trained(
     loaded = load_mtp(model, None, out, trained)
     (scores,) = model.score([model.open(ids)], [Draft.empty()], loaded.taps)
     states = scores.taps[model.num_layers]
-    lesson = Lesson(torch.tensor([ids]), states[None, :, None], (4,), teacher.embeddings.float(), teacher.head.float())
+    batch = TrainBatch(torch.tensor([ids]), states[None, :, None], (4,), frozen.embeddings.float(), frozen.head.float())
     with torch.no_grad():
-        expected = head(lesson)
+        expected = head(batch)
     for row in (0, 5, 13):
         handle = loaded.net.open()
         loaded.net.extend(handle, ids[1 : row + 2], states[: row + 1])

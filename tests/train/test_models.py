@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.train import draft as drafting
-from foretoken.train import live_teacher
+from foretoken.train import sampling
 from foretoken.train import target as targets
-from foretoken.train.card import write_cards
-from foretoken.train.data import Corpus
-from foretoken.train.distillation import DistillConfig, agreement, distillation_loss, full_distillation_loss
-from foretoken.train.draft import load_teacher, train_draft
+from foretoken.train.cards import write_cards
+from foretoken.train.config import DistillConfig
+from foretoken.train.data import Corpus, encode
+from foretoken.train.dataset import TopTokens, fixed_windows, shuffled
+from foretoken.train.draft import train_draft
+from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.losses import agreement, distillation_loss
 from foretoken.train.target import train_target
-from foretoken.train.teacher import fixed_windows, teach
 
 from .tiny import STEPS, TINY
 
@@ -87,14 +92,14 @@ def test_a_draft_learns_from_text_that_the_target_writes_meanwhile(
     target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, whose device this machine need not have."""
-    monkeypatch.setattr(drafting, "_on_disk", lambda store, *others: drafting._live(*others))
-    monkeypatch.setattr(live_teacher, "_BATCH", 2)
+    monkeypatch.setattr(drafting, "_in_every_step", lambda device: True)
+    monkeypatch.setattr(sampling, "BATCH", 2)
     out = tmp_path / "draft"
     config = replace(STEPS, compile=False)
     figures = train_draft(out, target, corpus, TINY, config, False, DistillConfig(generated_share=0.5))
     assert 0 < figures["overlap"] <= 1 and [f.name for f in tmp_path.iterdir()] == ["draft"]
     facts = json.loads((out / "provenance.json").read_text())
-    stream = drafting.encode(corpus.train, load_teacher(target)[1])
+    stream = encode(corpus.train, load_tokenizer(target))
     assert facts["taught_tokens"] == 2 * (len(stream) // config.window) * config.window
 
 
@@ -105,28 +110,27 @@ def test_settings_and_texts_that_do_not_suffice_are_refused(
         DistillConfig(generated_share=1.5)
     with pytest.raises(InvalidRequest, match="less than one window of 100000"):
         train_draft(tmp_path / "draft", target, corpus, TINY, replace(STEPS, window=100_000))
-    monkeypatch.setattr(drafting, "_on_disk", lambda store, *others: drafting._live(*others))
+    monkeypatch.setattr(drafting, "_in_every_step", lambda device: True)
     with pytest.raises(InvalidRequest, match="generated_share is 1; on a GPU"):
         train_draft(tmp_path / "draft", target, corpus, TINY, STEPS, False, DistillConfig(generated_share=1.0))
 
 
-def test_distilling_lowers_the_loss_and_the_laws_are_reused(
+def test_the_most_likely_tokens_are_the_targets_and_are_reused(
     target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher, tokenizer = load_teacher(target)
-    windows = fixed_windows(drafting.encode(corpus.train, tokenizer), 16, 0)[:8]
-    first = teach(teacher, windows, tmp_path / "laws", top=8, compile_model=False)
+    frozen = FrozenTarget(target, torch.device("cpu"))
+    windows = fixed_windows(encode(corpus.train, load_tokenizer(target)), 16, 0)[:8]
+    first = TopTokens(frozen, windows, tmp_path / "distributions", top=8, compile_model=False)
     with monkeypatch.context() as without:
-        without.setattr(teacher, "forward", lambda *args, **options: pytest.fail("taught twice"))
-        again = teach(teacher, windows, tmp_path / "laws", top=8, compile_model=False)
-    assert (first.top_ids == again.top_ids).all()
-    exact = teacher(windows).logits.float().log_softmax(-1)
-    kept = torch.from_numpy(first.top_logp.astype("float32"))
-    ids = torch.from_numpy(first.top_ids.astype("int64"))
+        without.setattr(frozen, "logits", lambda ids: pytest.fail("computed twice"))
+        again = TopTokens(frozen, windows, tmp_path / "distributions", top=8, compile_model=False)
+    rows = np.arange(len(first.ids))
+    (ids, kept), (ids_again, _) = first.at(rows), again.at(rows)
+    assert torch.equal(ids, ids_again)
+    exact = frozen.logits(windows).float().log_softmax(-1)
     assert (exact[: len(ids)].gather(-1, ids) - kept).abs().max() < 0.02
-    ids_a, *_ = next(first.batches(4, seed=1, start=3))
-    source = first.batches(4, seed=1)
-    assert torch.equal([next(source) for _ in range(4)][3][0], ids_a)
+    batches = list(islice(shuffled(8, 4, seed=1), 4))
+    assert np.array_equal(next(shuffled(8, 4, seed=1, start=3)), batches[3])
 
 
 def test_the_loss_is_zero_for_the_target_itself_and_the_kl_when_all_is_kept() -> None:
@@ -142,7 +146,7 @@ def test_the_loss_is_zero_for_the_target_itself_and_the_kl_when_all_is_kept() ->
     expected = -overlap.log().mean().item()
     assert distillation_loss(q, ids_and_logs, torch.tensor(1.0)) == pytest.approx(expected, abs=1e-4)
     for acceptance in (0.0, 0.4, 1.0):
-        whole = full_distillation_loss(q, p, torch.tensor(acceptance))
+        whole = distillation_loss(q, p, torch.tensor(acceptance))
         assert whole == pytest.approx(distillation_loss(q, ids_and_logs, torch.tensor(acceptance)).item(), abs=1e-4)
     assert agreement(p, p) == (pytest.approx(1.0), 1.0)
     assert agreement(p, q)[0] == pytest.approx(overlap.mean().item())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foretoken.train import processes
-from foretoken.train.optimization import TrainConfig
+from foretoken.train.config import TrainConfig
 from foretoken.train.trainer import Trainer
 
 WORK = """
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from foretoken.train import processes
 from foretoken.train.trainer import Trainer
-from foretoken.train.optimization import TrainConfig
+from foretoken.train.config import TrainConfig
 from tests.train.test_processes import batches, make
 
 with processes.joined(torch.device("cpu")):

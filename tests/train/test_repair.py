@@ -11,10 +11,11 @@ import torch
 
 from foretoken.bench.repairs import FILE
 from foretoken.core.errors import InvalidRequest
-from foretoken.train import repair
 from foretoken.train.data import Corpus
-from foretoken.train.faults import FAULTS, plant
-from foretoken.train.repair import IGNORED, RepairTask
+
+from .repair_script import repair
+
+IGNORED, RepairTask = repair.IGNORED, repair.RepairTask
 
 TEXT = """class Clock:
     def tick(self, number):
@@ -25,21 +26,21 @@ TEXT = """class Clock:
 """
 
 
-def test_each_fault_spoils_one_place_and_leaves_what_it_cannot_spoil() -> None:
+def test_each_bug_spoils_one_place_and_leaves_what_it_cannot_spoil() -> None:
     rng = np.random.default_rng(0)
-    for fault in FAULTS:
-        spoilt = {fault(TEXT, rng) for _ in range(40)}
-        assert len(spoilt - {TEXT}) > (0 if fault.__name__ == "_assign" else 1), fault.__name__
+    for bug in repair.BUGS:
+        spoilt = {bug(TEXT, rng) for _ in range(40)}
+        assert len(spoilt - {TEXT}) > (0 if bug.__name__ == "_assign" else 1), bug.__name__
         assert all(abs(len(text) - len(TEXT)) <= 8 for text in spoilt)
-        assert fault("", rng) == ""
-    assert FAULTS[5]("if a == b:\n    pass", rng) == "if a = b:\n    pass"
+        assert bug("", rng) == ""
+    assert repair.BUGS[5]("if a == b:\n    pass", rng) == "if a = b:\n    pass"
 
 
 def test_planting_depends_on_the_numbers_alone() -> None:
-    texts = [plant(TEXT, np.random.default_rng(seed)) for seed in (1, 1, 2)]
+    texts = [repair.plant(TEXT, np.random.default_rng(seed)) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert TEXT not in texts
-    assert plant("", np.random.default_rng(0)) == ""
+    assert repair.plant("", np.random.default_rng(0)) == ""
 
 
 def test_snippets_are_whole_statements(corpus: Corpus, tokenizer: Any) -> None:
@@ -72,7 +73,7 @@ def test_batches_resume_and_end_with_the_end_token(corpus: Corpus, tokenizer: An
 
 
 def test_a_question_that_does_not_fit_its_row_is_left_unspoilt(tokenizer: Any) -> None:
-    labels, source, mask = repair.batch(tokenizer, [RepairTask("x = 1\n" * 20, "x = 1")], 16)
+    labels, source, mask = repair.task_batch(tokenizer, [RepairTask("x = 1\n" * 20, "x = 1")], 16)
     assert torch.equal(source[mask], labels[labels != IGNORED])
 
 

@@ -12,16 +12,15 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
-from foretoken.train import repair
+from foretoken.train.config import TrainConfig
 from foretoken.train.data import Corpus
-from foretoken.train.distillation import full_distillation_loss
-from foretoken.train.optimization import TrainConfig
-from foretoken.train.repair import IGNORED
-from foretoken.train.seq2seq import T5Shape, label_loss, logits_of, new_model, train_seq2seq
-from foretoken.train.seq2seq_card import exactness, write_seq2seq_cards
-from foretoken.train.seq2seq_draft import load_seq2seq, train_seq2seq_draft
+from foretoken.train.losses import distillation_loss
+from foretoken.train.shapes import T5Shape
 
+from .repair_script import repair
 from .test_cli import invoke
+
+IGNORED = repair.IGNORED
 
 TINY = T5Shape(32, 48, 2, 1, 2, 16)
 STEPS = TrainConfig(steps=4, batch=2, window=64, learning_rate=1e-2, compile=False)
@@ -30,7 +29,7 @@ STEPS = TrainConfig(steps=4, batch=2, window=64, learning_rate=1e-2, compile=Fal
 @pytest.fixture(scope="module")
 def target(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("zoo") / "tiny-repair"
-    train_seq2seq(out, corpus, TINY, STEPS)
+    repair.train_seq2seq(out, corpus, TINY, STEPS)
     return out
 
 
@@ -53,32 +52,32 @@ def test_a_target_loads_as_an_ordinary_checkpoint(target: Path, corpus: Corpus) 
 @pytest.mark.slow
 def test_what_is_loaded_computes_what_was_trained(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
     made: list[Any] = []
+    new_model = repair.new_model
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         made.append(new_model(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr("foretoken.train.seq2seq.new_model", kept)
-    monkeypatch.setattr("foretoken.train.seq2seq_draft.new_model", kept)
-    train_seq2seq(tmp_path / "t", corpus, TINY, STEPS)
-    train_seq2seq_draft(tmp_path / "d", tmp_path / "t", corpus, TINY, STEPS)
+    monkeypatch.setattr(repair, "new_model", kept)
+    repair.train_seq2seq(tmp_path / "t", corpus, TINY, STEPS)
+    repair.train_seq2seq_draft(tmp_path / "d", tmp_path / "t", corpus, TINY, STEPS)
     tokenizer = repair.bundled_tokenizer()
     tasks = repair.held_out(4, 0, corpus, tokenizer, 64)
     batch = repair.held_out_batches(tokenizer, tasks, 64, 256)[0]
     for model, name in zip(made, "td", strict=True):
-        again = load_seq2seq(tmp_path / name).float()
+        again = repair.load_seq2seq(tmp_path / name).float()
         with torch.no_grad():
-            assert (logits_of(model.float().eval(), batch) - logits_of(again, batch)).abs().max() < 1e-4
+            assert (repair.logits_of(model.float().eval(), batch) - repair.logits_of(again, batch)).abs().max() < 1e-4
 
 
 @pytest.mark.slow
 def test_a_draft_is_distilled_and_both_are_described(target: Path, corpus: Corpus) -> None:
     out = target.with_name("tiny-repair-draft")
-    figures = train_seq2seq_draft(out, target, corpus, replace(TINY, d_model=16), STEPS)
+    figures = repair.train_seq2seq_draft(out, target, corpus, replace(TINY, d_model=16), STEPS)
     assert 0 < figures["overlap"] <= 1
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
     assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    cards = [card.read_text() for card in write_seq2seq_cards(target, out, corpus)]
+    cards = [card.read_text() for card in repair.write_seq2seq_cards(target, out, corpus)]
     assert "repaired exactly" in cards[0]
     assert "temperature 0" in cards[1]
     assert "foretoken train seq2seq-draft tiny-repair-draft --target tiny-repair --acceptance-share 0.3" in cards[1]
@@ -93,10 +92,10 @@ def test_training_resumes(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("foretoken.train.seq2seq.save", full)
+        patched.setattr(repair, "save", full)
         with pytest.raises(WriteError, match="No space left"):
-            train_seq2seq(tmp_path / "out", corpus, TINY, STEPS)
-    assert train_seq2seq(tmp_path / "out", corpus, TINY, STEPS, resume=True)["step"] == 4
+            repair.train_seq2seq(tmp_path / "out", corpus, TINY, STEPS)
+    assert repair.train_seq2seq(tmp_path / "out", corpus, TINY, STEPS, resume=True)["step"] == 4
 
 
 def test_the_losses_count_the_answers_tokens_alone() -> None:
@@ -105,13 +104,13 @@ def test_the_losses_count_the_answers_tokens_alone() -> None:
     counted = torch.tensor([[True, True, False], [True, False, False]])
     p_law, q_law = (x.log_softmax(-1)[counted] for x in (p, q))
     kl = (p_law.exp() * (p_law - q_law)).sum(-1).mean()
-    assert full_distillation_loss(q, p, torch.tensor(0.0), counted) == pytest.approx(kl.item(), abs=1e-5)
+    assert distillation_loss(q, p, torch.tensor(0.0), counted) == pytest.approx(kl.item(), abs=1e-5)
     overlap = torch.minimum(p_law.exp(), q_law.exp()).sum(-1).log().mean()
-    assert full_distillation_loss(q, p, torch.tensor(1.0), counted) == pytest.approx(-overlap.item(), abs=1e-5)
-    assert full_distillation_loss(p, p, torch.tensor(0.5), counted).abs() < 1e-5
+    assert distillation_loss(q, p, torch.tensor(1.0), counted) == pytest.approx(-overlap.item(), abs=1e-5)
+    assert distillation_loss(p, p, torch.tensor(0.5), counted).abs() < 1e-5
     labels = torch.tensor([[1, 2, IGNORED], [3, IGNORED, IGNORED]])
     expected = -torch.stack([q_law[0, 1], q_law[1, 2], q_law[2, 3]]).mean()
-    assert label_loss(q, labels) == pytest.approx(expected.item(), abs=1e-5)
+    assert repair.label_loss(q, labels) == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_exactness_counts_whole_answers(target: Path, corpus: Corpus) -> None:
@@ -122,12 +121,12 @@ def test_exactness_counts_whole_answers(target: Path, corpus: Corpus) -> None:
     tasks = repair.held_out(6, 0, corpus, window=64)
     copied = [repair.RepairTask(task.right, task.right) for task in tasks[:3]] + tasks[3:]
     model: Any = Copier()
-    assert exactness(model, copied, 64) == {"exact_repairs": 0.5, "tasks_written": 6.0}
+    assert repair.exactness(model, copied, 64) == {"exact_repairs": 0.5, "tasks_written": 6.0}
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path, corpus: Corpus) -> None:
     with pytest.raises(ModelLoadError, match="cannot load the target"):
-        train_seq2seq_draft(tmp_path / "out", tmp_path / "nothing", corpus, TINY, STEPS)
+        repair.train_seq2seq_draft(tmp_path / "out", tmp_path / "nothing", corpus, TINY, STEPS)
     with pytest.raises(InvalidRequest, match="d_ff is 0"):
         T5Shape(d_ff=0)
     assert not list(tmp_path.iterdir())

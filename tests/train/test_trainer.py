@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foretoken.core.errors import InvalidRequest, TrainingError
-from foretoken.train.optimization import TrainConfig
+from foretoken.train.config import TrainConfig
 from foretoken.train.trainer import Trainer
 
 from .tiny import STEPS

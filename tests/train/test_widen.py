@@ -13,15 +13,17 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError, WriteError
 from foretoken.train import shards
-from foretoken.train.target import Shape, new_model
+from foretoken.train.shapes import LlamaShape
+from foretoken.train.target import new_model
 from foretoken.train.widen import checkpoint as up
-from foretoken.train.widen.checkpoint import WideShape
-from foretoken.train.widen.tensors import copies, query_heads, rotation
+from foretoken.train.widen import llama
+from foretoken.train.widen.llama import WideShape
+from foretoken.train.widen.units import copies, query_heads, rotation
 
 WIDE = WideShape(96, 160, 5, 12, 3)
 
 
-def source(folder: Path, tokenizer: Any, shape: Shape, dtype: torch.dtype = torch.float32) -> Path:
+def source(folder: Path, tokenizer: Any, shape: LlamaShape, dtype: torch.dtype = torch.float32) -> Path:
     model = new_model(shape, tokenizer, seed=3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -33,7 +35,7 @@ def source(folder: Path, tokenizer: Any, shape: Shape, dtype: torch.dtype = torc
 
 @pytest.fixture(scope="module")
 def small(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return source(tmp_path_factory.mktemp("small") / "m", tokenizer, Shape(32, 48, 2, 4, 2, 16, 128))
+    return source(tmp_path_factory.mktemp("small") / "m", tokenizer, LlamaShape(32, 48, 2, 4, 2, 16, 128))
 
 
 def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -67,11 +69,11 @@ def test_a_widened_model_computes_the_same(small: Path, tmp_path: Path, wide: Wi
     config = json.loads((tmp_path / "wide" / "config.json").read_text())
     assert {k: config[k] for k in vars(wide)} == vars(wide)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "wide")
-    assert result.parameters == model.num_parameters() == up.expected_parameters(config, wide)
+    assert result.parameters == model.num_parameters() == llama.expected_parameters(config, wide)
 
 
 def test_bfloat16_stays_close(tokenizer: Any, tmp_path: Path) -> None:
-    narrow = source(tmp_path / "narrow", tokenizer, Shape(64, 96, 2, 4, 2, 16, 128), torch.bfloat16)
+    narrow = source(tmp_path / "narrow", tokenizer, LlamaShape(64, 96, 2, 4, 2, 16, 128), torch.bfloat16)
     up.widen_checkpoint(narrow, tmp_path / "wide", WideShape(256, 320, 4, 16, 4))
     p, q = logits(narrow, IDS).softmax(-1), logits(tmp_path / "wide", IDS).softmax(-1)
     assert (p - q).abs().sum(-1).mean() / 2 < 0.05
@@ -160,7 +162,7 @@ def test_a_full_disk_leaves_nothing(small: Path, tmp_path: Path, monkeypatch: py
 def test_presets_have_the_size_they_are_named_after() -> None:
     config = {"head_dim": 64, "vocab_size": 4096}
     for name, billions in (("0.7b", 0.74), ("1b", 1.0), ("3b", 2.8), ("7b", 7.0)):
-        assert up.expected_parameters(config, up.like(name)) / 1e9 == pytest.approx(billions, rel=0.02)
+        assert llama.expected_parameters(config, up.like(name)) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 @pytest.mark.parametrize("name, billions", [("0.7b", 0.91), ("1b", 1.18), ("3b", 3.3), ("7b", 7.4)])
@@ -168,15 +170,15 @@ def test_presets_fit_a_source_with_more_layers(name: str, billions: float) -> No
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "head_dim": 64}
     config = {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, **sizes}
     shape = up.fitted(name, config)
-    up._check(config, shape)
-    assert up.expected_parameters(config, shape) / 1e9 == pytest.approx(billions, rel=0.03)
+    llama.check(config, shape)
+    assert llama.expected_parameters(config, shape) / 1e9 == pytest.approx(billions, rel=0.03)
     grouped = config | {"num_attention_heads": 9, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    up._check(grouped, up.fitted(name, grouped))
+    llama.check(grouped, up.fitted(name, grouped))
 
 
 def test_presets_stay_where_they_fit() -> None:
     config = up.read_config(zoo.path("target"))
-    assert [up.fitted(name, config) for name in up.PRESETS] == [up.like(name) for name in up.PRESETS]
+    assert [up.fitted(name, config) for name in llama.PRESETS] == [up.like(name) for name in llama.PRESETS]
 
 
 def test_filler_units_cancel_within_their_group() -> None:

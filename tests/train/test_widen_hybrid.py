@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
-from foretoken.train.files import write_json
+from foretoken.core.files import write_json
 from foretoken.train.hybrid.model import HybridModel
-from foretoken.train.hybrid.shape import HybridShape
+from foretoken.train.shapes import HybridShape
 from foretoken.train.widen import checkpoint as up
 from foretoken.train.widen.hybrid import expected_parameters, like
 
@@ -122,7 +122,7 @@ def test_without_more_experts_nothing_is_added_to_the_stream(narrow: Path, tmp_p
         ({"hidden_size": 16}, "hidden_size 16 is less"),
         ({"num_experts": 10}, "10 is not a multiple of 4 experts"),
         ({"num_hidden_layers": 10}, "10 is not a multiple of 4 layers"),
-        ({"hidden_size": 33}, "leaves no room"),
+        ({"hidden_size": 33}, "leaves no dimensions"),
         ({"linear_num_value_heads": 4, "linear_num_key_heads": 4}, "fewer than the source's 2"),
         ({"num_key_value_heads": 8}, "fewer than the source's 2"),
     ],

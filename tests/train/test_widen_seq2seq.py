@@ -10,11 +10,13 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.train.seq2seq import T5Shape, new_model, save
+from foretoken.train.shapes import T5Shape
 from foretoken.train.widen import checkpoint as up
 from foretoken.train.widen import seq2seq as widen_seq2seq
-from foretoken.train.widen.checkpoint import WideShape
-from foretoken.train.widen.tensors_seq2seq import head_groups
+from foretoken.train.widen.llama import WideShape
+from foretoken.train.widen.seq2seq import head_groups
+
+from .repair_script import repair
 
 SMALL = T5Shape(32, 48, 2, 3, 2, 16)
 WIDE = T5Shape(80, 160, 5, 4, 5, 16)
@@ -23,14 +25,14 @@ TARGET = torch.arange(40, 80).view(2, 20)
 
 
 def source(folder: Path, tokenizer: Any, tied: bool, **changes: Any) -> Path:
-    model = new_model(SMALL, tokenizer, seed=3, tied=tied)
+    model = repair.new_model(SMALL, tokenizer, seed=3, tied=tied)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif "relative" in name:
                 parameter.mul_(20)
-    save(model, tokenizer, folder, tied)
+    repair.save(model, tokenizer, folder, tied)
     T5ForConditionalGeneration.from_pretrained(folder).float().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied} | changes))

@@ -18,7 +18,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.costs.measured import PassCost, TimeSpread
 from foretoken.models.base import Handle, Model
-from foretoken.models.formats.checkpoint import load_config
+from foretoken.models.formats.checkpoint import load_config, quiet_transformers
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.loading import load_model
 
@@ -175,7 +175,6 @@ def _transformers_step(loaded: Loaded, context: int) -> TimedTask:
         )
 
     from foretoken.quantize.cached import checkpoint_folder
-    from foretoken.train.progress import quiet_transformers
 
     with quiet_transformers():
         module = AutoModelForCausalLM.from_pretrained(checkpoint_folder(loaded.path), dtype=loaded.model.dtype).eval()

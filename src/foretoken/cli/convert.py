@@ -47,17 +47,17 @@ def convert(
     """Write heads in another engine's format. The tensors stay bit-equal."""
     from safetensors.torch import save_file
 
-    from foretoken.core.artifacts import GGUF, MODEL, Destination, heads_of, kind_of
+    from foretoken.core.artifacts import GGUF, MODEL, PROVENANCE, Destination, heads_of, kind_of
     from foretoken.core.errors import InvalidRequest
+    from foretoken.core.files import write_json
     from foretoken.models.formats.checkpoint import resolve
-    from foretoken.train.files import PROVENANCE, write_json
-    from foretoken.train.shipped import ship
+    from foretoken.train.mtp import merge_mtp
 
     source = source.expanduser().absolute()
     if to == "checkpoint":
         if target is None:
             raise InvalidRequest("--to checkpoint writes the target with the layer in it; name the target by --target")
-        print(f"{ship(source, resolve(target), out, force)}: the target with the layer in it")
+        print(f"{merge_mtp(source, resolve(target), out, force)}: the target with the layer in it")
         return
     held = kind_of(source)
     kind = (

@@ -27,11 +27,11 @@ def build_datastore(
     import json
 
     from foretoken import zoo
-    from foretoken.core.artifacts import DATASTORE, Destination
+    from foretoken.core.artifacts import DATASTORE, PROVENANCE, Destination
+    from foretoken.core.files import write_json
+    from foretoken.core.progress import Reporter
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.propose.datastore import DatastoreWriter
-    from foretoken.train.files import PROVENANCE, write_json
-    from foretoken.train.progress import Reporter
 
     path = resolve(model) if model is not None else zoo.path("target")
     destination, files = Destination.checked(out, DATASTORE, (path, *data), force), _files(data)

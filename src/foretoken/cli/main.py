@@ -30,7 +30,7 @@ from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
 from foretoken.cli.simulate import simulate
 from foretoken.cli.theme import compilation_announced
-from foretoken.cli.train_hybrid import app as train_app
+from foretoken.cli.train import app as train_app
 from foretoken.cli.widen import widen
 from foretoken.cli.zoo import zoo
 from foretoken.core.errors import ForetokenError, InvalidRequest

@@ -41,8 +41,8 @@ def quantize(
     import json
 
     text = None if calibration is None else _text(calibration)
+    from foretoken.core.progress import Reporter
     from foretoken.quantize import quantize_checkpoint
-    from foretoken.train.progress import Reporter
 
     with Reporter(f"quantizing to {scheme}") as reporter:
         result = quantize_checkpoint(

@@ -1,150 +1,261 @@
-"""``foretoken train``: the bundled models, or one's own, from text."""
+"""``foretoken train``: models, drafts and heads. Options are generated from ``train.config`` and ``train.shapes``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.grouped import grouped
-from foretoken.cli.options import MODEL, Json, named_once
+from foretoken.cli.options import DRAFT_MODEL, MODEL, Json, named_once
+from foretoken.cli.settings import with_settings
+from foretoken.core.errors import InvalidRequest
+from foretoken.train import config as configs
+from foretoken.train import shapes
 
 if TYPE_CHECKING:
     from foretoken.train.data import Corpus
-    from foretoken.train.optimization import TrainConfig
 
 app = typer.Typer(help="Train a target, distil a draft from it, write their cards.")
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
-Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target.")]
-MaybeTarget = Annotated[str | None, typer.Argument(metavar="TARGET", help="Folder of the target, or --model.")]
 Model = Annotated[
     str | None, typer.Option(*MODEL, help="The target: a folder, GGUF file or hub name; else the bundled one.")
 ]
-Patience = Annotated[int | None, typer.Option(help="Evaluations without improvement before stopping.")]
-Texts = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--data", "--corpus", help="Text files, folders or .jsonl of prompts (repeatable); else Python's library."
-    ),
-]
-Steps = Annotated[int | None, typer.Option(help="Length in steps.")]
-Minutes = Annotated[float | None, typer.Option(help="Length in minutes, instead of --steps.")]
-Batch = Annotated[int, typer.Option(help="Windows per step.")]
-Window = Annotated[int, typer.Option(help="Tokens per window.")]
-Rate = Annotated[float, typer.Option(help="The highest learning rate.")]
-Seed = Annotated[int, typer.Option(help="Of the weights and of the order of the windows.")]
+TEXTS = "Text files, folders or .jsonl of prompts (repeatable)"
+Texts = Annotated[list[Path] | None, typer.Option("--data", "--corpus", help=f"{TEXTS}; else Python's library.")]
+OwnTexts = Annotated[list[Path] | None, typer.Option("--data", "--corpus", help=f"{TEXTS}; else the target writes.")]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target.")]
+Draft = Annotated[Path | None, typer.Option("--draft", help="Folder of its draft, whose acceptance is measured.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier OUT of the same kind, and start again.")]
-Compile = Annotated[
-    bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile; else if a C++ compiler is found.")
-]
-Size = Annotated[int | None, typer.Option(help="Instead of the bundled model's.")]
 
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaSizes:
-    """Sizes of a Llama, in the order of the fields of ``Shape``."""
-
-    hidden: Size = None
-    intermediate: Size = None
-    layers: Size = None
-    heads: Size = None
-    kv_heads: Size = None
-    head_dim: Size = None
-    positions: Size = None
+HEADS = {
+    "eagle3": "Train an EAGLE-3 head (20 minutes on two cores for the bundled target).",
+    "peagle": "Train a P-EAGLE head: an EAGLE-3 head that predicts all positions in one pass.",
+    "mtp": "Train a multi-token-prediction layer (30 minutes on two cores for the bundled target).",
+    "medusa": "Train Medusa heads.",
+    "blockwise": "Train blockwise parallel heads.",
+    "early-exit": "Train the adapter that lets the target's first layers draft.",
+    "dflash": "Train a DFlash head: one pass drafts a block of tokens.",
+    "dspark": "Train a DSpark head: a DFlash head whose tokens depend on those drafted before, with confidences.",
+}
 
 
 @app.command()
-@grouped
+@with_settings(config=configs.TARGET_CONFIG, shape=shapes.TARGET_SHAPE, without=("dropout",))
 def target(
     out: Out,
     corpus: Texts = None,
-    steps: Steps = None,
-    minutes: Minutes = None,
-    batch: Batch = 14,
-    window: Window = 768,
-    learning_rate: Rate = 3e-3,
-    seed: Seed = 0,
     *,
-    sizes: LlamaSizes,
-    patience: Patience = None,
-    compile_model: Compile = None,
+    config: Any,
+    shape: Any,
     resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Train a tokenizer and a small Llama from scratch (two hours on two cores for the bundled one)."""
-    from foretoken.train.target import TARGET_CONFIG, TARGET_SHAPE, train_target
+    from foretoken.train.target import train_target
 
-    config = config_of(TARGET_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
-    shape = with_sizes(TARGET_SHAPE, sizes)
-    show(out, train_target(out, corpus_of(corpus), shape, config, resume, force=force), as_json)
+    _show(out, train_target(out, _corpus(corpus), shape, config, resume, force=force), as_json)
 
 
 @app.command()
-@grouped
+@with_settings(config=configs.HYBRID_CONFIG, shape=shapes.HybridShape())
+def hybrid(
+    out: Out,
+    corpus: Texts = None,
+    *,
+    config: Any,
+    shape: Any,
+    device: Device = "auto",
+    resume: Resume = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train a small model of Qwen3.5's layout: DeltaNet, attention, experts, MTP (three minutes on an H200)."""
+    from foretoken.train.hybrid.model import HYBRID
+    from foretoken.train.target import train_target
+
+    _show(out, train_target(out, _corpus(corpus), shape, config, resume, HYBRID, device, force), as_json)
+
+
+@app.command()
+@with_settings(
+    config=configs.DRAFT_CONFIG, shape=shapes.DRAFT_SHAPE, distill=configs.DistillConfig(), without=("dropout",)
+)
 def draft(
     out: Out,
-    target: MaybeTarget = None,
+    target: Annotated[str | None, typer.Argument(metavar="TARGET", help="Folder of the target, or --model.")] = None,
     model: Model = None,
     corpus: Texts = None,
-    steps: Steps = None,
-    minutes: Minutes = None,
-    batch: Batch = 8,
-    window: Window = 512,
-    learning_rate: Rate = 4e-3,
-    seed: Seed = 0,
     *,
-    sizes: LlamaSizes,
-    top: Annotated[int, typer.Option(help="Most likely tokens kept of the target's law.")] = 64,
-    acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
-    generate: Annotated[bool, typer.Option("--generate", help="Let the target continue half of the windows.")] = False,
-    generated_share: Annotated[float | None, typer.Option(help="Or this share of them.")] = None,
-    disk_gigabytes: Annotated[float, typer.Option(help="For the target's distributions, during the run.")] = 2.0,
-    patience: Patience = None,
-    compile_model: Compile = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    config: Any,
+    shape: Any,
+    distill: Any,
+    generate: Annotated[bool, typer.Option("--generate", help="As --generated-share 0.5.")] = False,
+    device: Device = "auto",
     resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Distil a draft from TARGET (20 minutes on two cores for the bundled one)."""
-    from foretoken.train.distillation import DistillConfig
-    from foretoken.train.draft import DRAFT_CONFIG, train_draft
-    from foretoken.train.target import DRAFT_SHAPE
+    from foretoken.train.draft import train_draft
 
-    path = model_of(named_once(target, model))
-    config = config_of(DRAFT_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
-    shape = with_sizes(DRAFT_SHAPE, sizes)
-    share = generated_share if generated_share is not None else 0.5 if generate else 0.0
-    distill = DistillConfig(
-        top, acceptance_share=acceptance_share, generated_share=share, disk_gigabytes=disk_gigabytes
-    )
-    show(out, train_draft(out, path, corpus_of(corpus), shape, config, resume, distill, device, force), as_json)
+    path = _model(named_once(target, model))
+    if generate and not distill.generated_share:
+        distill = replace(distill, generated_share=0.5)
+    _show(out, train_draft(out, path, _corpus(corpus), shape, config, resume, distill, device, force), as_json)
+
+
+@app.command()
+@with_settings(config=configs.ACCEPTANCE_CONFIG, settings=configs.AcceptanceConfig(), without=("dropout", "compile"))
+def acceptance(
+    out: Out,
+    model: Model = None,
+    draft_model: Annotated[
+        str | None, typer.Option(*DRAFT_MODEL, help="Its draft: a folder, GGUF file or hub name; else bundled.")
+    ] = None,
+    data: Texts = None,
+    *,
+    config: Any,
+    settings: Any,
+    device: Device = "auto",
+    resume: Resume = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train a head that decides from the draft's hidden state where to stop (two minutes for the bundled pair).
+
+    --batch counts positions, and --window tokens of a window of text.
+    """
+    from foretoken import zoo
+    from foretoken.models.formats.checkpoint import resolve
+    from foretoken.train.acceptance_head import train_acceptance
+
+    if draft_model is None and model is not None:
+        raise InvalidRequest("--model is given without --draft-model; name the draft that the head is for")
+    draft = zoo.path("draft") if draft_model is None else resolve(draft_model).absolute()
+    figures = train_acceptance(out, _model(model), draft, _corpus(data), config, settings, resume, device, force)
+    _show(out, figures, as_json)
+
+
+def _register_head(role: str, help_text: str) -> None:
+    """Registers the command that trains a kind of head."""
+    usual = configs.HEAD_SETTINGS[role]()
+    config = replace(configs.HEAD_CONFIG, learning_rate=usual.learning_rate)
+
+    @app.command(role, help=help_text)
+    @with_settings(settings=usual, config=config, data_config=configs.HeadConfig(), without=("dropout",))
+    def head(
+        out: Out,
+        model: Model = None,
+        data: OwnTexts = None,
+        *,
+        settings: Any,
+        config: Any,
+        data_config: Any,
+        generate: Annotated[
+            bool, typer.Option("--generate/--no-generate", help="Let the target write; else the files' text alone.")
+        ] = True,
+        unfreeze: Annotated[
+            bool, typer.Option("--unfreeze", help="Train the target too; written to OUT/target.")
+        ] = False,
+        hold: Annotated[float, typer.Option(help="With --unfreeze: KL weight towards the frozen target.")] = 10.0,
+        lessons: Annotated[
+            Path | None, typer.Option(help="Keep text and hidden states here, and reuse them for other heads.")
+        ] = None,
+        start: Annotated[Path | None, typer.Option(help="Continue from this earlier head of the same shape.")] = None,
+        device: Device = "auto",
+        resume: Resume = False,
+        force: Force = False,
+        as_json: Json = False,
+    ) -> None:
+        from foretoken.train.heads import train_head
+
+        data_config = data_config if generate else replace(data_config, generated_share=0.0)
+        held, path = hold if unfreeze else None, _model(model)
+        corpus = _corpus(data, model)
+        figures = train_head(
+            role, out, path, corpus, settings, config, data_config, resume, device, lessons, held, start, force
+        )
+        _show(out, figures, as_json)
+
+
+for _role, _help in HEADS.items():
+    _register_head(_role, _help)
+
+
+@app.command()
+@with_settings(config=configs.SEQ2SEQ_CONFIG, shape=shapes.SEQ2SEQ_SHAPE, without=("dropout",))
+def seq2seq(
+    out: Out,
+    corpus: Texts = None,
+    *,
+    config: Any,
+    shape: Any,
+    resume: Resume = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train a small T5 from scratch to fix broken Python (34 minutes on one core for the bundled one)."""
+    figures = repair_script().train_seq2seq(out, _corpus(corpus), shape, config, resume, force)
+    _show(out, figures, as_json)
+
+
+@app.command("seq2seq-draft")
+@with_settings(config=configs.SEQ2SEQ_DRAFT_CONFIG, shape=shapes.SEQ2SEQ_DRAFT_SHAPE, without=("dropout",))
+def seq2seq_draft(
+    out: Out,
+    target: Annotated[
+        Path | None, typer.Option("--target", *MODEL, help="Folder of the target; else the bundled one.")
+    ] = None,
+    corpus: Texts = None,
+    *,
+    config: Any,
+    shape: Any,
+    acceptance_share: Annotated[float, typer.Option(help="Last fraction of the run, on the acceptance loss.")] = 0.3,
+    resume: Resume = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Distil a draft from a T5 trained by ``train seq2seq`` (20 minutes on one core for the bundled one)."""
+    from foretoken import zoo
+
+    path = zoo.path("seq2seq-target") if target is None else target.expanduser().absolute()
+    train = repair_script().train_seq2seq_draft
+    _show(out, train(out, path, _corpus(corpus), shape, config, resume, acceptance_share, force), as_json)
+
+
+@app.command("seq2seq-card")
+def seq2seq_card(target: Target, draft: Draft = None, corpus: Texts = None) -> None:
+    """Write README.md and zoo.json beside the weights of a T5 pair, from provenance.json and a measurement."""
+    write = repair_script().write_seq2seq_cards
+    for file in write(target.absolute(), draft.absolute() if draft else None, _corpus(corpus)):
+        print(file)
 
 
 @app.command()
 def card(
     target: Target,
-    draft: Annotated[Path | None, typer.Option(help="Folder of its draft, whose acceptance is measured.")] = None,
+    draft: Draft = None,
     head: Annotated[list[Path] | None, typer.Option(help="Folder of heads for it (repeatable), likewise.")] = None,
     corpus: Texts = None,
 ) -> None:
     """Write README.md and zoo.json beside the weights, from provenance.json and a measurement."""
-    from foretoken.train.card import write_cards
-    from foretoken.train.head_card import write_head_card
+    from foretoken.train.cards import write_cards, write_head_card
 
-    texts = corpus_of(corpus)
+    texts = _corpus(corpus)
     for file in write_cards(target.absolute(), draft.absolute() if draft else None, texts):
         print(file)
     for folder in head or ():
         print(write_head_card(target.absolute(), folder.absolute(), texts))
 
 
-def model_of(name: str | None) -> Path:
+def _model(name: str | None) -> Path:
     """Returns the folder or GGUF file of the target, by default the bundled one."""
     from foretoken import zoo
     from foretoken.models.formats.checkpoint import resolve
@@ -152,8 +263,8 @@ def model_of(name: str | None) -> Path:
     return zoo.path("target") if name is None else resolve(name).absolute()
 
 
-def corpus_of(paths: list[Path] | None, model: str | None = None) -> Corpus:
-    """Returns the user's files, for a model of the user's the target's own text, or else the standard library."""
+def _corpus(paths: list[Path] | None, model: str | None = None) -> Corpus:
+    """Returns the user's files; without any, the target's own text for the user's model, else the standard library."""
     from foretoken.train.data import OWN_TEXT, from_files, standard_library
 
     if paths:
@@ -161,48 +272,21 @@ def corpus_of(paths: list[Path] | None, model: str | None = None) -> Corpus:
     return standard_library() if model is None else OWN_TEXT
 
 
-def config_of(
-    usual: TrainConfig,
-    steps: int | None,
-    minutes: float | None,
-    batch: int,
-    window: int,
-    rate: float,
-    seed: int,
-    compile_model: bool | None,
-    patience: int | None = None,
-) -> TrainConfig:
-    """Returns ``usual`` with the given options. Raises InvalidRequest if both lengths are given."""
-    from foretoken.core.errors import InvalidRequest
+def repair_script() -> Any:
+    """Returns the script that trained the bundled encoder-decoder pair, as a module."""
+    from importlib.util import module_from_spec, spec_from_file_location
 
-    if steps is not None and minutes is not None:
-        raise InvalidRequest("both --steps and --minutes are given; choose one")
-    length: dict[str, int | float | None] = {}
-    if steps is not None:
-        length = {"steps": steps, "minutes": None}
-    elif minutes is not None:
-        length = {"minutes": minutes}
-    rest = {
-        "batch": batch,
-        "window": window,
-        "learning_rate": rate,
-        "seed": seed,
-        "compile": compile_model,
-        "patience": patience,
-    }
-    return replace(usual, **length, **rest)  # type: ignore[arg-type]
+    from foretoken import zoo
+
+    spec = spec_from_file_location("foretoken_repair_training", zoo.path("seq2seq-target") / "train_repair.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def with_sizes(usual: Any, sizes: Any) -> Any:
-    """Returns the shape ``usual`` with the ``sizes`` that are given; their fields are in the order of its own."""
-    given = zip(vars(usual), vars(sizes).values(), strict=True)
-    return replace(usual, **{name: size for name, size in given if size is not None})
-
-
-def show(out: Path, figures: dict[str, float], as_json: bool) -> None:
+def _show(out: Path, figures: dict[str, float], as_json: bool) -> None:
     """Prints the last evaluation."""
-    import json
-
     out = out.expanduser().absolute()
     if as_json:
         print(json.dumps({"path": str(out)} | figures))

@@ -79,7 +79,7 @@ def widen(
     source = resolve(source).absolute()
     config = up.read_config(source)
     family = config["model_type"]
-    shape = sizes.applied(up.fitted(size or up.USUAL.get(family, "0.7b"), config), family)
+    shape = sizes.applied(up.fitted(size, config), family)
     result = up.widen_checkpoint(source, out, shape, seed, heads, force)
     if as_json:
         print(json.dumps({"path": str(result.path), "parameters": result.parameters, "bytes": result.bytes}))

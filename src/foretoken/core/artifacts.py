@@ -35,6 +35,9 @@ TABLE = "a safetensors file"
 OTHER_FILE = "something else"
 OTHER_FOLDER = "files that are no checkpoint, head or datastore"
 
+PROVENANCE = "provenance.json"
+"""The file of an artifact that says how it was made."""
+
 HEADS_FOLDER = "heads"
 """A target's folder may contain heads for it, each in ``heads/<role>``."""
 

@@ -21,49 +21,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from foretoken.core.artifacts import ACCEPTANCE_HEAD
-from foretoken.core.checks import integer, number
+from foretoken.core.files import write_json
+from foretoken.core.progress import Reporter
 from foretoken.models.formats.checkpoint import load_tokenizer, vocabulary_size
 from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.propose.stopping.learned import EXTRA, MODEL_TYPE, features
 from foretoken.quantize.cached import checkpoint_folder
+from foretoken.train.config import ACCEPTANCE_CONFIG, AcceptanceConfig, HeadConfig, TrainConfig, changed_options
 from foretoken.train.data import Corpus
-from foretoken.train.files import check_run, checkpoint_of, lessons_of, write_json
-from foretoken.train.generated import PROMPTS, Prompts, prepare_windows
-from foretoken.train.head_config import HeadConfig, changed_options
-from foretoken.train.lessons import Teacher, capped
-from foretoken.train.optimization import TrainConfig
-from foretoken.train.progress import Reporter
-from foretoken.train.provenance import command_line, provenance, write_trained
+from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.runs import TrainingRun
+from foretoken.train.sampling import mixed_temperatures
 from foretoken.train.trainer import Trainer
-
-ACCEPTANCE_CONFIG = TrainConfig(steps=1500, batch=512, window=256, learning_rate=3e-3, weight_decay=0.05, compile=False)
-
-
-@dataclass(frozen=True)
-class AcceptanceConfig:
-    """Size and training data of the head. In its ``TrainConfig``, ``batch`` counts positions and ``window`` tokens.
-
-    Args:
-        intermediate: Hidden units.
-        windows: Greatest number of training windows.
-        generated_share: Share of the windows that the target samples. The others are cut from the corpus.
-        held_out: Windows that the target samples from held-out files, at each of two temperatures.
-    """
-
-    intermediate: int = 64
-    windows: int = 256
-    generated_share: float = 0.75
-    held_out: int = 16
-
-    def __post_init__(self) -> None:
-        for name in ("intermediate", "windows", "held_out"):
-            integer(name, getattr(self, name), 1)
-        number("generated_share", self.generated_share, 0, 1)
-
-    def arguments(self) -> str:
-        """Returns the command line options that give these settings."""
-        return changed_options(self)
+from foretoken.train.windows import MAX_PROMPT, prepare_windows
 
 
 @dataclass(frozen=True)
@@ -142,58 +113,51 @@ def train_acceptance(
         TrainingError: Files cannot be written, or the loss diverges.
     """
     settings, started = settings or AcceptanceConfig(), time.monotonic()
-    run = check_run(out, ACCEPTANCE_HEAD, (target, draft, *corpus.paths), resume, force)
+    run = TrainingRun(out, ACCEPTANCE_HEAD, (target, draft, *corpus.paths), resume, force)
     target, draft = checkpoint_folder(target), checkpoint_folder(draft)
     tokenizer = load_tokenizer(target)
     check_vocabulary(tokenizer, vocabulary_size(target) or len(tokenizer), draft)
-    folder = lessons_of(run.path)
     if not resume:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(run.text, ignore_errors=True)
     where = resolve_device(device)
     data = HeadConfig(windows=settings.windows, generated_share=settings.generated_share, held_out=settings.held_out)
     try:
-        text = prepare_windows(target, where, corpus, folder, config, data)
-        examples = _examples(Teacher(target, where), Teacher(draft, where), text, config)
+        text = prepare_windows(target, where, corpus, run.text, config, data)
+        examples = _examples(FrozenTarget(target, where), FrozenTarget(draft, where), text, config)
         torch.manual_seed(config.seed)
         head = Classifier(examples["train"].x.shape[1], settings.intermediate)
         head.standardise(examples["train"].x)
         head.to(where)
-        trainer = Trainer(head, config, checkpoint_of(run.path), lambda row: -row["loss_greedy"] - row["loss_drawn"])
-        if resume:
-            trainer.resume()
+        trainer = run.trainer(head, config, lambda row: -row["loss_greedy"] - row["loss_drawn"])
         trainer.elapsed += time.monotonic() - started if config.minutes is not None and not trainer.step else 0.0
         trainer.run(_batches(examples["train"], trainer, where), _loss(head), lambda: _evaluated(head, examples, where))
     finally:
-        if not checkpoint_of(run.path).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-    what = f"acceptance {run.path.name} --model {target.name} --draft-model {draft.name} {settings.arguments()}"
-    card = provenance(
-        command_line(what, config, corpus.name, "--data"),
-        config,
-        trainer,
+        if not run.checkpoint.exists():
+            shutil.rmtree(run.text, ignore_errors=True)
+    figures = run.write(
+        f"acceptance {run.name} --model {target.name} --draft-model {draft.name} {changed_options(settings)}",
+        corpus.name,
+        partial(_save, head),
+        "--data",
         role="acceptance",
-        corpus=corpus.name,
         target=target.name,
         draft=draft.name,
         settings=asdict(settings),
-        **trainer.history[-1],
         tokens=len(examples["train"].chance),
         parameters=sum(t.numel() for t in head.tensors().values()),
     )
-    figures = write_trained(run, trainer, card, partial(_save, head))
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(run.text, ignore_errors=True)
     return figures
 
 
 def _examples(
-    target: Teacher, draft: Teacher, text: dict[str, Tensor], config: TrainConfig
+    target: FrozenTarget, draft: FrozenTarget, text: dict[str, Tensor], config: TrainConfig
 ) -> dict[str, AcceptanceExamples]:
     """Returns training examples at mixed temperatures, and held-out ones at 0 and 1 without the prompts."""
     rng = np.random.default_rng([config.seed, 5])
-    skip = min(Prompts().longest, config.window // 2)
-    train = text["train"]
+    skip, train = min(MAX_PROMPT, config.window // 2), text["train"]
     return {
-        "train": replay(target, draft, train, PROMPTS.temperatures(rng, len(train)), 0),
+        "train": replay(target, draft, train, mixed_temperatures(rng, len(train)).tolist(), 0),
         "greedy": replay(target, draft, text["greedy"], [0.0] * len(text["greedy"]), skip),
         "drawn": replay(target, draft, text["drawn"], [1.0] * len(text["drawn"]), skip),
     }
@@ -201,15 +165,15 @@ def _examples(
 
 @torch.no_grad()
 def replay(
-    target: Teacher, draft: Teacher, windows: Tensor, temperatures: list[float], skip: int
+    target: FrozenTarget, draft: FrozenTarget, windows: Tensor, temperatures: list[float], skip: int
 ) -> AcceptanceExamples:
     """Returns features and acceptance at every token of ``windows`` [N, T] from position ``skip`` on."""
     chances, rows_of_features = [], []
     with Reporter("computing features") as report:
         for i, (ids, heat) in enumerate(zip(windows, temperatures, strict=True)):
-            p = _logits(target, target.states(ids[None], [target.layers])[0, skip:, 0])
-            hidden = draft.states(ids[None], [draft.layers])[0, skip:, 0]
-            q = _fit(_logits(draft, hidden), p.shape[-1])
+            p, _ = _logits(target, ids, skip)
+            q, hidden = _logits(draft, ids, skip)
+            q = F.pad(q, (0, p.shape[-1] - q.shape[-1]), value=-torch.inf)  # as ``DraftModel`` does
             rows = (q / heat if heat > 0 else q).softmax(-1)
             if heat > 0:
                 chance = torch.minimum((p / heat).softmax(-1), rows).sum(-1)
@@ -221,13 +185,11 @@ def replay(
     return AcceptanceExamples(torch.cat(chances), torch.cat(rows_of_features))
 
 
-def _logits(teacher: Teacher, normed: Tensor) -> Tensor:
-    return capped(F.linear(normed, teacher.head), teacher.softcap).float()
-
-
-def _fit(logits: Tensor, width: int) -> Tensor:
-    """Pads the draft's logits to the width of the target's, as ``DraftModel`` does."""
-    return F.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)
+def _logits(model: FrozenTarget, ids: Tensor, skip: int) -> tuple[Tensor, Tensor]:
+    """Returns logits [T - skip, V] and hidden states [T - skip, H] of ids [T]."""
+    states = model.states(ids[None], [model.layers])[:, skip:]
+    batch = model.batch(ids[None, skip:], states, (model.layers,))
+    return batch.target_logits()[0].float(), batch.last()[0]
 
 
 def auc(scores: Tensor, chance: Tensor) -> float:

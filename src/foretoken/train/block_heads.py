@@ -6,77 +6,17 @@ as keys and values. One pass predicts all its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.core.checks import integer
-from foretoken.core.errors import InvalidRequest
-from foretoken.train.lessons import EVALUATED, Drafted, Head, Lesson, RmsNorm, Teacher, chosen_mask_token
-from foretoken.train.rotary import rotated, rotations
-from foretoken.train.unrolled import GatedMlp
-
-
-@dataclass(frozen=True)
-class DFlashTrainConfig:
-    """Size and training of a block drafter.
-
-    Args:
-        block: Rows of a block; a DFlash head predicts one token less.
-        layers: Number of decoder layers.
-        taps: Indices of the ``hidden_states`` that are read, None for five that are spread over the target.
-        intermediate: Units of the MLPs, None for as many as the target has.
-        heads: Attention heads, None for as many as the target has.
-        kv_heads: Key-value heads, None for as many as the target has.
-        mask_token: The token of the rows behind the newest token, None for the target's rarest.
-        anchors: Blocks per window and training step, at random places.
-    """
-
-    block: int = 8
-    layers: int = 3
-    taps: tuple[int, ...] | None = None
-    intermediate: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    mask_token: int | None = None
-    anchors: int = 96
-
-    def __post_init__(self) -> None:
-        integer("block", self.block, 2)
-        for name in ("layers", "anchors"):
-            integer(name, getattr(self, name), 1)
-        for name in ("intermediate", "heads", "kv_heads"):
-            integer(name, getattr(self, name), 1, optional=True)
-        integer("mask_token", self.mask_token, 0, optional=True)
-
-    def tapped(self, layers: int) -> tuple[int, ...]:
-        """Returns the layers whose inputs are read; ``layers`` stands for the target's normed output."""
-        spread = {1 + round(i * (layers - 2) / 4) for i in range(5)}
-        taps = self.taps or tuple(sorted(tap for tap in spread if tap > 0)) or (layers,)
-        if not all(0 < tap <= layers for tap in taps):
-            raise InvalidRequest(f"taps {list(taps)} for a target of {layers} layers; expected 1 to {layers}")
-        return taps
-
-
-@dataclass(frozen=True)
-class DSparkTrainConfig(DFlashTrainConfig):
-    """As ``DFlashTrainConfig``, and the Markov head.
-
-    Args:
-        markov_rank: Its rank.
-        gated: Whether the state of a row gates its vector of the token before.
-    """
-
-    markov_rank: int = 128
-    gated: bool = False
-
-    def __post_init__(self) -> None:
-        DFlashTrainConfig.__post_init__(self)
-        integer("markov_rank", self.markov_rank, 1)
+from foretoken.train.config import DFlashTrainConfig, DSparkTrainConfig
+from foretoken.train.frozen_target import FrozenTarget, TrainBatch
+from foretoken.train.head import EVALUATED, Drafted, Head, decoder_config, mask_token_of, start_near_target
+from foretoken.train.layers import GatedMlp, RmsNorm, copy_if_fits, rotated, rotations, weights_of
+from foretoken.train.shapes import check_groups
 
 
 class DFlashHead(Head):
@@ -86,15 +26,15 @@ class DFlashHead(Head):
     to row i. Its row k predicts token i + 1 + k, so the first row predicts nothing.
     """
 
-    drawn = True
+    samples = True
     shift = 1  # the row of a block that predicts the first token
     architecture = "DFlashDraftModel"
 
-    def __init__(self, config: DFlashTrainConfig, teacher: Teacher, mask_token: int) -> None:
+    def __init__(self, config: DFlashTrainConfig, target: FrozenTarget, counts: Tensor) -> None:
         super().__init__()
-        self.settings, self.taps = config, config.tapped(teacher.layers)
-        self.depths, self.mask_token = config.block - self.shift, mask_token
-        width, shape = teacher.hidden, teacher.config
+        self.settings, self.taps = config, config.tapped(target.layers)
+        self.depths, self.mask_token = config.block - self.shift, mask_token_of(config.mask_token, target, counts)
+        width, shape = target.hidden, target.config
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.hidden_norm = RmsNorm(width, shape.rms_norm_eps)
         self._layers = [_Layer(config, shape) for _ in range(config.layers)]
@@ -102,82 +42,57 @@ class DFlashHead(Head):
         self.norm = RmsNorm(width, shape.rms_norm_eps)
         self._roots: Tensor | None = None
         self._generator = torch.Generator().manual_seed(0)
-        self._start_from(teacher)
-
-    @classmethod
-    def made(cls, config: DFlashTrainConfig, teacher: Teacher, counts: Tensor) -> DFlashHead:
-        """Returns a head whose mask token is the rarest by ``counts`` [V] unless ``config`` names one."""
-        return cls(config, teacher, chosen_mask_token(config.mask_token, teacher, counts))
+        self._start_from(target)
 
     @torch.no_grad()
-    def _start_from(self, teacher: Teacher) -> None:
-        """Initializes with the highest tap, and the target's last layers where shapes fit.
-
-        The last norm starts small, so the output is uncertain.
-        """
-        width = self.fc.out_features
-        self.fc.weight.normal_(std=0.005)
-        self.fc.weight[:, -width:] += torch.eye(width)
+    def _start_from(self, target: FrozenTarget) -> None:
+        """Initializes with the highest tap, and the target's last layers where shapes fit."""
+        start_near_target(self.fc, self.norm.weight, target)
         for back, layer in enumerate(reversed(self._layers)):
-            layer.start_from(teacher.layer(-1 - back))
-        if (norm := teacher.final_norm()) is not None and norm.shape == self.norm.weight.shape:
-            self.norm.weight.copy_(0.1 * norm)
+            layer.start_from(target.layer(-1 - back))
 
     def begin(self, progress: float, step: int, length: int) -> None:
         """Chooses the rows whose blocks the next step trains; they depend on ``step`` alone."""
         rows = torch.randperm(length - self.depths - 1, generator=self._generator.manual_seed(step))
         self._roots = rows[: self.settings.anchors].sort().values.to(self.fc.weight.device)
 
-    def roots(self, lesson: Lesson) -> Tensor:
+    def roots(self, batch: TrainBatch) -> Tensor:
         """Returns the rows whose blocks are computed, ascending."""
         if self.training and self._roots is not None:
             return self._roots
-        return torch.arange(0, lesson.ids.shape[1] - self.depths - 1, EVALUATED, device=lesson.ids.device)
+        return torch.arange(0, batch.ids.shape[1] - self.depths - 1, EVALUATED, device=batch.ids.device)
 
-    def forward(self, lesson: Lesson) -> list[Tensor]:
-        return self.drafted(lesson).logits
+    def forward(self, batch: TrainBatch) -> list[Tensor]:
+        return self.drafted(batch).logits
 
-    def drafted(self, lesson: Lesson) -> Drafted:
-        roots = self.roots(lesson)
-        return Drafted(list(lesson.read(self.blocks(lesson, roots)).unbind(2)), roots=[roots] * self.depths)
+    def drafted(self, batch: TrainBatch) -> Drafted:
+        roots = self.roots(batch)
+        return Drafted(list(batch.logits(self.blocks(batch, roots)).unbind(2)), roots=[roots] * self.depths)
 
-    def blocks(self, lesson: Lesson, roots: Tensor) -> Tensor:
+    def blocks(self, batch: TrainBatch, roots: Tensor) -> Tensor:
         """Returns the normed states of the rows that predict, [B, R, depths, H]."""
-        context = self.hidden_norm(self.fc(lesson.tapped(self.taps)))
-        ids = torch.full((*lesson.ids[:, roots].shape, self.settings.block), self.mask_token, device=roots.device)
-        ids[..., 0] = lesson.ids[:, roots + 1]
-        hidden = F.embedding(ids, lesson.embeddings)
+        context = self.hidden_norm(self.fc(batch.tapped(self.taps)))
+        ids = torch.full((*batch.ids[:, roots].shape, self.settings.block), self.mask_token, device=roots.device)
+        ids[..., 0] = batch.ids[:, roots + 1]
+        hidden = F.embedding(ids, batch.embeddings)
         for layer in self._layers:
             hidden = layer(hidden, context, roots)
         out: Tensor = self.norm(hidden[:, :, self.shift :])
         return out
 
-    def describe(self, teacher: Teacher) -> dict[str, Any]:
-        shape, layer = teacher.config, self._layers[0]
+    def describe(self, target: FrozenTarget) -> dict[str, Any]:
+        layer = self._layers[0]
         return {
             "architectures": [self.architecture],
             "model_type": "qwen3",
-            "hidden_size": teacher.hidden,
-            "intermediate_size": layer.mlp.gate_proj.out_features,
-            "num_hidden_layers": len(self.layers),
-            "num_attention_heads": layer.self_attn.heads,
-            "num_key_value_heads": layer.self_attn.kv_heads,
-            "head_dim": layer.self_attn.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.rms_norm_eps,
-            "rope_theta": shape.rope_parameters["rope_theta"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_parameters["rope_theta"]},
-            "max_position_embeddings": shape.max_position_embeddings,
-            "vocab_size": teacher.vocab,
-            "tie_word_embeddings": False,
-            "attention_bias": False,
+            **decoder_config(target, len(self.layers), layer.self_attn, layer.mlp.gate_proj.out_features),
             "layer_types": ["full_attention"] * len(self.layers),
-            "num_target_layers": teacher.layers,
+            "num_target_layers": target.layers,
             "block_size": self.settings.block,
-            **self._own_keys(),
+            **self._format_keys(),
         }
 
-    def _own_keys(self) -> dict[str, Any]:
+    def _format_keys(self) -> dict[str, Any]:
         return {"dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": [t - 1 for t in self.taps]}}
 
 
@@ -192,21 +107,21 @@ class DSparkHead(DFlashHead):
     shift = 0
     architecture = "Qwen3DSparkModel"
 
-    def __init__(self, config: DSparkTrainConfig, teacher: Teacher, mask_token: int) -> None:
-        super().__init__(config, teacher, mask_token)
-        self.markov_head = _Markov(teacher.vocab, config.markov_rank, teacher.hidden if config.gated else 0)
-        self.confidence_head = _Confidence(teacher.hidden + config.markov_rank)
+    def __init__(self, config: DSparkTrainConfig, target: FrozenTarget, counts: Tensor) -> None:
+        super().__init__(config, target, counts)
+        self.markov_head = _Markov(target.vocab, config.markov_rank, target.hidden if config.gated else 0)
+        self.confidence_head = _Confidence(target.hidden + config.markov_rank)
 
-    def drafted(self, lesson: Lesson) -> Drafted:
-        roots = self.roots(lesson)
-        states = self.blocks(lesson, roots)
-        before = lesson.ids[:, roots[:, None] + 1 + torch.arange(self.depths, device=roots.device)]
+    def drafted(self, batch: TrainBatch) -> Drafted:
+        roots = self.roots(batch)
+        states = self.blocks(batch, roots)
+        before = batch.ids[:, roots[:, None] + 1 + torch.arange(self.depths, device=roots.device)]
         embedded = self.markov_head.markov_w1(before)
-        logits = lesson.read(states) + self.markov_head(states, embedded)
+        logits = batch.logits(states) + self.markov_head(states, embedded)
         confidence = self.confidence_head(torch.cat([states, embedded], dim=-1))
         return Drafted(list(logits.unbind(2)), list(confidence.unbind(2)), [roots] * self.depths)
 
-    def _own_keys(self) -> dict[str, Any]:
+    def _format_keys(self) -> dict[str, Any]:
         return {
             "mask_token_id": self.mask_token,
             "target_layer_ids": [tap - 1 for tap in self.taps],
@@ -267,13 +182,10 @@ class _Layer(nn.Module):
         return out
 
     def start_from(self, layer: nn.Module | None) -> None:
-        """Copies from a layer of the target what has the same name and shape."""
-        if layer is None:
-            return
-        source: Mapping[str, Tensor] = dict(layer.named_parameters())
+        """Copies the weights of a layer of the target that have the same name and shape."""
+        source = weights_of(layer)
         for name, weight in self.named_parameters():
-            if (given := source.get(name)) is not None and given.shape == weight.shape:
-                weight.copy_(given)
+            copy_if_fits(weight, source.get(name))
 
 
 class _Attention(nn.Module):
@@ -282,8 +194,7 @@ class _Attention(nn.Module):
         self.heads = config.heads or shape.num_attention_heads
         self.kv_heads = config.kv_heads or shape.num_key_value_heads
         self.head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // self.heads
-        if self.heads % self.kv_heads:
-            raise InvalidRequest(f"{self.heads} heads do not divide among {self.kv_heads} key heads")
+        check_groups(self.heads, self.kv_heads)
         width, eps = shape.hidden_size, shape.rms_norm_eps
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
@@ -296,16 +207,16 @@ class _Attention(nn.Module):
         count, block = x.shape[1:3]
         length = context.shape[1]
         cos, sin = rotations(torch.arange(length + block, device=x.device), self.head_dim, self.theta)
-        places = roots[:, None] + 1 + torch.arange(block, device=roots.device)
-        own_turn, turn = (cos[places], sin[places]), (cos[:length], sin[:length])
+        positions = roots[:, None] + 1 + torch.arange(block, device=roots.device)
+        block_turn, turn = (cos[positions], sin[positions]), (cos[:length], sin[:length])
 
         def split(y: Tensor, heads: int) -> Tensor:
             """Returns [B, heads, ..., head_dim]."""
             return y.unflatten(-1, (heads, self.head_dim)).movedim(-2, 1)
 
         group = self.heads // self.kv_heads
-        q = rotated(self.q_norm(split(self.q_proj(x), self.heads)), own_turn) * self.head_dim**-0.5
-        k = rotated(self.k_norm(split(self.k_proj(x), self.kv_heads)), own_turn).repeat_interleave(group, 1)
+        q = rotated(self.q_norm(split(self.q_proj(x), self.heads)), block_turn) * self.head_dim**-0.5
+        k = rotated(self.k_norm(split(self.k_proj(x), self.kv_heads)), block_turn).repeat_interleave(group, 1)
         v = split(self.v_proj(x), self.kv_heads).repeat_interleave(group, 1)
         k_seen = rotated(self.k_norm(split(self.k_proj(context), self.kv_heads)), turn).repeat_interleave(group, 1)
         v_seen = split(self.v_proj(context), self.kv_heads).repeat_interleave(group, 1)

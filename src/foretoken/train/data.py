@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 END = "<|endoftext|>"
 HELD_OUT_PERCENT = 2
 # Tests are not typical code, and the generated tables are megabytes of character maps.
-_LEFT_OUT = ("site-packages", "test", "tests", "idle_test", "encodings", "__pycache__")
+_SKIPPED = ("site-packages", "test", "tests", "idle_test", "encodings", "__pycache__")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ OWN_TEXT = Corpus("the target's own text", (), ())
 def standard_library() -> Corpus:
     """Returns the running Python's standard library without its tests and generated tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [f for f in sorted(root.rglob("*.py")) if not any(part in _LEFT_OUT for part in f.relative_to(root).parts)]
+    files = [f for f in sorted(root.rglob("*.py")) if not set(_SKIPPED) & set(f.relative_to(root).parts)]
     version = ".".join(map(str, sys.version_info[:3]))
     return _split(f"CPython {version} standard library", root, files)
 

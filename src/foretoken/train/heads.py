@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,74 +15,46 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from foretoken.core.artifacts import TRAINING_TEXT, Destination, heads_of
+from foretoken.core.artifacts import PROVENANCE, TRAINING_TEXT, Destination, heads_of
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
+from foretoken.models.formats.checkpoint import load_tokenizer, quiet_transformers
 from foretoken.models.loading import resolve_device
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train import processes
-from foretoken.train.acceptance import chain_acceptance, figures, head_loss
-from foretoken.train.block_heads import DFlashHead, DFlashTrainConfig, DSparkHead, DSparkTrainConfig
-from foretoken.train.cotrain import TARGET_RATE, CoTrained, text_loss
+from foretoken.train.block_heads import DFlashHead, DSparkHead
+from foretoken.train.config import HEAD_CONFIG, HEAD_SETTINGS, HeadConfig, TrainConfig, changed_options
 from foretoken.train.data import Corpus
-from foretoken.train.distillation import acceptance_weight
-from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
-from foretoken.train.files import PROVENANCE, check_run, checkpoint_of, lessons_of, write_json
-from foretoken.train.generated import Prompts, prepare_windows
-from foretoken.train.head_config import HEAD, HeadConfig, changed_options
-from foretoken.train.lessons import Head, Lessons, Teacher
-from foretoken.train.mtp import MtpHead, MtpTrainConfig
-from foretoken.train.optimization import TrainConfig
-from foretoken.train.parallel_heads import (
-    BlockwiseHead,
-    BlockwiseTrainConfig,
-    EarlyExitHead,
-    EarlyExitTrainConfig,
-    MedusaHead,
-    MedusaTrainConfig,
-)
-from foretoken.train.peagle import PEagleConfig, PEagleHead
-from foretoken.train.provenance import command_line, provenance, write_trained
+from foretoken.train.dataset import HiddenStateDataset
+from foretoken.train.eagle import Eagle3Head, PEagleHead
+from foretoken.train.frozen_target import FrozenTarget, TrainBatch
+from foretoken.train.head import Head
+from foretoken.train.losses import acceptance_weight, evaluated, head_loss
+from foretoken.train.mtp import MtpHead
+from foretoken.train.parallel_heads import BlockwiseHead, EarlyExitHead, MedusaHead
+from foretoken.train.runs import TrainingRun
+from foretoken.train.target import next_token_loss
 from foretoken.train.trainer import Trainer
+from foretoken.train.windows import MAX_PROMPT, prepare_windows
 
-HEAD_CONFIG = TrainConfig(minutes=20.0, batch=4, window=512, learning_rate=2e-3, weight_decay=0.05)
-
+TARGET_RATE = 0.05  # factor of the target's learning rate, with --unfreeze
 Batch = tuple[Tensor, Tensor, Tensor]
 """Token ids, hidden states, and the weight of the acceptance loss."""
 
-
-@dataclass(frozen=True)
-class Role:
-    """A kind of head.
-
-    Args:
-        settings: Class of its settings.
-        make: Makes a head from settings, the target, and the counts [V] of tokens in its text.
-        learning_rate: Its learning rate.
-    """
-
-    settings: Any
-    make: Callable[[Any, Teacher, Tensor], Head]
-    learning_rate: float = 2e-3
-
-
-ROLES = {
-    "eagle3": Role(Eagle3Config, Eagle3Head.made),
-    "peagle": Role(PEagleConfig, PEagleHead.made),
-    "mtp": Role(MtpTrainConfig, MtpHead.made),
-    "medusa": Role(MedusaTrainConfig, MedusaHead.made, 6e-3),
-    "blockwise": Role(BlockwiseTrainConfig, BlockwiseHead.made, 6e-3),
-    "early-exit": Role(EarlyExitTrainConfig, EarlyExitHead.made),
-    "dflash": Role(DFlashTrainConfig, DFlashHead.made),
-    "dspark": Role(DSparkTrainConfig, DSparkHead.made),
+HEADS: dict[str, Callable[[Any, FrozenTarget, Tensor], Head]] = {
+    "eagle3": Eagle3Head,
+    "peagle": PEagleHead,
+    "mtp": MtpHead,
+    "medusa": MedusaHead,
+    "blockwise": BlockwiseHead,
+    "early-exit": EarlyExitHead,
+    "dflash": DFlashHead,
+    "dspark": DSparkHead,
 }
-
-
-def head_config(role: str) -> TrainConfig:
-    """Returns the default configuration for a kind of head."""
-    return replace(HEAD_CONFIG, learning_rate=ROLES[role].learning_rate)
+"""Makes a head from its settings, the target, and the counts [V] of tokens in its text."""
 
 
 def train_head(
@@ -91,7 +64,7 @@ def train_head(
     corpus: Corpus,
     settings: Any = None,
     config: TrainConfig | None = None,
-    data: HeadConfig = HEAD,
+    data: HeadConfig | None = None,
     resume: bool = False,
     device: str = "auto",
     lessons: Path | None = None,
@@ -102,7 +75,7 @@ def train_head(
     """Trains a head and writes it to ``out``.
 
     Args:
-        role: A key of ``ROLES``.
+        role: A key of ``HEADS``.
         out: Folder of the head.
         target: Folder or GGUF file of the target.
         corpus: Text. It must be split as it was for the target, or the held-out figures are too good.
@@ -126,71 +99,67 @@ def train_head(
         InvalidRequest: The settings are not valid.
         TrainingError: Files cannot be written, or the loss diverges.
     """
-    settings = settings or ROLES[role].settings()
-    config = config or head_config(role)
+    settings, data = settings or HEAD_SETTINGS[role](), data or HeadConfig()
+    config = config or replace(HEAD_CONFIG, learning_rate=settings.learning_rate)
     started = time.monotonic()
     inputs = (target, start, *corpus.paths)
-    run = check_run(out, heads_of("eagle3" if role == "peagle" else role), (*inputs, lessons), resume, force)
+    run = TrainingRun(out, heads_of("eagle3" if role == "peagle" else role), (*inputs, lessons), resume, force)
     if lessons is not None:
         Destination.checked(lessons, TRAINING_TEXT, inputs, force=True)
     source, target = target, checkpoint_folder(target)
-    with processes.joined(resolve_device(device)) as where, _lessons_folder(run.path, lessons, resume) as folder:
-        teacher = Teacher(target, where, config.compile)
-        _check_window(ROLES[role].make(settings, teacher, torch.ones(teacher.vocab)), config)  # before any work
+    with processes.joined(resolve_device(device)) as where, _text_folder(run, lessons, resume) as folder:
+        frozen = FrozenTarget(target, where, config.compile)
+        _check_window(HEADS[role](settings, frozen, torch.ones(frozen.vocab)), config)  # before any work
         text = prepare_windows(target, where, corpus, folder, config, data, source)
         torch.manual_seed(config.seed)
-        head = ROLES[role].make(settings, teacher, torch.bincount(text["train"].flatten(), minlength=teacher.vocab))
+        head = HEADS[role](settings, frozen, torch.bincount(text["train"].flatten(), minlength=frozen.vocab))
         earlier = _start(head, start)
         head.to(where)
-        data_by_name = _lessons(teacher, head, text, folder, data)
-        together = None if hold is None else CoTrained(head, teacher, hold).to(where)
-        trainer = Trainer(together or head, config, checkpoint_of(run.path), _length, _rate)
-        if resume:
-            trainer.resume()
+        datasets = _datasets(frozen, head, text, folder, data)
+        together = None if hold is None else CoTrained(head, frozen, hold).to(where)
+        trainer = run.trainer(together or head, config, _length, _rate)
         trainer.shorten(time.monotonic() - started)
-        loss = _loss(head, data_by_name["train"], data, together)
-        evaluate = _evaluation(head, data_by_name, together, text["text"])
-        trainer.run(_batches(head, data_by_name["train"], trainer, data), loss, evaluate)
-        if processes.rank() == 0:
-            what = f"{role} {run.path.name} --model {target.name} {changed_options(settings)} {data.arguments()}"
-            what += f" --start {start.name}" if start is not None else ""
-            what += f" --unfreeze --hold {hold:g}" if hold is not None else ""
-            card = provenance(
-                command_line(what, config, corpus.name, "--data"),
-                config,
-                trainer,
-                role=role,
-                corpus=corpus.name,
-                target=target.name,
-                settings=asdict(settings),
-                data=asdict(data),
-                **earlier,
-                **trainer.history[-1],
-                preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
-                parameters=sum(t.numel() for t in head.tensors(teacher).values() if t.is_floating_point()),
-            )
-            write_trained(run, trainer, card, partial(_save, head, teacher, together))
-        return trainer.history[-1]
+        loss = _loss(head, datasets["train"], data, together)
+        evaluate = _evaluation(head, datasets, together, text["text"])
+        trainer.run(_batches(head, datasets["train"], trainer, data), loss, evaluate)
+        if processes.rank() > 0:
+            return trainer.history[-1]
+        arguments = f"{role} {run.name} --model {target.name} {changed_options(settings)} {changed_options(data)}"
+        arguments += f" --start {start.name}" if start is not None else ""
+        arguments += f" --unfreeze --hold {hold:g}" if hold is not None else ""
+        return run.write(
+            arguments,
+            corpus.name,
+            partial(_save, head, frozen, together),
+            "--data",
+            role=role,
+            target=target.name,
+            settings=asdict(settings),
+            data=asdict(data),
+            **earlier,
+            preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
+            parameters=sum(t.numel() for t in head.tensors(frozen).values() if t.is_floating_point()),
+        )
 
 
 @contextmanager
-def _lessons_folder(out: Path, named: Path | None, resume: bool) -> Iterator[Path]:
+def _text_folder(run: TrainingRun, named: Path | None, resume: bool) -> Iterator[Path]:
     """Yields the folder of text and hidden states.
 
-    One that the user did not name is emptied before a new run and removed after it, unless the run is interrupted.
+    A folder that the user did not name is emptied before a new run, and removed after it unless it is interrupted.
     """
-    folder = named or lessons_of(out)
-    own = named is None and processes.rank() == 0
-    if own and not resume:
+    folder = named or run.text
+    removable = named is None and processes.rank() == 0
+    if removable and not resume:
         shutil.rmtree(folder, ignore_errors=True)
     processes.wait()
     yield folder
-    if own:
+    if removable:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_window(head: Head, config: TrainConfig) -> None:
-    """Raises InvalidRequest where windows are too short for what the head predicts."""
+    """Raises InvalidRequest if windows are too short for the tokens that the head predicts."""
     if head.depths + 2 > config.window:
         raise InvalidRequest(
             f"windows of {config.window} tokens are too short for a head that predicts {head.depths}; expected at "
@@ -198,15 +167,18 @@ def _check_window(head: Head, config: TrainConfig) -> None:
         )
 
 
-def _lessons(
-    teacher: Teacher, head: Head, text: dict[str, Tensor], folder: Path, data: HeadConfig
-) -> dict[str, Lessons]:
-    shares = {"greedy": 0.05, "drawn": 0.05, "train": 0.9}
+def _datasets(
+    target: FrozenTarget, head: Head, text: dict[str, Tensor], folder: Path, data: HeadConfig
+) -> dict[str, HiddenStateDataset]:
+    """Returns the windows with their hidden states, by name; most of the disk space goes to those for training."""
     gigabytes = data.disk_gigabytes
     if gigabytes is None:
-        gigabytes = 12.0 if teacher.device.type == "cpu" else 0.0
-    budget = gigabytes * 1e9
-    return {name: Lessons(teacher, text[name], head.taps, folder, s * budget, name) for name, s in shares.items()}
+        gigabytes = 12.0 if target.device.type == "cpu" else 0.0
+    shares = {"greedy": 0.05, "drawn": 0.05, "train": 0.9}
+    return {
+        name: HiddenStateDataset(target, text[name], head.taps, folder, share * gigabytes * 1e9, name)
+        for name, share in shares.items()
+    }
 
 
 def _start(head: Head, start: Path | None) -> dict[str, Any]:
@@ -232,51 +204,92 @@ def _length(row: dict[str, float]) -> float:
     return row["length_greedy"] + row["length_drawn"]
 
 
-def _loss(head: Head, lessons: Lessons, data: HeadConfig, together: CoTrained | None) -> Callable[[Batch], Tensor]:
+def _loss(
+    head: Head, dataset: HiddenStateDataset, data: HeadConfig, together: CoTrained | None
+) -> Callable[[Batch], Tensor]:
     def loss_fn(batch: Batch) -> Tensor:
         ids, states, acceptance = batch
-        lesson = lessons.of(ids, states)
+        train_batch = dataset.target.batch(ids, states, dataset.layers)
         with torch.autocast(ids.device.type, torch.bfloat16):
             if together is not None:
-                return together.loss(lesson, data.discount, acceptance)
-            return head_loss(head, lesson, data.discount, acceptance)
+                return together.loss(train_batch, data.discount, acceptance)
+            return head_loss(head, train_batch, data.discount, acceptance)
 
     return loss_fn
 
 
 def _evaluation(
-    head: Head, lessons: dict[str, Lessons], together: CoTrained | None, text: Tensor
+    head: Head, datasets: dict[str, HiddenStateDataset], together: CoTrained | None, text: Tensor
 ) -> Callable[[], dict[str, float]]:
-    greedy, drawn = lessons["greedy"], lessons["drawn"]
+    """Returns the evaluation on text that the target sampled, without the prompts."""
+    sampled = [datasets["greedy"], datasets["drawn"]]
+    skip = min(MAX_PROMPT, sampled[0].windows.shape[1] // 2)
     if together is None:
-        return lambda: evaluated(head, greedy, drawn)
-    before = text_loss(greedy.teacher, text)
-    live = [each.with_teacher(together.live(each.teacher)) for each in (greedy, drawn)]
+        return lambda: evaluated(head, *sampled, skip)
+    before = text_loss(sampled[0].target, text)
+    live = [dataset.with_target(together.live(dataset.target)) for dataset in sampled]
 
     def evaluate() -> dict[str, float]:
-        now = text_loss(live[1].teacher, text)
-        return evaluated(head, *live) | {"target_loss_before": before, "target_loss": now}
+        now = text_loss(live[1].target, text)
+        return evaluated(head, *live, skip) | {"target_loss_before": before, "target_loss": now}
 
     return evaluate
 
 
-def evaluated(head: Head, greedy: Lessons, drawn: Lessons) -> dict[str, float]:
-    """Returns ``acceptance.figures`` on text that the target sampled at temperatures 0 and 1, prompts left out."""
-    skip = min(Prompts().longest, greedy.windows.shape[1] // 2)
-    return figures(chain_acceptance(head, greedy, True, skip), chain_acceptance(head, drawn, False, skip))
-
-
-def _batches(head: Head, lessons: Lessons, trainer: Trainer, data: HeadConfig) -> Iterator[Batch]:
-    """Yields lessons with the weight of the acceptance loss."""
+def _batches(head: Head, dataset: HiddenStateDataset, trainer: Trainer, data: HeadConfig) -> Iterator[Batch]:
+    """Yields training batches with the weight of the acceptance loss."""
     config = trainer.config
-    for lesson in lessons.batches(config.batch, config.seed, trainer.step):
+    for batch in dataset.batches(config.batch, config.seed, trainer.step):
         progress = trainer.progress()
-        head.begin(progress, trainer.step, lessons.windows.shape[1])
-        yield lesson.ids, lesson.states, acceptance_weight(progress, data.acceptance_share).to(lesson.ids.device)
+        head.begin(progress, trainer.step, dataset.windows.shape[1])
+        yield batch.ids, batch.states, acceptance_weight(progress, data.acceptance_share).to(batch.ids.device)
 
 
-def _save(head: Head, teacher: Teacher, together: CoTrained | None, folder: Path) -> None:
-    save_file(head.tensors(teacher), folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", head.describe(teacher))
+def _save(head: Head, target: FrozenTarget, together: CoTrained | None, folder: Path) -> None:
+    save_file(head.tensors(target), folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", head.describe(target))
     if together is not None:
-        together.save(teacher.path, folder / "target")
+        together.save(target.path, folder / "target")
+
+
+class CoTrained(nn.Module):
+    """A head, and a copy of the target that is trained with it.
+
+    The target is trained with a penalty (Medusa-2, 2401.10774): ``hold`` times KL(p || p'), where p is its distribution
+    before and p' the present one.
+    """
+
+    def __init__(self, head: Head, target: FrozenTarget, hold: float) -> None:
+        super().__init__()
+        self.head, self.hold = head, hold
+        self.target = copy.deepcopy(target.model).float().requires_grad_(True)
+        self.softcap = target.softcap
+
+    def live(self, target: FrozenTarget) -> FrozenTarget:
+        """Returns ``target`` with the present weights."""
+        now = copy.copy(target)
+        now.adopt(self.target)
+        return now
+
+    def loss(self, frozen: TrainBatch, discount: float, acceptance: Tensor) -> Tensor:
+        """Returns the head's loss on the present target plus the penalty. frozen: batch of the original target."""
+        output: Any = self.target.base_model(frozen.ids, use_cache=False, output_hidden_states=True)
+        states = torch.stack([output.hidden_states[layer] for layer in frozen.layers], dim=2)
+        vectors = self.target.get_input_embeddings().weight, self.target.get_output_embeddings().weight
+        now = TrainBatch(frozen.ids, states, frozen.layers, *vectors, self.softcap)
+        loss = head_loss(self.head, now, discount, acceptance)
+        before, after = (batch.target_logits().float().log_softmax(-1) for batch in (frozen, now))
+        return loss + self.hold * (before.exp() * (before - after)).sum(-1).mean()
+
+    def save(self, source: Path, folder: Path) -> None:
+        """Writes the changed target in bfloat16, with the tokenizer of ``source``."""
+        with quiet_transformers():
+            copy.deepcopy(self.target).bfloat16().save_pretrained(folder)
+            load_tokenizer(source).save_pretrained(folder)
+
+
+@torch.no_grad()
+def text_loss(target: FrozenTarget, windows: Tensor) -> float:
+    """Returns the target's loss on ``windows`` [N, T] of the corpus, in nats per token."""
+    losses = [next_token_loss(target.logits(rows), rows.to(target.device)).item() for rows in windows.split(4)]
+    return sum(losses) / len(losses)

@@ -1,78 +1,75 @@
-"""Configuration of a training run, its optimizers, and compilation of its functions."""
+"""Optimizers of training, Muon among them, and compilation of functions."""
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from foretoken.core.errors import InvalidRequest
-from foretoken.train.muon import StackedMuon
+from foretoken.train.config import TrainConfig
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as torch.optim.Muon has them
+_ITERATIONS = 5
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """Length of a run, learning rate and batches.
+class StackedMuon(torch.optim.Optimizer):
+    """torch.optim.Muon with ``adjust_lr_fn="match_rms_adamw"``, over all matrices of a shape at once.
+
+    A parameter [..., m, n] is a stack of matrices, each of which is made orthogonal by itself: the experts of a layer,
+    say. A step takes few large operations, where one by one a GPU would wait for the next.
 
     Args:
-        steps: Optimizer steps, used if ``minutes`` is None.
-        minutes: Length of the run in minutes. The schedule then follows the clock.
-        batch: Windows per step.
-        window: Tokens per window.
-        learning_rate: Greatest learning rate.
-        weight_decay: Weight decay of matrices.
-        warmup: First share of the run, in which the learning rate rises.
-        decay: Last share of the run, in which the learning rate falls to zero.
-        seed: Seed of initialization and batches.
-        evaluate_every_seconds: Seconds between evaluations.
-        compile: Whether to compile, None for where a C++ compiler exists.
-        patience: Evaluations without improvement after which the run ends with the best weights.
-        dropout: Share of the outputs of layers that is dropped in training, of models that know it.
-        recorded: Whether steps are recorded as a CUDA graph, of models whose operations allow it.
+        params: Parameters or groups, as of any optimizer.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay.
+        momentum: Share of the earlier gradients.
     """
 
-    steps: int = 2000
-    minutes: float | None = None
-    batch: int = 10
-    window: int = 768
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    warmup: float = 0.02
-    decay: float = 0.6
-    seed: int = 0
-    evaluate_every_seconds: float = 300.0
-    compile: bool | None = None
-    patience: int | None = None
-    dropout: float = 0.0
-    recorded: bool = False
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
-    def __post_init__(self) -> None:
-        for name, minimum in (("steps", 1), ("batch", 1), ("window", 2)):
-            if getattr(self, name) < minimum:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
-        if self.patience is not None and self.patience < 1:
-            raise InvalidRequest(f"patience is {self.patience}; it must be at least 1 evaluation")
-        if not 0 <= self.dropout < 1:
-            raise InvalidRequest(f"dropout is {self.dropout}; it must be a share, at least 0 and below 1")
-        for name in ("learning_rate", "warmup", "decay", "minutes"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise InvalidRequest(f"{name} is {value}; it must be a positive number")
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes a step."""
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    shapes.setdefault(parameter.shape[-2:], []).append(parameter)
+            for parameters in shapes.values():
+                self._update(parameters, group)
+        return None
 
-    def arguments(self) -> str:
-        """Returns the command line options that give these settings."""
-        length = f"--steps {self.steps}" if self.minutes is None else f"--minutes {self.minutes:g}"
-        dropout = f" --dropout {self.dropout:g}" if self.dropout else ""
-        patience = f" --patience {self.patience}" if self.patience is not None else ""
-        return (
-            f"{length} --batch {self.batch} --window {self.window} --learning-rate {self.learning_rate:g} "
-            f"--seed {self.seed}{dropout}{patience}"
-        )
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
+        m, n = parameters[0].shape[-2:]
+        updates = orthogonal(torch.cat([u.reshape(-1, m, n) for u in ahead]))
+        parts = updates.to(parameters[0].dtype).split([p.numel() // (m * n) for p in parameters])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        turned = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        torch._foreach_add_(parameters, turned, alpha=-group["lr"] * 0.2 * max(m, n) ** 0.5)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Returns matrices [N, m, n] with the singular vectors of ``x`` and singular values near 1, in bf16."""
+    a, b, c = _COEFFICIENTS
+    wide = x.bfloat16()
+    tall = wide.shape[-2] > wide.shape[-1]
+    wide = wide.mT if tall else wide
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(_ITERATIONS):
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if tall else wide
 
 
 def optimizers(model: nn.Module, config: TrainConfig, scale: Callable[[str], float]) -> list[torch.optim.Optimizer]:

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from foretoken.core.artifacts import PROVENANCE
 from foretoken.core.errors import ModelLoadError
+from foretoken.core.files import write_json
 from foretoken.models.formats.checkpoint import open_weights
-from foretoken.train.files import PROVENANCE, write_json
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2_000_000_000
-_LEFT_BEHIND = ("config.json", "README.md", "zoo.json", PROVENANCE, "model.safetensors.index.json")
-_KEPT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+_NOT_COPIED = ("config.json", "README.md", "zoo.json", PROVENANCE, "model.safetensors.index.json")
+_COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 
 
 def weights_sha256(folder: Path) -> str:
@@ -39,7 +40,7 @@ def weights_sha256(folder: Path) -> str:
 def copy_companions(source: Path, folder: Path) -> None:
     """Copies a checkpoint's other files, such as the tokenizer's, without what describes its weights."""
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _KEPT_SUFFIXES and file.name not in _LEFT_BEHIND:
+        if file.is_file() and file.suffix in _COPIED_SUFFIXES and file.name not in _NOT_COPIED:
             shutil.copyfile(file, folder / file.name)
 
 
@@ -90,17 +91,17 @@ class ShardWriter:
     def __init__(self, folder: Path, limit: int = SHARD_BYTES) -> None:
         self.folder, self.limit = folder, limit
         self.parameters = self.bytes = 0
-        self._held: dict[str, torch.Tensor] = {}
-        self._held_bytes = 0
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Adds a tensor. It may be written with later ones."""
         size = tensor.numel() * tensor.element_size()
-        if self._held and self._held_bytes + size > self.limit:
+        if self._pending and self._pending_bytes + size > self.limit:
             self._flush()
-        self._held[name] = tensor.contiguous()
-        self._held_bytes += size
+        self._pending[name] = tensor.contiguous()
+        self._pending_bytes += size
         self.bytes += size
         self.parameters += math.prod(tensor.shape)
 
@@ -123,6 +124,6 @@ class ShardWriter:
         return self.folder / f"shard-{i}.safetensors"
 
     def _flush(self) -> None:
-        save_file(self._held, self._partial(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._held))
-        self._held, self._held_bytes = {}, 0
+        save_file(self._pending, self._partial(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0

@@ -6,10 +6,9 @@ Other families are trained likewise, see ``Recipe``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,66 +16,18 @@ from torch import nn
 
 from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.formats.checkpoint import quiet_transformers
 from foretoken.models.loading import resolve_device
+from foretoken.train.config import TARGET_CONFIG, TrainConfig, changed_options
 from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
-from foretoken.train.files import check_run, checkpoint_of
-from foretoken.train.optimization import TrainConfig
-from foretoken.train.progress import quiet_transformers
-from foretoken.train.provenance import command_line, provenance, write_trained
-from foretoken.train.trainer import Trainer
+from foretoken.train.runs import TrainingRun
+from foretoken.train.shapes import TARGET_SHAPE, LlamaShape
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Size of a Llama. The defaults are the bundled target's, about 14.6 M parameters."""
-
-    hidden_size: int = 384
-    intermediate_size: int = 1024
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 3
-    head_dim: int = 64
-    max_position_embeddings: int = 8192
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise InvalidRequest(f"{name} is {value}; it must be at least 1")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise InvalidRequest(
-                f"{self.num_attention_heads} heads do not divide among {self.num_key_value_heads} key heads"
-            )
-        if self.head_dim % 2:
-            raise InvalidRequest(f"head_dim is {self.head_dim}; rotary positions need an even one")
-
-    @staticmethod
-    def of(config: Mapping[str, Any]) -> Shape:
-        """Returns the size of a model with this config.json."""
-        return Shape(**{field.name: config[field.name] for field in fields(Shape)})
-
-    def arguments(self, usual: Shape) -> str:
-        """Returns the command line options for fields that differ from ``usual``."""
-        options = {
-            "hidden_size": "--hidden",
-            "intermediate_size": "--intermediate",
-            "num_hidden_layers": "--layers",
-            "num_attention_heads": "--heads",
-            "num_key_value_heads": "--kv-heads",
-            "head_dim": "--head-dim",
-            "max_position_embeddings": "--positions",
-        }
-        return " ".join(f"{o} {getattr(self, n)}" for n, o in options.items() if getattr(self, n) != getattr(usual, n))
-
-
-TARGET_SHAPE = Shape()
-TARGET_CONFIG = TrainConfig(minutes=120.0, batch=14)
-DRAFT_SHAPE = Shape(128, 384, 2, 4, 4, 32)
-
-
-def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+def new_model(shape: LlamaShape, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """Returns a freshly initialized Llama with tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -97,23 +48,8 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-class ModelShape(Protocol):
-    """Size of a model of some family."""
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Positions."""
-
-    @staticmethod
-    def of(config: Mapping[str, Any]) -> ModelShape:
-        """Returns the size of a model with this config.json."""
-
-    def arguments(self, usual: Any) -> str:
-        """Returns the command line options for fields that differ from ``usual``."""
-
-
 class Recipe(ABC):
-    """How a family of models is made, trained and written.
+    """The model class, loss and file format of a family that is trained from scratch.
 
     Attributes:
         command: Its name after ``foretoken train``.
@@ -124,7 +60,7 @@ class Recipe(ABC):
 
     command: str
     role: str
-    usual: ModelShape
+    usual: Any
     recordable = False
 
     @abstractmethod
@@ -147,7 +83,7 @@ class LlamaRecipe(Recipe):
     role = "target"
     usual = TARGET_SHAPE
 
-    def new(self, shape: Shape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> nn.Module:
+    def new(self, shape: LlamaShape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> nn.Module:
         return new_model(shape, tokenizer, config.seed)
 
     def loss(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -163,7 +99,7 @@ LLAMA = LlamaRecipe()
 def train_target(
     out: Path,
     corpus: Corpus,
-    shape: ModelShape = TARGET_SHAPE,
+    shape: Any = TARGET_SHAPE,
     config: TrainConfig = TARGET_CONFIG,
     resume: bool = False,
     recipe: Recipe = LLAMA,
@@ -191,16 +127,14 @@ def train_target(
     """
     if config.window > shape.max_position_embeddings:
         raise InvalidRequest(f"windows of {config.window} exceed the model's {shape.max_position_embeddings} positions")
-    run = check_run(out, MODEL, corpus.paths, resume, force)
+    run = TrainingRun(out, MODEL, corpus.paths, resume, force)
     where = resolve_device(device)
     tokenizer = train_tokenizer(corpus)
     stream = encode(corpus.train, tokenizer)
     held_out = [b.to(where) for b in held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)]
     model = recipe.new(shape, tokenizer, config).to(where)
     config = replace(config, recorded=recipe.recordable and where.type == "cuda")
-    trainer = Trainer(model, config, checkpoint_of(run.path), lambda row: -row["held_out_loss"])
-    if resume:
-        trainer.resume()
+    trainer = run.trainer(model, config, lambda row: -row["held_out_loss"])
 
     def loss_fn(ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast(where.type, torch.bfloat16):
@@ -212,17 +146,14 @@ def train_target(
 
     batches = windows(stream, config.batch, config.window, config.seed, trainer.step)
     trainer.run((batch.to(where) for batch in batches), loss_fn, evaluate)
-    card = provenance(
-        command_line(f"{recipe.command} {run.path.name} {shape.arguments(recipe.usual)}", config, corpus.name),
-        config,
-        trainer,
+    return run.write(
+        f"{recipe.command} {run.name} {changed_options(shape, recipe.usual)}",
+        corpus.name,
+        lambda folder: recipe.save(model, tokenizer, folder),
         role=recipe.role,
-        corpus=corpus.name,
         corpus_tokens=len(stream),
         parameters=sum(p.numel() for p in model.parameters()),
-        **trainer.history[-1],
     )
-    return write_trained(run, trainer, card, lambda folder: recipe.save(model, tokenizer, folder))
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -14,21 +14,23 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from foretoken.core.errors import TrainingError, reason_of
 from foretoken.core.files import atomic_file
+from foretoken.core.progress import Reporter
 from foretoken.train import processes
-from foretoken.train.optimization import TrainConfig, compiled, optimizers
-from foretoken.train.progress import Reporter
-from foretoken.train.recorded import RecordedStep
+from foretoken.train.config import TrainConfig
+from foretoken.train.optimization import compiled, optimizers
 
+_WARMUP = 3  # runs before a CUDA graph is recorded, in which libraries allocate and choose their algorithms
 LossFn = Callable[[Any], torch.Tensor]
 Judge = Callable[[dict[str, float]], float]
 """Returns one number for an evaluation, greater for better ones."""
 
 
-def _same_rate(name: str) -> float:
+def same_rate(name: str) -> float:
+    """Trains all parameters at one learning rate."""
     return 1.0
 
 
@@ -49,7 +51,7 @@ class Trainer:
         config: TrainConfig,
         checkpoint: Path,
         judge: Judge | None = None,
-        scale: Callable[[str], float] = _same_rate,
+        scale: Callable[[str], float] = same_rate,
     ) -> None:
         self.model, self.config, self.checkpoint = model, config, checkpoint
         self.step, self.elapsed = 0, 0.0
@@ -98,7 +100,7 @@ class Trainer:
             ) from error
 
     def progress(self) -> float:
-        """Returns the finished share of the run, from 0 to 1."""
+        """Returns the finished fraction of the run, from 0 to 1."""
         if self.config.minutes is not None:
             return min(1.0, self.elapsed / (self.config.minutes * 60))
         return min(1.0, self.step / self.config.steps)
@@ -158,7 +160,7 @@ class Trainer:
     def _backward(self, loss_fn: LossFn) -> LossFn:
         """Returns a function that sets the gradients of a batch and returns its loss."""
         if self.config.recorded:
-            return RecordedStep(self.model, loss_fn)
+            return CudaGraphStep(self.model, loss_fn)
         faster = compiled(loss_fn, self.config.compile)
 
         def backward(batch: Any) -> torch.Tensor:
@@ -228,3 +230,51 @@ class _Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         sys.stderr.write("\nstopping after this step (press again to stop at once)\n")
+
+
+class CudaGraphStep:
+    """A training step without the optimizer's part, recorded at the first batch.
+
+    All batches must have the shape of the first one, and ``loss_fn`` must neither wait for the device nor branch on
+    what it computes.
+
+    Args:
+        model: The model, whose parameters get gradients.
+        loss_fn: Returns the loss of a batch.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Tensor], Tensor]) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._loss_fn = loss_fn
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """Sets the gradients of a batch, and returns its loss."""
+        if self._graph is None:
+            self._graph = self._record(batch)
+        self._batch.copy_(batch)
+        self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._loss
+
+    def _record(self, batch: Tensor) -> torch.cuda.CUDAGraph:
+        self._batch = batch.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARMUP):
+                self._loss_fn(self._batch).backward()
+                self._clear()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._loss = self._loss_fn(self._batch)
+            self._loss.backward()
+        self._loss = self._loss.detach()
+        self._gradients = [p.grad for p in self._parameters]
+        return graph
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None

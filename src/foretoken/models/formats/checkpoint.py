@@ -6,7 +6,8 @@ Weights are read from safetensors or GGUF only. Pickles are refused, because loa
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -312,3 +313,19 @@ def _tokenizer_settings(path: Path) -> dict[str, Any]:
     if not file.is_file() or not (path / "tokenizer.json").is_file():
         return {}
     return read_object(file, TokenizerSettings)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppresses warnings and progress bars of transformers within the block."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""The gated delta rule over chunks (2412.06464, section 3.3), differentiable and without a loop over rows."""
+"""Gated DeltaNet in training (2412.06464): its short convolution, and the delta rule over chunks (section 3.3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
+CHUNK = 64  # rows of a chunk
+
+
+class _ShortConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        taps = weight.shape[-1]
+        return _convolved(F.pad(x, (0, 0, taps - 1, 0)), weight.unbind(-1), x.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        (gradient,), length, taps = gradients, x.shape[1], weight.shape[-1]
+        x_gradient = _convolved(F.pad(gradient, (0, 0, 0, taps - 1)), weight.flip(-1).unbind(-1), length)
+        padded = F.pad(x, (0, 0, taps - 1, 0))
+        weight_gradient = [(padded[:, tap : tap + length] * gradient).sum((0, 1)) for tap in range(taps)]
+        return x_gradient.to(x.dtype), torch.stack(weight_gradient, dim=-1)
+
+
+def _convolved(padded: Tensor, taps: tuple[Tensor, ...], length: int) -> Tensor:
+    out = padded[:, :length] * taps[0]
+    for tap in range(1, len(taps)):
+        out = torch.addcmul(out, padded[:, tap : tap + length].to(out.dtype), taps[tap])
+    return out
+
+
+def short_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns rows [B, T, C], each the sum of x's rows up to it times their taps [C, 1, taps], the own row's last."""
+    out: Tensor = _ShortConvolution.apply(x, weight[:, 0])
+    return out
 
 
 class _UnitLowerInverse(torch.autograd.Function):
@@ -53,7 +83,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, c
         k: Keys [B, T, heads, Dk].
         v: Values [B, T, heads, Dv].
         g: Logarithms of decays [B, T, heads], not positive.
-        beta: Shares of a row that the state takes [B, T, heads].
+        beta: Fractions of a row that the state takes [B, T, heads].
         chunk: Rows of a chunk, a power of two.
     """
     length = v.shape[1]
@@ -79,10 +109,10 @@ def _of_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -math.inf).exp()
     inner = (q @ k.mT) * decay
     grown = total[..., None].exp()
-    # A row's value, less what its chunk's earlier rows and the state before the chunk hold for its key.
+    # A row's value, less the value for its key in its chunk's earlier rows and in the state before the chunk.
     solved = unit_lower_inverse(((beta * k) @ k.mT * decay).tril(-1)) * beta.mT
     fresh, held = solved @ v, solved @ (k * grown)
-    kept = (k * (total[..., -1:] - total).exp()[..., None]).mT  # what the state after the chunk holds of each row
+    kept = (k * (total[..., -1:] - total).exp()[..., None]).mT  # each row's weight in the state after the chunk
     last = grown[..., -1:, :]
     step = last * torch.eye(k.shape[-1], device=k.device) - kept @ held
     written = kept @ fresh

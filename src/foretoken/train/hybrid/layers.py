@@ -12,21 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.train.hybrid.convolution import short_convolution
-from foretoken.train.hybrid.delta import gated_delta_rule
-from foretoken.train.rotary import partly_rotated, rotations
-from foretoken.train.unrolled import GatedMlp
-
-
-class OffsetNorm(nn.Module):
-    """RMS norm that computes in float32 and stores its weight less 1."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.zeros(width)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps)
+from foretoken.train.hybrid.delta import gated_delta_rule, short_convolution
+from foretoken.train.layers import GatedAttention, GatedMlp, OffsetNorm, copy_if_fits, weights_of
 
 
 class _GatedNorm(nn.Module):
@@ -43,18 +30,18 @@ class _GatedNorm(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet (2412.06464) behind a short convolution."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, shape: Any) -> None:
         super().__init__()
-        hidden, taps = config["hidden_size"], config["linear_conv_kernel_dim"]
-        self.key_heads, self.heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-        self.key_dim, self.value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+        hidden, taps = shape.hidden_size, shape.linear_conv_kernel_dim
+        self.key_heads, self.heads = shape.linear_num_key_heads, shape.linear_num_value_heads
+        self.key_dim, self.value_dim = shape.linear_key_head_dim, shape.linear_value_head_dim
         keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
         self._parts = [keys, keys, values]
         self.conv1d = nn.Conv1d(2 * keys + values, 2 * keys + values, taps, groups=2 * keys + values, bias=False)
         steps = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1)).exp()
         self.dt_bias = nn.Parameter(steps + torch.log(-torch.expm1(-steps)))  # softplus of it is the step
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(1, 16).log())
-        self.norm = _GatedNorm(self.value_dim, config["rms_norm_eps"])
+        self.norm = _GatedNorm(self.value_dim, shape.rms_norm_eps)
         self.out_proj = nn.Linear(values, hidden, bias=False)
         self.in_proj_qkv = nn.Linear(hidden, 2 * keys + values, bias=False)
         self.in_proj_z = nn.Linear(hidden, values, bias=False)
@@ -72,69 +59,39 @@ class GatedDeltaNet(nn.Module):
         return out
 
 
-class GatedAttention(nn.Module):
-    """Attention with norms of queries and keys, a rotated share of each head, and gates of the heads' outputs."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        hidden, self.head_dim = config["hidden_size"], config["head_dim"]
-        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        rope = config["rope_parameters"]
-        self._theta, self._turned = rope["rope_theta"], int(self.head_dim * rope["partial_rotary_factor"])
-        self.q_proj = nn.Linear(hidden, 2 * self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
-        self.q_norm = OffsetNorm(self.head_dim, config["rms_norm_eps"])
-        self.k_norm = OffsetNorm(self.head_dim, config["rms_norm_eps"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        queries, gate = self.q_proj(x).unflatten(-1, (self.heads, -1)).chunk(2, dim=-1)
-        turn = rotations(torch.arange(x.shape[1], device=x.device), self._turned, self._theta)
-        q = partly_rotated(self.q_norm(queries).transpose(1, 2), turn)
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, -1)))
-        k = partly_rotated(k.transpose(1, 2), turn)
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
-        group = self.heads // self.kv_heads
-        k, v = k.to(v.dtype).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        mixed = F.scaled_dot_product_attention(q.to(v.dtype), k, v, is_causal=True)
-        out: Tensor = self.o_proj((mixed.transpose(1, 2) * gate.sigmoid()).flatten(2))
-        return out
-
-
 class _Router(nn.Module):
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, shape: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config["num_experts"], config["hidden_size"]).normal_(std=0.02))
+        self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size).normal_(std=0.02))
 
 
 class _Experts(nn.Module):
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, shape: Any) -> None:
         super().__init__()
-        experts, hidden, units = (config[n] for n in ("num_experts", "hidden_size", "moe_intermediate_size"))
+        experts, hidden, units = shape.num_experts, shape.hidden_size, shape.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * units, hidden).normal_(std=0.02))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, units).normal_(std=0.02))
 
 
 class SparseMlp(nn.Module):
-    """A mixture of experts beside an expert that every row takes.
+    """A mixture of experts beside an expert that every row is routed to.
 
-    Every row is multiplied with all experts, and those that it is not routed to count nothing. Small experts cost less
-    so than rows sorted by expert, and no size depends on the data.
+    Every row is multiplied with all experts, and those that it is not routed to have weight 0. For small experts this
+    is faster than sorting rows by expert, and no size depends on the data.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, shape: Any) -> None:
         super().__init__()
-        hidden = config["hidden_size"]
-        self._chosen = config["num_experts_per_tok"]
-        self.gate, self.experts = _Router(config), _Experts(config)
-        self.shared_expert = GatedMlp(hidden, config["shared_expert_intermediate_size"])
+        hidden = shape.hidden_size
+        self._chosen = shape.num_experts_per_tok
+        self.gate, self.experts = _Router(shape), _Experts(shape)
+        self.shared_expert = GatedMlp(hidden, shape.shared_expert_intermediate_size)
         self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns outputs, and the loss that keeps all experts in use, 1 where they are used alike (2101.03961, eq. 4).
 
-        As in Switch Transformer, but of the experts that a row takes, and by layer: transformers adds the layers up.
+        As in Switch Transformer, but of the routed experts, and by layer: transformers adds the layers up.
         """
         weights, balance = self._routed(x)
         gate, up = self.experts.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
@@ -151,3 +108,93 @@ class SparseMlp(nn.Module):
         used = torch.zeros_like(shares).scatter(-1, index, 1.0)
         balance = (used.mean((0, 1)) * shares.mean((0, 1))).sum() * shares.shape[-1] / self._chosen
         return shares * used / top.sum(-1, keepdim=True), balance
+
+
+class HybridLayer(nn.Module):
+    """A layer of gated DeltaNet or of gated attention, with a mixture of experts or a gated MLP.
+
+    Args:
+        shape: The model's configuration.
+        kind: "linear_attention" for DeltaNet, or "full_attention".
+        dropout: Fraction of the outputs of mixer and MLP that is dropped in training.
+        intermediate: Units of a gated MLP, None for a mixture of experts.
+        heads: Attention heads, None for the model's number.
+        kv_heads: Key-value heads, None for the model's number.
+    """
+
+    def __init__(
+        self,
+        shape: Any,
+        kind: str = "full_attention",
+        dropout: float = 0.0,
+        intermediate: int | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self._dropout, self._recurrent = dropout, kind == "linear_attention"
+        if self._recurrent:
+            self.linear_attn = GatedDeltaNet(shape)
+        else:
+            self.self_attn = GatedAttention(shape, heads, kv_heads)
+        self.mlp = SparseMlp(shape) if intermediate is None else GatedMlp(width, intermediate)
+        self.input_layernorm, self.post_attention_layernorm = OffsetNorm(width, eps), OffsetNorm(width, eps)
+
+    def forward(
+        self, x: Tensor, depth: int = 0, keys: list[Tensor] | None = None, values: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream, and the loss that keeps all experts in use, 0 without experts.
+
+        See ``UnrolledAttention.forward`` for the others.
+        """
+        normed = _narrowed(self.input_layernorm(x))
+        if self._recurrent:
+            mixed = self.linear_attn(normed)
+        else:
+            mixed = self.self_attn(normed, depth, [] if keys is None else keys, [] if values is None else values)
+        x = x + F.dropout(mixed, self._dropout, self.training)
+        added = self.mlp(_narrowed(self.post_attention_layernorm(x)))
+        added, balance = added if isinstance(added, tuple) else (added, added.new_zeros(()))
+        return x + F.dropout(added, self._dropout, self.training), balance
+
+    def start_from(self, layer: nn.Module | None) -> None:
+        """Copies the weights of a layer of another model that have the same form."""
+        source = weights_of(layer)
+        self.self_attn.start_from(source)
+        if isinstance(self.mlp, GatedMlp):
+            self.mlp.start_from(source)
+        for norm, name in ((self.input_layernorm, "input"), (self.post_attention_layernorm, "post_attention")):
+            given = source.get(f"{name}_layernorm.weight")
+            copy_if_fits(norm.weight, None if given is None else given - 1)
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    """Returns x in autocast's dtype, so that it is converted once for all matrices that multiply it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class MtpLayer(nn.Module):
+    """A layer that predicts token i + 2 from the state at row i and the embedding of token i + 1 (2412.19437)."""
+
+    def __init__(self, shape: Any, **layer: Any) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = OffsetNorm(width, eps), OffsetNorm(width, eps)
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.layers = nn.ModuleList([HybridLayer(shape, **layer)])
+        self.norm = OffsetNorm(width, eps)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        depth: int = 0,
+        keys: list[Tensor] | None = None,
+        values: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the normed output [B, T, H] for embeddings and states [B, T, H], and the loss of the experts."""
+        both = torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)), dim=-1)
+        x, balance = self.layers[0](self.fc(both), depth, keys, values)
+        return self.norm(x), balance

@@ -1,52 +1,36 @@
-"""The hybrid as it is trained."""
+"""``foretoken train hybrid``: the hybrid mixture of experts as it is trained from scratch."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from foretoken.train.hybrid.layers import GatedAttention, GatedDeltaNet, OffsetNorm, SparseMlp
+from foretoken.core.files import write_json
+from foretoken.train.config import TrainConfig
+from foretoken.train.hybrid.layers import HybridLayer, MtpLayer
+from foretoken.train.layers import OffsetNorm
+from foretoken.train.shapes import HybridShape
+from foretoken.train.target import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 BALANCE = 0.03
 """Weight of the loss that keeps all experts in use."""
 
 
-class _Layer(nn.Module):
-    def __init__(self, config: dict[str, Any], kind: str, dropout: float) -> None:
-        super().__init__()
-        hidden, eps = config["hidden_size"], config["rms_norm_eps"]
-        if kind == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config)
-        else:
-            self.self_attn = GatedAttention(config)
-        self.mlp = SparseMlp(config)
-        self.input_layernorm, self.post_attention_layernorm = OffsetNorm(hidden, eps), OffsetNorm(hidden, eps)
-        self._dropout, self._mixer = dropout, "linear_attn" if kind == "linear_attention" else "self_attn"
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + self._dropped(getattr(self, self._mixer)(_narrowed(self.input_layernorm(x))))
-        added, balance = self.mlp(_narrowed(self.post_attention_layernorm(x)))
-        return x + self._dropped(added), balance
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self._dropout, self.training)
-
-
-def _narrowed(x: Tensor) -> Tensor:
-    """Returns x in the dtype in which its many readers multiply it, so that it is converted once."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 class _Decoder(nn.Module):
-    def __init__(self, config: dict[str, Any], dropout: float) -> None:
+    def __init__(self, shape: Any, dropout: float) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        self.layers = nn.ModuleList(_Layer(config, kind, dropout) for kind in config["layer_types"])
-        self.norm = OffsetNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(HybridLayer(shape, kind, dropout) for kind in shape.layer_types)
+        self.norm = OffsetNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         x, balances = self.embedded(ids), []
@@ -60,23 +44,6 @@ class _Decoder(nn.Module):
         return self.embed_tokens.weight.index_select(0, ids.flatten()).unflatten(0, ids.shape)
 
 
-class _Mtp(nn.Module):
-    """A layer that predicts token i + 2 from the state at row i and the embedding of token i + 1 (2412.19437)."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        hidden, eps = config["hidden_size"], config["rms_norm_eps"]
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = OffsetNorm(hidden, eps), OffsetNorm(hidden, eps)
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([_Layer(config, "full_attention", 0.0)])
-        self.norm = OffsetNorm(hidden, eps)
-
-    def forward(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        both = torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)), dim=-1)
-        x, balance = self.layers[0](self.fc(both))
-        return self.norm(x), balance
-
-
 class HybridModel(nn.Module):
     """A hybrid mixture of experts with tied embeddings and an MTP layer.
 
@@ -85,13 +52,14 @@ class HybridModel(nn.Module):
 
     Args:
         config: Its config.json.
-        dropout: Share of the outputs of mixers and MLPs that is dropped in training.
+        dropout: Fraction of the outputs of mixers and MLPs that is dropped in training.
     """
 
     def __init__(self, config: dict[str, Any], dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
-        self.model, self.mtp = _Decoder(config, dropout), _Mtp(config)
+        shape = SimpleNamespace(**config)
+        self.model, self.mtp = _Decoder(shape, dropout), MtpLayer(shape)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -118,3 +86,28 @@ class HybridModel(nn.Module):
 
 def _cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+
+class HybridRecipe(Recipe):
+    """A small model of the layout of Qwen3.5's mixtures of experts, with an MTP layer."""
+
+    command = "hybrid"
+    role = "hybrid-target"
+    usual = HybridShape()
+    recordable = True
+
+    def new(self, shape: HybridShape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> HybridModel:
+        torch.manual_seed(config.seed)
+        return HybridModel(shape.config(len(tokenizer), tokenizer.eos_token_id), config.dropout)
+
+    def loss(self, model: HybridModel, ids: Tensor) -> Tensor:
+        return model.loss(ids)
+
+    def save(self, model: HybridModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+        state = {name: t.detach().cpu().bfloat16().contiguous() for name, t in model.state_dict().items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        write_json(folder / "config.json", model.config)
+        tokenizer.save_pretrained(folder)
+
+
+HYBRID = HybridRecipe()

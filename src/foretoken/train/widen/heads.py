@@ -1,6 +1,6 @@
-"""Heads for a widened target that compute what the source's heads compute on the source, up to rounding.
+"""Heads for a widened target that compute the same as the source's heads on the source, up to rounding.
 
-Notation of ``widen.tensors``, row vectors: the narrow residual stream x is x Q in the wide target, whose last norm has
+Notation of ``widen.units``, row vectors: the narrow residual stream x is x Q in the wide target, whose last norm has
 weight 1. For r = x / rms(x), the narrow target's output is r w, with w the weight of its last norm, and the wide one's
 is s r Q, with s = sqrt(h'/h). So W diag(w) Q / s applied to the wide output equals W applied to the narrow one.
 """
@@ -8,7 +8,7 @@ is s r Q, with s = sqrt(h'/h). So W diag(w) Q / s applied to the wide output equ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken import zoo
-from foretoken.core.artifacts import HEADS_FOLDER, Destination, heads_of
+from foretoken.core.artifacts import HEADS_FOLDER, PROVENANCE, Destination, heads_method, heads_of
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
 from foretoken.models.heads.block import BlockHead, read_block
 from foretoken.models.heads.block_dialects import write_block
-from foretoken.models.heads.blockwise import MODEL_TYPE, BlockwiseHeads, Feedforward, read_blockwise, write_blockwise
+from foretoken.models.heads.blockwise import BlockwiseHeads, Feedforward, read_blockwise, write_blockwise
 from foretoken.models.heads.dialects import Written, write_eagle
 from foretoken.models.heads.eagle import MASK, EagleHead, default_taps, read_eagle
 from foretoken.models.heads.medusa import MedusaHeads, read_medusa, write_medusa
-from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.shards import ShardReader, weights_sha256
-from foretoken.train.widen.tensors import rotation
-
-ROLES = ("eagle3", "dflash", "dspark", "medusa", "blockwise")
+from foretoken.train.widen.units import rotation
 
 
 @dataclass(frozen=True)
 class Widening:
-    """How a target was widened.
+    """The widening of a target.
 
     Args:
         q: Q, [h, h'].
@@ -61,7 +59,7 @@ class Widening:
 
     @staticmethod
     def of(source: Path, wide: Path) -> Widening:
-        """Returns how ``wide`` was made from ``source``. Raises InvalidRequest if it was not."""
+        """Returns the widening of ``source`` to ``wide``. Raises InvalidRequest if ``wide`` is of another source."""
         try:
             made = read_object(wide / PROVENANCE)
             digest, shape = made["source_sha256"], made["shape"]
@@ -85,7 +83,7 @@ class Widening:
             wide_layers=shape["num_hidden_layers"],
         )
 
-    def place(self, tap: int) -> int:
+    def position(self, tap: int) -> int:
         """Returns the wide target's index of the narrow one's ``hidden_states[tap]``."""
         return self.layers[tap] if tap < len(self.layers) else self.wide_layers
 
@@ -105,26 +103,26 @@ class Widening:
 
 
 def widen_eagle(head: EagleHead, w: Widening) -> Written:
-    """Widens an EAGLE-3 head: fc reads every tap through Q. The layer stays, with an embedding of its own."""
+    """Widens an EAGLE-3 head: fc reads every tap through Q. The layer stays, with a separate embedding."""
     if head.version != 3 or head.norm_before_fc or head.fc_norm or not head.exact:
         raise InvalidRequest(
             "only EAGLE-3 heads whose fc reads hidden states as they are, at known layers, are widened"
         )
     taps = head.taps or default_taps(len(w.layers))
-    tensors = _own_ends(_widened_fc(head.tensors, taps, w), w, head.vocab, head.hidden, ("embed_tokens",))
+    tensors = _with_ends(_widened_fc(head.tensors, taps, w), w, head.vocab, head.hidden, ("embed_tokens",))
     if (mask := tensors.get(MASK)) is not None:
-        parts = zip(mask.chunk(len(taps)), taps, strict=True)
-        tensors[MASK] = torch.cat([w.state(part, tap) for part, tap in parts]).to(mask.dtype)
-    places = tuple(w.place(tap) for tap in taps)
-    wide = replace(head, tensors=tensors, target_hidden=w.q.shape[1], taps=places)
-    return write_eagle(wide, "sglang" if head.layers == 1 else "vllm", places)
+        chunks = zip(mask.chunk(len(taps)), taps, strict=True)
+        tensors[MASK] = torch.cat([w.state(chunk, tap) for chunk, tap in chunks]).to(mask.dtype)
+    positions = tuple(w.position(tap) for tap in taps)
+    wide = replace(head, tensors=tensors, target_hidden=w.q.shape[1], taps=positions)
+    return write_eagle(wide, "sglang" if head.layers == 1 else "vllm", positions)
 
 
 def widen_block(head: BlockHead, w: Widening) -> Written:
-    """Widens a DFlash or DSpark head: fc reads every tap through Q. The layers stay, between ends of their own."""
+    """Widens a DFlash or DSpark head: fc reads every tap through Q. The layers stay, and get separate ends."""
     ends = ("embed_tokens", "lm_head")
-    tensors = _own_ends(_widened_fc(head.tensors, head.taps, w), w, head.vocab, head.hidden, ends)
-    taps = tuple(w.place(tap) for tap in head.taps)
+    tensors = _with_ends(_widened_fc(head.tensors, head.taps, w), w, head.vocab, head.hidden, ends)
+    taps = tuple(w.position(tap) for tap in head.taps)
     return write_block(replace(head, tensors=tensors, target_hidden=w.q.shape[1], taps=taps), "original")
 
 
@@ -135,46 +133,46 @@ def _widened_fc(tensors: Mapping[str, Tensor], taps: Sequence[int], w: Widening)
     return {**tensors, "fc.weight": torch.cat(blocks, dim=1).to(fc.dtype)}
 
 
-def _own_ends(
+def _with_ends(
     tensors: dict[str, Tensor], w: Widening, vocab: int, hidden: int, ends: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Returns the tensors with the source's embedding and vocabulary head where the head has none of its own.
+    """Returns the tensors with the source's embedding and vocabulary head in the place of missing ones.
 
     Raises:
-        InvalidRequest: these have another size.
+        InvalidRequest: They have another size.
     """
     given = {"embed_tokens": w.embedding, "lm_head": w.vocabulary}
     for name in ends:
         if f"{name}.weight" in tensors:
             continue
         if tuple(given[name].shape) != (vocab, hidden):
-            raise InvalidRequest(f"the head has no {name} and cannot share its target's, whose size is another")
+            raise InvalidRequest(f"the head has no {name} and cannot share its target's, whose size is different")
         tensors[f"{name}.weight"] = given[name].to(tensors["fc.weight"].dtype, copy=True)
     return tensors
 
 
 def widen_medusa(heads: MedusaHeads, w: Widening) -> Written:
-    """Widens Medusa heads: the output of SiLU goes to the first h entries, the target's part is in Q's rows.
+    """Widens Medusa heads: the output of SiLU goes to the first h entries, the target's output is in Q's rows.
 
     A layer or vocabulary head that reads the sum must read both: R [Q^T, I_h] = [W diag(w)/s, W] has a solution,
     because Q's rows and the first h axes are linearly independent.
     """
     narrow, wide = w.q.shape
     if 2 * narrow > wide:
-        raise InvalidRequest(f"Medusa heads are widened to at least twice their {narrow} numbers, not to {wide}")
+        raise InvalidRequest(f"Medusa heads are widened to at least twice their width of {narrow}, not to {wide}")
     axes = torch.eye(wide, narrow, dtype=torch.float64)
     inverse = torch.linalg.pinv(torch.cat([w.q.T, axes], dim=1))  # [2h, h']
 
     def both(weight: Tensor) -> Tensor:
-        parts = torch.cat([weight.double() * w.norm / w.factor, weight.double()], dim=1)
-        return (parts @ inverse).to(weight.dtype)
+        inputs = torch.cat([weight.double() * w.norm / w.factor, weight.double()], dim=1)
+        return (inputs @ inverse).to(weight.dtype)
 
     def layer(weight: Tensor, bias: Tensor | None, first: bool) -> tuple[Tensor, Tensor | None]:
         rows = weight.new_zeros(wide, wide)
         rows[:narrow] = w.normed(weight).to(weight.dtype) if first else both(weight)
         return rows, None if bias is None else torch.cat([bias, bias.new_zeros(wide - narrow)])
 
-    blocks = tuple(tuple(layer(*part, first=j == 0) for j, part in enumerate(block)) for block in heads.blocks)
+    blocks = tuple(tuple(layer(*weights, first=j == 0) for j, weights in enumerate(block)) for block in heads.blocks)
     matrices = heads.vocabulary or (w.vocabulary.to(heads.blocks[0][0][0].dtype),)
     vocabulary = tuple(both(matrix) for matrix in matrices)
     return write_medusa(replace(heads, hidden=wide, blocks=blocks, vocabulary=vocabulary), "vllm")
@@ -202,8 +200,8 @@ def widen_head(head: Path, source: Path, wide: Path) -> Path:
         TrainingError: The disk has too little space.
     """
     digest = weights_sha256(head)
-    config = read_object(head / "config.json")
-    role = _role(config)
+    method = heads_method(read_object(head / "config.json"))
+    role = method if method in _KINDS else "eagle3"
     out = wide / HEADS_FOLDER / role
     if _digest(out) == digest:
         return out
@@ -223,42 +221,28 @@ def scaled_head(role: str, wide: Path) -> Path:
 def scale_bundled(wide: Path) -> list[Path]:
     """Returns all bundled heads for ``wide``, the widened bundled target."""
     bundled = {model.role for model in zoo.list_models()}
-    return [scaled_head(role, wide) for role in ROLES if role in bundled]
+    return [scaled_head(role, wide) for role in _KINDS if role in bundled]
 
 
-def _role(config: dict[str, Any]) -> str:
-    kind = config.get("model_type")
-    if kind == MODEL_TYPE:
-        return "blockwise"
-    names = " ".join(config.get("architectures") or []).lower()
-    if block := next((role for role in ("dspark", "dflash") if role in names), None):
-        return block
-    return "medusa" if kind == "medusa" or "medusa_num_heads" in config else "eagle3"
+_KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Widening], Written]]] = {
+    "eagle3": (read_eagle, widen_eagle),
+    "dflash": (read_block, widen_block),
+    "dspark": (read_block, widen_block),
+    "medusa": (read_medusa, widen_medusa),
+    "blockwise": (read_blockwise, widen_blockwise),
+}
+"""By method, the functions that read its heads and widen them."""
 
 
 def _widened(role: str, head: Path, w: Widening) -> Written:
-    if role == "eagle3":
-        eagle = read_eagle(head)
-        _check_width(head, eagle.target_hidden, w)
-        return widen_eagle(eagle, w)
-    if role in ("dflash", "dspark"):
-        block = read_block(head)
-        _check_width(head, block.target_hidden, w)
-        return widen_block(block, w)
-    if role == "medusa":
-        medusa = read_medusa(head)
-        _check_width(head, medusa.hidden, w)
-        return widen_medusa(medusa, w)
-    blockwise = read_blockwise(head)
-    _check_width(head, blockwise.hidden, w)
-    return widen_blockwise(blockwise, w)
-
-
-def _check_width(head: Path, hidden: int, w: Widening) -> None:
+    read, widen = _KINDS[role]
+    heads = read(head)
+    hidden = heads.target_hidden if hasattr(heads, "target_hidden") else heads.hidden
     if hidden != w.q.shape[0]:
         raise InvalidRequest(
             f"the heads in {head} were made for a target with hidden size {hidden}, not for one with {w.q.shape[0]}"
         )
+    return widen(heads, w)
 
 
 def _digest(out: Path) -> str | None:

@@ -1,29 +1,51 @@
-"""Widening of hybrid mixtures of experts: usual sizes, checks, and the checkpoint to write."""
+"""Widening of hybrid mixtures of experts: usual sizes, checks, and tensors. See ``widen.marked_stream``."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.errors import InvalidRequest
 from foretoken.train.hybrid.model import HybridModel
-from foretoken.train.hybrid.shape import HybridShape
+from foretoken.train.shapes import HybridShape
 from foretoken.train.shards import CheckpointPlan, ShardReader
-from foretoken.train.widen.stream import WideStream
-from foretoken.train.widen.tensors_hybrid import HybridWidener, positions
+from foretoken.train.widen.marked_stream import MarkedStream
+from foretoken.train.widen.units import (
+    Copies,
+    Tensors,
+    UnitWidener,
+    check_embedding,
+    check_growth,
+    check_unquantized,
+    check_wide_groups,
+    copies,
+    filler_scale,
+    key_heads,
+    layer_positions,
+    query_heads,
+)
 
 # Hidden size, layers, experts, units of an expert and of the shared one. Heads follow from their size.
 PRESETS = {
     "0.5b-a0.1b": (1024, 8, 64, 256, 256),
     "3b-a0.5b": (2048, 16, 64, 384, 512),
 }
+USUAL = "3b-a0.5b"
+SHAPE = HybridShape
+_FIXED = ("head_dim", "linear_head_dim", "num_experts_per_tok", "max_position_embeddings")  # sizes of the source
 
 
 def like(name: str, head_dim: int) -> HybridShape:
-    """Returns the shape of a usual hybrid. name: a key of ``PRESETS``, which says all parameters and those of a row."""
+    """Returns the shape of a usual hybrid.
+
+    Args:
+        name: A key of ``PRESETS``: all parameters, and those that a row reads.
+        head_dim: Width of a head.
+    """
     hidden, layers, experts, units, shared = PRESETS[name]
     heads = hidden // head_dim
     return HybridShape(
@@ -43,8 +65,7 @@ def like(name: str, head_dim: int) -> HybridShape:
 
 def checked(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config of a hybrid. Raises InvalidRequest for one that cannot be widened."""
-    if config.get("quantization_config"):
-        raise InvalidRequest("cannot widen a quantized model; pass its original checkpoint")
+    check_unquantized(config)
     if config["linear_key_head_dim"] != config["linear_value_head_dim"]:
         raise InvalidRequest("cannot widen a hybrid whose linear keys and values have other sizes")
     if HybridShape.of(config).layer_types != config["layer_types"]:
@@ -52,33 +73,27 @@ def checked(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def fitted(config: dict[str, Any], shape: HybridShape) -> HybridShape:
-    """Returns ``shape`` with the sizes that stay the source's: of heads, positions, and experts a row takes."""
+def fitted(shape: HybridShape, config: dict[str, Any]) -> HybridShape:
+    """Returns ``shape`` with the source's sizes of heads, positions, and experts of a token."""
     narrow = HybridShape.of(config)
-    kept = ("head_dim", "linear_head_dim", "num_experts_per_tok", "max_position_embeddings")
-    return replace(shape, **{name: getattr(narrow, name) for name in kept})
+    return replace(shape, **{name: getattr(narrow, name) for name in _FIXED})
 
 
 def plan(reader: ShardReader, config: dict[str, Any], shape: HybridShape, seed: int) -> CheckpointPlan:
-    """Returns the checkpoint of a hybrid of ``shape`` that computes what the source computes.
+    """Returns the checkpoint of a hybrid of ``shape`` that computes the same as the source.
 
     Raises:
         InvalidRequest: The source cannot be widened to ``shape``.
         ModelLoadError: The weights do not fit the config.
     """
     _check(config, shape)
-    embedding = reader.shape("model.embed_tokens.weight")
-    if embedding != (config["vocab_size"], config["hidden_size"]):
-        raise ModelLoadError(
-            f"model.embed_tokens.weight is {embedding}, but config.json says "
-            f"{config['vocab_size']} x {config['hidden_size']}"
-        )
+    check_embedding(reader, "model.embed_tokens.weight", config["vocab_size"], config["hidden_size"])
     generator = torch.Generator().manual_seed(seed)
     groups = shape.num_experts // config["num_experts"]
-    stream = WideStream.drawn(config["hidden_size"], shape.hidden_size, groups, config["rms_norm_eps"], generator)
-    scale = 0.02 * stream.scale / math.sqrt(2 * shape.num_hidden_layers)
+    stream = MarkedStream.random(config["hidden_size"], shape.hidden_size, groups, config["rms_norm_eps"], generator)
+    scale = stream.scale * filler_scale(shape.num_hidden_layers)
     dtype, mtp = reader.get("model.embed_tokens.weight").dtype, "mtp.fc.weight" in reader.names
-    widener = HybridWidener(reader, config, shape, stream, generator, scale, dtype)
+    widener = HybridWidener(reader, stream, generator, scale, config, shape, dtype)
     return CheckpointPlan(
         parameters=expected_parameters(config, shape, mtp),
         dtype=dtype,
@@ -104,28 +119,164 @@ def expected_parameters(config: dict[str, Any], shape: HybridShape, mtp: bool) -
 
 def _check(config: dict[str, Any], shape: HybridShape) -> None:
     narrow = HybridShape.of(config)
-    for name, size in vars(narrow).items():
-        if (wide := getattr(shape, name)) < size:
-            raise InvalidRequest(f"{name} {wide} is less than the source's {size}; a model can only grow")
-    for wide, size, what in (
+    check_growth(shape, vars(narrow))
+    for name in _FIXED:
+        if getattr(shape, name) != getattr(narrow, name):
+            raise InvalidRequest(f"{name} {getattr(shape, name)} is not the source's {getattr(narrow, name)}; it stays")
+    for wide, size, unit in (
         (shape.num_experts, narrow.num_experts, "experts"),
         (shape.num_hidden_layers, 4, "layers, since every fourth has attention"),
     ):
         if wide % size:
-            raise InvalidRequest(f"{wide} is not a multiple of {size} {what}")
+            raise InvalidRequest(f"{wide} is not a multiple of {size} {unit}")
     groups = shape.num_experts // narrow.num_experts
     if groups > 1 and shape.hidden_size < narrow.hidden_size + groups:
-        raise InvalidRequest(f"hidden_size {shape.hidden_size} leaves no room for the numbers that choose the experts")
-    for heads, keys, own, own_keys in (
-        (shape.num_attention_heads, shape.num_key_value_heads, narrow.num_attention_heads, narrow.num_key_value_heads),
-        (
-            shape.linear_num_value_heads,
-            shape.linear_num_key_heads,
-            narrow.linear_num_value_heads,
-            narrow.linear_num_key_heads,
-        ),
+        raise InvalidRequest(
+            f"hidden_size {shape.hidden_size} leaves no dimensions for the marks that choose the experts"
+        )
+    deeper = shape.num_hidden_layers > narrow.num_hidden_layers
+    for heads, keys in (
+        ("num_attention_heads", "num_key_value_heads"),
+        ("linear_num_value_heads", "linear_num_key_heads"),
     ):
-        if heads // keys < own // own_keys:
-            raise InvalidRequest(f"{heads // keys} heads per key head are fewer than the source's {own // own_keys}")
-        if heads // keys == 1 and (keys > own_keys or shape.num_hidden_layers > narrow.num_hidden_layers):
-            raise InvalidRequest("a key head with one query head cannot be added so that it cancels; ask for fewer")
+        sizes = (getattr(model, name) for model in (shape, narrow) for name in (heads, keys))
+        check_wide_groups(*sizes, deeper)
+
+
+@dataclass(frozen=True)
+class HybridWidener(UnitWidener):
+    """Widens the layers of a hybrid.
+
+    Args:
+        config: The source's config.json.
+        shape: The wide size.
+        dtype: Of the experts, which are made one by one.
+    """
+
+    stream: MarkedStream
+    config: dict[str, Any]
+    shape: HybridShape
+    dtype: torch.dtype
+
+    def tensors(self, mtp: bool) -> Tensors:
+        """Yields all tensors. mtp: whether the source has an MTP layer."""
+        vocab, get = self.config["vocab_size"], self.reader.get
+        group = torch.randint(self.stream.groups, (vocab,), generator=self.generator)
+        embedding = get("model.embed_tokens.weight")
+        yield "model.embed_tokens.weight", self.stream.embedding(embedding, group)
+        layers = positions(self.config["num_hidden_layers"], self.shape.num_hidden_layers)
+        real = {at: number for number, at in enumerate(layers)}
+        for at, kind in enumerate(self.shape.layer_types):
+            source = f"model.layers.{real[at]}." if at in real else None
+            for name, tensor in self._layer(source, kind):
+                yield f"model.layers.{at}.{name}", tensor
+        yield "model.norm.weight", self.stream.norm(get("model.norm.weight"), last=True)
+        head = get("lm_head.weight") if "lm_head.weight" in self.reader.names else embedding
+        yield "lm_head.weight", self.stream.reads(head)
+        if mtp:
+            yield from self._mtp(embedding)
+
+    def _mtp(self, embedding: Tensor) -> Tensors:
+        stream, get = self.stream, self.reader.get
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            yield f"mtp.{name}.weight", stream.norm(get(f"mtp.{name}.weight"))
+        embedding_fc, hidden_fc = (stream.writes(stream.reads(half)) for half in get("mtp.fc.weight").chunk(2, dim=1))
+        if stream.added:  # the layer's stream has the marks at about their size, which a norm hardly notices
+            typical = embedding.double().square().mean().sqrt().item() * stream.scale / math.sqrt(stream.ratio)
+            embedding_fc[-stream.added :, -stream.added :] = typical * torch.eye(stream.added)
+        yield "mtp.fc.weight", torch.cat([embedding_fc, hidden_fc], dim=1)
+        for name, tensor in self._layer("mtp.layers.0.", "full_attention"):
+            yield f"mtp.layers.0.{name}", tensor
+        yield "mtp.norm.weight", stream.norm(get("mtp.norm.weight"), last=True)
+
+    def _layer(self, source: str | None, kind: str) -> Tensors:
+        """Yields the tensors of one layer. source: prefix of the real layer, None for a layer of fillers."""
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weight = torch.zeros(self.stream.narrow) if source is None else self.reader.get(f"{source}{name}.weight")
+            yield f"{name}.weight", self.stream.norm(weight)
+        yield from self._delta(source) if kind == "linear_attention" else self._attention(source)
+        yield from self._experts(source)
+        units = self.shape.shared_expert_intermediate_size
+        shared = copies(self._real(source, "shared_expert_intermediate_size"), units)
+        gate, up, down = ((f"mlp.shared_expert.{name}_proj.weight", shared, 1) for name in ("gate", "up", "down"))
+        yield from self.block(source, [gate, up], down)
+        name = "mlp.shared_expert_gate.weight"
+        yield name, self.reads(self.get(source, name), Copies((0 if source else -1,)), 1)
+
+    def _attention(self, source: str | None) -> Tensors:
+        size, shape = self.config["head_dim"], self.shape
+        heads, groups = self._real(source, "num_attention_heads"), self._real(source, "num_key_value_heads")
+        queries = query_heads(heads, groups, shape.num_attention_heads, shape.num_key_value_heads)
+        keys = key_heads(groups, shape.num_key_value_heads)
+        inputs = [("q", queries, 2 * size), ("k", keys, size), ("v", keys, size)]
+        matrices = [(f"self_attn.{part}_proj.weight", units, rows) for part, units, rows in inputs]
+        yield from self.block(source, matrices, ("self_attn.o_proj.weight", queries, size))
+        for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+            yield name, torch.zeros(size) if source is None else self.reader.get(source + name)
+
+    def _delta(self, source: str | None) -> Tensors:
+        keys_dim, values_dim = self.config["linear_key_head_dim"], self.config["linear_value_head_dim"]
+        shape, width = self.shape, self.config["linear_conv_kernel_dim"]
+        groups, heads = self._real(source, "linear_num_key_heads"), self._real(source, "linear_num_value_heads")
+        keys = key_heads(groups, shape.linear_num_key_heads)
+        values = query_heads(heads, groups, shape.linear_num_value_heads, shape.linear_num_key_heads)
+        blocks = ((keys, keys_dim), (keys, keys_dim), (values, values_dim))
+        channels = [groups * keys_dim, groups * keys_dim, heads * values_dim]
+        joined, taps = (self.get(source, f"linear_attn.{n}.weight") for n in ("in_proj_qkv", "conv1d"))
+        rows = [None] * 3 if joined is None else joined.split(channels)
+        wide = torch.cat([self.reads(row, *block) for row, block in zip(rows, blocks, strict=True)])
+        yield "linear_attn.in_proj_qkv.weight", wide
+        rows = [None] * 3 if taps is None else taps[:, 0].split(channels)
+        wide = torch.cat([self.gathered(row, *block, width) for row, block in zip(rows, blocks, strict=True)])
+        yield "linear_attn.conv1d.weight", wide[:, None]
+        for part, rows_of_head in (("z", values_dim), ("b", 1), ("a", 1)):
+            name = f"linear_attn.in_proj_{part}.weight"
+            yield name, self.reads(self.get(source, name), values, rows_of_head)
+        for part in ("dt_bias", "A_log"):
+            given = self.get(source, f"linear_attn.{part}")
+            yield f"linear_attn.{part}", self.gathered(None if given is None else given[:, None], values, 1, 1)[:, 0]
+        name = "linear_attn.norm.weight"
+        yield name, torch.ones(values_dim) if source is None else self.reader.get(source + name)
+        name = "linear_attn.out_proj.weight"
+        yield name, self.writes(self.get(source, name), values, values_dim)
+
+    def _experts(self, source: str | None) -> Tensors:
+        shape, stream = self.shape, self.stream
+        count = shape.num_experts
+        units = copies(self._real(source, "moe_intermediate_size"), shape.moe_intermediate_size)
+        router, joined, down = (
+            self.get(source, f"mlp.{name}") for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+        )
+        if router is None:
+            yield "mlp.gate.weight", self.random(count, stream.wide) / math.sqrt(stream.wide)
+        else:
+            rows = stream.reads(router).repeat(stream.groups, 1)
+            if stream.added:
+                group = torch.arange(count) // len(router)
+                rows[torch.arange(count), stream.wide - stream.added + group] = -stream.penalty
+            yield "mlp.gate.weight", rows
+        ups, downs = [], []
+        for number in range(count):
+            real = None if joined is None else joined[number % len(joined)]
+            halves = [None, None] if real is None else real.chunk(2)
+            ups.append(torch.cat([self.reads(half, units, 1) for half in halves]).to(self.dtype))
+            expert = None if down is None else down[number % len(down)]
+            downs.append(self.writes(expert, units, 1).to(self.dtype))
+        yield "mlp.experts.gate_up_proj", torch.stack(ups)
+        yield "mlp.experts.down_proj", torch.stack(downs)
+
+    def _real(self, source: str | None, name: str) -> int:
+        """Returns the source's number of units, none in a layer of fillers."""
+        return int(self.config[name]) if source is not None else 0
+
+    def writes(self, weight: Tensor | None, units: Copies, size: int) -> Tensor:
+        out = super().writes(weight, units, size)
+        if self.stream.added:
+            out[-self.stream.added :] = 0.0
+        return out
+
+
+def positions(layers: int, wide_layers: int) -> list[int]:
+    """Returns the positions of the real layers. Blocks of four, three of which are recurrent, stay together."""
+    blocks = layer_positions(-(-layers // 4), -(-wide_layers // 4))
+    return [4 * blocks[layer // 4] + layer % 4 for layer in range(layers)]

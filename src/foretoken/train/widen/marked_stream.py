@@ -1,17 +1,17 @@
 """The residual stream of a wider hybrid mixture of experts.
 
-Three things differ from a Llama (``widen.tensors``).
+It differs from the rotated stream of a Llama (``widen.units``) in three respects.
 
 Norms. The MTP layer normalizes the output of the last norm once more, so a norm's weight cannot move into the matrices
-that read it. Each number of the narrow stream therefore goes to wide numbers of its own: the rows of Q have disjoint
-supports, and a norm's weight is repeated along them.
+that read it. Each dimension of the narrow stream therefore maps to separate wide dimensions: the rows of Q have
+disjoint supports, and a norm's weight is repeated along them.
 
-Experts. They are copied in groups, and the router must choose within one group what it chose before. One further number
-per group is added to the stream: 0 in the group of the row's token, c in all others. Embeddings write it and no layer
-changes it. The routers subtract a great multiple of it, so that the others lose, and those of the own group keep their
-scores to the bit. Which experts are read so depends on the tokens, as in a large model.
+Experts. They are copied in groups, and the router must choose within one group what it chose before. The stream gets
+one more dimension per group, a mark: 0 in the group of the row's token, c in all others. Embeddings write it and no
+layer changes it. The routers subtract a large multiple of it, so that experts of other groups lose, and the scores
+within the group stay equal to the bit. The experts that are read so depend on the tokens, as in a large model.
 
-Scale. The added numbers have the same squares in every row, (groups - 1) c^2. With the stream scaled by s, a norm
+Scale. The marks have the same sum of squares in every row, (groups - 1) c^2. With the stream scaled by s, a norm
 divides by sqrt((s^2 |x|^2 + (groups - 1) c^2) / h' + eps), which is s sqrt(h/h') sqrt(|x|^2 / h + eps) if
 (groups - 1) c^2 = (s^2 - h'/h) h eps. So eps stays, also that of the norms of heads.
 """
@@ -25,18 +25,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_GREATEST_RMS = 100.0  # of a row of the narrow stream, up to which other groups lose by more than this many nats
+_MAX_RMS = 100.0  # of a row of the narrow stream; up to it, other groups lose by more than this many nats
 
 
 @dataclass(frozen=True)
-class WideStream:
+class MarkedStream:
     """The wide residual stream.
 
     Attributes:
-        owner: The narrow number of each wide one, int64 [h' - added].
+        owner: The narrow dimension of each wide one, int64 [h' - added].
         values: Its factor, float64 [h' - added].
         narrow: h.
-        groups: Groups of experts; as many numbers are added if they are several.
+        groups: Groups of experts. Several groups add one dimension each.
         eps: Of the norms.
     """
 
@@ -47,17 +47,17 @@ class WideStream:
     eps: float
 
     @staticmethod
-    def drawn(narrow: int, wide: int, groups: int, eps: float, generator: torch.Generator) -> WideStream:
-        """Returns a random one."""
+    def random(narrow: int, wide: int, groups: int, eps: float, generator: torch.Generator) -> MarkedStream:
+        """Returns a random stream."""
         carried = wide - (groups if groups > 1 else 0)
         owner = torch.randperm(carried, generator=generator) % narrow
         values = torch.randn(carried, dtype=torch.float64, generator=generator)
         squares = torch.zeros(narrow, dtype=torch.float64).index_add_(0, owner, values**2)
-        return WideStream(owner, values / squares.sqrt()[owner], narrow, groups, eps)
+        return MarkedStream(owner, values / squares.sqrt()[owner], narrow, groups, eps)
 
     @property
     def added(self) -> int:
-        """Added numbers, which are the last ones."""
+        """Number of added dimensions, which are the last ones."""
         return self.groups if self.groups > 1 else 0
 
     @property
@@ -72,9 +72,9 @@ class WideStream:
 
     @property
     def scale(self) -> float:
-        """s: a power of two if numbers are added."""
-        least = math.sqrt(self.ratio)
-        return 2.0 ** math.ceil(math.log2(1.05 * least)) if self.added else least
+        """s: a power of two if dimensions are added."""
+        minimum = math.sqrt(self.ratio)
+        return 2.0 ** math.ceil(math.log2(1.05 * minimum)) if self.added else minimum
 
     @property
     def mark(self) -> float:
@@ -83,9 +83,9 @@ class WideStream:
 
     @property
     def penalty(self) -> float:
-        """The multiple of the added numbers that the routers subtract."""
-        of_normed = self.mark * math.sqrt(self.ratio) / (self.scale * _GREATEST_RMS)
-        return 2.0 ** math.ceil(math.log2(_GREATEST_RMS / of_normed))
+        """The multiple of the marks that the routers subtract."""
+        normed_mark = self.mark * math.sqrt(self.ratio) / (self.scale * _MAX_RMS)
+        return 2.0 ** math.ceil(math.log2(_MAX_RMS / normed_mark))
 
     def spread(self, weight: Tensor) -> Tensor:
         """Returns [n, h] as [n, h'] whose product with x Q is that of ``weight`` with x."""
@@ -100,8 +100,8 @@ class WideStream:
             out[torch.arange(len(out)), out.shape[1] - self.added + group] = 0.0
         return out
 
-    def reads(self, weight: Tensor) -> Tensor:
-        """Widens a matrix [n, h] behind a norm."""
+    def reads(self, weight: Tensor, norm: Tensor | None = None) -> Tensor:
+        """Widens a matrix [n, h] after a norm, whose weight stays in the norm."""
         return self.spread(weight) / math.sqrt(self.ratio)
 
     def writes(self, weight: Tensor) -> Tensor:
@@ -109,5 +109,5 @@ class WideStream:
         return self.scale * self.spread(weight.T).T
 
     def norm(self, weight: Tensor, last: bool = False) -> Tensor:
-        """Repeats a norm's weight [h]. ``last``: whether its output is read by another norm, which is told nothing."""
+        """Repeats a norm's weight [h]. ``last``: another norm reads its output, so that the marks become 0."""
         return torch.cat([weight.double()[self.owner], torch.full((self.added,), -1.0 if last else 0.0)])

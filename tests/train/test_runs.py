@@ -6,17 +6,17 @@ import pytest
 
 from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest
-from foretoken.train import files
+from foretoken.train.runs import TrainingRun
 
 
 def test_an_interrupted_run_is_not_started_over_by_accident(tmp_path: Path) -> None:
-    checkpoint = files.checkpoint_of(tmp_path / "out")
+    checkpoint = tmp_path / "out.checkpoint"
     checkpoint.write_text("x")
     with pytest.raises(InvalidRequest, match="--resume"):
-        files.check_run(tmp_path / "out", MODEL, resume=False, force=False)
-    files.check_run(tmp_path / "out", MODEL, resume=True, force=False)
+        TrainingRun(tmp_path / "out", MODEL, resume=False, force=False)
+    TrainingRun(tmp_path / "out", MODEL, resume=True, force=False)
     assert checkpoint.exists()
-    files.check_run(tmp_path / "out", MODEL, resume=False, force=True)
+    TrainingRun(tmp_path / "out", MODEL, resume=False, force=True)
     assert not checkpoint.exists()
 
 
@@ -28,7 +28,7 @@ def test_folders_beside_the_output_that_no_run_wrote_are_kept(tmp_path: Path, en
     beside.mkdir()
     (beside / "notes.txt").write_text("x")
     with pytest.raises(InvalidRequest, match=f"out.{ending} holds files"):
-        files.check_run(tmp_path / "out", MODEL, resume=resume, force=True)
+        TrainingRun(tmp_path / "out", MODEL, resume=resume, force=True)
     assert (beside / "notes.txt").read_text() == "x"
 
 
@@ -37,5 +37,5 @@ def test_an_input_is_not_deleted_as_a_folder_beside_the_output(tmp_path: Path) -
     lessons.mkdir()
     (lessons / "windows.pt").write_text("x")
     with pytest.raises(InvalidRequest, match="uses"):
-        files.check_run(tmp_path / "out", MODEL, [lessons / "windows.pt"], force=True)
-    files.check_run(tmp_path / "out", MODEL, force=True)
+        TrainingRun(tmp_path / "out", MODEL, [lessons / "windows.pt"], force=True)
+    TrainingRun(tmp_path / "out", MODEL, force=True)

@@ -1,4 +1,4 @@
-"""Parts of a decoder layer that is trained by unrolling its own outputs (EAGLE-3, 2503.01840)."""
+"""Layers of heads and models in training: norms, rotary positions (2104.09864), MLP, and unrolled attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.core.errors import InvalidRequest
-from foretoken.train.rotary import partly_rotated, rotations
+from foretoken.train.shapes import check_groups
+
+
+class RmsNorm(nn.RMSNorm):
+    """RMS norm that computes in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class OffsetNorm(nn.Module):
+    """RMS norm that computes in float32 and stores its weight less 1."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps)
+
+
+def rotations(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines [n, width] of positions [n]."""
+    frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device).float() / width)
+    angles = torch.outer(positions.float(), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns x [..., D] with its first dimensions rotated, as many as there are cosines."""
+    width = turn[0].shape[-1]
+    low, high = x[..., :width].chunk(2, dim=-1)
+    turned = (x[..., :width] * turn[0] + torch.cat((-high, low), dim=-1) * turn[1]).to(x.dtype)
+    return torch.cat((turned, x[..., width:]), dim=-1) if width < x.shape[-1] else turned
 
 
 class GatedMlp(nn.Module):
@@ -44,10 +76,10 @@ class UnrolledAttention(nn.Module):
     Args:
         inputs: Width of the input.
         shape: The target's configuration.
-        heads: Attention heads, None for as many as the target has.
-        kv_heads: Key-value heads, None for as many as the target has.
-        queries: Rows of the query projection by number of a head: 2 where each query is followed by a gate.
-        turned: Share of a head that is rotated, the first part.
+        heads: Attention heads, None for the target's number.
+        kv_heads: Key-value heads, None for the target's number.
+        queries: 2 if the query projection has a gate after each query, else 1.
+        turned: Fraction of a head that is rotated, the first dimensions.
     """
 
     def __init__(
@@ -63,8 +95,7 @@ class UnrolledAttention(nn.Module):
         self.heads = heads or shape.num_attention_heads
         self.kv_heads = kv_heads or shape.num_key_value_heads
         self.head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // self.heads
-        if self.heads % self.kv_heads:
-            raise InvalidRequest(f"{self.heads} heads do not divide among {self.kv_heads} key heads")
+        check_groups(self.heads, self.kv_heads)
         self.q_proj = nn.Linear(inputs, queries * self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
@@ -89,9 +120,9 @@ class UnrolledAttention(nn.Module):
         roots = torch.arange(rows, device=x.device) if roots is None else roots
         turn = rotations(roots + depth, self.turned, self.theta)
         queries = self.q_proj(x).view(batch, rows, self.heads, -1)
-        q = partly_rotated(self.normed_query(queries[..., : self.head_dim]).transpose(1, 2), turn)
+        q = rotated(self.normed_query(queries[..., : self.head_dim]).transpose(1, 2), turn)
         k = self.normed_key(self.k_proj(x).view(batch, rows, self.kv_heads, -1))
-        k = partly_rotated(k.transpose(1, 2), turn)
+        k = rotated(k.transpose(1, 2), turn)
         v = self.v_proj(x).view(batch, rows, self.kv_heads, -1).transpose(1, 2)
         group = self.heads // self.kv_heads
         keys.append(k.repeat_interleave(group, 1))
@@ -107,11 +138,11 @@ class UnrolledAttention(nn.Module):
         return out
 
     def normed_query(self, x: Tensor) -> Tensor:
-        """Returns queries [B, rows, heads, D] as they are scored, before their rotation."""
+        """Returns queries [B, rows, heads, D] before their rotation, here unchanged."""
         return x
 
     def normed_key(self, x: Tensor) -> Tensor:
-        """Returns keys [B, rows, heads, D] as they are scored, before their rotation."""
+        """Returns keys [B, rows, heads, D] before their rotation, here unchanged."""
         return x
 
 
@@ -124,12 +155,17 @@ def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor], roots: Tensor) -
     q = q * q.shape[-1] ** -0.5
     hidden = torch.arange(keys[0].shape[2], device=q.device) > roots[:, None]
     prefix = (q @ keys[0].transpose(-1, -2)).masked_fill(hidden, float("-inf"))
-    own = torch.stack([(q * k[:, :, :rows]).sum(-1) for k in keys[1:]], dim=-1)
-    weights = torch.cat((prefix, own), dim=-1).softmax(-1, dtype=torch.float32).to(values[0].dtype)
+    chain = torch.stack([(q * k[:, :, :rows]).sum(-1) for k in keys[1:]], dim=-1)
+    weights = torch.cat((prefix, chain), dim=-1).softmax(-1, dtype=torch.float32).to(values[0].dtype)
     mixed = weights[..., : prefix.shape[-1]] @ values[0]
     for i, v in enumerate(values[1:]):
         mixed = mixed + weights[..., prefix.shape[-1] + i, None] * v[:, :, :rows]
     return mixed
+
+
+def rotated_fraction(shape: Any) -> float:
+    """Returns the fraction of a head that a model of this configuration rotates."""
+    return float(shape.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def weights_of(layer: nn.Module | None) -> dict[str, Tensor]:
@@ -137,7 +173,34 @@ def weights_of(layer: nn.Module | None) -> dict[str, Tensor]:
     return {} if layer is None else dict(layer.named_parameters())
 
 
-def copy_if_fits(own: Tensor, given: Tensor | None) -> None:
-    """Copies ``given`` to ``own`` if it has the same shape."""
-    if given is not None and given.shape == own.shape:
-        own.copy_(given)
+def copy_if_fits(weight: Tensor, given: Tensor | None) -> None:
+    """Copies ``given`` to ``weight`` if it has the same shape."""
+    if given is not None and given.shape == weight.shape:
+        weight.copy_(given)
+
+
+class GatedAttention(UnrolledAttention):
+    """Qwen3.5's attention: norms of queries and keys, a partly rotated head, and gates of the heads' outputs."""
+
+    def __init__(self, shape: Any, heads: int | None = None, kv_heads: int | None = None) -> None:
+        super().__init__(shape.hidden_size, shape, heads, kv_heads, queries=2, turned=rotated_fraction(shape))
+        self.q_norm = OffsetNorm(self.head_dim, shape.rms_norm_eps)
+        self.k_norm = OffsetNorm(self.head_dim, shape.rms_norm_eps)
+
+    def normed_query(self, x: Tensor) -> Tensor:
+        out: Tensor = self.q_norm(x)
+        return out.to(x.dtype)
+
+    def normed_key(self, x: Tensor) -> Tensor:
+        out: Tensor = self.k_norm(x)
+        return out.to(x.dtype)
+
+    def start_from(self, source: Mapping[str, Tensor]) -> None:
+        """Copies the target's attention, if it has the same form. Gates start half open."""
+        queries = self.q_proj.weight.view(self.heads, 2, self.head_dim, -1)
+        given = source.get("self_attn.q_proj.weight")
+        if given is not None and 2 * given.shape[0] == self.q_proj.weight.shape[0]:
+            queries[:, 0] = given.view(self.heads, self.head_dim, -1)
+            queries[:, 1] *= 0.1
+        for name in ("k_proj", "v_proj", "o_proj"):
+            copy_if_fits(getattr(self, name).weight, source.get(f"self_attn.{name}.weight"))

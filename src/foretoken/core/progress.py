@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -59,19 +57,3 @@ class Reporter:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Suppresses warnings and progress bars of transformers within the block."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
 from foretoken.models.heads.mtp import HIDDEN_KEY, has_mtp
-from foretoken.train.files import write_json
 from foretoken.train.hybrid.model import HybridModel
-from foretoken.train.shipped import ship
+from foretoken.train.mtp import merge_mtp
 
 from .test_hybrid import SMALL
 
@@ -42,7 +42,7 @@ def layer_of(folder: Path, name: str, width: int = 32) -> Path:
 def test_the_layer_takes_the_place_of_the_targets_own(target: Path, tmp_path: Path) -> None:
     (target / "tokenizer.json").write_text("{}")
     layer = layer_of(tmp_path, "layer")
-    ship(layer, target, tmp_path / "out")
+    merge_mtp(layer, target, tmp_path / "out")
     whole, before, own = (load_file(f / "model.safetensors") for f in (tmp_path / "out", target, layer))
     assert set(whole) == set(before)
     assert all(torch.equal(whole[n], own[n] if n.startswith("mtp.") else before[n]) for n in whole)
@@ -54,8 +54,8 @@ def test_the_layer_takes_the_place_of_the_targets_own(target: Path, tmp_path: Pa
 
 def test_layers_of_other_shapes_and_targets_of_other_families_are_refused(target: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no MTP layer of the shape"):
-        ship(layer_of(tmp_path, "wide", 64), target, tmp_path / "out")
+        merge_mtp(layer_of(tmp_path, "wide", 64), target, tmp_path / "out")
     write_json(target / "config.json", read_object(target / "config.json") | {"model_type": "llama"})
     with pytest.raises(InvalidRequest, match="is a 'llama' model"):
-        ship(layer_of(tmp_path, "layer"), target, tmp_path / "out")
+        merge_mtp(layer_of(tmp_path, "layer"), target, tmp_path / "out")
     assert not (tmp_path / "out").exists()

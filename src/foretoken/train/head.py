@@ -1,0 +1,133 @@
+"""The interface of heads in training: a module, its logits, its file format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.frozen_target import FrozenTarget, TrainBatch
+
+EVALUATED = 4  # heads that draft a block evaluate every fourth row
+
+
+class Drafted(NamedTuple):
+    """Output of a head in training.
+
+    Attributes:
+        logits: See ``Head.forward``.
+        confidence: Logits [B, R] of the estimated acceptance at every depth, None for a head without such estimates.
+        roots: At every depth the rows [R] of a window whose chains were computed, None for all.
+    """
+
+    logits: list[Tensor]
+    confidence: list[Tensor] | None = None
+    roots: list[Tensor] | None = None
+
+
+class Head(nn.Module, ABC):
+    """A head that drafts from the target's hidden states.
+
+    Subclasses are constructed from their settings, the target, and the counts [V] of tokens in its text.
+
+    Attributes:
+        depths: Number of consecutive tokens that it drafts.
+        taps: Layers whose inputs it reads besides the normed output.
+        vocabulary: The target's token id of each of its logits, None if they are the target's own.
+        samples: Whether its tokens are sampled, each given those before, instead of ranked independently.
+    """
+
+    depths: int
+    taps: tuple[int, ...] = ()
+    vocabulary: Tensor | None = None
+    samples = False
+
+    @abstractmethod
+    def forward(self, batch: TrainBatch) -> list[Tensor]:
+        """Returns logits [B, T - depths, Vd] for every depth: index i of depth j is for token i + 2 + j.
+
+        A head that computes some rows alone (``Drafted.roots``) returns [B, R, Vd]; in evaluation they are the same at
+        all depths, ascending. In training, later depths may be left out.
+        """
+
+    def drafted(self, batch: TrainBatch) -> Drafted:
+        """Returns the trained outputs: by default the logits alone."""
+        return Drafted(self(batch))
+
+    def begin(self, progress: float, step: int, length: int) -> None:
+        """Called before each training step.
+
+        Args:
+            progress: Finished fraction of the run.
+            step: Number of the step.
+            length: Tokens per window.
+        """
+
+    @abstractmethod
+    def describe(self, target: FrozenTarget) -> dict[str, Any]:
+        """Returns the content of config.json."""
+
+    def start(self, tensors: Mapping[str, Tensor]) -> None:
+        """Loads the checkpoint of an earlier head. Raises RuntimeError or KeyError if it does not fit."""
+        self.load_state_dict({name: value.float() for name, value in tensors.items()})
+
+    def tensors(self, target: FrozenTarget) -> dict[str, Tensor]:
+        """Returns the checkpoint."""
+        return self.weights()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the state_dict in bfloat16."""
+        return {name: value.detach().cpu().bfloat16().contiguous() for name, value in self.state_dict().items()}
+
+
+def mask_token_of(given: int | None, target: FrozenTarget, counts: Tensor) -> int:
+    """Returns the mask token of a head: ``given``, or the target's rarest token by ``counts`` [V]."""
+    token = int((counts == counts.min()).nonzero()[-1]) if given is None else given
+    if token >= target.vocab:
+        raise InvalidRequest(f"mask_token {token} for a vocabulary of {target.vocab} tokens")
+    return token
+
+
+@torch.no_grad()
+def start_near_target(fc: nn.Linear, norm: Tensor, target: FrozenTarget, offset: float = 0.0) -> None:
+    """Initializes a head near the target: ``fc`` passes on its last input, the last norm is small.
+
+    Such a head predicts token i + 1, which it is given, so its output starts uncertain.
+
+    Args:
+        fc: Projection of the concatenated inputs.
+        norm: Weight of the head's last norm.
+        target: The target.
+        offset: Value that the head adds to the norm's stored weight.
+    """
+    width = fc.out_features
+    fc.weight.normal_(std=0.005)
+    fc.weight[:, -width:] += torch.eye(width)
+    if (weight := target.final_norm()) is not None and weight.shape == norm.shape:
+        norm.copy_(0.1 * weight - offset)
+
+
+def decoder_config(target: FrozenTarget, layers: int, attention: Any, intermediate: int) -> dict[str, Any]:
+    """Returns the entries of config.json that all heads of decoder layers have. attention: of the first layer."""
+    shape = target.config
+    theta = shape.rope_parameters["rope_theta"]
+    return {
+        "hidden_size": target.hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "max_position_embeddings": shape.max_position_embeddings,
+        "vocab_size": target.vocab,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    }

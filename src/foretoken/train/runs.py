@@ -1,0 +1,136 @@
+"""Training runs: the artifact, the files beside it until a run is finished, and its provenance."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from foretoken.core.artifacts import CHECKPOINT, DISTRIBUTIONS, PROVENANCE, TRAINING_TEXT, Destination
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import write_json
+from foretoken.train.config import TrainConfig
+from foretoken.train.trainer import Judge, Trainer, same_rate
+
+
+class TrainingRun:
+    """A run that trains one artifact. An earlier checkpoint of a run that is not resumed is deleted.
+
+    Args:
+        out: Folder of the artifact.
+        kind: Its kind.
+        inputs: Files and folders that the run reads.
+        resume: Whether to continue an interrupted run.
+        force: Whether to replace an artifact of the same kind, and to restart an interrupted run.
+
+    Attributes:
+        name: Name of the artifact.
+        checkpoint: Checkpoint file beside the artifact.
+        text: Folder of text and hidden states beside it.
+        distributions: Folder of the target's distributions beside it.
+
+    Raises:
+        InvalidRequest: ``out`` or a file beside it must not be written, or a checkpoint of an interrupted run would be
+            lost.
+    """
+
+    def __init__(
+        self, out: Path, kind: str, inputs: Iterable[Path | None] = (), resume: bool = False, force: bool = False
+    ) -> None:
+        sources = [source for source in inputs if source is not None]
+        self._out, self._resume = Destination.checked(out, kind, sources, force), resume
+        self.name = self._out.path.name
+        self.checkpoint, self.text, self.distributions = (
+            self._out.path.with_name(f"{self.name}.{ending}") for ending in ("checkpoint", "lessons", "distributions")
+        )
+        for beside, its_kind in (
+            (self.checkpoint, CHECKPOINT),
+            (self.text, TRAINING_TEXT),
+            (self.distributions, DISTRIBUTIONS),
+        ):
+            Destination.checked(beside, its_kind, sources, force=True)
+        if self.checkpoint.exists() and not (resume or force):
+            raise InvalidRequest(
+                f"{self.checkpoint} is left from an interrupted run; pass --resume to continue it, or --force to start "
+                "again"
+            )
+        if force and not resume:
+            self.checkpoint.unlink(missing_ok=True)
+
+    def trainer(
+        self, model: nn.Module, config: TrainConfig, judge: Judge, scale: Callable[[str], float] = same_rate
+    ) -> Trainer:
+        """Returns the run's trainer, at its checkpoint if the run is resumed."""
+        self.config, self._trainer = config, Trainer(model, config, self.checkpoint, judge, scale)
+        if self._resume:
+            self._trainer.resume()
+        return self._trainer
+
+    def write(
+        self, arguments: str, corpus: str, save: Callable[[Path], None], option: str = "--corpus", **facts: object
+    ) -> dict[str, float]:
+        """Writes the artifact, whole or not at all, and removes the checkpoint. Returns the last evaluation.
+
+        Args:
+            arguments: Arguments of ``foretoken train`` that reproduce the run, but those of the training configuration.
+            corpus: Name of the corpus.
+            save: Writes the weights to a folder.
+            option: Name of the option for the corpus.
+            facts: Further entries of the provenance.
+        """
+        trainer, config = self._trainer, self.config
+        card = {
+            "command": command_line(arguments, config, corpus, option),
+            "revision": _revision(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "processor": platform.machine(),
+            "device": _device(trainer.model),
+            "config": asdict(config),
+            "steps": trainer.step,
+            "tokens": trainer.step * config.batch * config.window,
+            "minutes": round(trainer.elapsed / 60, 1),
+            "history": trainer.history,
+            "corpus": corpus,
+            **trainer.history[-1],
+            **facts,
+        }
+        with self._out.folder() as folder:
+            save(folder)
+            write_json(folder / PROVENANCE, card)
+        self.checkpoint.unlink(missing_ok=True)
+        return trainer.history[-1]
+
+
+def command_line(arguments: str, config: TrainConfig, corpus: str, option: str = "--corpus") -> str:
+    """Returns the command that reproduces a run. Files of the user's corpus are a placeholder.
+
+    Args:
+        arguments: Arguments of ``foretoken train`` but those of the training configuration.
+        config: Training configuration.
+        corpus: Name of the corpus.
+        option: Name of the option for the corpus.
+    """
+    texts = f"{option} FILES" if corpus == "user files" else ""
+    return " ".join(f"foretoken train {arguments} {config.arguments()} {texts}".split())
+
+
+def _revision() -> str | None:
+    """Returns the revision of our source, None if it is no checkout or the machine has no git."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        git = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return git.stdout.strip() if git.returncode == 0 else None
+
+
+def _device(model: nn.Module) -> str:
+    """Returns "cpu", or the GPU's name."""
+    device = next(model.parameters()).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
