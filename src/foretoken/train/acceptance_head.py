@@ -6,7 +6,6 @@ token and 0 or 1 of an argmax, instead of single outcomes (SpecDec++, 2405.19715
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -117,12 +116,10 @@ def train_acceptance(
     target, draft = checkpoint_folder(target), checkpoint_folder(draft)
     tokenizer = load_tokenizer(target)
     check_vocabulary(tokenizer, vocabulary_size(target) or len(tokenizer), draft)
-    if not resume:
-        shutil.rmtree(run.text, ignore_errors=True)
     where = resolve_device(device)
     data = HeadConfig(windows=settings.windows, generated_share=settings.generated_share, held_out=settings.held_out)
-    try:
-        text = prepare_windows(target, where, corpus, run.text, config, data)
+    with run.text_folder() as folder:
+        text = prepare_windows(target, where, corpus, folder, config, data)
         examples = _examples(FrozenTarget(target, where), FrozenTarget(draft, where), text, config)
         torch.manual_seed(config.seed)
         head = Classifier(examples["train"].x.shape[1], settings.intermediate)
@@ -131,23 +128,18 @@ def train_acceptance(
         trainer = run.trainer(head, config, lambda row: -row["loss_greedy"] - row["loss_drawn"])
         trainer.elapsed += time.monotonic() - started if config.minutes is not None and not trainer.step else 0.0
         trainer.run(_batches(examples["train"], trainer, where), _loss(head), lambda: _evaluated(head, examples, where))
-    finally:
-        if not run.checkpoint.exists():
-            shutil.rmtree(run.text, ignore_errors=True)
-    figures = run.write(
-        f"acceptance {run.name} --model {target.name} --draft-model {draft.name} {changed_options(settings)}",
-        corpus.name,
-        partial(_save, head),
-        "--data",
-        role="acceptance",
-        target=target.name,
-        draft=draft.name,
-        settings=asdict(settings),
-        tokens=len(examples["train"].chance),
-        parameters=sum(t.numel() for t in head.tensors().values()),
-    )
-    shutil.rmtree(run.text, ignore_errors=True)
-    return figures
+        return run.write(
+            f"acceptance {run.name} --model {target.name} --draft-model {draft.name} {changed_options(settings)}",
+            corpus.name,
+            partial(_save, head),
+            "--data",
+            role="acceptance",
+            target=target.name,
+            draft=draft.name,
+            settings=asdict(settings),
+            tokens=len(examples["train"].chance),
+            parameters=sum(t.numel() for t in head.tensors().values()),
+        )
 
 
 def _examples(
@@ -170,17 +162,17 @@ def replay(
     """Returns features and acceptance at every token of ``windows`` [N, T] from position ``skip`` on."""
     chances, rows_of_features = [], []
     with Reporter("computing features") as report:
-        for i, (ids, heat) in enumerate(zip(windows, temperatures, strict=True)):
+        for i, (ids, temperature) in enumerate(zip(windows, temperatures, strict=True)):
             p, _ = _logits(target, ids, skip)
             q, hidden = _logits(draft, ids, skip)
             q = F.pad(q, (0, p.shape[-1] - q.shape[-1]), value=-torch.inf)  # as ``DraftModel`` does
-            rows = (q / heat if heat > 0 else q).softmax(-1)
-            if heat > 0:
-                chance = torch.minimum((p / heat).softmax(-1), rows).sum(-1)
+            rows = (q / temperature if temperature > 0 else q).softmax(-1)
+            if temperature > 0:
+                chance = torch.minimum((p / temperature).softmax(-1), rows).sum(-1)
             else:
                 chance = (p.argmax(-1) == q.argmax(-1)).float()
             chances.append(chance.cpu())
-            rows_of_features.append(features(hidden, rows, heat == 0).cpu())
+            rows_of_features.append(features(hidden, rows, temperature == 0).cpu())
             report.update((i + 1) / len(windows))
     return AcceptanceExamples(torch.cat(chances), torch.cat(rows_of_features))
 

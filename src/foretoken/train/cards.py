@@ -232,11 +232,11 @@ def measure_head(target: Path, head: Path, role: str, corpus: Corpus) -> dict[st
     stream = encode(corpus.held_out, load_tokenizer(target))
     prompts = cut_prompts(stream, np.random.default_rng(0), _PROMPTS, 100, 100)
     figures: dict[str, float] = {"nodes": SpeculativeConfig(method=method).tokens}
-    for heat in (0.0, 1.0):
-        params = SamplingParams(max_tokens=_TOKENS, temperature=heat, ignore_eos=True)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=_TOKENS, temperature=temperature, ignore_eos=True)
         stats = [output.stats for output in llm.generate(prompts, params)]
         drafts = sum(s.drafts for s in stats)
-        figures[f"mean_acceptance_length_{heat:g}"] = 1 + sum(s.accepted for s in stats) / max(drafts, 1)
+        figures[f"mean_acceptance_length_{temperature:g}"] = 1 + sum(s.accepted for s in stats) / max(drafts, 1)
     llm.close()
     return figures
 
@@ -291,8 +291,11 @@ def _head_card(head: Path, target: Path, facts: dict[str, Any], figures: dict[st
     ]
     nodes = f"with {figures['nodes']:.0f} draft tokens per step"
     rows += [
-        (f"mean acceptance length at temperature {heat}, {nodes}", f"{figures[f'mean_acceptance_length_{heat}']:.2f}")
-        for heat in (0, 1)
+        (
+            f"mean acceptance length at temperature {temperature}, {nodes}",
+            f"{figures[f'mean_acceptance_length_{temperature}']:.2f}",
+        )
+        for temperature in (0, 1)
     ]
     lines = [f"# {head.name}", "", f"{_KINDS[facts['role']]} for `{target.name}`, of no use with other models."]
     lines += ["", *table(rows), ""]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +105,7 @@ def train_head(
     if lessons is not None:
         Destination.checked(lessons, TRAINING_TEXT, inputs, force=True)
     source, target = target, checkpoint_folder(target)
-    with processes.joined(resolve_device(device)) as where, _text_folder(run, lessons, resume) as folder:
+    with processes.joined(resolve_device(device)) as where, run.text_folder(lessons) as folder:
         frozen = FrozenTarget(target, where, config.compile)
         _check_window(HEADS[role](settings, frozen, torch.ones(frozen.vocab)), config)  # before any work
         text = prepare_windows(target, where, corpus, folder, config, data, source)
@@ -140,22 +138,6 @@ def train_head(
             preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
             parameters=sum(t.numel() for t in head.tensors(frozen).values() if t.is_floating_point()),
         )
-
-
-@contextmanager
-def _text_folder(run: TrainingRun, named: Path | None, resume: bool) -> Iterator[Path]:
-    """Yields the folder of text and hidden states.
-
-    A folder that the user did not name is emptied before a new run, and removed after it unless it is interrupted.
-    """
-    folder = named or run.text
-    removable = named is None and processes.rank() == 0
-    if removable and not resume:
-        shutil.rmtree(folder, ignore_errors=True)
-    processes.wait()
-    yield folder
-    if removable:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_window(head: Head, config: TrainConfig) -> None:

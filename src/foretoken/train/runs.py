@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,8 +16,9 @@ from torch import nn
 from foretoken.core.artifacts import CHECKPOINT, DISTRIBUTIONS, PROVENANCE, TRAINING_TEXT, Destination
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
+from foretoken.train import processes
 from foretoken.train.config import TrainConfig
-from foretoken.train.trainer import Judge, Trainer, same_rate
+from foretoken.train.trainer import Score, Trainer, same_rate
 
 
 class TrainingRun:
@@ -63,13 +66,33 @@ class TrainingRun:
             self.checkpoint.unlink(missing_ok=True)
 
     def trainer(
-        self, model: nn.Module, config: TrainConfig, judge: Judge, scale: Callable[[str], float] = same_rate
+        self, model: nn.Module, config: TrainConfig, score: Score, scale: Callable[[str], float] = same_rate
     ) -> Trainer:
         """Returns the run's trainer, at its checkpoint if the run is resumed."""
-        self.config, self._trainer = config, Trainer(model, config, self.checkpoint, judge, scale)
+        self.config, self._trainer = config, Trainer(model, config, self.checkpoint, score, scale)
         if self._resume:
             self._trainer.resume()
         return self._trainer
+
+    @contextmanager
+    def text_folder(self, named: Path | None = None) -> Iterator[Path]:
+        """Yields the folder of text and hidden states, ``named`` by the user or beside the artifact.
+
+        The latter is emptied before a new run, and removed afterwards unless the run was interrupted.
+        """
+        folder, interrupted = named or self.text, False
+        removable = named is None and processes.rank() == 0
+        if removable and not self._resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        processes.wait()
+        try:
+            yield folder
+        except KeyboardInterrupt:
+            interrupted = True
+            raise
+        finally:
+            if removable and not interrupted and not self.checkpoint.exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def write(
         self, arguments: str, corpus: str, save: Callable[[Path], None], option: str = "--corpus", **facts: object
@@ -84,7 +107,7 @@ class TrainingRun:
             facts: Further entries of the provenance.
         """
         trainer, config = self._trainer, self.config
-        card = {
+        card: dict[str, object] = {
             "command": command_line(arguments, config, corpus, option),
             "revision": _revision(),
             "python": platform.python_version(),

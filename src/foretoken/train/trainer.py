@@ -25,8 +25,8 @@ from foretoken.train.optimization import compiled, optimizers
 
 _WARMUP = 3  # runs before a CUDA graph is recorded, in which libraries allocate and choose their algorithms
 LossFn = Callable[[Any], torch.Tensor]
-Judge = Callable[[dict[str, float]], float]
-"""Returns one number for an evaluation, greater for better ones."""
+Score = Callable[[dict[str, float]], float]
+"""Returns the score of an evaluation, higher for better ones."""
 
 
 def same_rate(name: str) -> float:
@@ -41,7 +41,7 @@ class Trainer:
         model: The model.
         config: Length of the run, learning rate and batches.
         checkpoint: File from which ``resume`` continues.
-        judge: Compares evaluations. ``config.patience`` needs it.
+        score: Compares evaluations. ``config.patience`` needs it.
         scale: Returns the factor of the learning rate of a parameter, by its name.
     """
 
@@ -50,15 +50,15 @@ class Trainer:
         model: nn.Module,
         config: TrainConfig,
         checkpoint: Path,
-        judge: Judge | None = None,
+        score: Score | None = None,
         scale: Callable[[str], float] = same_rate,
     ) -> None:
         self.model, self.config, self.checkpoint = model, config, checkpoint
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, float]] = []
         self.optimizers = optimizers(model, config, scale)
-        self._judge, self._best, self._waited = judge, -math.inf, 0
-        self._kept: dict[str, torch.Tensor] = {}
+        self._score, self._best, self._waited = score, -math.inf, 0
+        self._best_weights: dict[str, torch.Tensor] = {}
 
     def resume(self) -> bool:
         """Loads the checkpoint, and returns whether there is one. Raises TrainingError if it cannot be used."""
@@ -120,7 +120,7 @@ class Trainer:
     def run(self, batches: Iterator[Any], loss_fn: LossFn, evaluate: Callable[[], dict[str, float]]) -> None:
         """Trains to the end of the schedule, evaluates, and writes a checkpoint.
 
-        Ctrl-C finishes the present step, writes a checkpoint and raises KeyboardInterrupt. A second one stops at once.
+        Ctrl-C finishes the current step, writes a checkpoint and raises KeyboardInterrupt; a second one stops at once.
 
         Args:
             batches: Token ids [B, T], or tuples that begin with them.
@@ -149,7 +149,7 @@ class Trainer:
                         next_evaluation = self.elapsed + self.config.evaluate_every_seconds
                 if not self.history or self.history[-1]["step"] != self.step:
                     self._record(evaluate, report)
-                self._keep_the_best(report)
+                self._restore_best(report)
             except KeyboardInterrupt:
                 self.model.train()
                 self.save_checkpoint()
@@ -192,20 +192,20 @@ class Trainer:
         self.model.train()
         self.history.append(row)
         report.line("  ".join(f"{k} {v:.4g}" for k, v in row.items()))
-        if self._judge is not None and self.config.patience is not None:
+        if self._score is not None and self.config.patience is not None:
             self._waited += 1
-            if (score := self._judge(row)) > self._best:
-                self._best, self._waited = score, 0
-                self._kept = {name: value.clone() for name, value in self.model.state_dict().items()}
+            if (value := self._score(row)) > self._best:
+                self._best, self._waited = value, 0
+                self._best_weights = {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def _stalled(self) -> bool:
         return self.config.patience is not None and self._waited >= self.config.patience
 
-    def _keep_the_best(self, report: Reporter) -> None:
+    def _restore_best(self, report: Reporter) -> None:
         """After an early stop, restores the weights of the best evaluation, and appends it to the history."""
-        if self._stalled() and self._kept and self._judge is not None:
-            self.model.load_state_dict(self._kept)
-            self.history.append(max(self.history, key=self._judge))
+        if self._stalled() and self._best_weights and self._score is not None:
+            self.model.load_state_dict(self._best_weights)
+            self.history.append(max(self.history, key=self._score))
             report.line(f"stopped early: nothing better since step {self.history[-1]['step']:.0f}")
 
 
@@ -218,14 +218,14 @@ class _Interrupt:
 
     def __enter__(self) -> _Interrupt:
         if self._main:
-            self._previous = signal.signal(signal.SIGINT, self._ask)
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._main:
             signal.signal(signal.SIGINT, self._previous)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
@@ -236,7 +236,7 @@ class CudaGraphStep:
     """A training step without the optimizer's part, recorded at the first batch.
 
     All batches must have the shape of the first one, and ``loss_fn`` must neither wait for the device nor branch on
-    what it computes.
+    computed values.
 
     Args:
         model: The model, whose parameters get gradients.
