@@ -23,7 +23,7 @@ from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.config import MtpTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.head import Head, decoder_config, start_near_target
-from foretoken.train.hybrid.layers import HybridLayer, MtpLayer
+from foretoken.train.hybrid.layers import HybridLayer, MtpBlock
 from foretoken.train.layers import rotated_fraction
 from foretoken.train.shapes import HYBRID_TYPE
 from foretoken.train.shards import ShardReader, ShardWriter, copy_companions
@@ -43,7 +43,7 @@ class MtpHead(Head):
         self.depths, self.settings, self._unrolled = config.depths, config, config.depths
         sparse = target.config.model_type == HYBRID_TYPE
         intermediate = None if sparse else config.intermediate
-        self.mtp = MtpLayer(target.config, intermediate=intermediate, heads=config.heads, kv_heads=config.kv_heads)
+        self.mtp = MtpBlock(target.config, intermediate=intermediate, heads=config.heads, kv_heads=config.kv_heads)
         shipped = _shipped_layer(target.path)
         if shipped and {n: t.shape for n, t in shipped.items()} == {n: t.shape for n, t in self.state_dict().items()}:
             self.start(shipped)

@@ -29,7 +29,7 @@ MAX_BATCH = 4096
 MAX_TURN = 448  # tokens; a greedy answer of a small model may never end
 
 
-class Steps(Protocol):
+class DecodeSteps(Protocol):
     """Decodes a batch of sequences."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Steps(Protocol):
 
 
 class ModelSteps:
-    """Steps of a batch through a model of ours."""
+    """DecodeSteps of a batch through a model of ours."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -82,7 +82,7 @@ class _PreallocatedLayer(DynamicLayer):
 
 
 class TransformersSteps:
-    """Steps of a batch through a model of transformers whose layers all have full attention."""
+    """DecodeSteps of a batch through a model of transformers whose layers all have full attention."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.model, self.cache = model, DynamicCache()
@@ -106,7 +106,7 @@ def gpu_batch(model: Any, length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class BatchDecoder:
     """Decodes batches of new sequences.
 
     Args:
@@ -117,13 +117,13 @@ class Decoder:
     """
 
     batch: int
-    begin: Callable[[], Steps]
+    begin: Callable[[], DecodeSteps]
     device: torch.device
     max_length: int
 
 
 @contextmanager
-def open_decoder(folder: Path, source: Path, device: torch.device, length: int) -> Iterator[Decoder]:
+def open_decoder(folder: Path, source: Path, device: torch.device, length: int) -> Iterator[BatchDecoder]:
     """Yields the decoder of a model.
 
     Args:
@@ -139,17 +139,17 @@ def open_decoder(folder: Path, source: Path, device: torch.device, length: int) 
         model = load_model(source if device.type == "cpu" else folder, dtype, device)
         steps = ModelSteps(model)
 
-        def begin() -> Steps:
+        def begin() -> DecodeSteps:
             steps.close()
             return steps
 
-        yield Decoder(BATCH, begin, device, model.max_length)
+        yield BatchDecoder(BATCH, begin, device, model.max_length)
         steps.close()
     else:
         target = FrozenTarget(folder, device)
         positions = int(target.config.max_position_embeddings)
         batch = gpu_batch(target.model, length)
-        yield Decoder(batch, lambda: TransformersSteps(target.model, length), device, positions)
+        yield BatchDecoder(batch, lambda: TransformersSteps(target.model, length), device, positions)
         del target
         torch.cuda.empty_cache()
 
@@ -240,7 +240,7 @@ def _padded(lists: list[list[int]], width: int, device: torch.device) -> Tensor:
 
 @torch.inference_mode()
 def sample_windows(
-    decoder: Decoder,
+    decoder: BatchDecoder,
     turns: Turns,
     starts: Callable[[np.random.Generator, int], list[list[int]]],
     temperatures: Tensor,

@@ -20,7 +20,7 @@ from foretoken.train.config import HeadConfig, TrainConfig
 from foretoken.train.conversations import starts_of, turns_of, without_duplicates
 from foretoken.train.data import OWN_TEXT, Corpus, encode
 from foretoken.train.dataset import fixed_windows
-from foretoken.train.sampling import Decoder, Turns, mixed_temperatures, open_decoder, sample_windows
+from foretoken.train.sampling import BatchDecoder, Turns, mixed_temperatures, open_decoder, sample_windows
 
 MAX_PROMPT = 150
 
@@ -34,7 +34,12 @@ def cut_prompts(
 
 
 def sample_continuations(
-    decoder: Decoder, stream: Tensor, temperatures: Tensor, length: int, seed: int, limit_seconds: float | None = None
+    decoder: BatchDecoder,
+    stream: Tensor,
+    temperatures: Tensor,
+    length: int,
+    seed: int,
+    limit_seconds: float | None = None,
 ) -> Tensor:
     """Samples windows that continue prompts from a corpus, see ``sampling.sample_windows``."""
     return sample_windows(decoder, Turns(()), partial(cut_prompts, stream), temperatures, length, seed, limit_seconds)
@@ -100,7 +105,7 @@ def prepare_windows(
 
 
 def _from_corpus(
-    decoder: Decoder, stream: Tensor, held_out: Tensor, config: TrainConfig, data: HeadConfig
+    decoder: BatchDecoder, stream: Tensor, held_out: Tensor, config: TrainConfig, data: HeadConfig
 ) -> dict[str, Tensor]:
     """Returns all windows. Those for training are shuffled, so that any prefix is a fair sample."""
     windows = {
@@ -123,7 +128,7 @@ def _from_corpus(
     return windows | {"train": rows[torch.from_numpy(np.random.default_rng(config.seed).permutation(len(rows)))]}
 
 
-def _own_text(target: Path, decoder: Decoder, config: TrainConfig, data: HeadConfig) -> dict[str, Tensor]:
+def _own_text(target: Path, decoder: BatchDecoder, config: TrainConfig, data: HeadConfig) -> dict[str, Tensor]:
     """Returns all windows, written by the target alone. Half of the answers are greedy."""
     tokenizer, size = load_tokenizer(target), vocabulary_size(target) or 0
     turns, kind = turns_of(tokenizer, eos_ids(target, tokenizer, size))

@@ -175,7 +175,7 @@ def _narrowed(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-class MtpLayer(nn.Module):
+class MtpBlock(nn.Module):
     """A layer that predicts token i + 2 from the state at row i and the embedding of token i + 1 (2412.19437)."""
 
     def __init__(self, shape: Any, **layer: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foretoken.core.files import write_json
 from foretoken.train.config import TrainConfig
-from foretoken.train.hybrid.layers import HybridLayer, MtpLayer
+from foretoken.train.hybrid.layers import HybridLayer, MtpBlock
 from foretoken.train.layers import OffsetNorm
 from foretoken.train.shapes import HybridShape
 from foretoken.train.target import Recipe
@@ -59,7 +59,7 @@ class HybridModel(nn.Module):
         super().__init__()
         self.config = config
         shape = SimpleNamespace(**config)
-        self.model, self.mtp = _Decoder(shape, dropout), MtpLayer(shape)
+        self.model, self.mtp = _Decoder(shape, dropout), MtpBlock(shape)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

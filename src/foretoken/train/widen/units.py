@@ -114,7 +114,7 @@ def key_heads(heads: int, wide_heads: int) -> Copies:
     return Copies(tuple(j if j < heads else heads - 1 - j for j in range(wide_heads)))
 
 
-class Stream(Protocol):
+class WideStream(Protocol):
     """A wide residual stream."""
 
     @property
@@ -162,7 +162,7 @@ class UnitWidener:
     """
 
     reader: ShardReader
-    stream: Stream
+    stream: WideStream
     generator: torch.Generator
     write_scale: float
 

@@ -172,7 +172,7 @@ def snippets(texts: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, window:
     rng = np.random.default_rng(seed)
     distinct: dict[str, None] = {}
     for text in texts:
-        for snippet in _cut(text, tokenizer, window - _MARGIN, rng):
+        for snippet in _statement_runs(text, tokenizer, window - _MARGIN, rng):
             distinct.setdefault(snippet)
     listed = list(distinct)
     by_length: dict[int, list[str]] = {length: [] for length in lengths(window)}
@@ -271,7 +271,9 @@ def bundled_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _cut(text: str, tokenizer: PreTrainedTokenizerFast, max_tokens: int, rng: np.random.Generator) -> Iterator[str]:
+def _statement_runs(
+    text: str, tokenizer: PreTrainedTokenizerFast, max_tokens: int, rng: np.random.Generator
+) -> Iterator[str]:
     """Yields runs of whole statements of one block, of random lengths up to ``max_tokens``."""
     try:
         with warnings.catch_warnings():
