@@ -18,7 +18,7 @@ from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
 from foretoken.propose.stopping.learned import AcceptanceHead
 from foretoken.train.acceptance_head import Classifier, auc, replay, train_acceptance
-from foretoken.train.config import ACCEPTANCE_CONFIG, AcceptanceConfig
+from foretoken.train.config import ACCEPTANCE_CONFIG, AcceptanceConfig, RunOptions
 from foretoken.train.data import Corpus
 from foretoken.train.frozen_target import FrozenTarget
 
@@ -70,7 +70,7 @@ def test_what_is_stored_says_what_was_trained() -> None:
 
 def test_trained_stored_and_used(tiny_pair: Any, corpus: Corpus, tmp_path: Path) -> None:
     out = tmp_path / "head"
-    figures = train_acceptance(out, tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, device="cpu")
+    figures = train_acceptance(RunOptions(out, "cpu"), tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS)
     assert [f.name for f in tmp_path.iterdir()] == ["head"]
     assert 0 <= figures["auc_drawn"] <= 1
     assert figures["loss_drawn"] < 2 * figures["loss_drawn_constant"]
@@ -93,7 +93,7 @@ def test_trained_stored_and_used(tiny_pair: Any, corpus: Corpus, tmp_path: Path)
 def test_a_resumed_run_ends_the_same(
     tiny_pair: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_acceptance(tmp_path / "a", tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, device="cpu")
+    train_acceptance(RunOptions(tmp_path / "a", "cpu"), tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS)
     loss, losses = F.binary_cross_entropy_with_logits, count()
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -103,11 +103,12 @@ def test_a_resumed_run_ends_the_same(
 
     monkeypatch.setattr(F, "binary_cross_entropy_with_logits", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train_acceptance(tmp_path / "b", tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, device="cpu")
+        train_acceptance(RunOptions(tmp_path / "b", "cpu"), tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS)
     assert (tmp_path / "b.checkpoint").exists()
     assert (tmp_path / "b.lessons").exists()
     monkeypatch.undo()
-    train_acceptance(tmp_path / "b", tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, True, "cpu")
+    resumed = RunOptions(tmp_path / "b", "cpu", resume=True)
+    train_acceptance(resumed, tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS)
     a, b = (AcceptanceHead.load(tmp_path / name, torch.device("cpu")) for name in "ab")
     assert torch.equal(a.up, b.up)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a", "b"]

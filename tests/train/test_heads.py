@@ -33,6 +33,7 @@ from foretoken.train.config import (
     MedusaTrainConfig,
     MtpTrainConfig,
     PEagleConfig,
+    RunOptions,
     TrainConfig,
 )
 from foretoken.train.data import Corpus
@@ -62,14 +63,15 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def target(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("zoo") / "tiny-target"
-    train_target(out, corpus, LlamaShape(32, 48, 4, 2, 1, 16, 64), replace(STEPS, steps=40))
+    train_target(RunOptions(out), corpus, LlamaShape(32, 48, 4, 2, 1, 16, 64), replace(STEPS, steps=40))
     return out
 
 
 def train(
     role: str, out: Path, target: Path, corpus: Corpus, config: TrainConfig = CONFIG, **more: Any
 ) -> dict[str, float]:
-    return train_head(role, out, target, corpus, SETTINGS[role], config, more.pop("data", DATA), device="cpu", **more)
+    options, data = RunOptions(out, "cpu", more.pop("resume", False)), more.pop("data", DATA)
+    return train_head(role, options, target, corpus, SETTINGS[role], config, data, **more)
 
 
 @pytest.mark.parametrize("role", list(SETTINGS))
@@ -164,7 +166,7 @@ def test_a_trained_p_eagle_head_drafts_as_it_was_trained(target: Path, corpus: C
 def test_a_trained_gated_dspark_head_drafts_as_it_was_trained(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     """The runtime's logits along a chain are those of the training's forward pass."""
     settings = replace(SETTINGS["dspark"], gated=True)
-    train_head("dspark", tmp_path / "dspark", target, corpus, settings, CONFIG, DATA, device="cpu")
+    train_head("dspark", RunOptions(tmp_path / "dspark", "cpu"), target, corpus, settings, CONFIG, DATA)
     assert "--gated --" in json.loads((tmp_path / "dspark" / "provenance.json").read_text())["command"]
     model, ids = load_model(target, "float32", "cpu"), list(range(3, 23))
     loaded, frozen = load_block("dspark", model, tmp_path / "dspark", target), FrozenTarget(target, torch.device("cpu"))
@@ -288,8 +290,9 @@ def test_a_head_goes_on_from_an_earlier_one_whose_vocabulary_may_differ(
 ) -> None:
     train("eagle3", tmp_path / "first", target, corpus)
     settings, config = replace(SETTINGS["eagle3"], vocabulary=120), replace(CONFIG, steps=1, learning_rate=1e-9)
-    more = {"start": tmp_path / "first", "device": "cpu"}
-    train_head("eagle3", tmp_path / "second", target, corpus, settings, config, DATA, **more)
+    start = tmp_path / "first"
+    second_run = RunOptions(tmp_path / "second", "cpu")
+    train_head("eagle3", second_run, target, corpus, settings, config, DATA, start=start)
     first, second = (load_file(tmp_path / n / "model.safetensors") for n in ("first", "second"))
     assert torch.equal(first["fc.weight"], second["fc.weight"])
     ids = [list((t["d2t"] + torch.arange(len(t["d2t"]))).numpy()) for t in (first, second)]
@@ -300,9 +303,9 @@ def test_a_head_goes_on_from_an_earlier_one_whose_vocabulary_may_differ(
     assert "--start first" in facts["command"]
     settings = replace(settings, vocabulary=10_000)  # all of them: no maps
     for name in ("third", "fourth"):
-        train_head("eagle3", tmp_path / name, target, corpus, settings, config, DATA, **more)
+        train_head("eagle3", RunOptions(tmp_path / name, "cpu"), target, corpus, settings, config, DATA, start=start)
         assert "d2t" not in load_file(tmp_path / name / "model.safetensors")
-        more["start"] = tmp_path / name
+        start = tmp_path / name
     with pytest.raises(InvalidRequest, match="same shape"):
         train("medusa", tmp_path / "m", target, corpus, start=tmp_path / "first")
 
@@ -333,9 +336,9 @@ def test_settings_that_do_not_fit_the_target_are_refused(target: Path, corpus: C
     with pytest.raises(ModelLoadError, match="cannot load"):
         train("medusa", tmp_path / "m", tmp_path / "nothing", corpus)
     with pytest.raises(InvalidRequest, match="taps"):
-        train_head("eagle3", tmp_path / "e", target, corpus, Eagle3Config(taps=(1, 2, 9)), CONFIG, DATA)
+        train_head("eagle3", RunOptions(tmp_path / "e"), target, corpus, Eagle3Config(taps=(1, 2, 9)), CONFIG, DATA)
     with pytest.raises(InvalidRequest, match="exit_layer 4"):
-        train_head("early-exit", tmp_path / "e", target, corpus, EarlyExitTrainConfig(4), CONFIG, DATA)
+        train_head("early-exit", RunOptions(tmp_path / "e"), target, corpus, EarlyExitTrainConfig(4), CONFIG, DATA)
     with pytest.raises(InvalidRequest, match="lower --window"):
         train("medusa", tmp_path / "m", target, corpus, replace(CONFIG, window=65))
     assert not list(tmp_path.iterdir())

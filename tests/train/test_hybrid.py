@@ -19,7 +19,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.heads.mtp import has_mtp
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
-from foretoken.train.config import HeadConfig, MtpTrainConfig
+from foretoken.train.config import HeadConfig, MtpTrainConfig, RunOptions
 from foretoken.train.data import Corpus
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.heads import train_head
@@ -52,7 +52,7 @@ SMALL = HybridShape(
 @pytest.fixture(scope="module")
 def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("hybrid") / "tiny-hybrid"
-    train_target(out, corpus, SMALL, replace(STEPS, dropout=0.1), recipe=HYBRID)
+    train_target(RunOptions(out), corpus, SMALL, replace(STEPS, dropout=0.1), HYBRID)
     return out
 
 
@@ -157,7 +157,8 @@ def test_the_mtp_layer_is_trained_further_and_drafts_as_it_was_trained(
     assert {n: t.tolist() for n, t in head.weights().items()} == {n: t.tolist() for n, t in own.items()}
     out = tmp_path / "mtp"
     config = replace(STEPS, steps=2, window=24)
-    train_head("mtp", out, trained, corpus, settings, config, HeadConfig(windows=6, held_out=2), device="cpu")
+    data = HeadConfig(windows=6, held_out=2)
+    train_head("mtp", RunOptions(out, "cpu"), trained, corpus, settings, config, data)
     head.start(load_file(out / "model.safetensors"))
     model, ids = load_model(trained, "float32", "cpu"), list(range(3, 20))
     loaded = load_mtp(model, None, out, trained)

@@ -20,7 +20,7 @@ from foretoken.train import draft as drafting
 from foretoken.train import sampling
 from foretoken.train import target as targets
 from foretoken.train.cards import write_cards
-from foretoken.train.config import DistillConfig
+from foretoken.train.config import DistillConfig, RunOptions
 from foretoken.train.data import Corpus, encode
 from foretoken.train.dataset import TopTokens, fixed_windows, shuffled
 from foretoken.train.draft import train_draft
@@ -34,7 +34,7 @@ from .tiny import STEPS, TINY
 @pytest.fixture(scope="module")
 def target(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("zoo") / "tiny-target"
-    train_target(out, corpus, TINY, STEPS, resume=False)
+    train_target(RunOptions(out), corpus, TINY, STEPS)
     return out
 
 
@@ -62,10 +62,10 @@ def test_a_full_disk_at_the_end_keeps_the_checkpoint(
     whole_save = targets.save
     monkeypatch.setattr(targets, "save", full)
     with pytest.raises(WriteError, match="No space left"):
-        train_target(tmp_path / "out", corpus, TINY, STEPS, resume=False)
+        train_target(RunOptions(tmp_path / "out"), corpus, TINY, STEPS)
     assert [f.name for f in tmp_path.iterdir()] == ["out.checkpoint"]
     monkeypatch.setattr(targets, "save", whole_save)
-    figures = train_target(tmp_path / "out", corpus, TINY, STEPS, resume=True)
+    figures = train_target(RunOptions(tmp_path / "out", resume=True), corpus, TINY, STEPS)
     assert figures["step"] == 6
     assert (tmp_path / "out" / "model.safetensors").exists()
 
@@ -73,7 +73,7 @@ def test_a_full_disk_at_the_end_keeps_the_checkpoint(
 @pytest.mark.slow
 def test_a_draft_is_distilled_and_described(target: Path, corpus: Corpus) -> None:
     out = target.with_name("tiny-draft")
-    figures = train_draft(out, target, corpus, TINY, STEPS, False, DistillConfig(top=16, generated_share=0.25))
+    figures = train_draft(RunOptions(out), target, corpus, TINY, STEPS, DistillConfig(top=16, generated_share=0.25))
     assert 0 < figures["overlap"] <= 1
     assert 0 <= figures["argmax_agreement"] <= 1
     assert sorted(f.name for f in target.parent.iterdir()) == ["tiny-draft", "tiny-target"]
@@ -96,7 +96,7 @@ def test_a_draft_learns_from_text_that_the_target_writes_meanwhile(
     monkeypatch.setattr(sampling, "BATCH", 2)
     out = tmp_path / "draft"
     config = replace(STEPS, compile=False)
-    figures = train_draft(out, target, corpus, TINY, config, False, DistillConfig(generated_share=0.5))
+    figures = train_draft(RunOptions(out), target, corpus, TINY, config, DistillConfig(generated_share=0.5))
     assert 0 < figures["overlap"] <= 1 and [f.name for f in tmp_path.iterdir()] == ["draft"]
     facts = json.loads((out / "provenance.json").read_text())
     stream = encode(corpus.train, load_tokenizer(target))
@@ -109,10 +109,10 @@ def test_settings_and_texts_that_do_not_suffice_are_refused(
     with pytest.raises(InvalidRequest, match="generated_share must be a number from 0 to 1"):
         DistillConfig(generated_share=1.5)
     with pytest.raises(InvalidRequest, match="less than one window of 100000"):
-        train_draft(tmp_path / "draft", target, corpus, TINY, replace(STEPS, window=100_000))
+        train_draft(RunOptions(tmp_path / "draft"), target, corpus, TINY, replace(STEPS, window=100_000))
     monkeypatch.setattr(drafting, "_in_every_step", lambda device: True)
     with pytest.raises(InvalidRequest, match="generated_share is 1; on a GPU"):
-        train_draft(tmp_path / "draft", target, corpus, TINY, STEPS, False, DistillConfig(generated_share=1.0))
+        train_draft(RunOptions(tmp_path / "draft"), target, corpus, TINY, STEPS, DistillConfig(generated_share=1.0))
 
 
 def test_the_most_likely_tokens_are_the_targets_and_are_reused(
@@ -154,7 +154,7 @@ def test_the_loss_is_zero_for_the_target_itself_and_the_kl_when_all_is_kept() ->
 
 def test_a_target_that_is_none_is_refused(tmp_path: Path, corpus: Corpus) -> None:
     with pytest.raises(ModelLoadError, match="cannot load the target"):
-        train_draft(tmp_path / "out", tmp_path / "nothing", corpus, TINY, STEPS)
+        train_draft(RunOptions(tmp_path / "out"), tmp_path / "nothing", corpus, TINY, STEPS)
     with pytest.raises(InvalidRequest, match="provenance"):
         write_cards(tmp_path, None, corpus)
     assert not list(tmp_path.iterdir())

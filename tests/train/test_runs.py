@@ -6,6 +6,7 @@ import pytest
 
 from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest
+from foretoken.train.config import RunOptions
 from foretoken.train.runs import TrainingRun
 
 
@@ -13,10 +14,10 @@ def test_an_interrupted_run_is_not_started_over_by_accident(tmp_path: Path) -> N
     checkpoint = tmp_path / "out.checkpoint"
     checkpoint.write_text("x")
     with pytest.raises(InvalidRequest, match="--resume"):
-        TrainingRun(tmp_path / "out", MODEL, resume=False, force=False)
-    TrainingRun(tmp_path / "out", MODEL, resume=True, force=False)
+        TrainingRun(RunOptions(tmp_path / "out", resume=False, force=False), MODEL)
+    TrainingRun(RunOptions(tmp_path / "out", resume=True, force=False), MODEL)
     assert checkpoint.exists()
-    TrainingRun(tmp_path / "out", MODEL, resume=False, force=True)
+    TrainingRun(RunOptions(tmp_path / "out", resume=False, force=True), MODEL)
     assert not checkpoint.exists()
 
 
@@ -28,7 +29,7 @@ def test_folders_beside_the_output_that_no_run_wrote_are_kept(tmp_path: Path, en
     beside.mkdir()
     (beside / "notes.txt").write_text("x")
     with pytest.raises(InvalidRequest, match=f"out.{ending} holds files"):
-        TrainingRun(tmp_path / "out", MODEL, resume=resume, force=True)
+        TrainingRun(RunOptions(tmp_path / "out", resume=resume, force=True), MODEL)
     assert (beside / "notes.txt").read_text() == "x"
 
 
@@ -37,5 +38,5 @@ def test_an_input_is_not_deleted_as_a_folder_beside_the_output(tmp_path: Path) -
     lessons.mkdir()
     (lessons / "windows.pt").write_text("x")
     with pytest.raises(InvalidRequest, match="uses"):
-        TrainingRun(tmp_path / "out", MODEL, [lessons / "windows.pt"], force=True)
-    TrainingRun(tmp_path / "out", MODEL, force=True)
+        TrainingRun(RunOptions(tmp_path / "out", force=True), MODEL, [lessons / "windows.pt"])
+    TrainingRun(RunOptions(tmp_path / "out", force=True), MODEL)

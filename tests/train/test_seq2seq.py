@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
-from foretoken.train.config import TrainConfig
+from foretoken.train.config import RunOptions, TrainConfig
 from foretoken.train.data import Corpus
 from foretoken.train.losses import distillation_loss
 from foretoken.train.shapes import T5Shape
@@ -29,7 +29,7 @@ STEPS = TrainConfig(steps=4, batch=2, window=64, learning_rate=1e-2, compile=Fal
 @pytest.fixture(scope="module")
 def target(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("zoo") / "tiny-repair"
-    repair.train_seq2seq(out, corpus, TINY, STEPS)
+    repair.train_seq2seq(RunOptions(out), corpus, TINY, STEPS)
     return out
 
 
@@ -59,8 +59,8 @@ def test_what_is_loaded_computes_what_was_trained(corpus: Corpus, tmp_path: Path
         return made[-1]
 
     monkeypatch.setattr(repair, "new_model", kept)
-    repair.train_seq2seq(tmp_path / "t", corpus, TINY, STEPS)
-    repair.train_seq2seq_draft(tmp_path / "d", tmp_path / "t", corpus, TINY, STEPS)
+    repair.train_seq2seq(RunOptions(tmp_path / "t"), corpus, TINY, STEPS)
+    repair.train_seq2seq_draft(RunOptions(tmp_path / "d"), tmp_path / "t", corpus, TINY, STEPS)
     tokenizer = repair.bundled_tokenizer()
     tasks = repair.held_out(4, 0, corpus, tokenizer, 64)
     batch = repair.held_out_batches(tokenizer, tasks, 64, 256)[0]
@@ -73,7 +73,7 @@ def test_what_is_loaded_computes_what_was_trained(corpus: Corpus, tmp_path: Path
 @pytest.mark.slow
 def test_a_draft_is_distilled_and_both_are_described(target: Path, corpus: Corpus) -> None:
     out = target.with_name("tiny-repair-draft")
-    figures = repair.train_seq2seq_draft(out, target, corpus, replace(TINY, d_model=16), STEPS)
+    figures = repair.train_seq2seq_draft(RunOptions(out), target, corpus, replace(TINY, d_model=16), STEPS)
     assert 0 < figures["overlap"] <= 1
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
     assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
@@ -94,8 +94,8 @@ def test_training_resumes(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(repair, "save", full)
         with pytest.raises(WriteError, match="No space left"):
-            repair.train_seq2seq(tmp_path / "out", corpus, TINY, STEPS)
-    assert repair.train_seq2seq(tmp_path / "out", corpus, TINY, STEPS, resume=True)["step"] == 4
+            repair.train_seq2seq(RunOptions(tmp_path / "out"), corpus, TINY, STEPS)
+    assert repair.train_seq2seq(RunOptions(tmp_path / "out", resume=True), corpus, TINY, STEPS)["step"] == 4
 
 
 def test_the_losses_count_the_answers_tokens_alone() -> None:
@@ -126,7 +126,7 @@ def test_exactness_counts_whole_answers(target: Path, corpus: Corpus) -> None:
 
 def test_what_cannot_be_used_is_named(tmp_path: Path, corpus: Corpus) -> None:
     with pytest.raises(ModelLoadError, match="cannot load the target"):
-        repair.train_seq2seq_draft(tmp_path / "out", tmp_path / "nothing", corpus, TINY, STEPS)
+        repair.train_seq2seq_draft(RunOptions(tmp_path / "out"), tmp_path / "nothing", corpus, TINY, STEPS)
     with pytest.raises(InvalidRequest, match="d_ff is 0"):
         T5Shape(d_ff=0)
     assert not list(tmp_path.iterdir())

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import Field, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from functools import wraps
 from inspect import Parameter
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -25,7 +26,7 @@ def with_settings(without: Collection[str] = (), **usual: Any) -> Callable[[Call
     Args:
         without: Fields that get no option.
         usual: By parameter, a dataclass instance. Each field becomes an option with the instance's value as its
-            default, and the command gets a copy with the values that were passed.
+            default, one without a default a required argument. The command gets a copy with the passed values.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -58,7 +59,11 @@ def _options(settings: Any, without: Collection[str]) -> Iterator[tuple[str, Par
         if option is None or field.name in without:
             continue
         kinds = [kind for kind in (get_args(hints[field.name]) or (hints[field.name],)) if kind is not NoneType]
-        kind = kinds[0] if kinds[0] in (int, float, bool) else str
+        kind = kinds[0] if kinds[0] in (int, float, bool, Path) else str
+        if field.default is MISSING:
+            argument = Annotated[kind, typer.Argument(metavar=field.name.upper(), help=helps[field.name])]
+            yield field.name, Parameter(field.name, Parameter.KEYWORD_ONLY, annotation=argument)
+            continue
         negated = f"{option}/--no-{option[2:]}" if kind is bool and getattr(settings, field.name) is None else option
         text = helps[field.name] + _shown_default(settings, field)
         annotation = Annotated[kind | None, typer.Option(negated, help=text)]
@@ -78,7 +83,7 @@ def _shown_default(settings: Any, field: Field[Any]) -> str:
     value = getattr(settings, field.name)
     if value is None or value is False or (field.name == "steps" and settings.minutes is not None):
         return ""
-    return f"  [default: {value:g}]"
+    return f"  [default: {value if isinstance(value, str) else format(value, 'g')}]"
 
 
 def _applied(settings: Any, passed: Mapping[str, Any]) -> Any:

@@ -14,13 +14,13 @@ from foretoken.cli.settings import with_settings
 from foretoken.core.errors import InvalidRequest
 from foretoken.train import config as configs
 from foretoken.train import shapes
+from foretoken.train.config import AcceptanceConfig, DistillConfig, HeadConfig, RunOptions, TrainConfig
 
 if TYPE_CHECKING:
     from foretoken.train.data import Corpus
 
 app = typer.Typer(help="Train a target, distil a draft from it, write their cards.")
 
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Model = Annotated[
     str | None, typer.Option(*MODEL, help="The target: a folder, GGUF file or hub name; else the bundled one.")
 ]
@@ -29,9 +29,8 @@ Texts = Annotated[list[Path] | None, typer.Option("--data", "--corpus", help=f"{
 OwnTexts = Annotated[list[Path] | None, typer.Option("--data", "--corpus", help=f"{TEXTS}; else the target writes.")]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target.")]
 Draft = Annotated[Path | None, typer.Option("--draft", help="Folder of its draft, whose acceptance is measured.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an earlier OUT of the same kind, and start again.")]
+
+RUN, CPU_RUN = RunOptions(Path("OUT")), RunOptions(Path("OUT"), "cpu")
 
 HEADS = {
     "eagle3": "Train an EAGLE-3 head (20 minutes on two cores for the bundled target).",
@@ -46,60 +45,42 @@ HEADS = {
 
 
 @app.command()
-@with_settings(config=configs.TARGET_CONFIG, shape=shapes.TARGET_SHAPE, without=("dropout",))
-def target(
-    out: Out,
-    corpus: Texts = None,
-    *,
-    config: Any,
-    shape: Any,
-    resume: Resume = False,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
+@with_settings(run=CPU_RUN, config=configs.TARGET_CONFIG, shape=shapes.TARGET_SHAPE, without=("dropout", "device"))
+def target(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape: Any, as_json: Json = False) -> None:
     """Train a tokenizer and a small Llama from scratch (two hours on two cores for the bundled one)."""
     from foretoken.train.target import train_target
 
-    _show(out, train_target(out, _corpus(corpus), shape, config, resume, force=force), as_json)
+    _show(run, train_target(run, _corpus(corpus), shape, config), as_json)
 
 
 @app.command()
-@with_settings(config=configs.HYBRID_CONFIG, shape=shapes.HybridShape())
-def hybrid(
-    out: Out,
-    corpus: Texts = None,
-    *,
-    config: Any,
-    shape: Any,
-    device: Device = "auto",
-    resume: Resume = False,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
+@with_settings(run=RUN, config=configs.HYBRID_CONFIG, shape=shapes.HybridShape())
+def hybrid(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape: Any, as_json: Json = False) -> None:
     """Train a small model of Qwen3.5's layout: DeltaNet, attention, experts, MTP (three minutes on an H200)."""
     from foretoken.train.hybrid.model import HYBRID
     from foretoken.train.target import train_target
 
-    _show(out, train_target(out, _corpus(corpus), shape, config, resume, HYBRID, device, force), as_json)
+    _show(run, train_target(run, _corpus(corpus), shape, config, HYBRID), as_json)
 
 
 @app.command()
 @with_settings(
-    config=configs.DRAFT_CONFIG, shape=shapes.DRAFT_SHAPE, distill=configs.DistillConfig(), without=("dropout",)
+    run=RUN,
+    config=configs.DRAFT_CONFIG,
+    shape=shapes.DRAFT_SHAPE,
+    distill=DistillConfig(),
+    without=("dropout",),
 )
 def draft(
-    out: Out,
+    run: RunOptions,
     target: Annotated[str | None, typer.Argument(metavar="TARGET", help="Folder of the target, or --model.")] = None,
     model: Model = None,
     corpus: Texts = None,
     *,
-    config: Any,
+    config: TrainConfig,
     shape: Any,
-    distill: Any,
+    distill: DistillConfig,
     generate: Annotated[bool, typer.Option("--generate", help="As --generated-share 0.5.")] = False,
-    device: Device = "auto",
-    resume: Resume = False,
-    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Distil a draft from TARGET (20 minutes on two cores for the bundled one)."""
@@ -108,24 +89,21 @@ def draft(
     path = _model(named_once(target, model))
     if generate and not distill.generated_share:
         distill = replace(distill, generated_share=0.5)
-    _show(out, train_draft(out, path, _corpus(corpus), shape, config, resume, distill, device, force), as_json)
+    _show(run, train_draft(run, path, _corpus(corpus), shape, config, distill), as_json)
 
 
 @app.command()
-@with_settings(config=configs.ACCEPTANCE_CONFIG, settings=configs.AcceptanceConfig(), without=("dropout", "compile"))
+@with_settings(run=RUN, config=configs.ACCEPTANCE_CONFIG, settings=AcceptanceConfig(), without=("dropout", "compile"))
 def acceptance(
-    out: Out,
+    run: RunOptions,
     model: Model = None,
     draft_model: Annotated[
         str | None, typer.Option(*DRAFT_MODEL, help="Its draft: a folder, GGUF file or hub name; else bundled.")
     ] = None,
     data: Texts = None,
     *,
-    config: Any,
-    settings: Any,
-    device: Device = "auto",
-    resume: Resume = False,
-    force: Force = False,
+    config: TrainConfig,
+    settings: AcceptanceConfig,
     as_json: Json = False,
 ) -> None:
     """Train a head that decides from the draft's hidden state where to stop (two minutes for the bundled pair).
@@ -139,8 +117,8 @@ def acceptance(
     if draft_model is None and model is not None:
         raise InvalidRequest("--model is given without --draft-model; name the draft that the head is for")
     draft = zoo.path("draft") if draft_model is None else resolve(draft_model).absolute()
-    figures = train_acceptance(out, _model(model), draft, _corpus(data), config, settings, resume, device, force)
-    _show(out, figures, as_json)
+    figures = train_acceptance(run, _model(model), draft, _corpus(data), config, settings)
+    _show(run, figures, as_json)
 
 
 def _register_head(role: str, help_text: str) -> None:
@@ -149,15 +127,15 @@ def _register_head(role: str, help_text: str) -> None:
     config = replace(configs.HEAD_CONFIG, learning_rate=usual.learning_rate)
 
     @app.command(role, help=help_text)
-    @with_settings(settings=usual, config=config, data_config=configs.HeadConfig(), without=("dropout",))
+    @with_settings(run=RUN, settings=usual, config=config, data_config=HeadConfig(), without=("dropout",))
     def head(
-        out: Out,
+        run: RunOptions,
         model: Model = None,
         data: OwnTexts = None,
         *,
         settings: Any,
-        config: Any,
-        data_config: Any,
+        config: TrainConfig,
+        data_config: HeadConfig,
         generate: Annotated[
             bool, typer.Option("--generate/--no-generate", help="Let the target write; else the files' text alone.")
         ] = True,
@@ -169,9 +147,6 @@ def _register_head(role: str, help_text: str) -> None:
             Path | None, typer.Option(help="Keep text and hidden states here, and reuse them for other heads.")
         ] = None,
         start: Annotated[Path | None, typer.Option(help="Continue from this earlier head of the same shape.")] = None,
-        device: Device = "auto",
-        resume: Resume = False,
-        force: Force = False,
         as_json: Json = False,
     ) -> None:
         from foretoken.train.heads import train_head
@@ -179,10 +154,8 @@ def _register_head(role: str, help_text: str) -> None:
         data_config = data_config if generate else replace(data_config, generated_share=0.0)
         held, path = hold if unfreeze else None, _model(model)
         corpus = _corpus(data, model)
-        figures = train_head(
-            role, out, path, corpus, settings, config, data_config, resume, device, lessons, held, start, force
-        )
-        _show(out, figures, as_json)
+        figures = train_head(role, run, path, corpus, settings, config, data_config, lessons, held, start)
+        _show(run, figures, as_json)
 
 
 for _role, _help in HEADS.items():
@@ -190,36 +163,26 @@ for _role, _help in HEADS.items():
 
 
 @app.command()
-@with_settings(config=configs.SEQ2SEQ_CONFIG, shape=shapes.SEQ2SEQ_SHAPE, without=("dropout",))
-def seq2seq(
-    out: Out,
-    corpus: Texts = None,
-    *,
-    config: Any,
-    shape: Any,
-    resume: Resume = False,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
+@with_settings(run=CPU_RUN, config=configs.SEQ2SEQ_CONFIG, shape=shapes.SEQ2SEQ_SHAPE, without=("dropout", "device"))
+def seq2seq(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape: Any, as_json: Json = False) -> None:
     """Train a small T5 from scratch to fix broken Python (34 minutes on one core for the bundled one)."""
-    figures = repair_script().train_seq2seq(out, _corpus(corpus), shape, config, resume, force)
-    _show(out, figures, as_json)
+    _show(run, repair_script().train_seq2seq(run, _corpus(corpus), shape, config), as_json)
 
 
 @app.command("seq2seq-draft")
-@with_settings(config=configs.SEQ2SEQ_DRAFT_CONFIG, shape=shapes.SEQ2SEQ_DRAFT_SHAPE, without=("dropout",))
+@with_settings(
+    run=CPU_RUN, config=configs.SEQ2SEQ_DRAFT_CONFIG, shape=shapes.SEQ2SEQ_DRAFT_SHAPE, without=("dropout", "device")
+)
 def seq2seq_draft(
-    out: Out,
+    run: RunOptions,
     target: Annotated[
         Path | None, typer.Option("--target", *MODEL, help="Folder of the target; else the bundled one.")
     ] = None,
     corpus: Texts = None,
     *,
-    config: Any,
+    config: TrainConfig,
     shape: Any,
     acceptance_share: Annotated[float, typer.Option(help="Last fraction of the run, on the acceptance loss.")] = 0.3,
-    resume: Resume = False,
-    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Distil a draft from a T5 trained by ``train seq2seq`` (20 minutes on one core for the bundled one)."""
@@ -227,7 +190,7 @@ def seq2seq_draft(
 
     path = zoo.path("seq2seq-target") if target is None else target.expanduser().absolute()
     train = repair_script().train_seq2seq_draft
-    _show(out, train(out, path, _corpus(corpus), shape, config, resume, acceptance_share, force), as_json)
+    _show(run, train(run, path, _corpus(corpus), shape, config, acceptance_share), as_json)
 
 
 @app.command("seq2seq-card")
@@ -285,9 +248,9 @@ def repair_script() -> Any:
     return module
 
 
-def _show(out: Path, figures: dict[str, float], as_json: bool) -> None:
+def _show(run: RunOptions, figures: dict[str, float], as_json: bool) -> None:
     """Prints the last evaluation."""
-    out = out.expanduser().absolute()
+    out = run.out.expanduser().absolute()
     if as_json:
         print(json.dumps({"path": str(out)} | figures))
     else:

@@ -27,7 +27,14 @@ from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.propose.stopping.learned import EXTRA, MODEL_TYPE, features
 from foretoken.quantize.cached import checkpoint_folder
-from foretoken.train.config import ACCEPTANCE_CONFIG, AcceptanceConfig, HeadConfig, TrainConfig, changed_options
+from foretoken.train.config import (
+    ACCEPTANCE_CONFIG,
+    AcceptanceConfig,
+    HeadConfig,
+    RunOptions,
+    TrainConfig,
+    changed_options,
+)
 from foretoken.train.data import Corpus
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.runs import TrainingRun
@@ -80,28 +87,22 @@ class Classifier(nn.Module):
 
 
 def train_acceptance(
-    out: Path,
+    options: RunOptions,
     target: Path,
     draft: Path,
     corpus: Corpus,
     config: TrainConfig = ACCEPTANCE_CONFIG,
     settings: AcceptanceConfig | None = None,
-    resume: bool = False,
-    device: str = "auto",
-    force: bool = False,
 ) -> dict[str, float]:
-    """Trains the head of a pair and writes it to ``out``.
+    """Trains the head of a pair and writes it.
 
     Args:
-        out: Folder of the head.
+        options: Output and device of the run.
         target: Folder or GGUF file of the target.
         draft: Folder or GGUF file of the draft.
         corpus: Text.
         config: Training configuration. Its ``minutes`` include sampling text.
         settings: Size and training data of the head.
-        resume: Continues an interrupted run.
-        device: "auto", "cpu" or "cuda".
-        force: Replaces an earlier head at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
@@ -112,11 +113,11 @@ def train_acceptance(
         TrainingError: Files cannot be written, or the loss diverges.
     """
     settings, started = settings or AcceptanceConfig(), time.monotonic()
-    run = TrainingRun(out, ACCEPTANCE_HEAD, (target, draft, *corpus.paths), resume, force)
+    run = TrainingRun(options, ACCEPTANCE_HEAD, (target, draft, *corpus.paths))
     target, draft = checkpoint_folder(target), checkpoint_folder(draft)
     tokenizer = load_tokenizer(target)
     check_vocabulary(tokenizer, vocabulary_size(target) or len(tokenizer), draft)
-    where = resolve_device(device)
+    where = resolve_device(options.device)
     data = HeadConfig(windows=settings.windows, generated_share=settings.generated_share, held_out=settings.held_out)
     with run.text_folder() as folder:
         text = prepare_windows(target, where, corpus, folder, config, data)

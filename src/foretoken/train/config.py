@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 from foretoken.core.checks import integer, number
@@ -39,6 +40,23 @@ def _argument(value: object) -> str:
     if value is True:
         return ""
     return " " + (",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Output and device of a training run.
+
+    Args:
+        out: Folder to write.
+        device: auto, cpu or cuda.
+        resume: Continue an interrupted run.
+        force: Replace an earlier OUT of the same kind, and restart an interrupted run.
+    """
+
+    out: Path
+    device: str = "auto"
+    resume: bool = False
+    force: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import resolve_device
 from foretoken.quantize.cached import checkpoint_folder
-from foretoken.train.config import DRAFT_CONFIG, DistillConfig, TrainConfig, changed_options
+from foretoken.train.config import DRAFT_CONFIG, DistillConfig, RunOptions, TrainConfig, changed_options
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.dataset import TopTokens, fixed_windows, shuffled
 from foretoken.train.frozen_target import FrozenTarget
@@ -30,44 +30,38 @@ from foretoken.train.windows import sample_continuations
 
 
 def train_draft(
-    out: Path,
+    options: RunOptions,
     target: Path,
     corpus: Corpus,
     shape: LlamaShape = DRAFT_SHAPE,
     config: TrainConfig = DRAFT_CONFIG,
-    resume: bool = False,
     distill: DistillConfig | None = None,
-    device: str = "cpu",
-    force: bool = False,
 ) -> dict[str, float]:
-    """Distils a draft from a target and writes it to ``out``.
+    """Distils a draft from a target and writes it.
 
     On a CPU the target's most likely tokens are computed once, before training, and kept on disk. On a GPU the target
     computes its complete distributions in every step, which costs less than reading them from a disk.
 
     Args:
-        out: Folder of the draft.
+        options: Output and device of the run.
         target: Folder or GGUF file of the target.
         corpus: Text. It must be split as it was for the target, or the held-out figures are meaningless.
         shape: Size of the draft.
         config: Training configuration. Its ``minutes`` include sampling text and the pass over the target.
-        resume: Continues an interrupted run.
         distill: Settings of the target's distributions and of the loss.
-        device: "auto", "cpu" or "cuda".
-        force: Replaces an earlier model at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
 
     Raises:
         ModelLoadError: The target cannot be loaded.
-        InvalidRequest: The settings are not valid, or ``out`` must not be written.
+        InvalidRequest: The settings are not valid, or the output must not be written.
         TrainingError: Files cannot be written, or the loss diverges.
     """
     distill = distill or DistillConfig()
-    run = TrainingRun(out, MODEL, (target, *corpus.paths), resume, force)
+    run = TrainingRun(options, MODEL, (target, *corpus.paths))
     target = checkpoint_folder(target)
-    where = resolve_device(device)
+    where = resolve_device(options.device)
     frozen, tokenizer = FrozenTarget(target, where), load_tokenizer(target)
     stream = encode(corpus.train, tokenizer)
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)

@@ -24,7 +24,7 @@ from foretoken.models.loading import resolve_device
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train import processes
 from foretoken.train.block_heads import DFlashHead, DSparkHead
-from foretoken.train.config import HEAD_CONFIG, HEAD_SETTINGS, HeadConfig, TrainConfig, changed_options
+from foretoken.train.config import HEAD_CONFIG, HEAD_SETTINGS, HeadConfig, RunOptions, TrainConfig, changed_options
 from foretoken.train.data import Corpus
 from foretoken.train.dataset import HiddenStateDataset
 from foretoken.train.eagle import Eagle3Head, PEagleHead
@@ -57,37 +57,31 @@ HEADS: dict[str, Callable[[Any, FrozenTarget, Tensor], Head]] = {
 
 def train_head(
     role: str,
-    out: Path,
+    options: RunOptions,
     target: Path,
     corpus: Corpus,
     settings: Any = None,
     config: TrainConfig | None = None,
     data: HeadConfig | None = None,
-    resume: bool = False,
-    device: str = "auto",
     lessons: Path | None = None,
     hold: float | None = None,
     start: Path | None = None,
-    force: bool = False,
 ) -> dict[str, float]:
-    """Trains a head and writes it to ``out``.
+    """Trains a head and writes it.
 
     Args:
         role: A key of ``HEADS``.
-        out: Folder of the head.
+        options: Output and device of the run.
         target: Folder or GGUF file of the target.
         corpus: Text. It must be split as it was for the target, or the held-out figures are too good.
         settings: Settings of the head, by default those of its role.
         config: Training configuration. Its ``minutes`` include sampling text and computing hidden states.
         data: Settings of data and loss.
-        resume: Continues an interrupted run.
-        device: "auto", "cpu" or "cuda".
         lessons: Folder of text and hidden states, which are reused or created there and kept. None removes them after
             the run.
         hold: Trains the target too, with this weight of the penalty on changes of its distribution, and writes it to
             ``out/target``. None leaves the target as it is.
         start: Folder of an earlier head of the same shape, to continue from.
-        force: Replaces an earlier head at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
@@ -101,11 +95,11 @@ def train_head(
     config = config or replace(HEAD_CONFIG, learning_rate=settings.learning_rate)
     started = time.monotonic()
     inputs = (target, start, *corpus.paths)
-    run = TrainingRun(out, heads_of("eagle3" if role == "peagle" else role), (*inputs, lessons), resume, force)
+    run = TrainingRun(options, heads_of("eagle3" if role == "peagle" else role), (*inputs, lessons))
     if lessons is not None:
         Destination.checked(lessons, TRAINING_TEXT, inputs, force=True)
     source, target = target, checkpoint_folder(target)
-    with processes.joined(resolve_device(device)) as where, run.text_folder(lessons) as folder:
+    with processes.joined(resolve_device(options.device)) as where, run.text_folder(lessons) as folder:
         frozen = FrozenTarget(target, where, config.compile)
         _check_window(HEADS[role](settings, frozen, torch.ones(frozen.vocab)), config)  # before any work
         text = prepare_windows(target, where, corpus, folder, config, data, source)

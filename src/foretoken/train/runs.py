@@ -17,7 +17,7 @@ from foretoken.core.artifacts import CHECKPOINT, DISTRIBUTIONS, PROVENANCE, TRAI
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.train import processes
-from foretoken.train.config import TrainConfig
+from foretoken.train.config import RunOptions, TrainConfig
 from foretoken.train.trainer import Score, Trainer, same_rate
 
 
@@ -25,11 +25,9 @@ class TrainingRun:
     """A run that trains one artifact. An earlier checkpoint of a run that is not resumed is deleted.
 
     Args:
-        out: Folder of the artifact.
-        kind: Its kind.
+        options: Output of the run.
+        kind: Kind of the artifact.
         inputs: Files and folders that the run reads.
-        resume: Whether to continue an interrupted run.
-        force: Whether to replace an artifact of the same kind, and to restart an interrupted run.
 
     Attributes:
         name: Name of the artifact.
@@ -38,15 +36,12 @@ class TrainingRun:
         distributions: Folder of the target's distributions beside it.
 
     Raises:
-        InvalidRequest: ``out`` or a file beside it must not be written, or a checkpoint of an interrupted run would be
-            lost.
+        InvalidRequest: The output or a file beside it must not be written, or a checkpoint would be lost.
     """
 
-    def __init__(
-        self, out: Path, kind: str, inputs: Iterable[Path | None] = (), resume: bool = False, force: bool = False
-    ) -> None:
-        sources = [source for source in inputs if source is not None]
-        self._out, self._resume = Destination.checked(out, kind, sources, force), resume
+    def __init__(self, options: RunOptions, kind: str, inputs: Iterable[Path | None] = ()) -> None:
+        sources, resume, force = [source for source in inputs if source is not None], options.resume, options.force
+        self._out, self._resume = Destination.checked(options.out, kind, sources, force), resume
         self.name = self._out.path.name
         self.checkpoint, self.text, self.distributions = (
             self._out.path.with_name(f"{self.name}.{ending}") for ending in ("checkpoint", "lessons", "distributions")

@@ -37,7 +37,7 @@ class DecodeSteps(Protocol):
 
 
 class ModelSteps:
-    """DecodeSteps of a batch through a model of ours."""
+    """Steps of a batch through a model of ours."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -82,7 +82,7 @@ class _PreallocatedLayer(DynamicLayer):
 
 
 class TransformersSteps:
-    """DecodeSteps of a batch through a model of transformers whose layers all have full attention."""
+    """Steps of a batch through a model of transformers whose layers all have full attention."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.model, self.cache = model, DynamicCache()

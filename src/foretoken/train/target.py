@@ -18,7 +18,7 @@ from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import quiet_transformers
 from foretoken.models.loading import resolve_device
-from foretoken.train.config import TARGET_CONFIG, TrainConfig, changed_options
+from foretoken.train.config import TARGET_CONFIG, RunOptions, TrainConfig, changed_options
 from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
 from foretoken.train.runs import TrainingRun
 from foretoken.train.shapes import TARGET_SHAPE, LlamaShape
@@ -97,38 +97,32 @@ LLAMA = LlamaRecipe()
 
 
 def train_target(
-    out: Path,
+    options: RunOptions,
     corpus: Corpus,
     shape: Any = TARGET_SHAPE,
     config: TrainConfig = TARGET_CONFIG,
-    resume: bool = False,
     recipe: Recipe = LLAMA,
-    device: str = "cpu",
-    force: bool = False,
 ) -> dict[str, float]:
-    """Trains a tokenizer and a model, and writes them to ``out``. Ctrl-C leaves a checkpoint beside ``out``.
+    """Trains a tokenizer and a model, and writes them. Ctrl-C leaves a checkpoint beside the model.
 
     Args:
-        out: Folder of the model.
+        options: Output and device of the run.
         corpus: Text.
         shape: Size of the model.
         config: Training configuration.
-        resume: Continues an interrupted run.
         recipe: Family of the model.
-        device: "auto", "cpu" or "cuda".
-        force: Replaces an earlier model at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
 
     Raises:
-        InvalidRequest: The settings are not valid, or ``out`` must not be written.
+        InvalidRequest: The settings are not valid, or the output must not be written.
         TrainingError: Files cannot be written, or the loss diverges.
     """
     if config.window > shape.max_position_embeddings:
         raise InvalidRequest(f"windows of {config.window} exceed the model's {shape.max_position_embeddings} positions")
-    run = TrainingRun(out, MODEL, corpus.paths, resume, force)
-    where = resolve_device(device)
+    run = TrainingRun(options, MODEL, corpus.paths)
+    where = resolve_device(options.device)
     tokenizer = train_tokenizer(corpus)
     stream = encode(corpus.train, tokenizer)
     held_out = [b.to(where) for b in held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)]

@@ -22,12 +22,10 @@ from foretoken.train.data import OWN_TEXT, Corpus, encode
 from foretoken.train.dataset import fixed_windows
 from foretoken.train.sampling import BatchDecoder, Turns, mixed_temperatures, open_decoder, sample_windows
 
-MAX_PROMPT = 150
+MIN_PROMPT, MAX_PROMPT = 30, 150  # tokens
 
 
-def cut_prompts(
-    stream: Tensor, rng: np.random.Generator, count: int, shortest: int = 30, longest: int = MAX_PROMPT
-) -> list[list[int]]:
+def cut_prompts(stream: Tensor, rng: np.random.Generator, count: int, shortest: int, longest: int) -> list[list[int]]:
     """Returns prompts of one random length from random positions of ``stream`` [N]."""
     length = min(int(rng.integers(shortest, longest, endpoint=True)), len(stream))
     return [stream[at : at + length].tolist() for at in rng.integers(0, len(stream) - length, count, endpoint=True)]
@@ -41,8 +39,10 @@ def sample_continuations(
     seed: int,
     limit_seconds: float | None = None,
 ) -> Tensor:
-    """Samples windows that continue prompts from a corpus, see ``sampling.sample_windows``."""
-    return sample_windows(decoder, Turns(()), partial(cut_prompts, stream), temperatures, length, seed, limit_seconds)
+    """Samples windows that continue prompts from a corpus, which fill at most half of a window."""
+    longest = min(MAX_PROMPT, max(1, length // 2))
+    starts = partial(cut_prompts, stream, shortest=min(MIN_PROMPT, longest), longest=longest)
+    return sample_windows(decoder, Turns(()), starts, temperatures, length, seed, limit_seconds)
 
 
 def prepare_windows(

@@ -33,7 +33,7 @@ from foretoken.core.schema import read_object
 from foretoken.models.formats.checkpoint import quiet_transformers
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.cards import corpus_line, read_provenance, table, trained_by, write_card
-from foretoken.train.config import SEQ2SEQ_CONFIG, SEQ2SEQ_DRAFT_CONFIG, TrainConfig, changed_options
+from foretoken.train.config import SEQ2SEQ_CONFIG, SEQ2SEQ_DRAFT_CONFIG, RunOptions, TrainConfig, changed_options
 from foretoken.train.data import Corpus, standard_library
 from foretoken.train.losses import acceptance_weight, agreement, distillation_loss
 from foretoken.train.optimization import compiled
@@ -410,23 +410,19 @@ def measure(model: T5ForConditionalGeneration, held_out: list[Batch]) -> dict[st
 
 
 def train_seq2seq(
-    out: Path,
+    options: RunOptions,
     corpus: Corpus,
     shape: T5Shape = SEQ2SEQ_SHAPE,
     config: TrainConfig = SEQ2SEQ_CONFIG,
-    resume: bool = False,
-    force: bool = False,
 ) -> dict[str, float]:
-    """Trains a T5 on repair tasks with the bundled tokenizer. Ctrl-C leaves a checkpoint beside ``out``.
+    """Trains a T5 on repair tasks with the bundled tokenizer. Ctrl-C leaves a checkpoint beside the model.
 
     Args:
-        out: Folder of the model.
+        options: Output and device of the run.
         corpus: Text.
         shape: Size of the model.
         config: Training configuration. A step has about ``batch * window`` target tokens, in rows of at most
             ``window``.
-        resume: Continues an interrupted run.
-        force: Replaces an earlier model at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
@@ -435,7 +431,7 @@ def train_seq2seq(
         InvalidRequest: The settings are not valid.
         TrainingError: Files cannot be written, or the loss diverges.
     """
-    run = TrainingRun(out, MODEL, corpus.paths, resume, force)
+    run = TrainingRun(options, MODEL, corpus.paths)
     tokenizer = bundled_tokenizer()
     tokens = config.batch * config.window
     data = snippets(corpus.train, tokenizer, config.window, config.seed)
@@ -481,26 +477,22 @@ def save(model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, 
 
 
 def train_seq2seq_draft(
-    out: Path,
+    options: RunOptions,
     target: Path,
     corpus: Corpus,
     shape: T5Shape = SEQ2SEQ_DRAFT_SHAPE,
     config: TrainConfig = SEQ2SEQ_DRAFT_CONFIG,
-    resume: bool = False,
     acceptance_share: float = ACCEPTANCE_SHARE,
-    force: bool = False,
 ) -> dict[str, float]:
     """Distils a T5 with tied embeddings from a T5 target on repair tasks.
 
     Args:
-        out: Folder of the draft.
+        options: Output and device of the run.
         target: Folder of the target.
         corpus: Text. It must be split as it was for the target, or the held-out figures are meaningless.
         shape: Size of the draft.
         config: Training configuration, see ``train_seq2seq``.
-        resume: Continues an interrupted run.
         acceptance_share: Last share of the run, which changes from KL to the acceptance loss.
-        force: Replaces an earlier model at ``out``, and starts an interrupted run again.
 
     Returns:
         The last evaluation.
@@ -510,7 +502,7 @@ def train_seq2seq_draft(
         InvalidRequest: The settings are not valid.
         TrainingError: Files cannot be written, or the loss diverges.
     """
-    run = TrainingRun(out, MODEL, (target, *corpus.paths), resume, force)
+    run = TrainingRun(options, MODEL, (target, *corpus.paths))
     frozen, tokenizer = load_seq2seq(checkpoint_folder(target)).float(), bundled_tokenizer()
     frozen.set_attn_implementation("eager")  # as `new_model`
     if frozen.config.vocab_size != len(tokenizer):
