@@ -32,7 +32,7 @@ class Sizes:
 
 def called(usual: Any, *args: str) -> Any:
     """Returns the settings of a command with these options, or its help."""
-    app, passed = typer.Typer(), []
+    app, passed = typer.Typer(rich_markup_mode=None), list[Any]()
 
     @app.command()
     @with_settings(settings=usual)
@@ -42,12 +42,12 @@ def called(usual: Any, *args: str) -> Any:
     result = CliRunner().invoke(app, list(args), env={"COLUMNS": "160", "TERM": "dumb"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return passed[0] if passed else result.output
+    return passed[0] if passed else " ".join(result.output.split())
 
 
 def test_options_have_names_defaults_and_help_of_the_fields() -> None:
     text = called(Sizes(16), "--help")
-    assert "--hidden" in text and "Width of the residual stream, in dimensions.  [default: 16]" in text
+    assert "--hidden" in text and "Width of the residual stream, in dimensions. [default: 16]" in text
     assert "--quick" in text and "secret" not in text
     assert called(Sizes(16)) == Sizes(16)
     assert called(Sizes(16), "--hidden", "4", "--quick") == Sizes(4, quick=True)

@@ -247,20 +247,20 @@ def _batch(frozen: FrozenTarget, ids: Sequence[int], states: torch.Tensor, layer
 def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(
     target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     loss = losses.head_loss
 
     def counted(*a: Any) -> torch.Tensor:
-        if len(losses) == 40:
-            losses.append(losses[-1])
+        if len(values) == 40:
+            values.append(values[-1])
             raise KeyboardInterrupt
-        losses.append(loss(*a))
-        return losses[-1]
+        values.append(loss(*a))
+        return values[-1]
 
     monkeypatch.setattr(heads, "head_loss", counted)
     config, data = replace(CONFIG, steps=30), replace(DATA, acceptance_share=0.0)
     train("eagle3", tmp_path / "a", target, corpus, config, data=data, lessons=tmp_path / "lessons")
-    assert torch.stack(losses[-4:]).mean() < 0.9 * torch.stack(losses[:4]).mean()
+    assert torch.stack(values[-4:]).mean() < 0.9 * torch.stack(values[:4]).mean()
 
     with pytest.raises(KeyboardInterrupt):
         train("eagle3", tmp_path / "b", target, corpus, config, data=data, lessons=tmp_path / "lessons")

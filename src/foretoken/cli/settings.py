@@ -53,6 +53,7 @@ def with_settings(without: Collection[str] = (), **usual: Any) -> Callable[[Call
 
 def _options(settings: Any, without: Collection[str]) -> Iterator[tuple[str, Parameter]]:
     """Yields each field's name and the parameter of its option. An option that is not passed is None."""
+    annotated: Any = Annotated  # with types that are known at runtime only
     hints, helps = get_type_hints(type(settings)), _helps(type(settings))
     for field in fields(settings):
         option = option_of(field.name, field.metadata)
@@ -61,12 +62,12 @@ def _options(settings: Any, without: Collection[str]) -> Iterator[tuple[str, Par
         kinds = [kind for kind in (get_args(hints[field.name]) or (hints[field.name],)) if kind is not NoneType]
         kind = kinds[0] if kinds[0] in (int, float, bool, Path) else str
         if field.default is MISSING:
-            argument = Annotated[kind, typer.Argument(metavar=field.name.upper(), help=helps[field.name])]
+            argument = annotated[kind, typer.Argument(metavar=field.name.upper(), help=helps[field.name])]
             yield field.name, Parameter(field.name, Parameter.KEYWORD_ONLY, annotation=argument)
             continue
         negated = f"{option}/--no-{option[2:]}" if kind is bool and getattr(settings, field.name) is None else option
         text = helps[field.name] + _shown_default(settings, field)
-        annotation = Annotated[kind | None, typer.Option(negated, help=text)]
+        annotation = annotated[kind | None, typer.Option(negated, help=text)]
         name = option[2:].replace("-", "_")
         yield field.name, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

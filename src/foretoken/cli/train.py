@@ -237,13 +237,14 @@ def _corpus(paths: list[Path] | None, model: str | None = None) -> Corpus:
 
 def repair_script() -> Any:
     """Returns the script that trained the bundled encoder-decoder pair, as a module."""
+    import sys
     from importlib.util import module_from_spec, spec_from_file_location
 
     from foretoken import zoo
 
     spec = spec_from_file_location("foretoken_repair_training", zoo.path("seq2seq-target") / "train_repair.py")
     assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
+    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

@@ -198,16 +198,16 @@ def _evaluation(
     head: Head, datasets: dict[str, HiddenStateDataset], together: CoTrained | None, text: Tensor
 ) -> Callable[[], dict[str, float]]:
     """Returns the evaluation on text that the target sampled, without the prompts."""
-    sampled = [datasets["greedy"], datasets["drawn"]]
-    skip = min(MAX_PROMPT, sampled[0].windows.shape[1] // 2)
+    greedy, drawn = datasets["greedy"], datasets["drawn"]
+    skip = min(MAX_PROMPT, greedy.windows.shape[1] // 2)
     if together is None:
-        return lambda: evaluated(head, *sampled, skip)
-    before = text_loss(sampled[0].target, text)
-    live = [dataset.with_target(together.live(dataset.target)) for dataset in sampled]
+        return lambda: evaluated(head, greedy, drawn, skip)
+    before = text_loss(greedy.target, text)
+    greedy, drawn = (dataset.with_target(together.live(dataset.target)) for dataset in (greedy, drawn))
 
     def evaluate() -> dict[str, float]:
-        now = text_loss(live[1].target, text)
-        return evaluated(head, *live, skip) | {"target_loss_before": before, "target_loss": now}
+        now = text_loss(drawn.target, text)
+        return evaluated(head, greedy, drawn, skip) | {"target_loss_before": before, "target_loss": now}
 
     return evaluate
 

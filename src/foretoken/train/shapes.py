@@ -13,6 +13,12 @@ HYBRID_TYPE = "qwen3_5_moe_text"
 """``model_type`` of hybrid mixtures of experts."""
 
 
+def check_groups(heads: int, kv_heads: int) -> None:
+    """Raises InvalidRequest if query heads do not divide among key heads."""
+    if heads % kv_heads:
+        raise InvalidRequest(f"{heads} heads do not divide among {kv_heads} key heads")
+
+
 class ModelShape:
     """Sizes of a model that is trained from scratch, under the names of its config.json."""
 
@@ -162,9 +168,3 @@ class HybridShape(ModelShape):
             "pad_token_id": end,
             "dtype": "bfloat16",
         }
-
-
-def check_groups(heads: int, kv_heads: int) -> None:
-    """Raises InvalidRequest if query heads do not divide among key heads."""
-    if heads % kv_heads:
-        raise InvalidRequest(f"{heads} heads do not divide among {kv_heads} key heads")

@@ -172,7 +172,8 @@ class HybridLayer(nn.Module):
 def _narrowed(x: Tensor) -> Tensor:
     """Returns x in autocast's dtype, so that it is converted once for all matrices that multiply it."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    narrowed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if narrowed else x
 
 
 class MtpBlock(nn.Module):

@@ -139,8 +139,8 @@ def _check(config: dict[str, Any], shape: HybridShape) -> None:
         ("num_attention_heads", "num_key_value_heads"),
         ("linear_num_value_heads", "linear_num_key_heads"),
     ):
-        sizes = (getattr(model, name) for model in (shape, narrow) for name in (heads, keys))
-        check_wide_groups(*sizes, deeper)
+        wide_heads, narrow_heads = ((getattr(model, heads), getattr(model, keys)) for model in (shape, narrow))
+        check_wide_groups(wide_heads, narrow_heads, deeper)
 
 
 @dataclass(frozen=True)

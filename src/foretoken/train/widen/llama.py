@@ -111,7 +111,7 @@ def check(config: dict[str, Any], shape: WideShape) -> None:
     check_growth(shape, config)
     heads, narrow = shape.num_attention_heads, (config["num_attention_heads"], config["num_key_value_heads"])
     deeper = shape.num_hidden_layers > config["num_hidden_layers"]
-    check_wide_groups(heads, shape.num_key_value_heads, *narrow, deeper)
+    check_wide_groups((heads, shape.num_key_value_heads), narrow, deeper)
     if shape.hidden_size % heads:
         raise InvalidRequest(
             f"hidden_size {shape.hidden_size} is not a multiple of {heads} heads; transformers needs it"

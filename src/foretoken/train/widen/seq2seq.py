@@ -183,7 +183,9 @@ class T5Widener(UnitWidener):
         heads, _ = head_groups(config["num_heads"], shape.num_heads, source is not None)
         neurons = copies(config["d_ff"] if source is not None else 0, shape.d_ff)
         hidden = ("wi_0", "wi_1") if config["feed_forward_proj"].startswith("gated") else ("wi",)
-        blocks = [("SelfAttention", ("q", "k", "v"), "o", heads, shape.d_kv)]
+        blocks: list[tuple[str, tuple[str, ...], str, Copies, int]] = [
+            ("SelfAttention", ("q", "k", "v"), "o", heads, shape.d_kv)
+        ]
         if decoder:
             blocks.append(("EncDecAttention", ("q", "k", "v"), "o", heads, shape.d_kv))
         blocks.append(("DenseReluDense", hidden, "wo", neurons, 1))

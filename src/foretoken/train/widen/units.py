@@ -217,16 +217,15 @@ def check_growth(shape: Any, narrow: Mapping[str, int]) -> None:
             raise InvalidRequest(f"{name} {value} is less than the source's {narrow[name]}; a model can only grow")
 
 
-def check_wide_groups(heads: int, groups: int, narrow_heads: int, narrow_groups: int, deeper: bool) -> None:
+def check_wide_groups(wide: tuple[int, int], narrow: tuple[int, int], deeper: bool) -> None:
     """Raises InvalidRequest if added query heads cannot cancel within their groups.
 
     Args:
-        heads: Query heads of the wide model.
-        groups: Its key heads.
-        narrow_heads: Query heads of the source.
-        narrow_groups: Its key heads.
+        wide: Query heads and key heads of the wide model.
+        narrow: Those of the source.
         deeper: Whether the wide model has layers of fillers.
     """
+    (heads, groups), (narrow_heads, narrow_groups) = wide, narrow
     if heads % groups:
         raise InvalidRequest(f"{heads} heads do not divide among {groups} key heads; choose a multiple")
     per = narrow_heads // narrow_groups
