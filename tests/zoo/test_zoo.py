@@ -9,6 +9,7 @@ import pytest
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.widen import checkpoint as up
+from foretoken.train.widen import llama
 from foretoken.train.widen.checkpoint import scaled
 
 
@@ -50,7 +51,7 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_scaled_model_is_built_once(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(up.PRESETS, "0.7b", (128, 160, 4))
+    monkeypatch.setitem(llama.PRESETS, "0.7b", (128, 160, 4))
     first = scaled("0.7b")
     monkeypatch.setattr(up, "widen_checkpoint", lambda *a: pytest.fail("built twice"))
     assert scaled("0.7b") == first
