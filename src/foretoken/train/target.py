@@ -5,8 +5,8 @@ Other families are trained likewise, see ``Recipe``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,52 +48,37 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-class Recipe(ABC):
-    """The model class, loss and file format of a family that is trained from scratch.
+@dataclass(frozen=True)
+class Recipe:
+    """The model, loss and file format of a family that is trained from scratch.
 
-    Attributes:
+    Args:
         command: Its name after ``foretoken train``.
-        role: Of the model among the bundled ones.
-        usual: Size of the bundled model.
+        role: Role among the bundled models.
+        usual: Sizes of the bundled model.
+        new: Returns a freshly initialized model of a shape.
+        loss: Returns the loss of ids [B, T], of a model in evaluation the mean cross-entropy of the next tokens.
+        save: Writes bf16 weights, config and tokenizer.
         recordable: Whether a step waits for no device, so that it can be recorded as a CUDA graph.
     """
 
     command: str
     role: str
     usual: Any
-    recordable = False
-
-    @abstractmethod
-    def new(self, shape: Any, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> nn.Module:
-        """Returns a freshly initialized model."""
-
-    @abstractmethod
-    def loss(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of ids [B, T], of a model in evaluation the mean cross-entropy of the next tokens."""
-
-    @abstractmethod
-    def save(self, model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-        """Writes bf16 weights, config and tokenizer."""
+    new: Callable[[Any, PreTrainedTokenizerFast, TrainConfig], nn.Module]
+    loss: Callable[[Any, torch.Tensor], torch.Tensor]
+    save: Callable[[Any, PreTrainedTokenizerFast, Path], None]
+    recordable: bool = False
 
 
-class LlamaRecipe(Recipe):
-    """A small Llama of transformers."""
-
-    command = "target"
-    role = "target"
-    usual = TARGET_SHAPE
-
-    def new(self, shape: LlamaShape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> nn.Module:
-        return new_model(shape, tokenizer, config.seed)
-
-    def loss(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        return next_token_loss(model(ids, use_cache=False).logits, ids)
-
-    def save(self, model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-        save(model, tokenizer, folder)
-
-
-LLAMA = LlamaRecipe()
+LLAMA = Recipe(
+    "target",
+    "target",
+    TARGET_SHAPE,
+    lambda shape, tokenizer, config: new_model(shape, tokenizer, config.seed),
+    lambda model, ids: next_token_loss(model(ids, use_cache=False).logits, ids),
+    lambda model, tokenizer, folder: save(model, tokenizer, folder),
+)
 
 
 def train_target(

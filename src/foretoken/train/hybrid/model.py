@@ -88,26 +88,16 @@ def _cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
 
-class HybridRecipe(Recipe):
-    """A small model of the layout of Qwen3.5's mixtures of experts, with an MTP layer."""
-
-    command = "hybrid"
-    role = "hybrid-target"
-    usual = HybridShape()
-    recordable = True
-
-    def new(self, shape: HybridShape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> HybridModel:
-        torch.manual_seed(config.seed)
-        return HybridModel(shape.config(len(tokenizer), tokenizer.eos_token_id), config.dropout)
-
-    def loss(self, model: HybridModel, ids: Tensor) -> Tensor:
-        return model.loss(ids)
-
-    def save(self, model: HybridModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-        state = {name: t.detach().cpu().bfloat16().contiguous() for name, t in model.state_dict().items()}
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        write_json(folder / "config.json", model.config)
-        tokenizer.save_pretrained(folder)
+def _new(shape: HybridShape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> HybridModel:
+    torch.manual_seed(config.seed)
+    return HybridModel(shape.config(len(tokenizer), tokenizer.eos_token_id), config.dropout)
 
 
-HYBRID = HybridRecipe()
+def _save(model: HybridModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    state = {name: t.detach().cpu().bfloat16().contiguous() for name, t in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", model.config)
+    tokenizer.save_pretrained(folder)
+
+
+HYBRID = Recipe("hybrid", "hybrid-target", HybridShape(), _new, HybridModel.loss, _save, recordable=True)
