@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError, WriteError
-from foretoken.train import shards
+from foretoken.models.formats import shards
 from foretoken.train.shapes import LlamaShape
 from foretoken.train.target import new_model
 from foretoken.train.widen import checkpoint as up

@@ -15,30 +15,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken.core.files import write_json
 from foretoken.models.families.expert_families import EXPERT_FAMILIES
 from foretoken.models.formats.grouped import strips
 from foretoken.models.formats.quantize import Quantizer, quantize
-from foretoken.models.formats.weight_files import INDEX, SINGLE
+from foretoken.models.formats.shards import ShardWriter, copy_companions
 from foretoken.quantize.rounding import Grid, Rounding, symmetric_scales
 from foretoken.quantize.schemes import Scheme
 
-SHARD = 2**30  # bytes that are held before they are written
-COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-    "LICENSE*",
-)
+SHARD = 2**30  # largest size of a file in bytes
 _EMBEDDINGS = ("embed", "shared", "wte", "wpe", "relative_attention_bias", "norm")
 _VOCABULARY = re.compile(r"(.+\.)?lm_heads?(\.[0-9]+)?\.weight|(medusa_heads?\.)?[0-9]+\.[0-9]+\.weight")
 _ROUTERS = tuple(
@@ -60,10 +47,8 @@ class FolderWriter:
     def __init__(self, folder: Path, config: Mapping[str, Any], scheme: Scheme, lm_head: bool = False) -> None:
         self._folder, self._scheme, self._lm_head = folder, scheme, lm_head
         self._config = dict(config)
-        self._held: dict[str, Tensor] = {}
-        self._shards: list[list[str]] = []
+        self._shards = ShardWriter(folder, SHARD)
         self._left: list[str] = []
-        self._bytes = self._total = 0
 
     def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
         """Writes a tensor. Returns its values as they are read back."""
@@ -85,14 +70,8 @@ class FolderWriter:
         """Does nothing: files are open only while they are written."""
 
     def finish(self) -> None:
-        """Writes what is held, the index and config.json."""
-        self._flush()
-        names = [_shard_name(number, len(self._shards)) for number in range(len(self._shards))]
-        for number, name in enumerate(names):
-            (self._folder / _shard_name(number, 0)).rename(self._folder / name)
-        if len(names) > 1:
-            where = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
-            write_json(self._folder / INDEX, {"metadata": {"total_size": self._total}, "weight_map": where})
+        """Writes the last shard, the index and config.json."""
+        self._shards.close()
         self._config.pop("quantization_config", None)
         if self._scheme.quantizer is not None:
             self._config["quantization_config"] = self._settings(self._scheme.quantizer)
@@ -150,18 +129,9 @@ class FolderWriter:
         return Grid(rounded, low, -low - 1, group)
 
     def _keep(self, tensors: dict[str, Tensor], values: Tensor) -> Tensor:
-        self._held |= tensors
-        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
-        if self._bytes >= SHARD:
-            self._flush()
+        for name, tensor in tensors.items():
+            self._shards.add(name, tensor)
         return values
-
-    def _flush(self) -> None:
-        if self._held:
-            save_file(self._held, self._folder / _shard_name(len(self._shards), 0), metadata={"format": "pt"})
-            self._shards.append(list(self._held))
-            self._total += self._bytes
-            self._held, self._bytes = {}, 0
 
     def _settings(self, quantizer: Quantizer) -> dict[str, Any]:
         """Returns the ``quantization_config`` of compressed-tensors."""
@@ -192,8 +162,7 @@ class FolderWriter:
 
 def copy_files(source: Path, folder: Path) -> None:
     """Copies tokenizer, chat template and generation settings of a checkpoint, and the drafting heads in it."""
-    for file in {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}:
-        shutil.copyfile(file, folder / file.name)
+    copy_companions(source, folder)
     if (source / "heads").is_dir():
         shutil.copytree(source / "heads", folder / "heads")
 
@@ -204,9 +173,3 @@ def _words(codes: Tensor, bits: int) -> Tensor:
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     return codes.contiguous().view(torch.int32)
-
-
-def _shard_name(number: int, count: int) -> str:
-    if count == 1:
-        return SINGLE
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"

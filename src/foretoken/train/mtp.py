@@ -18,6 +18,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
 from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.shards import ShardReader, ShardWriter, copy_companions
 from foretoken.models.heads.mtp import HIDDEN_KEY
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.config import MtpTrainConfig
@@ -26,7 +27,6 @@ from foretoken.train.head import Head, decoder_config, start_near_target
 from foretoken.train.hybrid.layers import HybridLayer, MtpBlock
 from foretoken.train.layers import rotated_fraction
 from foretoken.train.shapes import HYBRID_TYPE
-from foretoken.train.shards import ShardReader, ShardWriter, copy_companions
 
 
 class MtpHead(Head):
@@ -132,7 +132,7 @@ def merge_mtp(layer: Path, target: Path, out: Path, force: bool = False) -> Path
             writer.add(name, weights.get(name))
         for name in sorted(names):
             writer.add(name, trained.get(name))
-        writer.close()
+        writer.close(total_parameters=writer.parameters)
         copy_companions(target, folder)
         write_json(folder / "config.json", config | {HIDDEN_KEY: load_config(layer)[HIDDEN_KEY]})
         facts, layer_facts = (

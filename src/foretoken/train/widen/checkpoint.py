@@ -18,9 +18,9 @@ from foretoken.core.errors import InvalidRequest, TrainingError
 from foretoken.core.files import write_json
 from foretoken.core.progress import Reporter
 from foretoken.models.formats.checkpoint import load_config
+from foretoken.models.formats.shards import ShardReader, ShardWriter, copy_companions, weights_sha256
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.shapes import HYBRID_TYPE, HybridShape, T5Shape
-from foretoken.train.shards import ShardReader, ShardWriter, copy_companions, weights_sha256
 from foretoken.train.widen import hybrid, llama, seq2seq
 from foretoken.train.widen.heads import scale_bundled, widen_head
 from foretoken.train.widen.llama import WideShape
@@ -119,7 +119,7 @@ def widen_checkpoint(
         for name, tensor in plan.tensors:
             writer.add(name, tensor.to(plan.dtype))
             report.update(writer.bytes / needed, f"{writer.bytes / 1e9:.2f} GB")
-        writer.close()
+        writer.close(total_parameters=writer.parameters)
         copy_companions(source, folder)
         write_json(folder / "config.json", plan.config)
         facts = {

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.formats.shards import ShardReader
 from foretoken.train.hybrid.model import HybridModel
 from foretoken.train.shapes import HybridShape
-from foretoken.train.shards import CheckpointPlan, ShardReader
 from foretoken.train.widen.marked_stream import MarkedStream
 from foretoken.train.widen.units import (
+    CheckpointPlan,
     Copies,
     Tensors,
     UnitWidener,

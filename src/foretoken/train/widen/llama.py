@@ -12,8 +12,9 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import parse
 from foretoken.models.families.schema import CausalConfig
 from foretoken.models.families.table import FAMILIES
-from foretoken.train.shards import CheckpointPlan, ShardReader
+from foretoken.models.formats.shards import ShardReader
 from foretoken.train.widen.units import (
+    CheckpointPlan,
     RotatedStream,
     Tensors,
     UnitWidener,

@@ -18,9 +18,10 @@ import torch
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import parse
 from foretoken.models.families.schema import T5Config
+from foretoken.models.formats.shards import ShardReader
 from foretoken.train.shapes import T5Shape
-from foretoken.train.shards import CheckpointPlan, ShardReader
 from foretoken.train.widen.units import (
+    CheckpointPlan,
     Copies,
     RotatedStream,
     Tensors,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.train.shards import ShardReader
+from foretoken.models.formats.shards import ShardReader
 
 Tensors = Iterator[tuple[str, Tensor]]
 
@@ -112,6 +112,25 @@ def query_heads(heads: int, groups: int, wide_heads: int, wide_groups: int) -> C
 def key_heads(heads: int, wide_heads: int) -> Copies:
     """Returns key heads in the wide order: the real ones first, then fillers."""
     return Copies(tuple(j if j < heads else heads - 1 - j for j in range(wide_heads)))
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """A checkpoint to be written.
+
+    Args:
+        parameters: Number of parameters.
+        dtype: Their type.
+        config: Content of config.json.
+        layers: Positions of the source's layers among its own.
+        tensors: Names and tensors, one after another.
+    """
+
+    parameters: int
+    dtype: torch.dtype
+    config: dict[str, Any]
+    layers: list[int] | dict[str, list[int]]
+    tensors: Tensors
 
 
 class WideStream(Protocol):

@@ -6,23 +6,30 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from foretoken.core.artifacts import PROVENANCE
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.files import write_json
 from foretoken.models.formats.checkpoint import open_weights
+from foretoken.models.formats.weight_files import INDEX, SINGLE
 
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2_000_000_000
-_NOT_COPIED = ("config.json", "README.md", "zoo.json", PROVENANCE, "model.safetensors.index.json")
-_COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "LICENSE*",
+)
 
 
 def weights_sha256(folder: Path) -> str:
@@ -38,29 +45,9 @@ def weights_sha256(folder: Path) -> str:
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copies a checkpoint's other files, such as the tokenizer's, without what describes its weights."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED_SUFFIXES and file.name not in _NOT_COPIED:
-            shutil.copyfile(file, folder / file.name)
-
-
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """A checkpoint to be written.
-
-    Args:
-        parameters: Number of parameters.
-        dtype: Their type.
-        config: Content of config.json.
-        layers: Positions of the source's layers among its own.
-        tensors: Names and tensors, one after another.
-    """
-
-    parameters: int
-    dtype: torch.dtype
-    config: dict[str, Any]
-    layers: list[int] | dict[str, list[int]]
-    tensors: Iterator[tuple[str, torch.Tensor]]
+    """Copies tokenizer, chat template and generation settings of a checkpoint."""
+    for file in {file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}:
+        shutil.copyfile(file, folder / file.name)
 
 
 class ShardReader:
@@ -74,7 +61,7 @@ class ShardReader:
         """Names of all tensors."""
         return set(self._weights)
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> Tensor:
         """Returns a tensor in its own dtype. Raises ModelLoadError if there is none of that name."""
         if name not in self._weights:
             raise ModelLoadError(f"the checkpoint has no tensor {name}; it is not a whole Llama checkpoint")
@@ -91,11 +78,11 @@ class ShardWriter:
     def __init__(self, folder: Path, limit: int = SHARD_BYTES) -> None:
         self.folder, self.limit = folder, limit
         self.parameters = self.bytes = 0
-        self._pending: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         """Adds a tensor. It may be written with later ones."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self.limit:
@@ -105,25 +92,26 @@ class ShardWriter:
         self.bytes += size
         self.parameters += math.prod(tensor.shape)
 
-    def close(self) -> None:
-        """Writes the last shard, renames the files, and writes the index if there are several."""
+    def close(self, **metadata: int) -> None:
+        """Writes the last shard, renames the files, and writes the index if there are several, with ``metadata``."""
         self._flush()
         count = len(self._shards)
         if count == 1:
-            os.replace(self._partial(0), self.folder / "model.safetensors")
+            os.replace(self._partial(0), self.folder / SINGLE)
             return
         where: dict[str, Any] = {}
         for i, names in enumerate(self._shards):
             file = f"model-{i + 1:05}-of-{count:05}.safetensors"
             os.replace(self._partial(i), self.folder / file)
             where |= dict.fromkeys(names, file)
-        total = {"total_size": self.bytes, "total_parameters": self.parameters}
-        write_json(self.folder / INDEX, {"metadata": total, "weight_map": where})
+        write_json(self.folder / INDEX, {"metadata": {"total_size": self.bytes, **metadata}, "weight_map": where})
 
     def _partial(self, i: int) -> Path:
         return self.folder / f"shard-{i}.safetensors"
 
     def _flush(self) -> None:
+        if not self._pending:
+            return
         save_file(self._pending, self._partial(len(self._shards)), metadata={"format": "pt"})
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
