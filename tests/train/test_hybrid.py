@@ -21,6 +21,7 @@ from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
 from foretoken.train.config import HeadConfig, MtpTrainConfig, RunOptions
 from foretoken.train.data import Corpus
+from foretoken.train.draft import train_draft
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.heads import train_head
 from foretoken.train.hybrid.delta import gated_delta_rule, short_convolution
@@ -30,7 +31,7 @@ from foretoken.train.optimization import StackedMuon
 from foretoken.train.shapes import HybridShape
 from foretoken.train.target import train_target
 
-from .tiny import STEPS
+from .tiny import STEPS, TINY
 
 SMALL = HybridShape(
     hidden_size=32,
@@ -123,6 +124,12 @@ def test_the_trained_model_is_that_of_transformers_and_of_the_runtime(trained: P
     scored = native.score([handle], [Draft.chain(ids[0, 1:].tolist())])[0].logits
     assert torch.allclose(scored, expected[0], atol=1e-4)
     native.close(handle)
+
+
+def test_a_draft_is_distilled_from_a_hybrid(trained: Path, corpus: Corpus, tmp_path: Path) -> None:
+    figures = train_draft(RunOptions(tmp_path / "draft", "cpu"), trained, corpus, TINY, STEPS)
+    assert 0 < figures["overlap"] <= 1
+    assert json.loads((tmp_path / "draft" / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_the_checkpoint_has_an_mtp_layer_and_says_how_it_was_made(trained: Path) -> None:

@@ -65,7 +65,7 @@ def train_draft(
     frozen, tokenizer = FrozenTarget(target, where), load_tokenizer(target)
     stream = encode(corpus.train, tokenizer)
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
-    model = new_model(shape, tokenizer, config.seed).to(where)
+    model = new_model(shape, tokenizer, config.seed, frozen.vocab).to(where)
     trainer = run.trainer(model, config, lambda row: row["overlap"])
     started, top = time.monotonic(), None
     every_step = _in_every_step(where)

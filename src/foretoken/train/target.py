@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 
-def new_model(shape: LlamaShape, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Returns a freshly initialized Llama with tied embeddings."""
+def new_model(
+    shape: LlamaShape, tokenizer: PreTrainedTokenizerFast, seed: int, vocab: int | None = None
+) -> LlamaForCausalLM:
+    """Returns a freshly initialized Llama with tied embeddings, and ``vocab`` tokens if a target has more."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocab or len(tokenizer),
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
