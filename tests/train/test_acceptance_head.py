@@ -31,7 +31,7 @@ def models(tiny_pair: Any) -> tuple[FrozenTarget, FrozenTarget]:
     return FrozenTarget(tiny_pair.target, torch.device("cpu")), FrozenTarget(tiny_pair.draft, torch.device("cpu"))
 
 
-def test_a_place_is_worth_what_would_be_accepted_there(models: tuple[FrozenTarget, FrozenTarget]) -> None:
+def test_labels_are_probabilities_of_acceptance(models: tuple[FrozenTarget, FrozenTarget]) -> None:
     target, draft = models
     windows = torch.arange(40).view(2, 20)
     places = replay(target, draft, windows, [0.0, 0.7], skip=4)
@@ -59,7 +59,7 @@ def test_area_under_the_curve() -> None:
     assert auc(scores, chance) == pytest.approx(float((pairs * weights).sum() / weights.sum()), abs=1e-5)
 
 
-def test_what_is_stored_says_what_was_trained() -> None:
+def test_a_stored_head_computes_the_trained_probabilities() -> None:
     torch.manual_seed(0)
     head, x = Classifier(7, 5), 3 + 10 * torch.rand(20, 7)
     head.standardise(x)

@@ -72,7 +72,7 @@ def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.
         invoke("train", "card", target, "--head", target, "--data", texts)
 
 
-def test_what_cannot_be_done_is_refused_before_any_work(texts: Path, tmp_path: Path) -> None:
+def test_invalid_outputs_and_lengths_raise_before_any_work(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
     for force in ((), ("--force",)):

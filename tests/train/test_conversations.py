@@ -137,7 +137,7 @@ def test_duplicates_are_dropped_and_half_of_the_answers_greedy() -> None:
     assert abs(float((heats == 1).float().mean()) - 0.25) < 0.03
 
 
-def test_both_ways_to_step_give_the_logits_of_a_whole_pass(target: Path) -> None:
+def test_both_decoders_give_the_logits_of_one_forward_pass(target: Path) -> None:
     frozen = FrozenTarget(target, CPU)
     ids = torch.randint(0, 4000, (3, 12), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():

@@ -188,7 +188,7 @@ def test_a_trained_gated_dspark_head_drafts_as_it_was_trained(target: Path, corp
             torch.testing.assert_close(logits[depth][0], expected[depth][0, row // 4], rtol=1e-3, atol=1e-3)
 
 
-def test_deeper_positions_are_trained_at_fewer_places_as_they_are_judged(target: Path) -> None:
+def test_deeper_positions_train_fewer_rows_with_the_logits_of_evaluation(target: Path) -> None:
     frozen = FrozenTarget(target, torch.device("cpu"))
     head = PEagleHead(replace(SETTINGS["peagle"], mask_token=7), frozen, -torch.arange(frozen.vocab))
     batch = _batch(frozen, range(40), torch.randn(40, 3, 32), (1, 2, 4))
@@ -270,7 +270,7 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_one_step_first_and_then_all_of_them_which_are_always_judged(target: Path) -> None:
+def test_one_depth_is_trained_first_and_all_are_evaluated(target: Path) -> None:
     frozen = FrozenTarget(target, torch.device("cpu"))
     config = replace(SETTINGS["eagle3"], single_share=0.5)
     head = Eagle3Head(config, frozen, torch.arange(frozen.vocab))
@@ -285,7 +285,7 @@ def test_one_step_first_and_then_all_of_them_which_are_always_judged(target: Pat
 
 
 @pytest.mark.slow
-def test_a_head_goes_on_from_an_earlier_one_whose_vocabulary_may_differ(
+def test_a_head_continues_from_an_earlier_one_with_another_vocabulary(
     target: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     train("eagle3", tmp_path / "first", target, corpus)
@@ -353,7 +353,7 @@ def test_settings_of_the_data_out_of_range_are_refused(wrong: dict[str, float]) 
 
 
 @pytest.mark.slow
-def test_lessons_of_another_seed_are_not_reused(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_text_of_another_seed_is_refused(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     train("medusa", tmp_path / "m", target, corpus, lessons=tmp_path / "lessons")
     with pytest.raises(InvalidRequest, match="choose another folder"):
         train("medusa", tmp_path / "n", target, corpus, replace(CONFIG, seed=1), lessons=tmp_path / "lessons")

@@ -39,7 +39,7 @@ def layer_of(folder: Path, name: str, width: int = 32) -> Path:
     return written(folder / name, tensors, model.config | {HIDDEN_KEY: {"normed": True, "chained_normed": True}})
 
 
-def test_the_layer_takes_the_place_of_the_targets_own(target: Path, tmp_path: Path) -> None:
+def test_the_layer_replaces_the_targets_own(target: Path, tmp_path: Path) -> None:
     (target / "tokenizer.json").write_text("{}")
     layer = layer_of(tmp_path, "layer")
     merge_mtp(layer, target, tmp_path / "out")

@@ -26,7 +26,7 @@ TEXT = """class Clock:
 """
 
 
-def test_each_bug_spoils_one_place_and_leaves_what_it_cannot_spoil() -> None:
+def test_each_bug_changes_one_position_or_nothing() -> None:
     rng = np.random.default_rng(0)
     for bug in repair.BUGS:
         spoilt = {bug(TEXT, rng) for _ in range(40)}
@@ -72,12 +72,12 @@ def test_batches_resume_and_end_with_the_end_token(corpus: Corpus, tokenizer: An
             ast.parse(tokenizer.decode(right[:-1]))
 
 
-def test_a_question_that_does_not_fit_its_row_is_left_unspoilt(tokenizer: Any) -> None:
+def test_an_input_that_exceeds_its_row_keeps_the_original(tokenizer: Any) -> None:
     labels, source, mask = repair.task_batch(tokenizer, [RepairTask("x = 1\n" * 20, "x = 1")], 16)
     assert torch.equal(source[mask], labels[labels != IGNORED])
 
 
-def test_held_out_tasks_are_of_files_nobody_trains_on(corpus: Corpus, tokenizer: Any) -> None:
+def test_held_out_tasks_come_from_held_out_files(corpus: Corpus, tokenizer: Any) -> None:
     tasks = repair.held_out(8, 3, corpus, tokenizer, window=64)
     assert tasks == repair.held_out(8, 3, corpus, tokenizer, window=64) != repair.held_out(8, 4, corpus, tokenizer, 64)
     for broken, right in tasks:

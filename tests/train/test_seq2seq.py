@@ -50,7 +50,7 @@ def test_a_target_loads_as_an_ordinary_checkpoint(target: Path, corpus: Corpus) 
 
 
 @pytest.mark.slow
-def test_what_is_loaded_computes_what_was_trained(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
+def test_loaded_models_compute_the_trained_logits(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
     made: list[Any] = []
     new_model = repair.new_model
 
@@ -124,7 +124,7 @@ def test_exactness_counts_whole_answers(target: Path, corpus: Corpus) -> None:
     assert repair.exactness(model, copied, 64) == {"exact_repairs": 0.5, "tasks_written": 6.0}
 
 
-def test_what_cannot_be_used_is_named(tmp_path: Path, corpus: Corpus) -> None:
+def test_unusable_targets_and_sizes_raise(tmp_path: Path, corpus: Corpus) -> None:
     with pytest.raises(ModelLoadError, match="cannot load the target"):
         repair.train_seq2seq_draft(RunOptions(tmp_path / "out"), tmp_path / "nothing", corpus, TINY, STEPS)
     with pytest.raises(InvalidRequest, match="d_ff is 0"):

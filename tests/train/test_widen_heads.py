@@ -132,7 +132,7 @@ def test_the_same_heads_are_widened_once(folders: tuple[Path, Path], tmp_path: P
     assert (out / "model.safetensors").stat().st_mtime_ns != made
 
 
-def test_what_cannot_be_widened_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_heads_that_do_not_fit_raise(folders: tuple[Path, Path], tmp_path: Path) -> None:
     narrow, wide = folders
     blockwise = tiny.save(tmp_path / "b", *tiny.blockwise(hidden=32))
     with pytest.raises(InvalidRequest, match="foretoken widen"):

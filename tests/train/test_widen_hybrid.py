@@ -86,7 +86,7 @@ def test_a_widened_hybrid_computes_the_same(narrow: Path, wide: Path) -> None:
     assert config["rms_norm_eps"] == 1e-6
 
 
-def test_routers_choose_in_one_group_what_they_chose(narrow: Path, wide: Path) -> None:
+def test_routers_choose_the_same_experts_within_one_group(narrow: Path, wide: Path) -> None:
     before, after = outputs(narrow).router_logits, outputs(wide).router_logits
     groups = set()
     for layer, scores in enumerate(before):

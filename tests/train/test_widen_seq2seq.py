@@ -60,7 +60,7 @@ def test_a_widened_t5_computes_the_same(tokenizer: Any, tmp_path: Path, wide: T5
     assert result.parameters == model.num_parameters()
 
 
-def test_what_cannot_be_reached_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_unreachable_sizes_raise(tokenizer: Any, tmp_path: Path) -> None:
     narrow = source(tmp_path / "narrow", tokenizer, False)
     for wide, says in (
         (replace(WIDE, d_ff=16), "d_ff 16 is less"),
