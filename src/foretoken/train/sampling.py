@@ -214,7 +214,7 @@ class Sampler:
 
     def next(self, logits: Tensor) -> Tensor:
         """Returns the next token of each sequence [B]. ``logits`` [B, V] are changed."""
-        logits = logits.float()
+        logits = logits.to(self.given.device, torch.float32)  # our models return them in host memory
         temperatures = self.temperatures.gather(0, self.answering[None])[0]
         noise = torch.empty_like(logits).exponential_(generator=self.generator).clamp_(min=1e-20).log_()
         sampled = torch.addcmul(logits, noise, temperatures[:, None], value=-1, out=noise).argmax(-1)  # Gumbel maximum
