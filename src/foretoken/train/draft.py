@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from foretoken.train.runs import TrainingRun
 from foretoken.train.sampling import mixed_temperatures, open_decoder
 from foretoken.train.shapes import DRAFT_SHAPE, LlamaShape
 from foretoken.train.target import new_model, next_token_loss, save
+from foretoken.train.trainer import Trainer
 from foretoken.train.windows import sample_continuations
 
 
@@ -67,21 +68,8 @@ def train_draft(
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
     model = new_model(shape, tokenizer, config.seed, frozen.vocab).to(where)
     trainer = run.trainer(model, config, lambda row: row["overlap"])
-    started, top = time.monotonic(), None
-    every_step = _in_every_step(where)
-    limit = None if config.minutes is None else config.minutes * 60 * distill.teacher_share
-    windows = _windows(frozen, stream, config, distill, limit if every_step else None, every_step)
-    spent = time.monotonic() - started
-    if not every_step:
-        top = TopTokens(frozen, windows, run.distributions, distill.top, limit, config.compile)
-        windows, spent = top.ids, top.seconds
-    trainer.shorten(spent)
-
-    def batches() -> Iterator[tuple[Tensor, ...]]:
-        for rows in shuffled(len(windows), config.batch, config.seed, trainer.step):
-            weight = acceptance_weight(trainer.progress(), distill.acceptance_share)
-            ids = windows[torch.from_numpy(rows)]
-            yield ids.to(where), weight.to(where), *(() if top is None else top.at(rows))
+    text = _prepare(frozen, stream, config, distill, run.distributions)
+    trainer.shorten(text.seconds)
 
     def loss_fn(batch: tuple[Tensor, ...]) -> Tensor:
         ids, acceptance, *most_likely = batch
@@ -90,7 +78,8 @@ def train_draft(
             logits = model(ids, use_cache=False).logits
         return distillation_loss(logits, expected, acceptance)
 
-    trainer.run(batches(), loss_fn, lambda: measure(frozen, model, held_out))
+    batches = text.batches(trainer, distill.acceptance_share, where)
+    trainer.run(batches, loss_fn, lambda: measure(frozen, model, held_out))
     gpu = " --device cuda" if where.type == "cuda" else ""
     figures = run.write(
         f"draft {run.name} {target.name} {changed_options(distill)}{gpu} {changed_options(shape, DRAFT_SHAPE)}",
@@ -100,8 +89,8 @@ def train_draft(
         corpus_tokens=len(stream),
         target=target.name,
         parameters=model.num_parameters(),
-        taught_tokens=windows.numel(),
-        teaching_minutes=round(spent / 60, 1),
+        taught_tokens=text.windows.numel(),
+        teaching_minutes=round(text.seconds / 60, 1),
         distill=asdict(distill),
     )
     shutil.rmtree(run.distributions, ignore_errors=True)
@@ -119,6 +108,40 @@ def measure(target: FrozenTarget, model: torch.nn.Module, held_out: list[Tensor]
         loss += n * next_token_loss(q, ids).item()
         overlap, equal, tokens = overlap + n * both[0], equal + n * both[1], tokens + n
     return {"held_out_loss": loss / tokens, "overlap": overlap / tokens, "argmax_agreement": equal / tokens}
+
+
+@dataclass(frozen=True)
+class _TrainingText:
+    """Text of a run.
+
+    Args:
+        windows: Token ids, int64 [N, T].
+        top: The target's most likely tokens there, None if it computes its distributions in every step.
+        seconds: Time spent on sampling windows, or on the most likely tokens.
+    """
+
+    windows: Tensor
+    top: TopTokens | None
+    seconds: float
+
+    def batches(self, trainer: Trainer, share: float, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+        """Yields token ids, the weight of the acceptance loss, and the most likely tokens if they were computed."""
+        config = trainer.config
+        for rows in shuffled(len(self.windows), config.batch, config.seed, trainer.step):
+            ids, weight = self.windows[torch.from_numpy(rows)], acceptance_weight(trainer.progress(), share)
+            yield ids.to(device), weight.to(device), *(() if self.top is None else self.top.at(rows))
+
+
+def _prepare(
+    target: FrozenTarget, stream: Tensor, config: TrainConfig, distill: DistillConfig, folder: Path
+) -> _TrainingText:
+    every_step, started = _in_every_step(target.device), time.monotonic()
+    limit = None if config.minutes is None else config.minutes * 60 * distill.teacher_share
+    windows = _windows(target, stream, config, distill, limit if every_step else None, every_step)
+    if every_step:
+        return _TrainingText(windows, None, time.monotonic() - started)
+    top = TopTokens(target, windows, folder, distill.top, limit, config.compile)
+    return _TrainingText(top.ids, top, top.seconds)
 
 
 def _in_every_step(device: torch.device) -> bool:
