@@ -19,6 +19,7 @@ from foretoken.cli.bench import PairOptions
 from foretoken.cli.options import PositionalModelOptions
 from foretoken.cli.plan_options import CandidateOptions
 from foretoken.cli.theme import ColorMode
+from foretoken.cli.train import app as train_app
 from foretoken.core.errors import InvalidRequest
 
 COMMANDS = ("generate", "demo", "zoo", "info", "widen", "train", "bench", "convert", "build-datastore", "plan", "audit")
@@ -159,7 +160,7 @@ def test_ctrl_c_ends_quietly():
 
 
 def options_of_all_commands() -> list[tuple[str, Any]]:
-    groups = [("", cli.app), ("train ", cli.train_app), ("bench ", cli.bench_app)]
+    groups = [("", cli.app), ("train ", train_app), ("bench ", cli.bench_app)]
     commands = [(f"{prefix}{name}", command) for prefix, app in groups for name, command in commands_of(app)]
     return [(name, option) for name, command in commands for option in command.params]
 

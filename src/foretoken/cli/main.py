@@ -6,7 +6,8 @@ import io
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -30,7 +31,6 @@ from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
 from foretoken.cli.simulate import simulate
 from foretoken.cli.theme import compilation_announced
-from foretoken.cli.train import app as train_app
 from foretoken.cli.widen import widen
 from foretoken.cli.zoo import zoo
 from foretoken.core.errors import ForetokenError, InvalidRequest
@@ -72,6 +72,33 @@ class HelpfulGroup(TyperGroup):
         return rest
 
 
+class TrainGroup(HelpfulGroup):
+    """The group ``train``. Its commands are generated when they are needed, because their options take time to make."""
+
+    @property
+    def commands(self) -> MutableMapping[str, Any]:
+        """The commands by name."""
+        return _train_commands()
+
+    @commands.setter
+    def commands(self, value: MutableMapping[str, Any]) -> None:
+        """Ignores the commands of the empty group that typer makes."""
+
+
+@cache
+def _train_commands() -> MutableMapping[str, Any]:
+    from foretoken.cli.train import app as train_app
+
+    _refuse_early(train_app)
+    return typer.main.get_group(train_app).commands
+
+
+def _refuse_early(group: typer.Typer) -> None:
+    """Makes all commands of a group ``FiniteCommand``."""
+    for registered in group.registered_commands:
+        registered.cls = FiniteCommand
+
+
 def _repeated(args: list[str]) -> list[str]:
     """Returns arguments in which an option of several values is repeated before each, as vLLM's users write it."""
     written: list[str] = []
@@ -106,11 +133,13 @@ app.command("widen")(widen)
 app.command()(quantize)
 app.command()(convert)
 app.command("build-datastore")(build_datastore)
-app.add_typer(train_app, name="train", cls=HelpfulGroup)
+app.add_typer(
+    typer.Typer(), name="train", cls=TrainGroup, help="Train a target, distil a draft from it, write their cards."
+)
 app.add_typer(bench_app, name="bench", cls=HelpfulGroup)
 app.add_typer(keys_app, name="keys", cls=HelpfulGroup)
-for registered in (each for part in (app, train_app, bench_app, keys_app) for each in part.registered_commands):
-    registered.cls = FiniteCommand
+for group in (app, bench_app, keys_app):
+    _refuse_early(group)
 
 INTERRUPTED, BROKEN_PIPE, USAGE = 130, 141, 2  # 128 + the signal's number, as shells report it
 

@@ -19,7 +19,7 @@ from foretoken.train.config import AcceptanceConfig, DistillConfig, HeadConfig, 
 if TYPE_CHECKING:
     from foretoken.train.data import Corpus
 
-app = typer.Typer(help="Train a target, distil a draft from it, write their cards.")
+app = typer.Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 
 Model = Annotated[
     str | None, typer.Option(*MODEL, help="The target: a folder, GGUF file or hub name; else the bundled one.")
