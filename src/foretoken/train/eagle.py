@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from foretoken.models.heads.mask_token import MASK_KEYS
 from foretoken.train.config import Eagle3Config, FusedConfig, PEagleConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
-from foretoken.train.head import EVALUATED, Drafted, Head, decoder_config, mask_token_of, start_near_target
+from foretoken.train.head import EVALUATED, Drafted, Head, decoder_config, mask_token_of, start_near_target, unroll
 from foretoken.train.layers import GatedMlp, RmsNorm, UnrolledAttention, copy_if_fits, weights_of
 
 
@@ -170,16 +170,9 @@ class Eagle3Head(FusedHead):
         self._unrolled = 1 if progress < self.single_share else self.depths
 
     def forward(self, batch: TrainBatch) -> list[Tensor]:
-        roots = batch.ids.shape[1] - self.depths
-        hidden = self.fc(batch.tapped(self.taps)[:, :roots])
-        embedded = batch.embedded()
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        logits = []
-        for depth in range(self._unrolled if self.training else self.depths):
-            hidden = self.midlayer(embedded[:, 1 + depth : 1 + depth + roots], hidden, depth, keys, values)
-            logits.append(self.lm_head(self.norm(hidden)))
-        return logits
+        features = self.fc(batch.tapped(self.taps)[:, : -self.depths])
+        depths = self._unrolled if self.training else self.depths
+        return [self.lm_head(self.norm(hidden)) for hidden in unroll(self.midlayer, batch, features, depths)]
 
 
 class PEagleHead(FusedHead):
