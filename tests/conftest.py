@@ -206,11 +206,11 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def tiny_pair(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Two random Llamas, sharpened so that they have opinions; they seldom agree."""
-    from foretoken.train.target import Shape
+    from foretoken.train.shapes import LlamaShape
 
     pair = Pair(*(tmp_path_factory.mktemp("pair") / name for name in ("target", "draft")))
-    _save_random(pair.target, tokenizer, Shape(64, 96, 3, 4, 2, 16, 512))
-    _save_random(pair.draft, tokenizer, Shape(32, 48, 1, 2, 2, 16, 512))
+    _save_random(pair.target, tokenizer, LlamaShape(64, 96, 3, 4, 2, 16, 512))
+    _save_random(pair.draft, tokenizer, LlamaShape(32, 48, 1, 2, 2, 16, 512))
     return pair
 
 
@@ -235,11 +235,11 @@ def wide_tokenizer(tokenizer: Any) -> Any:
 @pytest.fixture(scope="session")
 def wide_pair(wide_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A random Llama of two layers with a large vocabulary, and the same with noise, which often agrees with it."""
-    from foretoken.train.target import Shape
+    from foretoken.train.shapes import LlamaShape
 
     pair = Pair(*(tmp_path_factory.mktemp("wide") / name for name in ("target", "draft")))
     for path, noise in ((pair.target, 0.0), (pair.draft, 0.4)):
-        _save_random(path, wide_tokenizer, Shape(64, 96, 2, 4, 2, 16, 512), 6.0, noise)
+        _save_random(path, wide_tokenizer, LlamaShape(64, 96, 2, 4, 2, 16, 512), 6.0, noise)
     return pair
 
 
@@ -254,17 +254,12 @@ def _save_random(folder: Path, tokenizer: Any, shape: Any, scale: float = 3.0, n
     """Writes a random Llama with ``scale`` times the usual weights; ``noise`` is relative to their deviation."""
     import torch
 
-    from foretoken.train.shapes import LlamaShape
     from foretoken.train.target import new_model, save
 
-    folder = tmp_path_factory.mktemp("pair")
-    for name, shape in (
-        ("target", LlamaShape(64, 96, 3, 4, 2, 16, 512)),
-        ("draft", LlamaShape(32, 48, 1, 2, 2, 16, 512)),
-    ):
-        model = new_model(shape, tokenizer, seed=1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(3)
-        save(model, tokenizer, folder / name)
-    return Pair(folder / "target", folder / "draft")
+    model, generator = new_model(shape, tokenizer, seed=1), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+            if noise and parameter.ndim > 1:
+                parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    save(model, tokenizer, folder)
