@@ -29,7 +29,7 @@ from foretoken.propose.pieces import Pieces
 from foretoken.propose.prediction import Prediction
 from foretoken.propose.recycling import Recycling, RecyclingConfig
 from foretoken.propose.remote import Remote
-from foretoken.propose.remote_transports import Endpoint, start_thread
+from foretoken.propose.remote_transports import DraftEndpoint, start_thread
 from foretoken.propose.remote_worker import DraftingWorker
 from foretoken.propose.suffix import Suffix
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
@@ -46,7 +46,7 @@ def mixture() -> Mixture:
 
 
 def remote() -> Remote:
-    def work(endpoint: Endpoint) -> None:
+    def work(endpoint: DraftEndpoint) -> None:
         DraftingWorker(Suffix(), endpoint).run()
 
     return Remote(start_thread(work))

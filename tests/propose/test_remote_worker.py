@@ -27,7 +27,7 @@ from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.remote import Remote
-from foretoken.propose.remote_transports import Disconnected, Endpoint, EngineEndpoint, start_thread
+from foretoken.propose.remote_transports import Disconnected, DraftEndpoint, EngineEndpoint, start_thread
 from foretoken.propose.remote_worker import DraftingWorker, likely_path
 from foretoken.propose.suffix import Suffix
 
@@ -71,7 +71,7 @@ def inner(config: DraftModelConfig, strength: float = 0.3) -> tuple[Proposer, Re
 
 
 def remote(config: DraftModelConfig, ahead: int, strength: float = 0.3) -> Remote:
-    def work(endpoint: Endpoint) -> None:
+    def work(endpoint: DraftEndpoint) -> None:
         proposer, model = inner(config, strength)
         DraftingWorker(proposer, endpoint, ahead, [model]).run()
 
@@ -167,7 +167,7 @@ class CountedEndpoint(EngineEndpoint):
 class Counted:
     """A worker's endpoint. waits_after: messages that it had received when it last waited for one."""
 
-    endpoint: Endpoint
+    endpoint: DraftEndpoint
     received = waits_after = 0
 
     def receive(self, seconds: float | None = None) -> bytes | None:
@@ -187,7 +187,7 @@ def test_correct_predictions_have_their_draft_ready(kind: str) -> None:
     sampling, grade = LAWS[kind]
     worker = Counted()
 
-    def work(endpoint: Endpoint) -> None:
+    def work(endpoint: DraftEndpoint) -> None:
         proposer, model = inner(DraftModelConfig(), 0.0)
         worker.endpoint = endpoint
         DraftingWorker(proposer, worker, 2, [model]).run()
@@ -209,7 +209,7 @@ def test_correct_predictions_have_their_draft_ready(kind: str) -> None:
 
 
 def test_a_learning_proposer_observes_every_step_in_order() -> None:
-    def work(endpoint: Endpoint) -> None:
+    def work(endpoint: DraftEndpoint) -> None:
         DraftingWorker(Suffix(), endpoint, ahead=2).run()
 
     sampling, grade = LAWS["seeded"]
@@ -247,7 +247,7 @@ class Dying(DraftModel):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_decoding_continues_when_the_worker_dies(caplog: pytest.LogCaptureFixture) -> None:
-    def work(endpoint: Endpoint) -> None:
+    def work(endpoint: DraftEndpoint) -> None:
         DraftingWorker(Dying(TARGET.perturbed(0.3)), endpoint).run()
 
     sampling, grade = LAWS["seeded"]
@@ -266,7 +266,7 @@ def test_decoding_continues_when_the_worker_dies(caplog: pytest.LogCaptureFixtur
 def test_a_worker_that_hangs_is_not_waited_for_again(caplog: pytest.LogCaptureFixture) -> None:
     ended = threading.Event()
 
-    def work(endpoint: Endpoint) -> None:
+    def work(endpoint: DraftEndpoint) -> None:
         proposer, model = inner(DraftModelConfig())
         model.before = lambda: ended.wait(60.0)
         DraftingWorker(proposer, endpoint, 0).run()
@@ -284,7 +284,7 @@ class Failing(DraftModel):
 
 
 def test_an_exception_in_the_worker_is_raised_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    def work(endpoint: Endpoint) -> None:
+    def work(endpoint: DraftEndpoint) -> None:
         DraftingWorker(Failing(TARGET.perturbed(0.3)), endpoint).run()
 
     drafting = FallbackProposer(Remote(start_thread(work)))
@@ -324,7 +324,7 @@ def test_a_grammar_is_not_sent_and_holds(grade: Exactness) -> None:
 def test_forgotten_sequences_free_the_workers_memory() -> None:
     models: list[Resumable] = []
 
-    def work(endpoint: Endpoint) -> None:
+    def work(endpoint: DraftEndpoint) -> None:
         proposer, model = inner(DraftModelConfig())
         models.append(model)
         DraftingWorker(proposer, endpoint, 2, [model]).run()

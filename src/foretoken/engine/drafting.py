@@ -22,7 +22,7 @@ from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.models.loading import load_model
 from foretoken.models.resumable import Resumable
 from foretoken.propose.base import Needs, Proposer
-from foretoken.propose.remote_transports import Disconnected, Endpoint, PipeEndpoint
+from foretoken.propose.remote_transports import Disconnected, DraftEndpoint, PipeEndpoint
 from foretoken.propose.remote_wire import WorkerError, encode
 from foretoken.propose.remote_worker import DraftingWorker
 from foretoken.speculation import Builder
@@ -43,7 +43,7 @@ class RemoteTarget(Model):
     open = score = commit = close = __getattr__ = _absent
 
 
-def _load(endpoint: Endpoint, config: Mapping[str, Any]) -> DraftingWorker:
+def _load(endpoint: DraftEndpoint, config: Mapping[str, Any]) -> DraftingWorker:
     """Loads the proposer that ``config`` describes (see ``propose.remote``)."""
     if config["threads"] is not None:
         torch.set_num_threads(config["threads"])
@@ -66,7 +66,7 @@ def _load(endpoint: Endpoint, config: Mapping[str, Any]) -> DraftingWorker:
     return DraftingWorker(proposer, endpoint, config["ahead"], models)
 
 
-def serve(endpoint: Endpoint) -> None:
+def serve(endpoint: DraftEndpoint) -> None:
     """Receives the configuration, loads the proposer, and drafts until the engine disconnects.
 
     Errors while loading are sent to the engine.

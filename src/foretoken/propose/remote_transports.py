@@ -32,7 +32,7 @@ class Disconnected(ForetokenError):
     """The other side of a connection has ended or does not answer."""
 
 
-class Endpoint:
+class DraftEndpoint:
     """One side of a connection.
 
     Args:
@@ -66,12 +66,12 @@ class Endpoint:
         return message
 
 
-class EngineEndpoint(Endpoint):
+class EngineEndpoint(DraftEndpoint):
     """The engine's side of a connection.
 
     Args:
-        send: See ``Endpoint``.
-        incoming: See ``Endpoint``.
+        send: See ``DraftEndpoint``.
+        incoming: See ``DraftEndpoint``.
         worker: The thread, process or Ray actor.
         end: Ends the worker.
 
@@ -87,7 +87,7 @@ class EngineEndpoint(Endpoint):
         self.close = weakref.finalize(self, end)
 
 
-class PipeEndpoint(Endpoint):
+class PipeEndpoint(DraftEndpoint):
     """The worker's side in a process, over the socket with file number ``descriptor``."""
 
     def __init__(self, descriptor: int) -> None:
@@ -119,14 +119,14 @@ class ActorHost:
             return None
 
 
-def start_thread(work: Callable[[Endpoint], None]) -> EngineEndpoint:
+def start_thread(work: Callable[[DraftEndpoint], None]) -> EngineEndpoint:
     """Runs ``work`` in a thread of this process, which shares the cores and the interpreter with the engine."""
     to_worker: MessageQueue = queue.SimpleQueue()
     to_engine: MessageQueue = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            work(Endpoint(to_engine.put, to_worker))
+            work(DraftEndpoint(to_engine.put, to_worker))
         finally:
             to_engine.put(None)
 

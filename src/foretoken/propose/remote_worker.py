@@ -27,7 +27,7 @@ from foretoken.models.base import Scores
 from foretoken.models.resumable import Resumable
 from foretoken.propose.base import Observation, Proposer
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.remote_transports import Disconnected, Endpoint
+from foretoken.propose.remote_transports import Disconnected, DraftEndpoint
 from foretoken.propose.remote_wire import Commit, DraftReply, EngineMessage, WorkerError, WorkerReady, decode, encode
 
 _NO_TIMINGS = Timings(0.0, 0.0, 0.0, 0.0, 1)
@@ -87,7 +87,7 @@ class DraftingWorker:
     """Serves one engine: keeps its sequences, drafts on request and ahead of verdicts."""
 
     def __init__(
-        self, proposer: Proposer, endpoint: Endpoint, ahead: int = 1, models: Sequence[Resumable] = ()
+        self, proposer: Proposer, endpoint: DraftEndpoint, ahead: int = 1, models: Sequence[Resumable] = ()
     ) -> None:
         """Initializes the worker; ``run`` serves.
 

@@ -22,7 +22,7 @@ from foretoken.report.document import (
     wrapped,
 )
 from foretoken.report.markup import Html, element, figure, join, number, percent
-from foretoken.report.records import Record, shown
+from foretoken.report.records import PageRecord, shown
 
 TONES = {"passed": "good", "failed": "bad", "inconclusive": "open"}
 HEADLINES = {"passed": "Exact, as far as it was tested", "failed": "Not exact", "inconclusive": "Inconclusive"}
@@ -31,7 +31,7 @@ MAX_ZEROS = 16.0  # largest -log10 of a p-value on a chart
 
 def page(audit: Mapping[str, Any]) -> str:
     """Returns an HTML document. audit: ``Audit.to_dict()``."""
-    root = Record.of(audit)
+    root = PageRecord.of(audit)
     outcome, checks, subject = root.get("outcome", "inconclusive"), root.records("checks"), root.record("subject")
     return document(
         "Is this speculation exact?",
@@ -50,13 +50,13 @@ def page(audit: Mapping[str, Any]) -> str:
     )
 
 
-def _subject(subject: Record) -> str:
+def _subject(subject: PageRecord) -> str:
     names = [shown(subject[key]).rpartition("/")[2] for key in ("model", "draft_model") if subject.get(key)]
     how = [shown(subject[key]) for key in ("engine", "method") if subject.get(key)]
     return ": ".join(part for part in (", ".join(how), " with ".join(names)) if part)
 
 
-def _cards(checks: Sequence[Record], audit: Record) -> Html:
+def _cards(checks: Sequence[PageRecord], audit: PageRecord) -> Html:
     counted = [(sum(check.get("outcome") == name for check in checks), name) for name in ("passed", "failed")]
     tokens = sum(check.record("numbers").count("tokens") for check in checks)
     finds = [
@@ -70,11 +70,11 @@ def _cards(checks: Sequence[Record], audit: Record) -> Html:
     return cards([*figures, (f"{audit.figure('seconds')} s", "taken")])
 
 
-def _statistics(checks: Sequence[Record]) -> list[Record]:
+def _statistics(checks: Sequence[PageRecord]) -> list[PageRecord]:
     return [each for check in checks for each in check.record("numbers").records("statistics")]
 
 
-def _overview(checks: Sequence[Record]) -> Html:
+def _overview(checks: Sequence[PageRecord]) -> Html:
     rows = [
         (
             check.get("name", ""),
@@ -87,12 +87,12 @@ def _overview(checks: Sequence[Record]) -> Html:
     return table(("check", "verdict", "evidence", "took"), rows, names=3, stack=True)
 
 
-def _badge(check: Record) -> Html:
+def _badge(check: PageRecord) -> Html:
     outcome = check.text("outcome")
     return badge(TONES.get(outcome, ""), outcome)
 
 
-def _check(check: Record) -> Html:
+def _check(check: PageRecord) -> Html:
     """Returns a section of everything a check recorded: charts and tables of known entries, a list of the others."""
     numbers = check.record("numbers")
     parts = [draw(numbers) for key, draw in _DRAWN.items() if key in numbers]
@@ -103,7 +103,7 @@ def _check(check: Record) -> Html:
     return section(join(check.get("name", ""), " ", _badge(check)), paragraph(check.get("evidence", "")), *parts, about)
 
 
-def _surprises(numbers: Record) -> Html:
+def _surprises(numbers: PageRecord) -> Html:
     """Every statistic's p-value in powers of ten beside the level, and its power."""
     statistics = numbers.records("statistics")
     if not statistics:
@@ -142,14 +142,14 @@ def _powers(p: Any) -> float:
     return MAX_ZEROS if value <= 10.0**-MAX_ZEROS else -math.log10(min(1.0, value))
 
 
-def _finds(statistic: Record) -> str:
+def _finds(statistic: PageRecord) -> str:
     size, what = statistic.number("finds"), statistic.text("what")
     if size is None:
         return "–"
     return f"{figure(size, 2)} {what}" if what.startswith("nats") else f"{percent(size)} {what}"
 
 
-def _plants(numbers: Record) -> Html:
+def _plants(numbers: PageRecord) -> Html:
     rows = []
     for each in numbers.records("plants"):
         detected_by = each.record("found")
@@ -164,7 +164,7 @@ def _plants(numbers: Record) -> Html:
     return table(("planted error", "", "by", "tokens"), rows, names=3)
 
 
-def _divergences(numbers: Record) -> Html:
+def _divergences(numbers: PageRecord) -> Html:
     divergences = numbers.records("divergences")
     rows = [
         (
@@ -182,7 +182,7 @@ def _divergences(numbers: Record) -> Html:
     return join(element("h3", "Where texts diverge"), table(heads, rows, names=0), *texts[:5]) if rows else Html()
 
 
-def _divergence(divergence: Record) -> Html:
+def _divergence(divergence: PageRecord) -> Html:
     """Both texts, with everything after their common prefix marked."""
     plain, other = divergence.text("plain"), divergence.text("speculative")
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(plain, other, strict=False))
@@ -196,7 +196,7 @@ def _divergence(divergence: Record) -> Html:
     return folded(title, texts, open_=True)
 
 
-def _fits(numbers: Record) -> Html:
+def _fits(numbers: PageRecord) -> Html:
     rows = [
         (prompt, fit.figure("g"), fit.get("dof", ""), fit.figure("p_value", 2), fit.percent("finds"))
         for prompt, fit in enumerate(numbers.records("fits"), 1)
@@ -204,7 +204,7 @@ def _fits(numbers: Record) -> Html:
     return table(("prompt", "G", "degrees of freedom", "p", "would find, moved"), rows, names=0)
 
 
-def _parameters(numbers: Record) -> Html:
+def _parameters(numbers: PageRecord) -> Html:
     """Treatment of each parameter by an endpoint, without speculation and with it."""
     rows = [
         (each.get("parameter", ""), _treatment(each.get("plain")), _treatment(each.get("speculative")), wrapped(how))
@@ -221,7 +221,7 @@ def _treatment(word: Any) -> Html:
     return element("td", badge(tones.get(named, "open"), named), class_="name")
 
 
-_DRAWN: Mapping[str, Callable[[Record], Html]] = {
+_DRAWN: Mapping[str, Callable[[PageRecord], Html]] = {
     "statistics": _surprises,
     "fits": _fits,
     "plants": _plants,

@@ -11,7 +11,7 @@ from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
 from foretoken.report.document import bullets, document, folded, grid, paragraph, section, table, verdict
 from foretoken.report.markup import Html, element, figure, join, number
 from foretoken.report.prediction import against
-from foretoken.report.records import Record, records, shown
+from foretoken.report.records import PageRecord, records, shown
 
 SHOWN = 12  # rows of a table outside of its fold
 ENGINES = {"foretoken": "Foretoken", "vllm": "vLLM, as its speculative_config", "transformers": "transformers"}
@@ -24,8 +24,8 @@ def page(plan: Mapping[str, Any]) -> str:
     Args:
         plan: ``Plan.to_dict()``. Its optional key "measured" holds rows as of ``prediction.page``.
     """
-    root = Record.of(plan)
-    groups: dict[Setting, list[Record]] = {}
+    root = PageRecord.of(plan)
+    groups: dict[Setting, list[PageRecord]] = {}
     for row in root.records("rows"):
         groups.setdefault(_setting(row), []).append(row)
     conditional = root.get("engine") == "vllm"  # see ``PlanRow.acceptance``
@@ -52,17 +52,17 @@ def page(plan: Mapping[str, Any]) -> str:
     )
 
 
-def name_of(row: Record) -> str:
+def name_of(row: PageRecord) -> str:
     """Returns the name of a row's proposer."""
     return str(row.get("name") or row.get("method") or "?")
 
 
 def speedups(
     title: str,
-    rows: Iterable[Record],
+    rows: Iterable[PageRecord],
     across: tuple[str, str],
-    note: Callable[[Record], str],
-    name: Callable[[Record], str] = name_of,
+    note: Callable[[PageRecord], str],
+    name: Callable[[PageRecord], str] = name_of,
 ) -> Html:
     """Returns a chart of speedups over plain decoding.
 
@@ -84,13 +84,13 @@ def speedups(
     return lines(title, series, Axis(label), Axis("speedup over plain", zero=True), level=1.0, note=plain)
 
 
-def by_speedup(rows: Iterable[Record]) -> tuple[list[Record], list[int]]:
+def by_speedup(rows: Iterable[PageRecord]) -> tuple[list[PageRecord], list[int]]:
     """Returns the rows from the fastest on, and the indices of the best."""
     ordered = sorted(rows, key=lambda row: row.value("speedup"), reverse=True)
     return ordered, [i for i, row in enumerate(ordered) if row.get("best") is True]
 
 
-def _setting(row: Record) -> Setting:
+def _setting(row: PageRecord) -> Setting:
     return row.value("temperature"), int(row.number("batch") or 1)
 
 
@@ -98,11 +98,11 @@ def _named(setting: Setting) -> str:
     return f"temperature {setting[0]:g}, batch {setting[1]}"
 
 
-def _drafts(row: Record) -> str:
+def _drafts(row: PageRecord) -> str:
     return shown(row.get("num_speculative_tokens"))
 
 
-def _verdict(plan: Record) -> Html:
+def _verdict(plan: PageRecord) -> Html:
     """The recommendation over everything, and for each temperature and batch."""
     choices, best = plan.records("choices"), plan.get("best")
     details = bullets(map(_choice, choices))
@@ -115,7 +115,7 @@ def _verdict(plan: Record) -> Html:
     return verdict("good" if sure else "open", headline, details)
 
 
-def _choice(choice: Record) -> str:
+def _choice(choice: PageRecord) -> str:
     where, row, sure = _named(_setting(choice)).capitalize(), choice.record("row"), bool(choice.get("sure"))
     if not row:
         return f"{where}: do not speculate" + ("" if sure else ", though the intervals leave it open")
@@ -124,14 +124,14 @@ def _choice(choice: Record) -> str:
     return f"{where}: {row.times('speedup')}{span} with {name_of(row)}, {_drafts(row)} draft tokens{doubt}"
 
 
-def _depths(rows: Sequence[Record], setting: Setting) -> Html:
+def _depths(rows: Sequence[PageRecord], setting: Setting) -> Html:
     across = "draft tokens per step", "num_speculative_tokens"
     return speedups(
         _named(setting).capitalize(), rows, across, lambda row: f"{row.figure('tokens_per_pass')} tokens per pass"
     )
 
 
-def _table(rows: Sequence[Record], setting: Setting) -> Html:
+def _table(rows: Sequence[PageRecord], setting: Setting) -> Html:
     """The fastest rows, and all of them in a fold."""
     heads = ("proposer", "drafts", "speedup", "95 %", "with prompts", "tokens/pass", "95 %", "ms per step")
     ordered, best = by_speedup(rows)
@@ -147,7 +147,7 @@ def _table(rows: Sequence[Record], setting: Setting) -> Html:
     return section(f"Predictions at {_named(setting)}", table(heads, cells[:SHOWN], best), rest)
 
 
-def _remote_drafting(estimates: Sequence[Record]) -> list[Html]:
+def _remote_drafting(estimates: Sequence[PageRecord]) -> list[Html]:
     """Speedups of a draft model on another machine, beside drafting here."""
     if not estimates:
         return []
@@ -163,12 +163,12 @@ def _remote_drafting(estimates: Sequence[Record]) -> list[Html]:
     return [table(heads, cells), bullets(each.text("verdict") for each in estimates)]
 
 
-def _option_speedup(option: Record) -> str:
+def _option_speedup(option: PageRecord) -> str:
     depth = option.get("depth")
     return option.times("speedup") + ("" if depth is None else f" ({depth})")
 
 
-def _exports(exports: Record) -> list[Html]:
+def _exports(exports: PageRecord) -> list[Html]:
     """The best configuration in the form of each engine."""
     return [
         join(
@@ -184,7 +184,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _positions(rows: Sequence[Record], setting: Setting, label: str) -> Html:
+def _positions(rows: Sequence[PageRecord], setting: Setting, label: str) -> Html:
     """Acceptance by position of every proposer's longest draft. label: name of the figures."""
     longest: dict[str, list[float]] = {}
     for row in rows:
@@ -198,18 +198,18 @@ def _positions(rows: Sequence[Record], setting: Setting, label: str) -> Html:
     return lines(_named(setting).capitalize(), series, Axis("position in the draft"), y)
 
 
-def _costs(costs: Record) -> Html:
+def _costs(costs: PageRecord) -> Html:
     """A chart of the passes of each model and batch. costs: passes with the keys of ``costs.measured.PassCost``."""
-    charts: dict[tuple[str, int], list[Record]] = {}
+    charts: dict[tuple[str, int], list[PageRecord]] = {}
     for name, passes in costs.items():
         for each in records(passes):
             charts.setdefault((name, int(each.value("batch", 1))), []).append(each)
     return grid(*(_cost_curves(name, batch, passes) for (name, batch), passes in charts.items()))
 
 
-def _cost_curves(name: str, batch: int, passes: Sequence[Record]) -> Html:
+def _cost_curves(name: str, batch: int, passes: Sequence[PageRecord]) -> Html:
     """A line for each context. The limit by memory bandwidth, bare matrix products, does not depend on the context."""
-    groups: dict[int, list[Record]] = {}
+    groups: dict[int, list[PageRecord]] = {}
     for each in sorted(passes, key=lambda row: (row.value("context"), row.value("rows"))):
         groups.setdefault(each.count("context"), []).append(each)
     series = [Series(f"{context:,} tokens of context", _cost_points(rows)) for context, rows in groups.items()]
@@ -226,7 +226,7 @@ def _cost_curves(name: str, batch: int, passes: Sequence[Record]) -> Html:
     )
 
 
-def _cost_points(passes: Sequence[Record], key: str = "seconds") -> tuple[Point, ...]:
+def _cost_points(passes: Sequence[PageRecord], key: str = "seconds") -> tuple[Point, ...]:
     points = []
     for each in passes:
         spread = each.record(key)
@@ -235,8 +235,8 @@ def _cost_points(passes: Sequence[Record], key: str = "seconds") -> tuple[Point,
     return tuple(point for point in points if math.isfinite(point.x) and math.isfinite(point.y))
 
 
-def _predictors(predictors: Sequence[Record]) -> list[Html]:
-    groups: dict[str, list[Record]] = {}
+def _predictors(predictors: Sequence[PageRecord]) -> list[Html]:
+    groups: dict[str, list[PageRecord]] = {}
     for each in predictors:
         groups.setdefault(f"{each.get('draft')} at temperature {each.value('temperature'):g}", []).append(each)
     if not groups:
@@ -248,7 +248,7 @@ def _predictors(predictors: Sequence[Record]) -> list[Html]:
     return [about, grid(*(_errors(name, group) for name, group in groups.items()))]
 
 
-def _errors(name: str, predictors: Sequence[Record]) -> Html:
+def _errors(name: str, predictors: Sequence[PageRecord]) -> Html:
     ordered = sorted(predictors, key=lambda each: each.number("error") or math.inf)
     items = [
         Bar(word, 100 * each.value("error", math.nan), kind="theirs" if word == "constant" else "ours")

@@ -8,13 +8,13 @@ from typing import Any
 from foretoken.report.document import bullets, document, facts, folded, grid, section, table, verdict
 from foretoken.report.markup import Html, element
 from foretoken.report.plan import by_speedup, name_of, speedups
-from foretoken.report.records import Record
+from foretoken.report.records import PageRecord
 
 
 def page(plan: Mapping[str, Any]) -> str:
     """Returns an HTML document. plan: ``EndpointPlan.to_dict()`` with its sentences as "verdict"."""
-    root = Record.of(plan)
-    groups: dict[int, list[Record]] = {}
+    root = PageRecord.of(plan)
+    groups: dict[int, list[PageRecord]] = {}
     for row in root.records("rows"):
         groups.setdefault(int(row.number("concurrency") or 1), []).append(row)
     setting = {key: value for key, value in root.record("setting").items() if not isinstance(value, Mapping)}
@@ -35,7 +35,7 @@ def page(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _verdict(plan: Record) -> Html:
+def _verdict(plan: PageRecord) -> Html:
     notes = plan.items_of("notes")
     if because := plan.get("because"):
         return verdict("open", f"Cannot tell, because {because}", bullets(notes))
@@ -44,18 +44,18 @@ def _verdict(plan: Record) -> Html:
     return verdict("good" if sure else "open", headline, bullets([*details, *notes]))
 
 
-def _kind(row: Record) -> str:
+def _kind(row: PageRecord) -> str:
     return "measured" if row.get("measured") else "predicted"
 
 
-def _by_depth(rows: Sequence[Record], concurrency: int) -> Html:
+def _by_depth(rows: Sequence[PageRecord], concurrency: int) -> Html:
     usable = [row for row in rows if row.number("speedup") is not None]
     if not usable:
         return Html()
     return speedups(f"{concurrency} at once", usable, ("draft tokens per pass", "depth"), _kind)
 
 
-def _by_concurrency(rows: Sequence[Record]) -> Html:
+def _by_concurrency(rows: Sequence[PageRecord]) -> Html:
     """The server's own drafter at the draft lengths that were measured."""
     depths = {row.get("depth") for row in rows if row.get("measured")}
     usable = [row for row in rows if row.get("config") is None and row.get("depth") in depths]
@@ -65,7 +65,7 @@ def _by_concurrency(rows: Sequence[Record]) -> Html:
     return speedups("Measured draft lengths", usable, across, _kind, lambda row: f"{row.get('depth')} draft tokens")
 
 
-def _table(rows: Sequence[Record], concurrency: int) -> Html:
+def _table(rows: Sequence[PageRecord], concurrency: int) -> Html:
     heads = ("drafter", "drafts", "speedup", "95 %", "tokens/pass", "95 %", "tokens/s")
     ordered, best = by_speedup(rows)
     cells = [

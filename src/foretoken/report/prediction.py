@@ -9,7 +9,7 @@ from typing import Any
 from foretoken.report.charts import Point, Series, scatter
 from foretoken.report.document import cards, document, folded, section, table
 from foretoken.report.markup import Html, join, percent
-from foretoken.report.records import Record
+from foretoken.report.records import PageRecord
 
 WITHIN = 0.1  # relative error that is shaded and counted
 
@@ -20,7 +20,7 @@ def page(comparison: Mapping[str, Any]) -> str:
     Args:
         comparison: {"setting": ..., "rows": [{"predicted", "low", "high", "measured", ...}]}
     """
-    root = Record.of(comparison)
+    root = PageRecord.of(comparison)
     rows = root.records("rows")
     return document(
         "Predicted against measured",
@@ -30,7 +30,7 @@ def page(comparison: Mapping[str, Any]) -> str:
     )
 
 
-def against(rows: Sequence[Record]) -> Html:
+def against(rows: Sequence[PageRecord]) -> Html:
     """Returns the scatter plot and its summary, nothing for no rows."""
     points: dict[str, list[Point]] = {}
     for row in rows:
@@ -55,16 +55,16 @@ def against(rows: Sequence[Record]) -> Html:
     return join(cards(figures), scatter(title, series, "measured", "predicted", within=WITHIN, note=note))
 
 
-def _name(row: Record) -> str:
+def _name(row: PageRecord) -> str:
     return str(row.get("name") or row.get("method") or "all")
 
 
-def _note(row: Record) -> str:
+def _note(row: PageRecord) -> str:
     names = {"num_speculative_tokens": "depth", "temperature": "temperature", "batch": "batch"}
     return ", ".join(f"{name} {row[key]}" for key, name in names.items() if row.get(key) is not None)
 
 
-def _table(rows: Sequence[Record]) -> Html:
+def _table(rows: Sequence[PageRecord]) -> Html:
     heads = ("proposer", "drafts", "temperature", "batch", "predicted", "interval", "measured", "error")
     cells = [
         (

@@ -8,19 +8,19 @@ from typing import Any
 from foretoken.report.markup import figure, number, percent, times
 
 
-class Record(dict[str, Any]):
+class PageRecord(dict[str, Any]):
     """A recorded object. Entries that are missing or of another type count as empty, and are shown as a dash."""
 
     @classmethod
-    def of(cls, value: Any) -> Record:
+    def of(cls, value: Any) -> PageRecord:
         """Returns ``value`` as a record, an empty one if it is not a mapping."""
         return cls(value) if isinstance(value, Mapping) else cls()
 
-    def record(self, key: str) -> Record:
+    def record(self, key: str) -> PageRecord:
         """Returns the record at ``key``."""
-        return Record.of(self.get(key))
+        return PageRecord.of(self.get(key))
 
-    def records(self, key: str) -> list[Record]:
+    def records(self, key: str) -> list[PageRecord]:
         """Returns the records of the list at ``key``."""
         return records(self.get(key))
 
@@ -68,9 +68,9 @@ class Record(dict[str, Any]):
         return "" if below is None or above is None else f"{below:.2f}–{above:.2f}"
 
 
-def records(value: Any) -> list[Record]:
+def records(value: Any) -> list[PageRecord]:
     """Returns the records of a list."""
-    return [Record(item) for item in _items(value) if isinstance(item, Mapping)]
+    return [PageRecord(item) for item in _items(value) if isinstance(item, Mapping)]
 
 
 def _items(value: Any) -> list[Any]:

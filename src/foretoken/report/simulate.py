@@ -8,7 +8,7 @@ from typing import Any
 from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
 from foretoken.report.document import document, section, table, verdict
 from foretoken.report.markup import Html
-from foretoken.report.records import Record, records
+from foretoken.report.records import PageRecord, records
 
 HEADS = ("strategy", "ms per token", "over plain", "over SI", "draft busy", "servers busy", "drafted", "wasted")
 AXES = {
@@ -26,7 +26,7 @@ def page(simulation: Mapping[str, Any]) -> str:
         simulation: The JSON document of ``foretoken simulate``: outcomes, or a sweep of them, and a verdict. Times are
             in seconds.
     """
-    root = Record.of(simulation)
+    root = PageRecord.of(simulation)
     swept, outcomes = root.record("sweep"), root.records("outcomes")
     return document(
         "Speculation across workers, simulated",
@@ -43,7 +43,7 @@ def page(simulation: Mapping[str, Any]) -> str:
     )
 
 
-def _curves(swept: Record) -> Html:
+def _curves(swept: PageRecord) -> Html:
     label, scale = AXES[str(swept["by"])]
     points: dict[str, list[Point]] = {}
     for value, outcomes in zip(swept["values"], swept["outcomes"], strict=True):
@@ -54,7 +54,7 @@ def _curves(swept: Record) -> Html:
     return lines(f"Over plain decoding, by {label}", series, Axis(label), y, level=1)
 
 
-def _bars(outcomes: Sequence[Record]) -> Html:
+def _bars(outcomes: Sequence[PageRecord]) -> Html:
     kinds = ["theirs" if each["strategy"] == "plain" else "ours" for each in outcomes]
     items = [
         Bar(each.text("strategy"), each.value("over_plain"), kind=kind)
@@ -63,7 +63,7 @@ def _bars(outcomes: Sequence[Record]) -> Html:
     return bars("Over plain decoding", items, "speedup over plain", level=1.0)
 
 
-def _tables(swept: Record, outcomes: Sequence[Record]) -> list[tuple[str, Sequence[Record]]]:
+def _tables(swept: PageRecord, outcomes: Sequence[PageRecord]) -> list[tuple[str, Sequence[PageRecord]]]:
     if not swept:
         return [("Figures", outcomes)]
     label, scale = AXES[str(swept["by"])]
@@ -71,7 +71,7 @@ def _tables(swept: Record, outcomes: Sequence[Record]) -> list[tuple[str, Sequen
     return [(f"{label} {value * scale:g}", records(each)) for value, each in pairs]
 
 
-def _table(outcomes: Sequence[Record]) -> Html:
+def _table(outcomes: Sequence[PageRecord]) -> Html:
     best = max(range(len(outcomes)), key=lambda at: outcomes[at].value("over_plain"), default=0)
     rows = [
         (
