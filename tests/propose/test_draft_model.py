@@ -101,7 +101,7 @@ def test_after_any_verdict_it_drafts_as_after_one_prefill(shape: str) -> None:
             assert torch.equal(draft.law.probs, fresh.law.probs)
 
 
-TREES = [kind for kind in get_args(TreeKind) if kind not in ("chain", "ranked")]  # of a drawn draft
+TREES = [kind for kind in get_args(TreeKind) if kind not in ("chain", "ranked", "at_once")]  # of a drawn draft
 
 
 def tree(shape: str, budget: int = 6, c: Context | None = None, **config: int) -> Draft:
@@ -146,6 +146,12 @@ def test_a_ranked_tree_is_a_chain_where_tokens_are_drawn() -> None:
         assert not tree("ranked", 9, c).is_chain and isinstance(tree("ranked", 9, c).law, PointMass)
 
 
+def test_a_tree_at_once_is_a_chain_but_for_greedy_requests() -> None:
+    for c, law in ((context(), Sampled), (context(grade=Exactness.TRAJECTORY), PointMass)):
+        assert tree("at_once", 12, c).depths == tuple(range(1, 13)) and isinstance(tree("at_once", 12, c).law, law)
+    assert not tree("at_once", 9, context(temperature=0.0)).is_chain
+
+
 def test_a_greedy_tree_holds_the_greedy_chain_and_the_seeded_one_the_seeded_chain() -> None:
     for c in (context(temperature=0.0), context(grade=Exactness.TRAJECTORY)):
         chain, spread = tree("chain", 3, c), tree("sampled", 40, c, num_steps=3)
@@ -167,7 +173,7 @@ def test_trees_of_a_batch_are_those_of_each_alone(shape: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"tree": "bush"}, "chain, top_k, ranked, sampled, greedy_multi"),
+        ({"tree": "bush"}, "chain, top_k, ranked, at_once, sampled, greedy_multi"),
         ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
         ({"top_k": True}, "top_k must be an integer"),
         ({"draft_temperature": -1.0}, "draft_temperature must be a number"),
