@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from foretoken.core.sysctl import sysctl
@@ -50,19 +49,6 @@ def quotas(root: Path = Path("/")) -> Iterator[float]:
                 if folder == groups.parent:
                     break
                 yield from _quota(folder)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Has torch's operators compute on the calling thread alone."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def respect_limits() -> None:

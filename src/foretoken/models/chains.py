@@ -65,7 +65,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """How a tree of fixed candidates grows (2406.16858, section 4).
+    """The shape of a tree of fixed candidates (2406.16858, section 4).
 
     Attributes:
         width: Candidates of a node, and nodes expanded on a level.

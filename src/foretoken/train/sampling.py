@@ -213,7 +213,7 @@ class Sampler:
         return self.given[:, :length]
 
     def next(self, logits: Tensor) -> Tensor:
-        """Returns the next token of each sequence [B]. ``logits`` [B, V] are changed."""
+        """Returns the next token of each sequence [B], from logits [B, V]."""
         logits = logits.to(self.given.device, torch.float32)  # our models return them in host memory
         temperatures = self.temperatures.gather(0, self.answering[None])[0]
         noise = torch.empty_like(logits).exponential_(generator=self.generator).clamp_(min=1e-20).log_()

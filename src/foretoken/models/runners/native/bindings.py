@@ -301,7 +301,7 @@ class SamplerSpec(Structure):
 
 
 class TreeSpec(Structure):
-    """How a tree of fixed candidates grows; width 0 stands for a chain."""
+    """The shape of a tree of fixed candidates; width 0 stands for a chain."""
 
     _fields_ = [*((name, c_int32) for name in ("width", "steps")), ("temperature", c_float), ("floor", c_float)]
 

@@ -17,7 +17,7 @@ from foretoken.models.runners.native.packing import KINDS
 
 
 def multiplied(functions: DecoderFunctions, spec: ModelSpec, workspace: Workspace, threads: int, x: Tensor) -> Tensor:
-    """Multiplies x [rows, in] by the vocabulary head of a model without layers. Returns float32 [rows, padded out]."""
+    """Multiplies x [rows, in] by the vocabulary head of a model without layers. Returns float32 [rows, out]."""
     features, rows = x.float().contiguous(), array("i", range(x.shape[0]))
     result = torch.empty(len(rows), padded(spec.vocab, UNIT))
     batch = BatchSpec(

@@ -46,18 +46,9 @@ struct Likeliest {
     float probability = 0.0f;
 
     Likeliest(const float* logits, int count) {
-        float top, sum = 0.0f;
+        float top;
         token = (int32_t)argmax(logits, count, top);
-        if (token < 0) return;
-        Floats sums = floats(0.0f);
-        int i = 0;
-        for (; i + LANES <= count; i += LANES) {
-            const Floats v = load(logits + i);
-            sums = sums + keep(different(v, floats(-INFINITY)), exponential(v - floats(top)));
-        }
-        for (; i < count; i++) sum += std::exp(logits[i] - top);
-        sum += sum_of(sums);
-        probability = 1.0f / sum;
+        if (token >= 0) probability = 1.0f / sum_of_powers(logits, count, top, 1.0f);
     }
 };
 

@@ -1,20 +1,34 @@
 // Trees of fixed candidates, grown as EAGLE-2 does (2406.16858, section 4): the best nodes of a level are expanded, and the best of
-// all levels are kept. propose/tree.py has the same algorithm for what drafts level by level.
+// all levels are kept. propose/tree.py is the reference, and grows the trees of models that run one pass per level.
 #pragma once
 
 #include <algorithm>
 #include <numeric>
 #include <vector>
 
-#include "maximum.hpp"
+#include "simd.hpp"
 
-// How a tree grows; width 0 stands for a chain.
+// The shape of a tree; width 0 stands for a chain.
 struct TreeSpec {
     int32_t width;       // candidates of a node, and nodes expanded on a level
     int32_t steps;       // levels
     float temperature;   // of the probabilities that candidates are ranked by
     float floor;         // score below which a node is not expanded
 };
+
+// Returns the sum of exp((logit - top) / temperature).
+inline float sum_of_powers(const float* logits, int count, float top, float temperature) {
+    const Floats factor = floats(1.0f / temperature);
+    Floats sums = floats(0.0f);
+    float sum = 0.0f;
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const Floats v = load(logits + i);
+        sums = sums + keep(different(v, floats(-INFINITY)), exponential((v - floats(top)) * factor));
+    }
+    for (; i < count; i++) sum += std::exp((logits[i] - top) / temperature);
+    return sum + sum_of(sums);
+}
 
 struct Tree {
     std::vector<int32_t> tokens, parents;
@@ -90,19 +104,5 @@ struct Tree {
         nodes.resize(kept);
         std::sort(nodes.begin(), nodes.end());
         return nodes;
-    }
-
-    // Returns the sum of exp((logit - top) / temperature).
-    static float sum_of_powers(const float* logits, int count, float top, float temperature) {
-        const Floats factor = floats(1.0f / temperature);
-        Floats sums = floats(0.0f);
-        float sum = 0.0f;
-        int i = 0;
-        for (; i + LANES <= count; i += LANES) {
-            const Floats v = load(logits + i);
-            sums = sums + keep(different(v, floats(-INFINITY)), exponential((v - floats(top)) * factor));
-        }
-        for (; i < count; i++) sum += std::exp((logits[i] - top) / temperature);
-        return sum + sum_of(sums);
     }
 };
