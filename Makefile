@@ -2,7 +2,7 @@
 #   make demo       runtime only, then the race of plain and speculative decoding
 #   make test       everything for development, then the tests
 #   make test-fast  the tests that take seconds
-#   make check      formatting, lint, types and the import rule
+#   make check      formatting, lint, types, the import rule, prose and size
 #   make docs       the documentation as a site, in site/; broken links and unknown names are errors
 #   make real       two real pretrained models (350 MB), for tests and benchmarks; REAL=smollm2 only the smaller
 #   make wheel      wheels with compiled kernels for the platforms WHEELS, in dist/; Zig compiles them (100 MB, in pip's cache)
@@ -52,6 +52,8 @@ check: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_prose.py
+	$(BIN)/python tools/check_size.py
 
 docs: $(DEV)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
