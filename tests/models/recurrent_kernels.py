@@ -11,7 +11,7 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Handle, growing
 from foretoken.models.families.layers import RecurrentMixer
 from foretoken.models.families.recurrence import MambaFactors, Recurrence
-from foretoken.models.runners.cuda.memory import DeviceMemory
+from foretoken.models.runners.cuda.page_cache import DeviceMemory
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps, StepSizes, fill_steps
 from foretoken.models.state.recurrent import RecurrentStates, StateShape

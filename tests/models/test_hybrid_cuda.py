@@ -16,9 +16,9 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.quantize import Quantizer
-from foretoken.models.runners import choose, torch_recurrent
+from foretoken.models.runners import choose, torch_layers
 from foretoken.models.runners.cuda import layout
-from foretoken.models.runners.cuda.memory import DeviceMemory
+from foretoken.models.runners.cuda.page_cache import DeviceMemory
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.triton_kernels.steps import ON, Steps, StepSizes, fill_steps, transfers
 from foretoken.models.state.pages import PAGE
@@ -42,7 +42,7 @@ ONE_OF_EACH = ("qwen3.5", "lfm2", "falcon-h1")
 def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type != "cuda" or "needs_the_host" in request.node.name:
         monkeypatch.setattr(layout, "attention_kernels", lambda: InTorch)
-        monkeypatch.setattr(torch_recurrent, "recurrent_kernels", lambda: recurrent_in_torch)
+        monkeypatch.setattr(torch_layers, "recurrent_kernels", lambda: recurrent_in_torch)
 
 
 def parts(path: Path, quantizer: Quantizer | None = None, device: torch.device = DEVICE) -> tuple[Any, ...]:

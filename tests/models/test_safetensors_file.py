@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from foretoken.models.formats.safetensors_file import SafetensorsFile
+from foretoken.models.formats.weight_files import SafetensorsFile
 
 MAPS = Path("/proc/self/maps")
 DTYPES = (

@@ -20,9 +20,8 @@ from foretoken.models.formats.checkpoint import resolve
 from foretoken.models.formats.gguf.names import is_gguf, parts_of
 from foretoken.models.formats.memory import give_back
 from foretoken.quantize.calibration import Calibration, Losses
-from foretoken.quantize.exported import exported_config, save_tokenizer
 from foretoken.quantize.file import FileWriter, planned
-from foretoken.quantize.folder import FolderWriter, copy_files
+from foretoken.quantize.folder import FolderWriter, copy_files, exported_config, save_tokenizer
 from foretoken.quantize.rounding import Rounding
 from foretoken.quantize.schemes import Scheme
 from foretoken.quantize.source import EMBEDDING, HEAD, SourceCheckpoint

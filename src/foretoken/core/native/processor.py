@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from foretoken.core.sysctl import sysctl
-
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")  # names of architectures in ``platform.machine``
 
 _SYSCTL = {
@@ -153,3 +151,12 @@ if sys.platform == "win32":
             return from_cpuid(cpuid_at(memory), kernel.GetEnabledXStateFeatures())
         finally:
             kernel.VirtualFree(memory, 0, release)
+
+
+def sysctl(name: str) -> int | None:
+    """Returns a number that macOS knows by this name; None for an unknown name, and on other systems."""
+    if sys.platform == "darwin":
+        value, size = ctypes.c_uint64(0), ctypes.c_size_t(8)  # little-endian, so that shorter numbers fit as well
+        status = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+        return value.value if status == 0 and size.value in (4, 8) else None
+    return None

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.models.families import facts
+from foretoken.models.families import fields
+from foretoken.models.families.config import NAMED_ACTIVATIONS, Activation, head_dim_of, read, rotary, stack
 from foretoken.models.families.family import FULL, SLIDING, HeadNorms, TensorNames
 from foretoken.models.families.latent import LatentAttention
-from foretoken.models.families.layer_inputs import LayerInputs
-from foretoken.models.families.layers import BranchFactors, HeadSizes, Layer
-from foretoken.models.families.reading import NAMED_ACTIVATIONS, Activation, head_dim_of, read, rotary, stack
+from foretoken.models.families.layers import BranchFactors, HeadSizes, Layer, LayerInputs
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.families.rope import computes_rope, rope_settings
 from foretoken.models.families.table import FAMILIES
@@ -235,7 +235,7 @@ class Architecture:
             ModelLoadError: a field is missing or wrong.
         """
         family, c, stated = read(config)
-        heads, positions, head_dim = c["num_attention_heads"], c["max_position_embeddings"], facts.head_dim(c)
+        heads, positions, head_dim = c["num_attention_heads"], c["max_position_embeddings"], fields.head_dim(c)
         length = min(max_length or positions, positions)
         rotates = stated.get("rotary", family.rotary)
         frequencies, scales = rotary(c, stated, length) if rotates else ((), ())
@@ -266,7 +266,7 @@ class Architecture:
             "learned_positions": family.position_offset if names.positions else None,
             "weightless": family.weightless,
         }
-        known = {field.name for field in fields(Architecture)} - {"names", "alibi"}
+        known = {field.name for field in dataclasses.fields(Architecture)} - {"names", "alibi"}
         described |= {name: value for name, value in stated.items() if name in known}
         if stated.get("query_growth") is not None:
             described["query_growth"] = QueryGrowth(*stated["query_growth"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foretoken.models.families import facts
+from foretoken.models.families import fields
 from foretoken.models.families.family import Family, TensorNames
 
 LAYER_NORM_EPS = {"rms_norm_eps": "layer_norm_eps"}  # the name of that field in many families with layer norms
@@ -83,7 +83,7 @@ CLASSIC: dict[str, Family] = {
         defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "qk_layernorm": True, "rms_norm_eps": 1e-5},
         centered=True,
         gated=False,
-        facts=facts.head_norms_if_set,
+        fields=fields.head_norms_if_set,
     ),
     "gpt_neox": Family(
         names=_MEGATRON,
@@ -96,7 +96,7 @@ CLASSIC: dict[str, Family] = {
         },
         centered=True,
         gated=False,
-        facts=facts.gpt_neox,
+        fields=fields.gpt_neox,
     ),
     "gptj": Family(
         names=replace(
@@ -114,7 +114,7 @@ CLASSIC: dict[str, Family] = {
         parallel=True,
         gated=False,
         paired=True,
-        facts=facts.gptj,
+        fields=fields.gptj,
     ),
     "gpt2": Family(
         names=replace(_GPT2, transposed=True),
@@ -123,8 +123,8 @@ CLASSIC: dict[str, Family] = {
         centered=True,
         gated=False,
         rotary=False,
-        facts=facts.gpt2,
-        refuses=facts.gpt2_refuses,
+        fields=fields.gpt2,
+        refuses=fields.gpt2_refuses,
     ),
     "gpt_bigcode": Family(
         names=replace(_GPT2, by_group=True),
@@ -133,8 +133,8 @@ CLASSIC: dict[str, Family] = {
         centered=True,
         gated=False,
         rotary=False,
-        facts=facts.gpt_bigcode,
-        refuses=facts.gpt2_refuses,
+        fields=fields.gpt_bigcode,
+        refuses=fields.gpt2_refuses,
     ),
     "gpt_neo": Family(
         names=replace(
@@ -153,8 +153,8 @@ CLASSIC: dict[str, Family] = {
         centered=True,
         gated=False,
         rotary=False,
-        kinds=facts.alternating,
-        facts=facts.gpt_neo,
+        kinds=fields.alternating,
+        fields=fields.gpt_neo,
     ),
     "opt": Family(
         names=replace(_FAIRSEQ, base="model.decoder.", last_norm="final_layer_norm"),
@@ -174,7 +174,7 @@ CLASSIC: dict[str, Family] = {
         gated=False,
         rotary=False,
         position_offset=2,
-        refuses=facts.opt_refuses,
+        refuses=fields.opt_refuses,
     ),
     "biogpt": Family(
         names=replace(_FAIRSEQ, base="biogpt.", head="output_projection"),
@@ -188,7 +188,7 @@ CLASSIC: dict[str, Family] = {
         gated=False,
         rotary=False,
         position_offset=2,
-        facts=facts.biogpt,
+        fields=fields.biogpt,
     ),
     "falcon": Family(
         names=replace(_BLOOM, norm="input_layernorm"),
@@ -210,7 +210,7 @@ CLASSIC: dict[str, Family] = {
         },
         centered=True,
         gated=False,
-        facts=facts.falcon,
+        fields=fields.falcon,
     ),
     "bloom": Family(
         names=replace(_BLOOM, embedding_norm="word_embeddings_layernorm"),
@@ -230,8 +230,8 @@ CLASSIC: dict[str, Family] = {
         centered=True,
         gated=False,
         rotary=False,
-        facts=facts.bloom,
-        refuses=facts.bloom_refuses,
+        fields=fields.bloom,
+        refuses=fields.bloom_refuses,
     ),
     "mpt": Family(
         names=TensorNames(
@@ -257,8 +257,8 @@ CLASSIC: dict[str, Family] = {
         centered=True,
         gated=False,
         rotary=False,
-        facts=facts.mpt,
-        refuses=facts.mpt_refuses,
+        fields=fields.mpt,
+        refuses=fields.mpt_refuses,
     ),
 }
 CLASSIC["gpt-sw3"] = CLASSIC["gpt2"]

@@ -1,4 +1,4 @@
-"""What a row of the table of families says: facts that hold for every checkpoint of a model type."""
+"""A row of the table of families: properties of every checkpoint of a model type."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def group_order(heads: int, kv_heads: int, head_dim: int) -> Tensor:
     return torch.cat([part.flatten() for part in (rows[:, :group], rows[:, group], rows[:, group + 1])])
 
 
-def no_facts(config: Config) -> dict[str, Any]:
+def no_fields(config: Config) -> dict[str, Any]:
     """Returns nothing: the config.json of this family says no more than that of Llama."""
     return {}
 
@@ -106,7 +106,7 @@ class Family:
         layers: kinds of layers by name, where they are not attention and an MLP.
         kinds: returns the kind of each layer for a config.json that does not list them.
         derives: returns fields of config.json, by Llama's names, that follow from others.
-        facts: returns what else config.json says: values for fields of ``Architecture``, for those of this class, and
+        fields: returns what else config.json says: values for fields of ``Architecture``, for those of this class, and
             for each layer ``rope``, the index of its rotary frequencies, and ``sizes``, ``source``, ``tied_values`` and
             ``inner`` of ``Layer``.
         refuses: returns why a config.json is not computed here; None if it is.
@@ -127,6 +127,6 @@ class Family:
     position_offset: int = 0
     layers: Mapping[str, LayerKind] = field(default_factory=dict)
     kinds: Callable[[Config], list[str]] = all_full
-    derives: Callable[[Config], dict[str, Any]] = no_facts
-    facts: Callable[[Config], dict[str, Any]] = no_facts
+    derives: Callable[[Config], dict[str, Any]] = no_fields
+    fields: Callable[[Config], dict[str, Any]] = no_fields
     refuses: Callable[[Config], str | None] = supported

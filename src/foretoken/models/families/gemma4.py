@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.models.families.facts import every, head_dim, own_frequencies
 from foretoken.models.families.family import FULL, SLIDING, Config
-from foretoken.models.families.layer_inputs import LayerInputs
-from foretoken.models.families.layers import HeadSizes
+from foretoken.models.families.fields import every, head_dim, own_frequencies
+from foretoken.models.families.layers import HeadSizes, LayerInputs
 
 ROPES: dict[str, Any] = {  # of files that say none
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -29,7 +28,7 @@ def derives(c: Config) -> dict[str, Any]:
     return fields | ({"layer_types": [*listed[:-1], FULL]} if isinstance(listed, list) and listed else {})
 
 
-def facts(c: Config) -> dict[str, Any]:
+def fields(c: Config) -> dict[str, Any]:
     """Returns sizes and sources by layer. Layers that read other layers' keys and values may have wider MLPs."""
     sources = _sources(c)
     wide = 2 * c["intermediate_size"] if c.get("use_double_wide_mlp") else None

@@ -33,7 +33,7 @@ _QWEN_HYBRID = Family(
     head_norms="before",
     layers={recurrence.LINEAR: LayerKind(recurrent="delta")},
     kinds=recurrence.qwen_kinds,
-    facts=recurrence.qwen,
+    fields=recurrence.qwen,
 )
 _LFM2 = Family(
     names=replace(
@@ -61,7 +61,7 @@ _LFM2 = Family(
     head_norms="before",
     layers={recurrence.CONVOLUTION: LayerKind(recurrent="convolution")},
     kinds=recurrence.lfm2_kinds,
-    facts=recurrence.lfm2,
+    fields=recurrence.lfm2,
 )
 
 # Bamba's names, and Falcon-H1's.
@@ -87,7 +87,7 @@ HYBRID: dict[str, Family] = {
         },
         layers={recurrence.LINEAR: LayerKind(recurrent="mamba")},
         kinds=recurrence.bamba_kinds,
-        facts=recurrence.bamba,
+        fields=recurrence.bamba,
         refuses=recurrence.bounded_steps,
     ),
     "granitemoehybrid": Family(
@@ -95,7 +95,7 @@ HYBRID: dict[str, Family] = {
         defaults=MULTIPLIERS | _MAMBA | {"shared_intermediate_size": 1024},
         layers={recurrence.LINEAR: LayerKind(recurrent="mamba")},
         kinds=recurrence.all_linear,
-        facts=recurrence.granite,
+        fields=recurrence.granite,
         refuses=recurrence.bounded_steps,
     ),
     "falcon_h1": Family(
@@ -110,7 +110,7 @@ HYBRID: dict[str, Family] = {
         },
         layers={"hybrid": LayerKind(attention=True, recurrent="mamba")},
         kinds=recurrence.all_hybrid,
-        facts=recurrence.falcon_h1,
+        fields=recurrence.falcon_h1,
         refuses=recurrence.falcon_refuses,
     ),
     "nemotron_h": Family(
@@ -155,7 +155,7 @@ HYBRID: dict[str, Family] = {
             "moe": LayerKind(),
         },
         derives=recurrence.nemotron_derives,
-        facts=recurrence.nemotron,
+        fields=recurrence.nemotron,
         refuses=recurrence.nemotron_refuses,
     ),
     "lfm2": _LFM2,
@@ -168,6 +168,6 @@ HYBRID: dict[str, Family] = {
             "tie_word_embeddings": True,
             "conv_L_cache": 3,
         },
-        facts=recurrence.lfm2_moe,
+        fields=recurrence.lfm2_moe,
     ),
 }

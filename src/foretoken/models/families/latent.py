@@ -91,7 +91,7 @@ _DEFAULTS: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-_LATENT = Family(names=TensorNames(qkv=("self_attn.q_proj",)), defaults=_DEFAULTS, derives=rotary_head, facts=latent)
+_LATENT = Family(names=TensorNames(qkv=("self_attn.q_proj",)), defaults=_DEFAULTS, derives=rotary_head, fields=latent)
 
 # They are part of the table of families (``table.py``).
 LATENT: dict[str, Family] = {
@@ -115,6 +115,6 @@ LATENT: dict[str, Family] = {
             "scale_depth": 1.4,
             "dim_model_base": 256,
         },
-        facts=minicpm3,
+        fields=minicpm3,
     ),
 }

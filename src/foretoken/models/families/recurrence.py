@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretoken.models.families import facts
+from foretoken.models.families import fields
 from foretoken.models.families.layers import BranchFactors
 
 LINEAR, CONVOLUTION = "linear_attention", "conv"  # kinds of layers
@@ -143,7 +143,7 @@ def bamba(c: Mapping[str, Any]) -> dict[str, Any]:
 
 def granite(c: Mapping[str, Any]) -> dict[str, Any]:
     """Granite 4, whose MLPs without experts have the names and the width of the shared expert."""
-    stated = facts.granite(c) | {"intermediate": c["shared_intermediate_size"]}
+    stated = fields.granite(c) | {"intermediate": c["shared_intermediate_size"]}
     return stated | bamba(c) | {"rotary": c.get("position_embedding_type") == "rope"}
 
 
@@ -162,7 +162,7 @@ def falcon_h1(c: Mapping[str, Any]) -> dict[str, Any]:
             mlp=down,
         ),
         "attention_input": into,
-        "scale": facts.head_dim(c) ** -0.5 * into**2 * (c.get("key_multiplier") or 1.0),
+        "scale": fields.head_dim(c) ** -0.5 * into**2 * (c.get("key_multiplier") or 1.0),
         "gate_factor": gate_factor,
         "embedding_scale": c.get("embedding_multiplier") or 1.0,
         "logit_scale": c.get("lm_head_multiplier") or 1.0,

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from foretoken.core.schema import parse
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.config import NAMED_ACTIVATIONS
 from foretoken.models.families.layers import POST, PRE, Layer
-from foretoken.models.families.reading import NAMED_ACTIVATIONS
 from foretoken.models.families.schema import BartConfig, T5Config
 
 T5, BART = ("t5", "mt5", "umt5"), ("bart", "mbart")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from foretoken.models.families import facts, gemma4
+from foretoken.models.families import fields, gemma4
 from foretoken.models.families.classic import CLASSIC, LAYER_NORM_EPS
 from foretoken.models.families.family import CHUNKED, Family
 from foretoken.models.families.hybrids import HYBRID, LLAMA, MULTIPLIERS
@@ -29,7 +29,7 @@ _GEMMA4 = Family(
     head_norms="before",
     kinds=gemma4.kinds,
     derives=gemma4.derives,
-    facts=gemma4.facts,
+    fields=gemma4.fields,
     refuses=gemma4.refuses,
 )
 _COHERE = {"tie_word_embeddings": True, "logit_scale": 0.0625, "rms_norm_eps": 1e-5}
@@ -52,25 +52,25 @@ FAMILIES: dict[str, Family] = {
     **HYBRID,
     **LATENT,
     "llama": Family(),
-    "mistral": Family(defaults=_WINDOW, kinds=facts.sliding_if_set),
+    "mistral": Family(defaults=_WINDOW, kinds=fields.sliding_if_set),
     "phi3": Family(
-        names=replace(_FUSED_MLP, qkv=("self_attn.qkv_proj",)), defaults=_WINDOWS, kinds=facts.sliding_if_set
+        names=replace(_FUSED_MLP, qkv=("self_attn.qkv_proj",)), defaults=_WINDOWS, kinds=fields.sliding_if_set
     ),
-    "qwen2": Family(kinds=facts.qwen_kinds),
-    "qwen3": Family(defaults={"head_dim": 128}, kinds=facts.qwen_kinds, head_norms="before"),
-    "qwen3_moe": Family(defaults={"sliding_window": 4096}, kinds=facts.sliding_if_set, head_norms="before"),
-    "qwen2_moe": Family(defaults={"sliding_window": 4096}, kinds=facts.qwen2_moe_kinds),
-    "mixtral": Family(defaults=_WINDOWS | {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, kinds=facts.sliding_if_set),
-    "olmoe": Family(defaults={"rms_norm_eps": 1e-5}, head_norms="all", facts=facts.olmo),
-    "granitemoe": Family(defaults=MULTIPLIERS, facts=facts.granite),
-    "granitemoeshared": Family(defaults=MULTIPLIERS, facts=facts.granite),
+    "qwen2": Family(kinds=fields.qwen_kinds),
+    "qwen3": Family(defaults={"head_dim": 128}, kinds=fields.qwen_kinds, head_norms="before"),
+    "qwen3_moe": Family(defaults={"sliding_window": 4096}, kinds=fields.sliding_if_set, head_norms="before"),
+    "qwen2_moe": Family(defaults={"sliding_window": 4096}, kinds=fields.qwen2_moe_kinds),
+    "mixtral": Family(defaults=_WINDOWS | {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, kinds=fields.sliding_if_set),
+    "olmoe": Family(defaults={"rms_norm_eps": 1e-5}, head_norms="all", fields=fields.olmo),
+    "granitemoe": Family(defaults=MULTIPLIERS, fields=fields.granite),
+    "granitemoeshared": Family(defaults=MULTIPLIERS, fields=fields.granite),
     "gpt_oss": Family(
         defaults=_WINDOWS | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rope_scaling": _GPT_OSS},
-        kinds=facts.every(2),
-        facts=facts.gpt_oss,
+        kinds=fields.every(2),
+        fields=fields.gpt_oss,
     ),
     "glm4_moe": Family(
-        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}, head_norms="before", facts=facts.glm4_moe
+        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}, head_norms="before", fields=fields.glm4_moe
     ),
     "llama4_text": Family(
         names=replace(
@@ -93,21 +93,21 @@ FAMILIES: dict[str, Family] = {
         },
         paired=True,
         layers={CHUNKED: WITH_ATTENTION},
-        kinds=facts.llama4_kinds,
-        facts=facts.llama4,
+        kinds=fields.llama4_kinds,
+        fields=fields.llama4,
     ),
     "smollm3": Family(
-        defaults={"rope_theta": 2e6, "tie_word_embeddings": True}, kinds=facts.smollm3_kinds, facts=facts.smollm3
+        defaults={"rope_theta": 2e6, "tie_word_embeddings": True}, kinds=fields.smollm3_kinds, fields=fields.smollm3
     ),
-    "gemma": Family(defaults=_GEMMA, norm_offset=1.0, facts=facts.gemma),
+    "gemma": Family(defaults=_GEMMA, norm_offset=1.0, fields=fields.gemma),
     "gemma2": Family(
         names=_SANDWICH_NAMES,
         aliases=_GEMMA_ACTIVATION,
         defaults=_GEMMA2 | _CAPPED,
         norms=SANDWICH,
         norm_offset=1.0,
-        kinds=facts.every(2),
-        facts=facts.gemma2,
+        kinds=fields.every(2),
+        fields=fields.gemma2,
     ),
     "gemma3_text": Family(
         names=_SANDWICH_NAMES,
@@ -116,9 +116,9 @@ FAMILIES: dict[str, Family] = {
         norms=SANDWICH,
         norm_offset=1.0,
         head_norms="before",
-        kinds=facts.every(6),
-        facts=facts.gemma3,
-        refuses=facts.bidirectional,
+        kinds=fields.every(6),
+        fields=fields.gemma3,
+        refuses=fields.bidirectional,
     ),
     "gemma4_text": replace(
         _GEMMA4,
@@ -130,25 +130,25 @@ FAMILIES: dict[str, Family] = {
         aliases=_GEMMA_ACTIVATION,
         defaults=_GEMMA2 | _CAPPED,
         norm_offset=1.0,
-        kinds=facts.every(2),
-        facts=facts.gemma2,
+        kinds=fields.every(2),
+        fields=fields.gemma2,
     ),
-    "ministral": Family(defaults=_WINDOW, kinds=facts.sliding_if_set),
-    "ministral3": Family(defaults=_WINDOWS | {"head_dim": 128}, kinds=facts.sliding_if_set, facts=facts.ministral3),
-    "olmo": Family(defaults={"rms_norm_eps": 1e-5}, centered=True, weightless=True, facts=facts.olmo),
+    "ministral": Family(defaults=_WINDOW, kinds=fields.sliding_if_set),
+    "ministral3": Family(defaults=_WINDOWS | {"head_dim": 128}, kinds=fields.sliding_if_set, fields=fields.ministral3),
+    "olmo": Family(defaults={"rms_norm_eps": 1e-5}, centered=True, weightless=True, fields=fields.olmo),
     "olmo2": Family(norms=POST, head_norms="all"),
     "olmo3": Family(
         defaults=_WINDOW | {"rope_theta": 5e5},
         norms=POST,
         head_norms="all",
-        kinds=facts.every(4),
-        facts=facts.own_frequencies,
+        kinds=fields.every(4),
+        fields=fields.own_frequencies,
     ),
-    "granite": Family(defaults=MULTIPLIERS, facts=facts.granite),
+    "granite": Family(defaults=MULTIPLIERS, fields=fields.granite),
     "hyperclovax": Family(
         names=replace(LLAMA, after_mixer="post_norm1", after_mlp="post_norm2"),
         defaults=MULTIPLIERS | {"attention_multiplier": None, "use_post_norm": True},
-        facts=facts.hyperclovax,
+        fields=fields.hyperclovax,
     ),
     "cohere": Family(
         names=_SHARED_NORM,
@@ -157,7 +157,7 @@ FAMILIES: dict[str, Family] = {
         centered=True,
         parallel=True,
         paired=True,
-        facts=facts.cohere,
+        fields=fields.cohere,
     ),
     "cohere2": Family(
         names=_SHARED_NORM,
@@ -166,8 +166,8 @@ FAMILIES: dict[str, Family] = {
         centered=True,
         parallel=True,
         paired=True,
-        kinds=facts.every(4),
-        facts=facts.cohere2,
+        kinds=fields.every(4),
+        fields=fields.cohere2,
     ),
     "glm": Family(names=_FUSED_MLP, defaults=_GLM, paired=True),
     "glm4": Family(
@@ -187,21 +187,21 @@ FAMILIES: dict[str, Family] = {
         },
         defaults={"num_key_value_heads": 4, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
         paired=True,
-        refuses=facts.ernie4_5_moe_refuses,
+        refuses=fields.ernie4_5_moe_refuses,
     ),
     "exaone4": Family(
         defaults=_WINDOW,
         norms=POST,
         head_norms="before",
-        kinds=facts.every(4),
-        facts=facts.only_sliding_rotate,
+        kinds=fields.every(4),
+        fields=fields.only_sliding_rotate,
     ),
     "exaone_moe": Family(
         aliases={"n_shared_experts": "num_shared_experts"},
         defaults=_WINDOW | {"rms_norm_eps": 1e-5},
         head_norms="before",
-        kinds=facts.every(4),
-        facts=facts.only_sliding_rotate,
+        kinds=fields.every(4),
+        fields=fields.only_sliding_rotate,
     ),
     "seed_oss": Family(defaults={"head_dim": 128}),
     "hunyuan_v1_dense": Family(
@@ -228,7 +228,7 @@ FAMILIES: dict[str, Family] = {
                 "original_max_position_embeddings": 8192,
             },
         },
-        kinds=facts.full_first,
+        kinds=fields.full_first,
     ),
     "helium": Family(defaults={"head_dim": 128, "rope_theta": 1e5}, paired=True),
     "internlm3": Family(defaults={"head_dim": 128}),
@@ -255,7 +255,7 @@ FAMILIES: dict[str, Family] = {
         weightless=True,
         gated=False,
         head_norms="after",
-        facts=facts.nanochat,
+        fields=fields.nanochat,
     ),
     "starcoder2": Family(
         names=replace(LLAMA, up=("mlp.c_fc",), down="mlp.c_proj"),
@@ -263,14 +263,14 @@ FAMILIES: dict[str, Family] = {
         defaults=_WINDOWS | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
         centered=True,
         gated=False,
-        kinds=facts.sliding_if_set,
+        kinds=fields.sliding_if_set,
     ),
     "stablelm": Family(
         names=replace(LLAMA, q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"),
         aliases=LAYER_NORM_EPS,
         defaults={"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-5},
         centered=True,
-        facts=facts.stablelm,
+        fields=fields.stablelm,
     ),
     "phi": Family(
         names=replace(
@@ -285,7 +285,7 @@ FAMILIES: dict[str, Family] = {
         centered=True,
         parallel=True,
         gated=False,
-        facts=facts.head_norms_if_set,
+        fields=fields.head_norms_if_set,
     ),
 }
 # Language models of multimodal checkpoints, whose rotary positions are plain where there is text alone.

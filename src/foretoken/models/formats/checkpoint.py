@@ -23,8 +23,7 @@ from foretoken.models.formats.weight_files import Weights
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from foretoken.models.formats.gguf.file import GGUFCheckpoint
-    from foretoken.models.formats.gguf.weights import GGUFWeights
+    from foretoken.models.formats.gguf.weights import GGUFCheckpoint, GGUFWeights
 
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "vocab.txt", "merges.txt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -157,7 +156,7 @@ def _listed(folder: Path) -> str:
 
 def _gguf(path: Path) -> GGUFCheckpoint:
     # Importing the gguf package takes about 0.1 s, and most checkpoints do not need it.
-    from foretoken.models.formats.gguf.file import GGUFCheckpoint
+    from foretoken.models.formats.gguf.weights import GGUFCheckpoint
 
     return GGUFCheckpoint(Path(path))
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 CENTRE = 128  # the zero of codes of eight bits that hold signed levels
@@ -281,3 +283,15 @@ def _stack(numbers: Sequence[Tensor | TwoLevels]) -> Tensor | TwoLevels:
     if two:
         return TwoLevels(torch.cat([number.wholes for number in two]), torch.cat([number.parts for number in two]))
     return torch.cat([number for number in numbers if isinstance(number, Tensor)])
+
+
+_ZERO = 12
+_E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice the value of each code, plus the zero point
+MXFP4 = GroupLayout(4, 32, zero=_ZERO, levels=_E2M1)
+
+
+def half_powers(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Returns half of 2 ** (exponent - 127), the scale of levels that are doubled; the two smallest are denormal."""
+    wide = exponents.astype(np.uint32)
+    pattern = np.where(wide < 2, np.uint32(0x00200000) << wide, (wide - 1) << np.uint32(23))
+    return pattern.astype(np.uint32).view(np.float32)

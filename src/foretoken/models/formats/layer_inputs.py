@@ -1,4 +1,4 @@
-"""The weights of inputs of single layers (``families/layer_inputs.py``) as the runners take them."""
+"""The weights of inputs of single layers (``families/layers.py``) as the runners take them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foretoken.models.families.layer_inputs import LayerInputs
-from foretoken.models.formats.finite import converted
+from foretoken.models.families.layers import LayerInputs
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.reader import TensorReader
+from foretoken.models.formats.weight_files import converted
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,13 +14,13 @@ from foretoken.models.families.experts import Beside
 from foretoken.models.families.family import group_order
 from foretoken.models.families.layers import Layer, RecurrentMixer
 from foretoken.models.formats.experts import ExpertWeights, read_experts
-from foretoken.models.formats.finite import converted
 from foretoken.models.formats.latent import LatentWeights, read_latent
 from foretoken.models.formats.layer_inputs import read_layer_input, read_layer_input_ends
 from foretoken.models.formats.memory import give_back, reuse_freed
 from foretoken.models.formats.quantize import Matrix, Quantizer
 from foretoken.models.formats.reader import TensorReader, located, rows_of
 from foretoken.models.formats.recurrent import RecurrentWeights, read_convolution, read_delta, read_mamba, slices
+from foretoken.models.formats.weight_files import converted
 from foretoken.models.formats.weights import (
     BesideWeights,
     DenseMlpWeights,

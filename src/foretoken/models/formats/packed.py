@@ -20,8 +20,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
-from foretoken.models.formats.grouped import Grouped, GroupLayout, Groups, strips
-from foretoken.models.formats.mxfp4 import MXFP4, half_powers
+from foretoken.models.formats.grouped import MXFP4, Grouped, GroupLayout, Groups, half_powers, strips
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which four bits of a word hold output 8 * word + i
 _CHANNEL = 128  # inputs of a group where the file has one scale for each output

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.family import TensorNames
-from foretoken.models.formats.finite import converted
 from foretoken.models.formats.grouped import Grouped, GroupedWeights
 from foretoken.models.formats.prequantized import read_int8
 from foretoken.models.formats.quantize import Int8, Matrix, Quantizer, floats
+from foretoken.models.formats.weight_files import converted
 
 # Prefixes of a decoder's names beside the family's own: in a checkpoint of the bare model, and inside a multimodal one.
 BASES = (

@@ -1,17 +1,128 @@
-"""The safetensors files of a checkpoint. Pickles are refused, because loading one can run code."""
+"""The tensors of a checkpoint's safetensors files, and the check that they are finite.
+
+``safe_open`` maps a whole file, and what was read of it stays resident until the file is closed. So each tensor has a
+mapping of its own. Pickles are refused, because loading one can run code.
+"""
 
 from __future__ import annotations
 
+import json
+import mmap
 from collections.abc import Iterator, Mapping
 from copy import copy
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, parse, read_object
-from foretoken.models.formats.finite import check_finite
-from foretoken.models.formats.safetensors_file import SafetensorsFile
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Returns whether the tensor holds neither NaN nor infinity. The tensor is read once, at memory bandwidth."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.itemsize == 1:
+        tensor = tensor.float()  # torch reduces no float8
+    # A sum keeps every NaN and infinity, but sums of large numbers overflow; then the extremes decide.
+    return bool(tensor.sum().isfinite()) or bool(torch.stack(tensor.aminmax()).isfinite().all())
+
+
+def check_finite(name: str, tensor: Tensor, where: str) -> None:
+    """Checks a tensor as it is stored.
+
+    Args:
+        name: the tensor's name in the checkpoint.
+        tensor: its values.
+        where: the file or folder that holds it.
+
+    Raises:
+        ModelLoadError: the tensor holds NaN or infinity.
+    """
+    if not is_finite(tensor):
+        raise ModelLoadError(
+            f"the tensor {name!r} in {where} holds NaN or infinite numbers; download or save the checkpoint again"
+        )
+
+
+def converted(name: str, tensor: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
+    """Returns a finite tensor in ``dtype``.
+
+    Raises:
+        ModelLoadError: the tensor holds numbers beyond the range of float16.
+    """
+    result = tensor.to(dtype, copy=copy)
+    if dtype == torch.float16 and result.dtype != tensor.dtype and not is_finite(result):
+        raise ModelLoadError(
+            f"the tensor {name!r} holds numbers beyond the range of float16; use dtype 'bfloat16' or 'float32'"
+        )
+    return result
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: the name of its dtype, its shape, and its bytes from ``start`` to ``end``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsFile:
+    """A safetensors file, which is checked on construction.
+
+    Attributes:
+        path: the file.
+        tensors: what is stored, by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads the header. Raises safetensors' own errors and OSError for a file that is damaged or not readable."""
+        self.path = path
+        names = safe_open(str(self.path), framework="pt").keys()
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        self.tensors: dict[str, Stored] = {}
+        for name in names:
+            fields = header[name]
+            start, end = (8 + size + offset for offset in fields["data_offsets"])
+            self.tensors[name] = Stored(fields["dtype"], tuple(fields["shape"]), start, end)
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor. Its mapping is private, and ends with it."""
+        stored = self.tensors[name]
+        if stored.dtype not in _DTYPES or stored.start == stored.end:
+            tensor: Tensor = safe_open(str(self.path), framework="pt").get_tensor(name)
+            return tensor
+        first = stored.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with self.path.open("rb") as file:
+            content = mmap.mmap(file.fileno(), stored.end - first, access=mmap.ACCESS_COPY, offset=first)
+        numbers = torch.frombuffer(
+            content, dtype=torch.uint8, offset=stored.start - first, count=stored.end - stored.start
+        )
+        return numbers.view(_DTYPES[stored.dtype]).view(stored.shape)
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

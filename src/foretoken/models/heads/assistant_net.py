@@ -22,7 +22,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends
 from foretoken.models.heads.assistant import AssistantHead, Clusters
 from foretoken.models.heads.feature_net import FeatureNet, HeadHandle
-from foretoken.models.heads.products import HeadProduct
+from foretoken.models.heads.weights import HeadProduct
 from foretoken.models.runners.native.borrowed import BorrowingRunner
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import Part, PassPlan

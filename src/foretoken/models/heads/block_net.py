@@ -23,8 +23,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry
 from foretoken.models.heads.block import BlockHead
 from foretoken.models.heads.feature_net import JOINT_ROWS, FeatureNet, HeadHandle
-from foretoken.models.heads.layer_weights import layer_weights, norm_weight
-from foretoken.models.heads.products import HeadProduct
+from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.choose import build_runner
 from foretoken.models.runners.pass_plan import Part, PassPlan

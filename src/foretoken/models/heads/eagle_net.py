@@ -14,8 +14,7 @@ from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Ends, Entry, NormWeight
 from foretoken.models.heads.eagle import MASK, EagleHead
 from foretoken.models.heads.feature_net import FeatureNet
-from foretoken.models.heads.layer_weights import layer_weights, norm_weight
-from foretoken.models.heads.products import HeadProduct
+from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight
 from foretoken.models.runners.choose import build_runner
 
 

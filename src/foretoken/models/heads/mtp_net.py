@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.models.formats.weights import Ends, Entry
 from foretoken.models.heads.feature_net import FeatureNet
 from foretoken.models.heads.mtp import MtpLayer
-from foretoken.models.heads.products import HeadProduct
+from foretoken.models.heads.weights import HeadProduct
 from foretoken.models.runners.choose import build_runner
 
 _NORMED, _PLAIN = 1, 2  # taps of a runner of one layer

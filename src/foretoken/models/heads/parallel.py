@@ -12,7 +12,7 @@ from torch import Tensor
 from foretoken.core.devices import on_host
 from foretoken.models.heads.blockwise import BlockwiseHeads
 from foretoken.models.heads.medusa import MedusaHeads
-from foretoken.models.heads.products import HeadProduct
+from foretoken.models.heads.weights import HeadProduct
 
 Unembed = Callable[[Tensor], Tensor]
 """The target's vocabulary head: normed states [rows, H] -> float32 [rows, V]."""

@@ -10,8 +10,8 @@ import torch
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.formats.checkpoint import open_weights
-from foretoken.models.formats.finite import is_finite
 from foretoken.models.formats.memory import check_fits
+from foretoken.models.formats.weight_files import is_finite
 
 MAX_GROWTH = 2  # parameters of the module per number in the checkpoint; conversions on loading change the number
 SLACK = 2**16  # parameters by which small modules may exceed that

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.families.reading import Activation
+from foretoken.models.families.config import Activation
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.triton_kernels.available import has_kernels, kernels
 

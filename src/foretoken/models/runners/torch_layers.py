@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.latent import LatentWeights
+from foretoken.models.formats.layer_inputs import LayerInputEnds, LayerInputWeights
 from foretoken.models.formats.quantize import stacked
+from foretoken.models.formats.recurrent import RecurrentWeights
 from foretoken.models.formats.weights import (
     BesideWeights,
     DenseMlpWeights,
@@ -18,12 +21,96 @@ from foretoken.models.formats.weights import (
     NormWeight,
     SelfAttentionWeights,
 )
-from foretoken.models.runners.functional import activate
+from foretoken.models.runners.functional import activate, normalize
 from foretoken.models.runners.linear import Product, moved, product
 from foretoken.models.runners.torch_experts import TorchExperts
 from foretoken.models.runners.torch_latent import TorchLatent
-from foretoken.models.runners.torch_layer_inputs import TorchLayerInput
-from foretoken.models.runners.torch_recurrent import TorchRecurrent
+from foretoken.models.runners.triton_kernels.available import recurrent_kernels
+from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRecurrent:
+    """The weights of a recurrent mixer on the device."""
+
+    into: Product
+    gates: Product | None
+    layer: RecurrentLayer
+    out: Product
+
+    @staticmethod
+    def of(device: torch.device, a: Architecture, number: int, w: RecurrentWeights) -> TorchRecurrent:
+        """Packs the weights of layer ``number`` for ``device``."""
+        kind, sizes = a.stack[number].recurrent, a.recurrence
+        assert kind is not None and sizes is not None
+        return TorchRecurrent(
+            into=product(stacked(w.into).to(device), moved(w.into_bias, device)),
+            gates=None if w.gates is None else product(w.gates.to(device)),
+            layer=RecurrentLayer(
+                kind=kind,
+                sizes=sizes,
+                number=a.first(number).recurrent_layers,
+                eps=a.eps,
+                conv=w.conv.to(device),
+                conv_bias=moved(w.conv_bias, device),
+                decay=moved(w.decay, device),
+                step_bias=moved(w.step_bias, device),
+                norm=moved(w.norm, device),
+                skip=moved(w.skip, device),
+            ),
+            out=product(w.out.to(device), moved(w.out_bias, device)),
+        )
+
+    def __call__(self, x: Tensor, steps: Steps | None, alone: bool) -> Tensor:
+        """Returns the output [R, H] for an input [R, H]; ``alone`` is that of ``Product``."""
+        assert steps is not None, "recurrent layers need the order of rows"
+        rows = self.into(x, alone)
+        gates = rows if self.gates is None else self.gates(x, alone)
+        mixed: Tensor = recurrent_kernels().mix(self.layer, rows, gates, steps)
+        return self.out(mixed, alone)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchLayerInput:
+    """What one layer does with its input."""
+
+    gate: Product
+    up: Product
+    norm: NormWeight
+
+    @staticmethod
+    def of(device: torch.device, w: LayerInputWeights) -> TorchLayerInput:
+        """Packs the weights for ``device``."""
+        gate, up = product(w.gate.to(device)), product(w.up.to(device))
+        return TorchLayerInput(gate, up, NormWeight(w.norm.to(device)))
+
+    def __call__(self, a: Architecture, hidden: Tensor, inputs: Tensor, alone: bool) -> Tensor:
+        """Returns what is added to the residual stream [rows, H] for inputs [rows, width]."""
+        gated = activate(a, self.gate(hidden, alone), gated=False) * inputs
+        return normalize(a, self.up(gated, alone), self.norm)
+
+
+class TorchLayerInputs:
+    """The inputs of all layers.
+
+    Args:
+        device: device of the weights.
+        dtype: dtype of the computation.
+        a: the architecture, which has such inputs.
+        w: the weights.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, a: Architecture, w: LayerInputEnds) -> None:
+        assert a.layer_inputs is not None
+        self._width, self._scale = a.layer_inputs.width, torch.tensor(a.layer_inputs.width**0.5, dtype=dtype)
+        self._table = w.table.to(device)
+        self._projection, self._norm = product(w.projection.to(device)), NormWeight(w.norm.to(device))
+
+    def __call__(self, a: Architecture, tokens: Tensor, embedded: Tensor, alone: bool) -> Tensor:
+        """Returns the inputs [rows, layers, width] for tokens [rows] and their scaled embeddings [rows, H]."""
+        projected = (self._projection(embedded, alone) * a.hidden**-0.5).unflatten(-1, (-1, self._width))
+        own = (F.embedding(tokens, self._table) * self._scale).view_as(projected)
+        return (normalize(a, projected, self._norm) + own) * 0.5**0.5
 
 
 @dataclass(frozen=True, slots=True)

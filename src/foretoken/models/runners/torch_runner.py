@@ -29,8 +29,7 @@ from foretoken.models.runners.layout import AttentionSizes, Layout
 from foretoken.models.runners.linear import can_pack, moved, product
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_latent import TorchLatent
-from foretoken.models.runners.torch_layer_inputs import TorchLayerInputs
-from foretoken.models.runners.torch_layers import TorchAttention, TorchLayer, TorchMlp, moved_norm
+from foretoken.models.runners.torch_layers import TorchAttention, TorchLayer, TorchLayerInputs, TorchMlp, moved_norm
 from foretoken.models.state.kv import KVCache, SlotCache
 
 

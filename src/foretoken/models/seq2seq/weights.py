@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foretoken.models.families.seq2seq import LEARNED_OFFSET, T5, Seq2SeqArchitecture, Stack
-from foretoken.models.formats.finite import converted
 from foretoken.models.formats.memory import give_back
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.reader import TensorReader
+from foretoken.models.formats.weight_files import converted
 from foretoken.models.formats.weights import (
     CrossAttentionWeights,
     DenseMlpWeights,

@@ -15,8 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.models.formats.grouped import GroupLayout, Groups, TwoLevels
-from foretoken.models.formats.mxfp4 import MXFP4, half_powers
+from foretoken.models.formats.grouped import MXFP4, GroupLayout, Groups, TwoLevels, half_powers
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes]
 Floats = NDArray[np.float32]

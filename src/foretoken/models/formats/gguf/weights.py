@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
 from foretoken.models.families.architecture import Architecture, unsupported
-from foretoken.models.formats.finite import check_finite
 from foretoken.models.formats.gguf.blocks import FLOATS, LAYOUTS, Bytes, groups_of
 from foretoken.models.formats.gguf.changes import ChangedTensor, source
 from foretoken.models.formats.gguf.families import config_of, family_of
 from foretoken.models.formats.gguf.header import Header, StoredTensor, split_parts
 from foretoken.models.formats.gguf.tensor_names import Names
+from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer, special_ids, token_ids
 from foretoken.models.formats.grouped import Grouped, Groups, TwoLevels
+from foretoken.models.formats.tokenizer import PlainTokenizer
+from foretoken.models.formats.weight_files import check_finite
 
 _FUSED = re.compile(r"blk\.([0-9]{1,5})\.attn_qkv\.(weight|bias)")
 
@@ -169,3 +172,35 @@ def _check_type(path: Path, stored: StoredTensor) -> None:
             f"{path} stores {stored.name} {stored.shape} as {stored.kind.name}; supported are vectors of "
             f"{', '.join(kind.name for kind in FLOATS)}, and matrices of these and {', '.join(k.name for k in LAYOUTS)}"
         )
+
+
+class GGUFCheckpoint:
+    """What a GGUF file holds, by the names of a checkpoint's files. Its header is read once and kept.
+
+    Raises:
+        ModelLoadError: The file is damaged, or holds what is not supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._header = Header.read(path)
+
+    def config(self) -> dict[str, Any]:
+        """Returns the content of config.json that the metadata stand for."""
+        return config_of(self._header)
+
+    def special_ids(self) -> dict[str, Any]:
+        """Returns the ids of special tokens by their names in generation_config.json."""
+        return special_ids(self._header)
+
+    def weights(self) -> GGUFWeights:
+        """Returns the tensors, with llama.cpp's changes undone."""
+        return GGUFWeights(self._path)
+
+    def tokenizer(self) -> PlainTokenizer:
+        """Returns the tokenizer, with special tokens and chat template."""
+        return gguf_tokenizer(self._header)
+
+    def token_ids(self) -> dict[str, int] | None:
+        """Returns the id of every token; None if the file has no vocabulary."""
+        return token_ids(self._header)

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.models.formats.finite import check_finite
-from foretoken.models.formats.weight_files import PICKLES
+from foretoken.models.formats.weight_files import PICKLES, check_finite
 
 TENSORS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")

@@ -13,8 +13,7 @@ from torch import Tensor
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.experts import Experts
 from foretoken.models.families.latent import LatentAttention
-from foretoken.models.families.layer_inputs import LayerInputs
-from foretoken.models.families.layers import Layer, RecurrentMixer
+from foretoken.models.families.layers import Layer, LayerInputs, RecurrentMixer
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.layers import in_runtime_order
 from foretoken.models.formats.quantize import Matrix

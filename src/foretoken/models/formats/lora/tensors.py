@@ -12,7 +12,6 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.finite import is_finite
 from foretoken.models.formats.lora.experts import (
     ExpertParameter,
     expert_parameters,
@@ -30,6 +29,7 @@ from foretoken.models.formats.lora.modules import (
 from foretoken.models.formats.lora.settings import LoraSettings, read_settings
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.reader import BASES
+from foretoken.models.formats.weight_files import is_finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)

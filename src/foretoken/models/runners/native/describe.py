@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.config import Activation
 from foretoken.models.families.family import HeadNorms
 from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import Layer, Mlp, RecurrentMixer
-from foretoken.models.families.reading import Activation
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.grouped import Grouped

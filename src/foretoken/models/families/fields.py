@@ -1,4 +1,4 @@
-"""What config.json files of single families say, beyond what Llama's says."""
+"""Fields of the architecture that config.json files of single families state, beyond Llama's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def head_dim(c: Config) -> int:
     return int(c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
 
 
-# the kinds of layers that do not list them
+# `layer_types` of families whose config.json omits them
 
 
 def sliding_if_set(c: Config) -> list[str]:
@@ -68,7 +68,7 @@ def smollm3_kinds(c: Config) -> list[str]:
     return [FULL if rotates or not windows else SLIDING for rotates in _rotating(c)]
 
 
-# facts
+# fields of ``Architecture``
 
 
 def gemma(c: Config) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import parse
-from foretoken.models.families import facts
+from foretoken.models.families import fields
 from foretoken.models.families.expert_families import experts_of
 from foretoken.models.families.family import CHUNKED, FULL, SLIDING, Family
 from foretoken.models.families.layers import WITH_ATTENTION, Layer
@@ -52,7 +52,7 @@ def read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any], dict[str, A
     names = {name: alias for name, alias in family.aliases.items() if name not in config}
     parse(CausalConfig, c, "config.json", names)
     c["layer_types"] = [_OLDER_KINDS.get(kind, kind) for kind in c.get("layer_types") or family.kinds(c)]
-    stated = family.facts(c)
+    stated = family.fields(c)
     c |= {name: stated[name] for name in ("hidden_act", "partial_rotary_factor") if name in stated}
     return family, c, stated
 
@@ -90,7 +90,7 @@ def stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rotat
 def head_dim_of(c: Mapping[str, Any], stated: Mapping[str, Any], kind: str) -> int:
     """Returns the width of a head in layers of a kind."""
     own = zip(c["layer_types"], stated.get("sizes") or (), strict=False)
-    return next((sizes.head_dim for name, sizes in own if name == kind), facts.head_dim(c))
+    return next((sizes.head_dim for name, sizes in own if name == kind), fields.head_dim(c))
 
 
 def rotary(
