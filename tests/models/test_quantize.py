@@ -246,5 +246,5 @@ def test_zero_points_and_partly_quantized_products_are_refused(llama: Path) -> N
     name = "model.layers.1.self_attn.v_proj"
     whole = {n: t for n, t in tensors.items() if not n.startswith(name)}
     save_file({**whole, f"{name}.weight": numbers(32, 64)}, file)
-    with pytest.raises(ModelLoadError, match=r"v_proj only some are quantized"):
+    with pytest.raises(ModelLoadError, match=r"only some of .*v_proj are quantized"):
         load_model(llama, "float32", "cpu")

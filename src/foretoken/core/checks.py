@@ -15,7 +15,7 @@ _SHOWN = 200  # characters of a wrong value that an error shows
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False) -> None:
-    """Checks for an int, not a bool, from ``low`` to ``high``. None passes where ``optional``."""
+    """Checks for an int, not a bool, from ``low`` to ``high``. None passes if ``optional``."""
     if value is None and optional:
         return
     if not is_integer(value) or value < low or (high is not None and value > high):
@@ -26,7 +26,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None, *, optiona
 
 
 def number(name: str, value: Any, low: float, high: float = math.inf, *, optional: bool = False) -> None:
-    """Checks for a finite int or float, not a bool, from ``low`` to ``high``. None passes where ``optional``."""
+    """Checks for a finite int or float, not a bool, from ``low`` to ``high``. None passes if ``optional``."""
     if value is None and optional:
         return
     if not is_number(value) or not low <= value <= high:

@@ -32,9 +32,9 @@ class Context:
             requests of the same salt. None is a scope like any other.
         adapter: Key of the LoRA adapter with which the target computes the sequence. None is none.
         num_proposer_tokens: Number of leading tokens that the proposer has processed. Kept by the engine.
-        part: Which part of the proposer drafts for it at present. Kept by the controller.
-        floors: By depth, the probability of acceptance from which a token of a greedy chain pays at present; deeper
-            ones take the last. Where there are none, budgets are drafted whole. Kept by the controller.
+        part: The part of the proposer that drafts for it. Kept by the controller.
+        floors: Minimum acceptance probability of a greedy chain's token by depth; the last value repeats. Empty for no
+            early stop. Kept by the controller.
     """
 
     id: int
@@ -58,7 +58,7 @@ class Context:
         self._counts = TokenCounts(self.prompt_length)
 
     def rewind(self, tokens: Sequence[int]) -> None:
-        """Replaces the tokens by others, for a context whose last tokens were predicted and did not come."""
+        """Replaces the tokens, for a context whose last tokens were predicted wrongly."""
         self.tokens[:] = tokens
         self._counts = TokenCounts(self.prompt_length)
 

@@ -1,4 +1,4 @@
-"""A draft: a rooted tree of tokens and the distribution they were drawn from."""
+"""A draft: a rooted tree of tokens and the distribution they were sampled from."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Draft:
     Args:
         tokens: int64 [n]. Draft tokens, parents before children.
         parents: Index of each node's parent. -1 is the root, the last committed token.
-        law: How the tokens were drawn. It decides which verifier is exact.
+        law: Distribution of the tokens. It decides which verifier is exact.
         scores: [n]. Confidence (log-probability) for controllers and viewers, or None. Verifiers never read it.
-        levels: Passes of the model that drafted it, where it ended before its budget was spent.
+        levels: Passes of the draft model, if fewer than the budget.
     """
 
     tokens: Tensor
@@ -79,7 +79,7 @@ class Draft:
         return tuple(depths)
 
     def chance(self, node: int) -> float | None:
-        """Returns the probability with which the token of ``node`` was drawn, None for a fixed candidate."""
+        """Returns the probability with which the token of ``node`` was sampled, None for a fixed candidate."""
         if isinstance(self.law, PointMass):
             return None
         return float(self.law.probs[self.parents[node] + 1, self.ids[node]])

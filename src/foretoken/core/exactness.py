@@ -9,7 +9,5 @@ class Exactness(StrEnum):
     """The property that a request's output is promised to have."""
 
     DISTRIBUTION = "distribution"  # the target's distribution
-    TRAJECTORY = (
-        "trajectory"  # the target's distribution, and one text per seed for every proposer, draft length and batch
-    )
+    TRAJECTORY = "trajectory"  # the same, and one output per seed for all proposers, draft lengths and batches
     TYPICAL = "lossy-typical"  # neither: Medusa's typical acceptance. Outputs carry this label

@@ -1,4 +1,4 @@
-"""Where files are kept between runs. It imports no other package, so that a wheel's build can use it."""
+"""The folder of files that are kept between runs. It imports no other package, so that a wheel's build can use it."""
 
 from __future__ import annotations
 

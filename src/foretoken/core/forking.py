@@ -20,7 +20,7 @@ _NICER = 5  # niceness of work that no decode step waits for
 
 
 class ForkServer:
-    """The process that is forked from, started on first use and again where it died. Thread-safe.
+    """The process that tasks are forked from, started on first use and again after it died. Thread-safe.
 
     Args:
         program: Name of the module to run with ``-m``. Its only argument is the descriptor of its connection.
@@ -79,7 +79,7 @@ def fork(connection: Connection) -> Connection:
 
 
 def ask(connection: Connection, question: Any, seconds: float, *, pickled: bool = False) -> Any:
-    """Returns the reply, bytes or a pickled object; None where the process is dead or takes longer than ``seconds``."""
+    """Returns the reply, bytes or a pickled object; None if the process is dead or takes longer than ``seconds``."""
     try:
         connection.send(question)
         if connection.poll(seconds):
@@ -94,7 +94,7 @@ def ask(connection: Connection, question: Any, seconds: float, *, pickled: bool 
 
 
 def first_received(descriptor: int) -> tuple[Connection, Any] | None:
-    """Returns the connection to the process that started this one, and what it sent; None where it has ended."""
+    """Returns the connection to the process that started this one, and what it sent; None if it has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to the whole process group
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     connection = Connection(descriptor)

@@ -34,7 +34,7 @@ class Memory:
 
 
 class FreeMemory:
-    """Reads the tightest limit that holds for this process.
+    """Reads the tightest memory limit of this process.
 
     Args:
         device: Device of the models, whose memory counts if it is a GPU.
@@ -47,7 +47,7 @@ class FreeMemory:
         self._folders = _group_folders(proc, groups)
 
     def __call__(self) -> Memory | None:
-        """Returns the tightest limit, None if nothing is known."""
+        """Returns the tightest limit, None if no limit is readable."""
         known = [m for m in (self._machine(), self._address_space(), self._cuda(), *map(_group, self._folders)) if m]
         return min(known, key=lambda memory: memory.free / memory.low, default=None)
 
@@ -58,7 +58,7 @@ class FreeMemory:
         return Memory(sizes["MemAvailable:"] * 1024, sizes["MemTotal:"] * 1024)
 
     def _address_space(self) -> Memory | None:
-        """Returns what ``ulimit -v`` or the like leaves."""
+        """Returns the memory that ``ulimit -v`` or the like leaves."""
         if sys.platform == "win32":
             return None
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -68,7 +68,7 @@ class FreeMemory:
         return Memory(max(0, limit - int(pages[0]) * resource.getpagesize()), limit) if pages else None
 
     def _cuda(self) -> Memory | None:
-        """Returns what the device has, and what the allocator holds without using it."""
+        """Returns the device's free memory, with that which the allocator holds unused."""
         if self._device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(self._device)

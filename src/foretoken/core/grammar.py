@@ -1,4 +1,4 @@
-"""Interface of a grammar: which tokens a sampling law allows next."""
+"""Interface of a grammar: the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foretoken.core.history import History
 
 
 class Grammar(Protocol):
-    """A set of texts that may be generated. One object serves one sequence, whose tokens are only appended to.
+    """A set of permitted outputs. One object serves one sequence, whose tokens are only appended to.
 
     The result depends on the history alone, so target, draft and plain decoding get the same one.
     """

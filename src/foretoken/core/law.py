@@ -1,4 +1,4 @@
-"""How draft tokens were produced. The verifier is chosen from this, so it is a closed sum type and never a flag."""
+"""Distributions of draft tokens. The verifier is chosen by their type, so it is a closed sum type and never a flag."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 class PointMass:
     """Fixed candidates: the verifier needs no proposal distribution (n-gram, suffix, argmax draft, top-k tree).
 
-    Candidates drawn with the target's own noise (the trajectory grade) belong here too: the emitted token does not
-    depend on how they were made.
+    Candidates sampled with the target's noise (the trajectory grade) belong here too: the emitted token does not
+    depend on them.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens drawn independently from ``probs``; children of one node are i.i.d. from that node's row.
+    """Tokens sampled independently from ``probs``; children of one node are i.i.d. from that node's row.
 
     Args:
         probs: [rows, V]. Row r is the distribution at node r - 1, row 0 at the root, as in the target's rows. It is the
-            row the tokens were drawn from, after temperature and filters, never recomputed.
+            row the tokens were sampled from, after temperature and filters, never recomputed.
     """
 
     probs: Tensor
@@ -30,14 +30,14 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class WithoutReplacement:
-    """Like ``Sampled``, but siblings were drawn one after another without replacement (Sequoia, 2402.12374)."""
+    """Like ``Sampled``, but siblings were sampled one after another without replacement (Sequoia, 2402.12374)."""
 
     probs: Tensor  # [rows, V]
 
 
 @dataclass(frozen=True, slots=True)
 class TopPlusSampled:
-    """The k-1 most probable tokens of a row, then one drawn from the remaining tokens (2502.18779)."""
+    """The k-1 most probable tokens of a row, then one sampled from the remaining tokens (2502.18779)."""
 
     probs: Tensor  # [rows, V]
 

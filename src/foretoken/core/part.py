@@ -1,4 +1,4 @@
-"""Which part of a proposer drafts for a sequence."""
+"""The part of a proposer that drafts for a sequence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class DraftPart(Enum):
     """Parts of a proposer, of which the controller chooses one for each sequence.
 
     Attributes:
-        ALL: Everything that drafts.
+        ALL: The model and the model-free proposers.
         MODEL: Its model alone, a chain as long as the budget.
-        FREE: No model, only what drafts from text and tables.
+        FREE: The model-free proposers alone.
     """
 
     ALL = "all"

@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-PLAIN_SECONDS = 30.0  # between lines where there is no terminal
+PLAIN_SECONDS = 30.0  # between lines without a terminal
 
 
 class Reporter:
@@ -30,14 +30,14 @@ class Reporter:
             self._bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=2)
             self._task = self._bar.add_task(title, total=1.0, status="")
 
-    def update(self, share: float, status: str = "") -> None:
-        """Shows the finished share of the work, from 0 to 1."""
+    def update(self, fraction: float, status: str = "") -> None:
+        """Shows the finished fraction of the work, from 0 to 1."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=share, status=status)
+            self._bar.update(self._task, completed=fraction, status=status)
         elif time.monotonic() - self._printed >= PLAIN_SECONDS:
             self._printed = time.monotonic()
             minutes = (self._printed - self._started) / 60
-            self.line(f"{self.title} {share:4.0%}  {minutes:.1f} min  {status}".rstrip())
+            self.line(f"{self.title} {fraction:4.0%}  {minutes:.1f} min  {status}".rstrip())
 
     def line(self, text: str) -> None:
         """Prints a permanent line, above the bar if there is one."""

@@ -63,7 +63,7 @@ def parse(schema: type[AnySchema], value: Any, what: str, names: Mapping[str, st
         schema: The expected type.
         value: Content of a JSON file.
         what: Name of the file, for the error message.
-        names: Names of fields in the file, where they are not those of the schema.
+        names: Names of fields in the file, if they differ from the schema's.
 
     Raises:
         ModelLoadError: Fields are missing or wrong. The message lists them in one line.

@@ -51,7 +51,7 @@ class StepOutput:
         timings: Times of the step.
         finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None for an unfinished sequence.
         budget: Number of draft tokens that the proposer was asked for.
-        part: Which part of the proposer was asked.
+        part: The part of the proposer that drafted.
     """
 
     sequence: int

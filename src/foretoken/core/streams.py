@@ -77,7 +77,7 @@ class Stream(Protocol):
         ...
 
     def categorical(self, weights: Tensor, index: int) -> int:
-        """Returns a token drawn with probability proportional to ``weights`` [V]."""
+        """Samples a token with probability proportional to ``weights`` [V]."""
         ...
 
 
@@ -112,7 +112,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class PrivateStream:
-    """Draws by inverse-CDF sampling with one uniform number per draw."""
+    """Inverse-CDF sampling with one uniform number per draw."""
 
     key: int
 
@@ -153,7 +153,7 @@ class PrivateStream:
 
 @dataclass(frozen=True, slots=True)
 class SharedStream:
-    """Draws by the exponential race argmax(p / E), which equals argmax(log p + Gumbel noise), with addressed E."""
+    """Sampling by the exponential race argmax(p / E), which equals argmax(log p + Gumbel noise), with addressed E."""
 
     seed: int
     position: int

@@ -1,4 +1,4 @@
-"""How many threads to compute with: what the system lets this process use."""
+"""Number of threads to compute with, by the system's limits for this process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quotas(root: Path = Path("/")) -> Iterator[float]:
 
 
 def respect_limits() -> None:
-    """Has torch, and the kernels with it, use no more threads than the process may, unless it was told how many."""
+    """Limits the threads of torch and the kernels to ``usable_threads``, unless their number is set."""
     _respect_limits(os.getpid())
 
 
@@ -85,7 +85,7 @@ def _allowed() -> set[int]:
 
 
 def _performance_cores(root: Path) -> set[int]:
-    """Returns the processors of a hybrid processor's performance cores; none where all cores are alike."""
+    """Returns the processors of a hybrid processor's performance cores; empty if all cores are equal."""
     processors: set[int] = set()
     for part in _read(root / "sys/devices/cpu_core/cpus").strip().split(","):
         first, _, last = part.partition("-")

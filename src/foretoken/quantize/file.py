@@ -77,7 +77,7 @@ class Described:
     @property
     def names(self) -> Names:
         """Names in the checkpoint by names in GGUF."""
-        return Names.of(self.architecture, self.family.own)
+        return Names.of(self.architecture, self.family.renamed)
 
     def add_to(self, writer: gguf.GGUFWriter) -> None:
         """Adds all keys, and the tensor of rotary factors."""

@@ -44,7 +44,7 @@ class KernelsDisabled(KernelsUnavailable):
 
 
 def require() -> Level:
-    """Returns the instruction-set level of compiled kernels. Raises KernelsUnavailable where there can be none."""
+    """Returns the instruction-set level of compiled kernels. Raises KernelsUnavailable if there can be none."""
     if os.environ.get(SWITCH) == "0":
         raise KernelsDisabled(f"{SWITCH}=0 is set")
     level = cpu.chosen()
@@ -81,7 +81,7 @@ def linked(
     Object files are cached as well, so that libraries share them; those that are missing are compiled on all cores.
 
     Args:
-        name: How the library's file name begins.
+        name: Beginning of the library's file name.
         sources: C++ files with their flags. They may include headers beside them and in ``SHARED``.
         level: The instruction sets that may be used; None for those of this machine.
         whole: Sources of the wheel's library of this name, if it has more than ``sources``.
@@ -95,7 +95,7 @@ def linked(
     if tools is None and (path := shipped(name, whole or sources, level)):
         return path
     suffix = tools.suffix if tools else local_suffix()
-    parts = [_Part.of(source, (*level.flags, *flags)) for source, flags in sources]
+    parts = [_ObjectFile.of(source, (*level.flags, *flags)) for source, flags in sources]
     folder = cache_folder() / "native" / (tools.folder if tools else "")
     target = folder / f"{name}-{_key(part.name for part in parts)}{suffix}"
     if target.is_file():
@@ -117,8 +117,8 @@ def shipped(name: str, sources: Sources, level: Level) -> Path | None:
 
 
 def shipped_name(name: str, sources: Sources, level: Level, suffix: str) -> str:
-    """Returns the name of a library in a wheel, which tells the content of its sources and its flags."""
-    parts = (_Part.of(source, (*level.flags, *flags)).name for source, flags in sources)
+    """Returns the name of a library in a wheel, which identifies the content of its sources and its flags."""
+    parts = (_ObjectFile.of(source, (*level.flags, *flags)).name for source, flags in sources)
     return f"{name}-{level.name}-{_key(parts)}{suffix}"
 
 
@@ -126,14 +126,14 @@ def _key(names: Iterator[str]) -> str:
     return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
-class _Part(NamedTuple):
+class _ObjectFile(NamedTuple):
     """An object file, named by the content of its sources and its flags."""
 
     name: str
     arguments: list[str]
 
     @classmethod
-    def of(cls, source: Path, flags: Sequence[str]) -> _Part:
+    def of(cls, source: Path, flags: Sequence[str]) -> _ObjectFile:
         flags = (*FLAGS, QUIET, *flags)
         beside = sorted({*source.parent.glob("*.hpp"), *SHARED.glob("*.hpp"), source})
         text = b"\0".join([*(file.read_bytes() for file in beside), " ".join(flags).encode()])
@@ -152,7 +152,7 @@ def _build(target: Path, command: Sequence[str]) -> None:
     folder = target.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with _locked(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
             if target.is_file():
                 return
             output = Path(scratch) / target.name
@@ -166,7 +166,7 @@ def _build(target: Path, command: Sequence[str]) -> None:
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
+def _locked(target: Path) -> Iterator[None]:
     """Holds a lock on building this file: of several processes that need it, one compiles and the others wait."""
     try:
         import fcntl

@@ -1,4 +1,4 @@
-"""Instruction-set levels of processors: what each needs, how it is compiled, and which one this machine takes."""
+"""Instruction-set levels of processors: their features and compiler flags, and the level of this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native.processor import ARM, X86, read_features
 
-VARIABLE = "FORETOKEN_CPU"  # takes a lower level by hand
+VARIABLE = "FORETOKEN_CPU"  # selects a lower level
 
 
 class Level(NamedTuple):
@@ -19,7 +19,7 @@ class Level(NamedTuple):
     Attributes:
         name: its name in FORETOKEN_CPU.
         machines: names of the architecture in ``platform.machine``.
-        features: what the processor must have, by the names that Linux has for it.
+        features: required features of the processor, by Linux's names.
         flags: compiler flags.
     """
 
@@ -46,7 +46,7 @@ LEVELS = (  # of each architecture, best first
     _x86("avx512", _AVX512),
     _x86("avx2-vnni", f"{_AVX2} avx_vnni"),
     _x86("avx2", _AVX2),
-    Level("generic", X86, frozenset(), ()),  # what every x86-64 has
+    Level("generic", X86, frozenset(), ()),  # every x86-64
     Level("neon-dotprod", ARM, frozenset({"asimd", "asimddp"}), ("-mcpu=generic+dotprod",)),
     Level("neon", ARM, frozenset({"asimd"}), ("-mcpu=generic",)),
 )
@@ -54,7 +54,7 @@ LEVELS = (  # of each architecture, best first
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Returns the processor's features by the names that Linux has for them; empty where the system does not say."""
+    """Returns the processor's features by the names that Linux has for them; empty if they are unknown."""
     return read_features()
 
 
@@ -65,7 +65,7 @@ def available() -> list[Level]:
 
 
 def chosen() -> Level | None:
-    """Returns the level that kernels are compiled for; None where the processor can run none.
+    """Returns the level that kernels are compiled for; None if the processor can run none.
 
     Raises:
         InvalidRequest: FORETOKEN_CPU names no level, or one that the processor cannot run.

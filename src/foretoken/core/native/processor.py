@@ -29,7 +29,7 @@ _SYSCTL = {
 
 
 class Leaf(NamedTuple):
-    """What ``cpuid`` answers for a leaf and a subleaf."""
+    """The registers after ``cpuid`` for a leaf and a subleaf."""
 
     eax: int
     ebx: int
@@ -57,7 +57,7 @@ _CPUID = {
 
 
 def read_features() -> frozenset[str]:
-    """Returns the processor's features; empty where the system does not say."""
+    """Returns the processor's features; empty if they are unknown."""
     if sys.platform == "darwin":
         return from_sysctl(sysctl)
     if sys.platform == "win32":
@@ -101,7 +101,7 @@ def from_cpuid(cpuid: Cpuid, saved: int) -> frozenset[str]:
 
 
 def cpuid_code(leaf: int, subleaf: int, address: int) -> bytes:
-    """Returns a function in machine code of x86-64 that stores what ``cpuid`` answers at an address.
+    """Returns a function in machine code of x86-64 that stores the registers after ``cpuid`` at an address.
 
     It takes no argument, so it is the same in the calling conventions of Windows and of all others.
     """
@@ -137,7 +137,7 @@ def cpuid_at(memory: int) -> Cpuid:
 if sys.platform == "win32":
 
     def _on_windows() -> frozenset[str]:
-        """Returns the features by ``cpuid``; none where the system grants no executable memory."""
+        """Returns the features by ``cpuid``; empty if the system grants no executable memory."""
         kernel = ctypes.WinDLL("kernel32")
         kernel.VirtualAlloc.restype = ctypes.c_void_p
         kernel.VirtualAlloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_uint32]

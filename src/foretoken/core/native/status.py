@@ -29,13 +29,13 @@ def raise_for(status: int, problem: str) -> None:
     """Raises the exception of a status, unless it is OK.
 
     Args:
-        status: What a compiled function returned.
-        problem: What it says was wrong.
+        status: Return value of a compiled function.
+        problem: Its error message.
 
     Raises:
         MemoryError: Memory is short.
-        KernelArgumentError: It refused an argument.
-        RuntimeError: Something else failed.
+        KernelArgumentError: The function refused an argument.
+        RuntimeError: Any other failure.
     """
     if status == Status.OK:
         return

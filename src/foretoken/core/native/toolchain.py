@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 
 class Platform(NamedTuple):
-    """What a wheel is built for.
+    """A platform that wheels are built for.
 
     Attributes:
         target: its name for the compiler; glibc 2.28 is that of manylinux_2_28.
         machine: its processor's name, as ``platform.machine`` gives it there.
         tag: its name in the wheel's file name.
-        suffix: how the names of its libraries end.
-        without: instruction-set levels that no such machine takes.
+        suffix: end of its libraries' names.
+        without: instruction-set levels that its machines lack.
     """
 
     target: str
@@ -51,11 +51,11 @@ _COMPILING: dict[str, tuple[str, ...]] = {
 
 
 class Toolchain(NamedTuple):
-    """A compiler and what it compiles for.
+    """A compiler and the system it compiles for.
 
     Attributes:
         command: program and first arguments.
-        suffix: how the names of libraries end.
+        suffix: end of libraries' names.
         compiling: further flags for source files.
         linking: further flags for libraries.
         folder: folder of its files within that of the kernels; that of this machine's compiler is the folder itself.
@@ -69,7 +69,7 @@ class Toolchain(NamedTuple):
 
 
 def local_suffix() -> str:
-    """Returns how the names of this machine's libraries end."""
+    """Returns the end of the names of this machine's libraries."""
     return {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 
 
@@ -85,7 +85,7 @@ def local() -> Toolchain | None:
 
 
 def cross(platform: Platform) -> Toolchain | None:
-    """Returns Zig's compiler for a platform; None where it is not installed."""
+    """Returns Zig's compiler for a platform; None if it is not installed."""
     target = ("-target", platform.target)
     compiling = (*target, "-g0", *_COMPILING[platform.suffix])
     zig = _zig()

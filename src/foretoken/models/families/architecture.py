@@ -25,8 +25,8 @@ class Alibi:
     """Attention biases by distance (2108.12409): factor * slope * (position of the key - position of the row).
 
     Attributes:
-        slopes: of each head.
-        factor: of all biases.
+        slopes: one for each head.
+        factor: factor of all biases.
         rounded: whether slope * position is rounded to bfloat16 (Falcon).
     """
 
@@ -47,7 +47,7 @@ class QueryGrowth:
     """Queries are multiplied by 1 + factor * log(1 + floor((position + ahead) / length)).
 
     Attributes:
-        unrotated: whether that holds only in layers without rotation.
+        unrotated: whether only layers without rotation do so.
     """
 
     factor: float
@@ -64,33 +64,33 @@ class Architecture:
         family: ``model_type`` of config.json.
         hidden: width of the residual stream.
         heads: number of query heads.
-        kv_heads: number of heads of keys and values, where a layer does not say.
-        head_dim: width of a head, where a layer does not say.
-        intermediate: width of an MLP, where a layer does not say.
+        kv_heads: number of heads of keys and values, unless a layer has ``sizes``.
+        head_dim: width of a head, unless a layer has ``sizes``.
+        intermediate: width of an MLP, unless a layer has ``inner``.
         stack: the layers.
         vocab: rows of the embedding.
         eps: is added to the variance in norms.
-        activation: of MLPs.
+        activation: activation of MLPs.
         scale: scores = scale * (queries . keys).
         attention_softcap: scores = cap * tanh(scores / cap); 0 for none.
         final_softcap: the same for logits.
         embedding_scale: embeddings are multiplied by it, rounded to the model's dtype.
         norm_offset: is added to stored norm weights: Gemma stores weight - 1.
-        frequencies: rotary frequencies, float32 [rotated numbers of a head / 2] each; ``Layer.rope`` is an index.
+        frequencies: rotary frequencies, float32 [rotated elements of a head / 2] each; ``Layer.rope`` is an index.
         max_length: maximum length of a sequence in tokens.
         tied: whether the embedding is the vocabulary head.
         centered: whether norms subtract the mean (layer norm); otherwise RMS norms.
-        head_norms: where queries and keys are normed, if at all: each head before or after its rotation, or all heads
-            as one row before it.
-        factors: of what mixers and MLPs add to the residual stream.
+        head_norms: norms of queries and keys: of each head before or after its rotation, of all heads as one row
+            before it, or None.
+        factors: factors of additions to the residual stream.
         attention_input: factor of attention's input. Scores and ``factors`` include it, so biases are divided by it.
         gate_factor: factor of an MLP's gate before its activation.
         logit_scale: factor of the logits, before their cap.
         clip: queries, keys and values are clipped to [-clip, clip]; 0 for no bound.
-        paired: whether numbers 2i and 2i + 1 of a head are rotated together; otherwise i and i + half.
+        paired: whether elements 2i and 2i + 1 of a head are rotated together; otherwise i and i + half.
         rotary_scales: factor of cosines and sines, by index in ``frequencies``; empty for 1.
         alibi: attention biases by distance; None for none.
-        query_growth: by what queries are multiplied; None for nothing.
+        query_growth: factor of queries by position; None for none.
         learned_positions: row of the first position in the table of learned positions; None without a table.
         names: names of the checkpoint's tensors.
         weightless: whether the checkpoint has no weights of norms, which are then 1.
@@ -100,9 +100,8 @@ class Architecture:
         latent: sizes of latent attention, in which ``head_dim`` is the width of the one key of all heads; None if
             attention is not latent.
         sinks: whether each head's softmax counts one more key, without a value (gpt-oss).
-        norm_sums: whether norms after mixers and MLPs are those of the residual stream (BART); otherwise of what is
-            added to it.
-        farthest: distance from which on all of T5's relative positions are one; 0 without such positions.
+        norm_sums: whether norms after mixers and MLPs norm the residual stream (BART); otherwise the addition to it.
+        farthest: distance beyond which T5's relative positions are equal; 0 without such positions.
         unit_values: whether each head of values is normed, without weights (Gemma 4).
         layer_inputs: inputs of single layers beside the residual stream; None for none.
         multiplied: whether factors of the family are in the stored weights (Falcon-H1 in GGUF files).
@@ -157,7 +156,7 @@ class Architecture:
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers of one token in the KV cache of all layers. Layers that read those of another one have none."""
+        """Elements of one token in the KV cache of all layers. Layers that read another layer's have none."""
         return sum(
             self.head_dim if self.latent is not None else self.sizes(layer).numbers
             for layer in self.stack
@@ -166,19 +165,19 @@ class Architecture:
 
     @property
     def kv_scales(self) -> int:
-        """Scales of one token in an int8 KV cache of all layers: one for the keys and one for the values of a head."""
+        """Scales of one token in an int8 KV cache of all layers: one for a head's keys and one for its values."""
         return sum(2 * self.sizes(layer).kv_heads for layer in self.stack if layer.attention and layer.source is None)
 
     def cache_at(self, number: int) -> int:
-        """Returns the numbers of one token in the KV cache before those that layer ``number`` reads."""
+        """Returns the offset in the KV cache of layer ``number``, in elements per token."""
         return self._before(number).kv_numbers
 
     def scales_at(self, number: int) -> int:
-        """Returns the scales of one token in an int8 KV cache before those that layer ``number`` reads."""
+        """Returns the offset among the scales of an int8 KV cache of layer ``number``, in scales per token."""
         return self._before(number).kv_scales
 
     def _before(self, number: int) -> Architecture:
-        """Returns the layers before those keys and values that layer ``number`` reads."""
+        """Returns the layers before the one whose keys and values layer ``number`` reads."""
         source = self.stack[number].source
         return self.first(number if source is None else source)
 
@@ -213,7 +212,7 @@ class Architecture:
         return tuple(layer.rope for layer in self.stack)
 
     def query_factors(self, positions: Tensor) -> Tensor:
-        """Returns by what queries at these positions are multiplied, float32; see ``query_growth``."""
+        """Returns the factors of queries at these positions, float32; see ``query_growth``."""
         if self.query_growth is None:
             return torch.ones(len(positions))
         g = self.query_growth
@@ -283,7 +282,7 @@ def supports(config: Mapping[str, Any]) -> bool:
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Returns what of a config.json the native decoder does not compute; None if it computes all of it.
+    """Returns the first feature of a config.json that the native decoder does not compute; None if it computes all.
 
     Raises:
         ModelLoadError: a field of a known architecture is missing or wrong.

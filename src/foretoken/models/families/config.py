@@ -37,15 +37,15 @@ _OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}  # names of kinds of layers 
 
 
 def read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any], dict[str, Any]]:
-    """Returns the family, ``config`` by Llama's names with the family's defaults, and what only the family says.
+    """Returns the family, ``config`` by Llama's names with the family's defaults, and the family's own fields.
 
     Raises:
         ModelLoadError: a field is missing or wrong.
     """
     family = FAMILIES[config["model_type"]]
-    own = {name: config[alias] for name, alias in family.aliases.items() if alias in config}
+    aliased = {name: config[alias] for name, alias in family.aliases.items() if alias in config}
     replaced = {name: value for name, value in family.defaults.items() if name in family.aliases}
-    c = {**family.defaults, **config, **replaced, **own}
+    c = {**family.defaults, **config, **replaced, **aliased}
     if c.get("intermediate_size") is None and isinstance(c.get("hidden_size"), int) and "mlp_ratio" in family.defaults:
         c["intermediate_size"] = family.defaults["mlp_ratio"] * c["hidden_size"]
     c |= family.derives(c)
@@ -64,8 +64,8 @@ def stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rotat
     chunk = c.get("attention_chunk_size") or 0
     norms, layers, missing = stated.get("norms", family.norms), [], [None] * c["num_hidden_layers"]
     stated_by_layer = ("sizes", "source", "tied_values", "inner")
-    own = zip(*(stated.get(name, missing) for name in stated_by_layer), strict=True)
-    for name, rope, (sizes, source, tied, inner) in zip(c["layer_types"], ropes, own, strict=True):
+    details = zip(*(stated.get(name, missing) for name in stated_by_layer), strict=True)
+    for name, rope, (sizes, source, tied, inner) in zip(c["layer_types"], ropes, details, strict=True):
         kind = family.layers.get(name, WITH_ATTENTION)
         layer = Layer(
             attention=kind.attention,
@@ -88,22 +88,21 @@ def stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rotat
 
 
 def head_dim_of(c: Mapping[str, Any], stated: Mapping[str, Any], kind: str) -> int:
-    """Returns the width of a head in layers of a kind."""
-    own = zip(c["layer_types"], stated.get("sizes") or (), strict=False)
-    return next((sizes.head_dim for name, sizes in own if name == kind), fields.head_dim(c))
+    sizes_of = zip(c["layer_types"], stated.get("sizes") or (), strict=False)
+    return next((sizes.head_dim for name, sizes in sizes_of if name == kind), fields.head_dim(c))
 
 
 def rotary(
     c: Mapping[str, Any], stated: Mapping[str, Any], length: int
 ) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-    """Returns frequencies, and factors of cosines and sines: of all layers, and of sliding ones that have their own."""
+    """Returns rotary frequencies, and factors of cosines and sines: of all layers, and of sliding ones if different."""
     frequencies, scales = [], []
     for kind in (FULL, SLIDING) if 1 in stated.get("rope", ()) else (FULL,):
         head_dim, settings = head_dim_of(c, stated, kind), rope_settings(c, kind)
-        wanted = int(head_dim * settings["partial_rotary_factor"]) // 2
+        expected = int(head_dim * settings["partial_rotary_factor"]) // 2
         for name in ("short_factor", "long_factor") if settings["rope_type"] == "longrope" else ():
-            if len(settings[name]) != wanted:
-                raise ModelLoadError(f"config.json has {len(settings[name])} numbers in {name}; expected {wanted}")
+            if len(settings[name]) != expected:
+                raise ModelLoadError(f"config.json has {len(settings[name])} numbers in {name}; expected {expected}")
         plain = inverse_frequencies(settings, head_dim, length)
         frequencies.append(-plain if stated.get("backwards") else plain)
         scales.append(rotary_scale(settings))

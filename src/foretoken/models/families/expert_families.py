@@ -209,7 +209,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
 
 
 class ExpertsConfig(Schema):
-    """The fields of a config.json that describe experts; which of them a family has follows from its type."""
+    """The fields of a config.json that describe experts; the family decides which of them it has."""
 
     num_experts: Count | None = None
     num_local_experts: Count | None = None
@@ -292,12 +292,11 @@ def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -
 
 
 def _count(c: Mapping[str, Any]) -> int | None:
-    """Returns the number of experts, under whichever of its names; None if no field says it."""
+    """Returns the number of experts, by any of its names; None if no field has it."""
     return next((c[name] for name in _COUNTS if c.get(name) is not None), None)
 
 
 def _sparse(c: ExpertsConfig, layer: int) -> bool:
-    """Returns whether a layer has experts."""
     if c.mlp_layer_types is not None:
         return c.mlp_layer_types[layer : layer + 1] == ["sparse"]
     if layer < (c.first_k_dense_replace or c.num_dense_layers or 0) or layer in (c.mlp_only_layers or ()):

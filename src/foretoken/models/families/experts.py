@@ -1,4 +1,4 @@
-"""Mixtures of experts that a config.json describes: how rows are routed, and what an expert computes."""
+"""Mixtures of experts that a config.json describes: the routing of rows, and the experts' MLPs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ExpertNames:
 
     Attributes:
         router: the router.
-        correction: what is added to its scores where experts are chosen.
+        correction: bias of its scores for choosing experts.
         experts: the experts; below it a number, then ``up`` and ``down``.
         up: gate and up, or up alone if experts are not gated.
         down: down.
@@ -41,14 +41,14 @@ class Beside:
     """A dense MLP beside the experts of a layer, which read the same residual stream x (Gemma 4).
 
     The layer adds after_mlp(after(mlp(mlp_norm(x))) + after_experts(experts(norm(x)))). The router reads
-    x / rms(x) * scale / sqrt(hidden), and a weight is multiplied by a number of its expert.
+    x / rms(x) * scale / sqrt(hidden), and a weight is multiplied by its expert's factor.
 
     Attributes:
         norm: name of the norm of the experts' input.
-        after_experts: name of the norm of what they return.
-        after: name of the norm of what the dense MLP returns.
+        after_experts: name of the norm of their output.
+        after: name of the norm of the dense MLP's output.
         scale: name of the factors of the router's input, [hidden].
-        expert_scales: name of the experts' numbers, [experts].
+        expert_scales: name of the experts' factors, [experts].
     """
 
     norm: str = "pre_feedforward_layernorm_2"
@@ -63,14 +63,13 @@ class Experts:
     """The MLP of a layer with experts (1701.06538).
 
     A row's score for each expert is the softmax or sigmoid of its router logits. The row takes the ``chosen`` experts
-    with the largest scores, of equal ones those with the lowest numbers. What they return is added up with the scores
-    as weights.
+    with the largest scores, on ties those with the lowest indices. Their outputs are added up, weighted by the scores.
 
     Attributes:
         count: number of experts.
         chosen: number of experts of a row.
         intermediate: inner size of an expert.
-        scoring: how router logits become scores.
+        scoring: function from router logits to scores.
         normalized: whether weights are divided by their sum.
         divisor_eps: is added to that sum.
         scale: factor of the weights.
@@ -115,10 +114,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
-    """What holds for the experts of every checkpoint of a model type.
+    """Properties of the experts of every checkpoint of a model type.
 
     Attributes:
-        defaults: what transformers takes for missing fields of config.json.
+        defaults: transformers' values of missing fields of config.json.
         names: see ``Experts``.
         scoring: see ``Experts``.
         divisor_eps: see ``Experts``.

@@ -64,14 +64,14 @@ class TensorNames:
 
 
 def group_order(heads: int, kv_heads: int, head_dim: int) -> Tensor:
-    """Returns the checkpoint's row of each row of queries, keys and values; see ``TensorNames.by_group``."""
+    """Returns the index in the checkpoint of each row of queries, keys and values; see ``TensorNames.by_group``."""
     group = heads // kv_heads
     rows = torch.arange((heads + 2 * kv_heads) * head_dim).view(kv_heads, group + 2, head_dim)
     return torch.cat([part.flatten() for part in (rows[:, :group], rows[:, group], rows[:, group + 1])])
 
 
 def no_fields(config: Config) -> dict[str, Any]:
-    """Returns nothing: the config.json of this family says no more than that of Llama."""
+    """Returns nothing: a family whose config.json has no fields beyond Llama's."""
     return {}
 
 
@@ -91,25 +91,25 @@ class Family:
 
     Attributes:
         names: names of the tensors.
-        aliases: this family's names of fields of config.json, by the names that Llama has for them.
-        defaults: what transformers takes for missing fields, by Llama's names.
+        aliases: this family's names of config.json's fields, by Llama's names.
+        defaults: transformers' values of missing fields, by Llama's names.
         norms: which norms a layer has.
         centered: whether norms are layer norms.
         norm_offset: is added to stored norm weights.
         weightless: whether norms have no weights.
         parallel: whether MLP and attention read the same input.
         gated: whether MLPs are gated.
-        paired: whether rotary pairs are numbers 2i and 2i + 1 of a head; otherwise i and i + half.
-        head_norms: where queries and keys are normed; None for nowhere.
+        paired: whether rotary pairs are elements 2i and 2i + 1 of a head; otherwise i and i + half.
+        head_norms: whether queries and keys are normed before or after rotation, or as a whole; None for no norm.
         rotary: whether positions are rotary.
         position_offset: row of the first position in the table of learned positions.
-        layers: kinds of layers by name, where they are not attention and an MLP.
+        layers: kinds of layers by name, unless they are attention and an MLP.
         kinds: returns the kind of each layer for a config.json that does not list them.
         derives: returns fields of config.json, by Llama's names, that follow from others.
-        fields: returns what else config.json says: values for fields of ``Architecture``, for those of this class, and
+        fields: returns values of config.json beyond Llama's: for fields of ``Architecture`` and of this class, and
             for each layer ``rope``, the index of its rotary frequencies, and ``sizes``, ``source``, ``tied_values`` and
             ``inner`` of ``Layer``.
-        refuses: returns why a config.json is not computed here; None if it is.
+        refuses: returns the reason that a config.json is not computed here; None if it is computed.
     """
 
     names: TensorNames = field(default_factory=TensorNames)

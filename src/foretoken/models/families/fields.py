@@ -13,7 +13,6 @@ _MPT = {"attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8} 
 
 
 def head_dim(c: Config) -> int:
-    """Returns the width of a head."""
     return int(c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
 
 
@@ -21,7 +20,7 @@ def head_dim(c: Config) -> int:
 
 
 def sliding_if_set(c: Config) -> list[str]:
-    """Returns sliding windows for each layer if there is a window."""
+    """Returns sliding windows in all layers if there is a window."""
     return [SLIDING if c.get("sliding_window") else FULL] * c["num_hidden_layers"]
 
 
@@ -51,19 +50,19 @@ def alternating(c: Config) -> list[str]:
 
 
 def qwen_kinds(c: Config) -> list[str]:
-    """Returns sliding windows from ``max_window_layers`` on, where they are used at all."""
+    """Returns sliding windows from ``max_window_layers`` on, if they are used."""
     first = c.get("max_window_layers", 28) if c.get("use_sliding_window") else c["num_hidden_layers"]
     return [FULL if i < first else SLIDING for i in range(c["num_hidden_layers"])]
 
 
 def qwen2_moe_kinds(c: Config) -> list[str]:
-    """Returns sliding windows in every other layer below ``max_window_layers``, where they are used at all."""
+    """Returns sliding windows in every other layer below ``max_window_layers``, if they are used."""
     last = c["max_window_layers"] if c.get("use_sliding_window") else 0
     return [FULL if i % 2 or i >= last else SLIDING for i in range(c["num_hidden_layers"])]
 
 
 def smollm3_kinds(c: Config) -> list[str]:
-    """Returns sliding windows in the layers without rotation, where they are used at all."""
+    """Returns sliding windows in the layers without rotation, if they are used."""
     windows = bool(c.get("use_sliding_window"))
     return [FULL if rotates or not windows else SLIDING for rotates in _rotating(c)]
 
@@ -72,13 +71,12 @@ def smollm3_kinds(c: Config) -> list[str]:
 
 
 def gemma(c: Config) -> dict[str, Any]:
-    """Gemma 1, whose files say "gelu" for its tanh approximation."""
+    """Gemma 1: "gelu" in its files is the tanh approximation."""
     activation = "gelu_pytorch_tanh" if c.get("hidden_act") in (None, "gelu") else c["hidden_act"]
     return {"embedding_scale": c["hidden_size"] ** 0.5, "hidden_act": activation}
 
 
 def gemma2(c: Config) -> dict[str, Any]:
-    """Gemma 2 and VaultGemma."""
     return {
         "embedding_scale": c["hidden_size"] ** 0.5,
         "scale": (c.get("query_pre_attn_scalar") or head_dim(c)) ** -0.5,
@@ -86,12 +84,12 @@ def gemma2(c: Config) -> dict[str, Any]:
 
 
 def gemma3(c: Config) -> dict[str, Any]:
-    """Gemma 3, whose sliding layers have rotary frequencies of their own."""
-    return gemma2(c) | own_frequencies(c)
+    """Gemma 3: rotary frequencies of sliding layers differ."""
+    return gemma2(c) | sliding_frequencies(c)
 
 
-def own_frequencies(c: Config) -> dict[str, Any]:
-    """The second rotary frequencies for sliding layers (Gemma 3, OLMo 3)."""
+def sliding_frequencies(c: Config) -> dict[str, Any]:
+    """Separate rotary frequencies for sliding layers (Gemma 3, OLMo 3)."""
     return {"rope": [int(kind == SLIDING) for kind in c["layer_types"]]}
 
 
@@ -107,22 +105,21 @@ def only_sliding_rotate(c: Config) -> dict[str, Any]:
 
 
 def olmo(c: Config) -> dict[str, Any]:
-    """OLMo 1."""
     return {"clip": c.get("clip_qkv") or 0.0}
 
 
 def glm4_moe(c: Config) -> dict[str, Any]:
-    """GLM-4.5, of which only the larger one has norms of heads."""
+    """GLM-4.5: only the larger model has norms of heads."""
     return {"head_norms": "before" if c.get("use_qk_norm") else None}
 
 
 def gpt_oss(c: Config) -> dict[str, Any]:
-    """gpt-oss, whose softmaxes have a sink for each head."""
+    """gpt-oss: the softmax of each head has a sink."""
     return {"sinks": True}
 
 
 def granite(c: Config) -> dict[str, Any]:
-    """Granite: factors of muP, of which that of the logits divides."""
+    """Granite: factors of muP; the logits are divided by theirs."""
     return _multipliers(c) | {"logit_scale": 1.0 / (c["logits_scaling"] or 1.0)}
 
 
@@ -133,18 +130,16 @@ def hyperclovax(c: Config) -> dict[str, Any]:
 
 
 def cohere(c: Config) -> dict[str, Any]:
-    """Cohere 1."""
     head_norms = "before" if c.get("use_qk_norm") else None
     return {"logit_scale": c["logit_scale"] or 1.0, "head_norms": head_norms}
 
 
 def cohere2(c: Config) -> dict[str, Any]:
-    """Cohere 2."""
     return {"logit_scale": c["logit_scale"] or 1.0} | only_sliding_rotate(c)
 
 
 def head_norms_if_set(c: Config) -> dict[str, Any]:
-    """Norms of heads where ``qk_layernorm`` says so (Phi, Persimmon)."""
+    """Norms of heads if ``qk_layernorm`` is set (Phi, Persimmon)."""
     return {"head_norms": "before" if c.get("qk_layernorm") else None}
 
 
@@ -159,7 +154,7 @@ def gpt_neox(c: Config) -> dict[str, Any]:
 
 
 def ministral3(c: Config) -> dict[str, Any]:
-    """Ministral 3, whose queries grow with their position."""
+    """Ministral 3: queries grow with their position."""
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
     beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return {"query_growth": (float(beta), int(length)) if beta and length else None}
@@ -183,17 +178,16 @@ def llama4(c: Config) -> dict[str, Any]:
 
 
 def nanochat(c: Config) -> dict[str, Any]:
-    """nanochat, which rotates backwards."""
+    """nanochat: rotates backwards."""
     return {"backwards": True} | _caps(c)
 
 
 def gptj(c: Config) -> dict[str, Any]:
-    """GPT-J."""
     return {"partial_rotary_factor": (c.get("rotary_dim") or head_dim(c)) / head_dim(c)}
 
 
 def gpt2(c: Config) -> dict[str, Any]:
-    """GPT-2 and GPTBigCode, whose scores may have no factor."""
+    """GPT-2 and GPTBigCode: scores may have no factor."""
     return {} if c["scale_attn_weights"] else {"scale": 1.0}
 
 
@@ -203,12 +197,11 @@ def gpt_bigcode(c: Config) -> dict[str, Any]:
 
 
 def gpt_neo(c: Config) -> dict[str, Any]:
-    """GPT-Neo, whose scores have no factor."""
+    """GPT-Neo: scores have no factor."""
     return {"scale": 1.0}
 
 
 def biogpt(c: Config) -> dict[str, Any]:
-    """BioGPT."""
     return {"embedding_scale": c["hidden_size"] ** 0.5 if c["scale_embedding"] else 1.0}
 
 
@@ -226,12 +219,11 @@ def falcon(c: Config) -> dict[str, Any]:
 
 
 def bloom(c: Config) -> dict[str, Any]:
-    """BLOOM."""
     return {"alibi": (_slopes(c["num_attention_heads"]), 1.0, False)}
 
 
 def mpt(c: Config) -> dict[str, Any]:
-    """MPT, whose slopes come in another order than BLOOM's."""
+    """MPT: its slopes have another order than BLOOM's."""
     attention, heads = _mpt_attention(c), c["num_attention_heads"]
     count = 2 ** math.ceil(math.log2(heads))
     slopes = [2.0 ** -(i * attention["alibi_bias_max"] / count) for i in range(1, count + 1)]
@@ -245,36 +237,36 @@ def mpt(c: Config) -> dict[str, Any]:
 
 
 def bidirectional(c: Config) -> str | None:
-    """Gemma 3 as an encoder."""
+    """Refuses Gemma 3 as an encoder."""
     return "use_bidirectional_attention" if c.get("use_bidirectional_attention") else None
 
 
 def opt_refuses(c: Config) -> str | None:
-    """OPT-350m, which norms after the addition and has narrower embeddings."""
+    """Refuses OPT-350m, whose norms follow the addition and whose embeddings are narrower."""
     if not c["do_layer_norm_before"] or c["remove_final_layer_norm"]:
         return "norms after the addition (do_layer_norm_before)"
     return "word_embed_proj_dim" if c.get("word_embed_proj_dim") not in (None, c["hidden_size"]) else None
 
 
 def ernie4_5_moe_refuses(c: Config) -> str | None:
-    """Biases of experts."""
+    """Refuses biases of experts."""
     return "use_bias" if c.get("use_bias") else None
 
 
 def gpt2_refuses(c: Config) -> str | None:
-    """Scores of layers with factors of their own, and cross-attention."""
+    """Refuses factors of scores by layer, and cross-attention."""
     names = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
     return next((name for name in names if c.get(name)), None)
 
 
 def bloom_refuses(c: Config) -> str | None:
-    """Residuals from behind the norm."""
+    """Refuses residuals taken after the norm."""
     name = "apply_residual_connection_post_layernorm"
     return name if c.get(name) else None
 
 
 def mpt_refuses(c: Config) -> str | None:
-    """Attention other than that of MPT-7B and its relatives."""
+    """Refuses attention other than that of MPT-7B and its relatives."""
     attention = _mpt_attention(c)
     if attention["attn_type"] != "multihead_attention" or not attention["alibi"]:
         return "attn_config"

@@ -1,4 +1,4 @@
-"""What config.json files of Gemma 4 say: heads by layer, shared keys and values, and inputs of single layers."""
+"""Config.json files of Gemma 4: heads by layer, shared keys and values, and inputs of single layers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.family import FULL, SLIDING, Config
-from foretoken.models.families.fields import every, head_dim, own_frequencies
+from foretoken.models.families.fields import every, head_dim, sliding_frequencies
 from foretoken.models.families.layers import HeadSizes, LayerInputs
 
-ROPES: dict[str, Any] = {  # of files that say none
+ROPES: dict[str, Any] = {  # of files without rotary settings
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
@@ -33,7 +33,7 @@ def fields(c: Config) -> dict[str, Any]:
     sources = _sources(c)
     wide = 2 * c["intermediate_size"] if c.get("use_double_wide_mlp") else None
     width = c.get("hidden_size_per_layer_input") or 0
-    return own_frequencies(c) | {
+    return sliding_frequencies(c) | {
         "embedding_scale": c["hidden_size"] ** 0.5,
         "scale": 1.0,
         "final_softcap": c.get("final_logit_softcapping") or 0.0,
@@ -47,7 +47,7 @@ def fields(c: Config) -> dict[str, Any]:
 
 
 def refuses(c: Config) -> str | None:
-    """Attention in both directions, and embeddings of layers for a part of the vocabulary."""
+    """Refuses attention in both directions, and embeddings of layers for a part of the vocabulary."""
     if c.get("use_bidirectional_attention") == "all":
         return "use_bidirectional_attention: all"
     if c.get("hidden_size_per_layer_input") and c["vocab_size_per_layer_input"] != c["vocab_size"]:
@@ -72,7 +72,7 @@ def _sizes(c: Config) -> list[HeadSizes]:
         if heads % sizes[-1].kv_heads or sizes[-1].head_dim % 2:
             raise ModelLoadError(
                 f"config.json has {heads} query heads and {sizes[-1].kv_heads} heads of keys of {sizes[-1].head_dim} "
-                f"numbers in layer {number}; expected a multiple, and an even number"
+                f"elements in layer {number}; expected a multiple, and an even number"
             )
     return sizes
 

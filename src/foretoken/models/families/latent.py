@@ -17,15 +17,15 @@ from foretoken.models.families.rope import rope_settings
 class LatentAttention:
     """Sizes of latent attention. All heads share one latent and one rotary key, and only these are cached.
 
-    A head's query is [plain numbers, rotated numbers]. Its key is [a matrix times the latent, the rotary key], its
+    A head's query is [plain part, rotated part]. Its key is [a matrix times the latent, the rotary key], its
     value another matrix times the latent.
 
     Attributes:
-        rank: numbers of the latent.
-        rotated: numbers of the rotary key, and of a query's rotated part.
-        plain: numbers of a query's other part.
-        value: numbers of a head's value.
-        query_rank: numbers of the queries' latent; 0 if queries are a product of the row.
+        rank: width of the latent.
+        rotated: width of the rotary key, and of a query's rotated part.
+        plain: width of a query's other part.
+        value: width of a head's value.
+        query_rank: width of the queries' latent; 0 if queries are a product of the row.
         eps: is added to the variance in the norms of latents.
     """
 
@@ -34,11 +34,11 @@ class LatentAttention:
     plain: int
     value: int
     query_rank: int = 0
-    eps: float = 1e-6  # transformers' and DeepSeek's, whatever rms_norm_eps is
+    eps: float = 1e-6  # transformers' and DeepSeek's; rms_norm_eps is not used here
 
 
 def rotary_head(c: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the width of what is rotated, from which rotary frequencies follow.
+    """Returns the width of the rotary key, from which rotary frequencies follow.
 
     Raises:
         ModelLoadError: a size is missing.
@@ -50,7 +50,7 @@ def rotary_head(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latent(c: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V2 and its relatives, whose scores have the squared factor of yarn (2309.00071)."""
+    """DeepSeek-V2 and its relatives: scores have the squared factor of yarn (2309.00071)."""
     plain, rotated, rank = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["kv_lora_rank"]
     value = c.get("v_head_dim") or c["hidden_size"] // c["num_attention_heads"]
     settings = rope_settings(c)
@@ -66,7 +66,7 @@ def latent(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def minicpm3(c: Mapping[str, Any]) -> dict[str, Any]:
-    """MiniCPM3: numbers half a head apart are rotated together, and there are factors as in muP."""
+    """MiniCPM3: elements half a head apart are rotated together, and factors of muP."""
     depth, base = c.get("scale_depth"), c.get("dim_model_base")
     factor = depth / math.sqrt(c["num_hidden_layers"]) if depth else 1.0
     return latent(c) | {
@@ -78,7 +78,7 @@ def minicpm3(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def v2_refuses(c: Mapping[str, Any]) -> str | None:
-    """Refuses what transformers does not compute either: weights divided by their sum, other choices of experts."""
+    """Refuses weights divided by their sum and other choices of experts, which transformers does not compute either."""
     if c.get("topk_method") not in (None, "greedy", "group_limited_greedy"):
         return "topk_method"
     return "norm_topk_prob" if c.get("norm_topk_prob") else None

@@ -1,4 +1,4 @@
-"""What one decoder layer computes, as data: its token mixers, its MLP, and the norms around them."""
+"""One decoder layer as data: its token mixers, its MLP, and the norms around them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Mlp = Literal["gated", "ungated", "experts"]
 
 @dataclass(frozen=True, slots=True)
 class NormPlaces:
-    """Where a layer has norms: before and after its mixers, before and after its MLP."""
+    """Positions of a layer's norms: before and after its mixers, before and after its MLP."""
 
     mixer: bool = True
     after_mixer: bool = False
@@ -34,7 +34,7 @@ SANDWICH = NormPlaces(after_mixer=True, after_mlp=True)
 
 @dataclass(frozen=True, slots=True)
 class BranchFactors:
-    """Factors of what the parts of a layer add to the residual stream: attention, a recurrent mixer, and the MLP."""
+    """Factors of a layer's additions to the residual stream: attention, a recurrent mixer, and the MLP."""
 
     attention: float = 1.0
     recurrent: float = 1.0
@@ -43,7 +43,7 @@ class BranchFactors:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What a kind of layer is made of, by its name in ``layer_types``.
+    """Components of a kind of layer, which ``layer_types`` names.
 
     Attributes:
         attention: whether attention is a token mixer.
@@ -73,7 +73,7 @@ class HeadSizes:
 
     @property
     def numbers(self) -> int:
-        """Numbers of one token's keys and values."""
+        """Elements of one token's keys and values."""
         return 2 * self.kv_heads * self.head_dim
 
 
@@ -82,23 +82,23 @@ class Layer:
     """One decoder layer.
 
     x += after_mixer(mixer(norm(x))); x += after_mlp(mlp(mlp_norm(x))). In a parallel layer both read the same x. A
-    gated MLP is down(activation(gate) * up), an ungated one down(activation(up)). What several mixers compute of the
-    same input is added up (Falcon-H1), and a layer may have no mixer or no MLP (Nemotron-H).
+    gated MLP is down(activation(gate) * up), an ungated one down(activation(up)). Results of
+    several mixers of the same input are added up (Falcon-H1). A layer may have no mixer or no MLP (Nemotron-H).
 
     Attributes:
         attention: whether attention is a token mixer.
         recurrent: kind of the recurrent token mixer; None for none.
         mlp: kind of the MLP; None for none.
-        norms: which of the four norms there are.
-        parallel: whether the MLP reads what the mixer reads, instead of the mixer's result.
+        norms: the norms that exist, of four.
+        parallel: whether the MLP reads the mixer's input instead of its result.
         window: length of the attention window, the row itself included; 0 for no window. Negative for chunks of that
             length: a row sees those of its own chunk.
         rope: index in ``Architecture.frequencies``; -1 for no rotation.
-        ordered: whether rows see nothing behind themselves even in a part whose rows see each other (``Part.mutual``).
+        ordered: whether rows see no later rows even in a part whose rows see each other (``Part.mutual``).
         experts: the MLP if its kind is "experts".
         sizes: sizes of its attention; None for those of the architecture.
-        source: number of the layer before it whose keys and values its attention reads; None for its own.
-        tied_values: whether its values are a product with the matrix of its keys.
+        source: index of the earlier layer whose keys and values its attention reads; None for its own.
+        tied_values: whether the matrix of its keys makes its values too.
         inner: width of its dense MLP; None for that of the architecture.
     """
 
@@ -118,25 +118,25 @@ class Layer:
 
     @property
     def view(self) -> tuple[int, bool]:
-        """What decides which keys a row sees: ``window`` and ``ordered``."""
+        """The fields that decide which keys a row sees: ``window`` and ``ordered``."""
         return self.window, self.ordered
 
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """The inputs of all layers, ``width`` numbers each.
+    """Inputs of single layers beside the residual stream (Gemma 3n and 4): tokens have an embedding for every layer.
 
     The input of layer i is (norm(projection(embedding))_i + embedding_of_layers_i) / sqrt(2). After its MLP, the layer
     adds norm(up(activation(gate(x)) * input)) to the residual stream x.
 
     Attributes:
-        width: numbers of one layer's input.
+        width: elements of one layer's input.
         table: name of the embeddings of all layers, [vocab, layers * width].
         projection: name of the projection of the model's embedding, [layers * width, hidden].
-        projection_norm: name of the norm of a layer's part of it.
+        projection_norm: name of the norm of its result for one layer.
         gate: name of a layer's gate, [width, hidden], relative to the layer.
         up: name of a layer's last matrix, [hidden, width].
-        norm: name of the norm of what a layer adds.
+        norm: name of the norm of the layer's addition.
     """
 
     width: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# The model type of the language model where ``text_config`` does not name it. Not listed are models whose language
-# model reads text in another way than its family does: by cross-attention, in both directions, or with other weights.
+# Model type of the language model if ``text_config`` does not name it. Models are not listed if their language model
+# reads text unlike its family: by cross-attention, in both directions, or with other weights.
 LANGUAGE_MODELS = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
@@ -34,7 +34,7 @@ LANGUAGE_MODELS = {
     "vipllava": "llama",
     "voxtral": "llama",
 }
-_UNSCALED = ("aya_vision", "cohere2_vision")  # whose logits have no factor in transformers
+_UNSCALED = ("aya_vision", "cohere2_vision")  # their logits have no factor in transformers
 _FLAT = ("qwen2_vl", "qwen2_5_vl")  # older files have the language model's fields beside ``vision_config``
 
 

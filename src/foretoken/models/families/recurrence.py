@@ -17,7 +17,7 @@ GATE_UNIT = 32  # the gates of a row are padded to a multiple of this; csrc/mixe
 
 @dataclass(frozen=True, slots=True)
 class MambaFactors:
-    """Factors of a Mamba-2 mixer's input, and of the parts of its first product."""
+    """Factors of a Mamba-2 mixer's input, and of the components of its first product."""
 
     input: float = 1.0
     gate: float = 1.0
@@ -29,23 +29,23 @@ class MambaFactors:
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """Sizes of a model's recurrent layers, which are all alike.
+    """Sizes of a model's recurrent layers, which are all equal.
 
     A row's *inputs* to a layer are its gates, then the channels that enter the convolution.
 
     Attributes:
         window: number of earlier rows that the convolution reads.
         channels: channels of the convolution.
-        paired: whether each channel is a product of two numbers.
+        paired: whether each channel is a product of two inputs.
         out: width of the mixer's output, before its last matrix.
-        gates: numbers beside the channels: two for each head of values.
+        gates: inputs beside the channels: two for each head of values.
         key_heads: heads of queries and of keys; in Mamba-2 the groups of C and B.
         value_heads: heads of values; each head of keys serves ``value_heads / key_heads`` of them in a row.
         key_dim: width of a head of keys.
         value_dim: width of a head of values.
         normed: whether outputs are normed: each head's in DeltaNet, each group's in Mamba-2.
-        norm_first: whether that is before they are multiplied by their gate.
-        factors: of what enters the mixer (Falcon-H1).
+        norm_first: whether outputs are normed before they are multiplied by their gate.
+        factors: factors of the mixer's inputs (Falcon-H1).
     """
 
     window: int
@@ -73,12 +73,12 @@ class Recurrence:
 
     @property
     def inputs(self) -> int:
-        """Numbers of a row that are kept for one layer."""
+        """Elements of a row that are kept for one layer."""
         return -(-self.gates // GATE_UNIT) * GATE_UNIT + (1 + self.paired) * self.channels
 
     @property
     def state(self) -> int:
-        """Numbers of one layer's state, the rows of the convolution apart."""
+        """Elements of one layer's state, without the rows of the convolution."""
         return self.value_heads * self.key_dim * self.value_dim
 
 
@@ -137,12 +137,11 @@ def bamba_kinds(c: Mapping[str, Any]) -> list[str]:
 
 
 def bamba(c: Mapping[str, Any]) -> dict[str, Any]:
-    """Bamba."""
     return {"recurrence": mamba(c)} if LINEAR in c["layer_types"] else {}
 
 
 def granite(c: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite 4, whose MLPs without experts have the names and the width of the shared expert."""
+    """Granite 4: MLPs without experts have the names and the width of the shared expert."""
     stated = fields.granite(c) | {"intermediate": c["shared_intermediate_size"]}
     return stated | bamba(c) | {"rotary": c.get("position_embedding_type") == "rope"}
 
@@ -181,7 +180,6 @@ def nemotron_derives(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nemotron(c: Mapping[str, Any]) -> dict[str, Any]:
-    """Nemotron-H."""
     return bamba({**c, "mamba_d_ssm": c["mamba_n_heads"] * c["mamba_head_dim"]})
 
 
@@ -211,7 +209,7 @@ def qwen_kinds(c: Mapping[str, Any]) -> list[str]:
 
 
 def qwen(c: Mapping[str, Any]) -> dict[str, Any]:
-    """Qwen3-Next and Qwen3.5, whose attention has a gate for its output."""
+    """Qwen3-Next and Qwen3.5: attention has a gate for its output."""
     stated: dict[str, Any] = {"gated_attention": True}
     return stated | ({"recurrence": delta(c)} if LINEAR in c["layer_types"] else {})
 
@@ -224,7 +222,7 @@ def lfm2_kinds(c: Mapping[str, Any]) -> list[str]:
 
 
 def lfm2(c: Mapping[str, Any]) -> dict[str, Any]:
-    """LFM2, which may compute the width of its MLPs from another number."""
+    """LFM2: the width of its MLPs may be derived from ``block_ff_dim``."""
     width = c.get("block_ff_dim") or c["intermediate_size"]
     if c["block_auto_adjust_ff_dim"]:
         width, unit = int(2 * width / 3), c["block_multiple_of"]
@@ -234,6 +232,5 @@ def lfm2(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lfm2_moe(c: Mapping[str, Any]) -> dict[str, Any]:
-    """LFM2 with experts."""
     stated: dict[str, Any] = {"tied": bool(c.get("tie_embedding", c.get("tie_word_embeddings")))}
     return stated | ({"recurrence": short_convolution(c)} if CONVOLUTION in c["layer_types"] else {})

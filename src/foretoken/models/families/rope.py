@@ -1,4 +1,4 @@
-"""Rotary frequencies that a config.json asks for, plain and scaled."""
+"""Rotary frequencies of a config.json, plain and scaled."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def computes_rope(settings: Mapping[str, Any], head_dim: int) -> bool:
 
 
 def inverse_frequencies(settings: Mapping[str, Any], head_dim: int, max_length: int = 0) -> Tensor:
-    """Returns the frequencies, float32 [rotated numbers of a head / 2].
+    """Returns the frequencies, float32 [rotated elements of a head / 2].
 
-    Computed are the plain ones (RoFormer, 2104.09864), ``linear``, ``llama3`` (wavelength bands), ``yarn``
+    Supported are plain ones (RoFormer, 2104.09864), ``linear``, ``llama3`` (wavelength bands), ``yarn``
     (2309.00071), ``longrope`` (2402.13753), ``dynamic``, and ``factors``: one for each frequency, which is divided by
     it (GGUF files of Llama 3). ``proportional`` ones (Gemma 4) are the first of those of a whole head, and zeros: pairs
     that are not turned. Dynamic NTK scaling changes them only beyond ``max_position_embeddings``, which no
@@ -103,7 +103,7 @@ def rotary_scale(settings: Mapping[str, Any]) -> float:
 
 
 def _factor(settings: Mapping[str, Any]) -> float:
-    """Returns by how much a context is longer than the original one."""
+    """Returns the length of the context over the original one."""
     factor, positions = settings.get("factor"), settings.get("max_position_embeddings")
     if factor is not None or not positions:
         return float(factor or 1.0)
@@ -121,14 +121,14 @@ def _llama3(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, settings: Mapping[str, Any], dim: int) -> Tensor:
-    """Blends plain frequencies with interpolated ones, by how often each turns within the original length."""
+    """Blends plain frequencies with interpolated ones, by the number of turns within the original length."""
     original, theta = settings["original_max_position_embeddings"], settings["rope_theta"]
 
-    def place(turns: float) -> float:
-        """Returns the index of the frequency that turns so often."""
+    def index_of(turns: float) -> float:
+        """Returns the index of the frequency with this number of turns."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = place(settings.get("beta_fast") or 32.0), place(settings.get("beta_slow") or 1.0)
+    low, high = index_of(settings.get("beta_fast") or 32.0), index_of(settings.get("beta_slow") or 1.0)
     if settings.get("truncate", True) is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -78,7 +78,7 @@ class MptAttention(Schema):
 
 
 class LayerSizes(Schema):
-    """What one layer of Gemma 4 has of its own."""
+    """Sizes of one layer of Gemma 4."""
 
     head_dim: Heads | None = None
     num_key_value_heads: Heads | None = None
@@ -242,7 +242,7 @@ class CausalConfig(Schema):
         head_dim = self.head_dim or self.hidden_size // heads
         if head_dim % 2 or not 2 <= head_dim <= MAX_ATTENTION_HEADS:
             raise ValueError(
-                f"has heads of {head_dim} numbers (head_dim, or hidden_size / num_attention_heads), which should be "
+                f"has heads of width {head_dim} (head_dim, or hidden_size / num_attention_heads), which should be "
                 f"even and from 2 to {MAX_ATTENTION_HEADS}"
             )
         return self

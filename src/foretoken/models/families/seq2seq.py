@@ -50,8 +50,8 @@ class Seq2SeqArchitecture:
         last_norm: whether each stack ends with a norm.
         layer_norm: whether norms are layer norms with mean and bias; otherwise RMS norms.
         buckets: number of buckets of T5's relative positions; 0 for learned absolute positions.
-        farthest: distance from which on all relative positions share a bucket.
-        own_bias: whether every layer has a table of relative positions (umT5); otherwise all share the first layer's.
+        farthest: distance beyond which all relative positions share a bucket.
+        layer_bias: whether every layer has a table of relative positions (umT5); otherwise all share the first layer's.
         embedding_scale: factor of the embeddings.
         logit_scale: factor of the hidden states before the vocabulary head.
         source_length: maximum length of a source in tokens.
@@ -70,7 +70,7 @@ class Seq2SeqArchitecture:
     eps: float
     buckets: int
     farthest: int
-    own_bias: bool
+    layer_bias: bool
     embedding_scale: float
     logit_scale: float
     max_length: int
@@ -82,7 +82,7 @@ class Seq2SeqArchitecture:
         return self.decoder.layers
 
     def of_side(self, side: Literal["encoder", "decoder"]) -> Architecture:
-        """Returns one of the two stacks in the terms of a decoder-only model."""
+        """Returns one of the two stacks as a decoder-only architecture."""
         stack = self.encoder if side == "encoder" else self.decoder
         layer = Layer(
             mlp="gated" if self.gated else "ungated",
@@ -171,7 +171,7 @@ def _of_t5(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
         eps=c.get("layer_norm_epsilon", 1e-6),
         buckets=c.get("relative_attention_num_buckets", 32),
         farthest=c.get("relative_attention_max_distance", 128),
-        own_bias=family == "umt5",
+        layer_bias=family == "umt5",
         embedding_scale=1.0,
         logit_scale=hidden**-0.5 if scaled else 1.0,
         max_length=max_length or length,
@@ -201,7 +201,7 @@ def _of_bart(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitectur
         eps=1e-5,
         buckets=0,
         farthest=0,
-        own_bias=False,
+        layer_bias=False,
         embedding_scale=math.sqrt(hidden) if c.get("scale_embedding") else 1.0,
         logit_scale=1.0,
         max_length=min(max_length or positions, positions),

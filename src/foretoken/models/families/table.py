@@ -142,7 +142,7 @@ FAMILIES: dict[str, Family] = {
         norms=POST,
         head_norms="all",
         kinds=fields.every(4),
-        fields=fields.own_frequencies,
+        fields=fields.sliding_frequencies,
     ),
     "granite": Family(defaults=MULTIPLIERS, fields=fields.granite),
     "hyperclovax": Family(
@@ -295,5 +295,5 @@ FAMILIES["qwen2_vl_text"] = FAMILIES["qwen2_5_vl_text"] = replace(
 FAMILIES["qwen3_vl_text"] = replace(FAMILIES["qwen3"], defaults={"head_dim": 128, "rope_theta": 5e5})
 FAMILIES["glm4v_text"] = replace(FAMILIES["glm4"], defaults={})
 FAMILIES["glm_ocr_text"] = FAMILIES["glm4v_text"]
-FAMILIES["exaone4_5_text"] = FAMILIES["exaone4"]  # as older files call it
+FAMILIES["exaone4_5_text"] = FAMILIES["exaone4"]  # name in older files
 FAMILIES["mimo"] = FAMILIES["qwen2"]  # with an MTP layer, which is read apart

@@ -71,7 +71,7 @@ def resolve(name_or_path: str | Path, gguf_file: str | None = None) -> Path:
 
     Args:
         name_or_path: a folder, a GGUF file, or a hub id like ``org/name`` or ``org/name:Q4_K_M``. A folder with one
-            GGUF file and no other weights stands for that file. The first of several parts stands for all.
+            GGUF file and no other weights stands for that file. The first file of a split model stands for all.
         gguf_file: name of a GGUF file in the folder or repository.
 
     Raises:
@@ -109,7 +109,7 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
         raise ModelLoadError(f"{hub_id!r} is neither a local folder nor a valid hub id") from None
     except Exception as error:  # the hub client raises whatever its transport raises
         raise ModelLoadError(
-            f"there is no local folder {hub_id!r}, and the hub did not give it ({type(error).__name__}); "
+            f"there is no local folder {hub_id!r}, and the hub returned none ({type(error).__name__}); "
             "check the spelling, or download the checkpoint and pass its folder"
         ) from error
 
@@ -128,7 +128,7 @@ def _in_folder(folder: Path, gguf_file: str | None) -> Path:
 
 
 def _models(files: Iterable[Path]) -> list[Path]:
-    """Returns the files of which each stands for a model: all but the further parts of split ones."""
+    """Returns one file of each model: all but the second and later parts of split ones."""
     split = {file: SPLIT_NAME.fullmatch(file.name) for file in files}
     return sorted(file for file, name in split.items() if name is None or int(name[2]) == 1)
 
@@ -177,7 +177,7 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def load_generation_settings(path: Path) -> list[GenerationSettings]:
-    """Returns the special token ids from generation_config.json and config.json, as far as they exist, in that order.
+    """Returns the special token ids from generation_config.json and config.json, those that exist, in that order.
 
     The first file has precedence. For a GGUF file they come from its metadata.
 
@@ -238,7 +238,7 @@ def open_weights(path: Path) -> Weights | GGUFWeights:
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer:
-    """Loads the checkpoint's own tokenizer, without remote code.
+    """Loads the checkpoint's tokenizer, without remote code.
 
     Raises:
         ModelLoadError: the tokenizer cannot be loaded.
@@ -259,7 +259,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer
         raise ModelLoadError(
             f"no tokenizer loads from {path}; expected tokenizer.json or vocabulary files: {reason_of(error)}"
         ) from error
-    give_back(len(tokenizer))  # four times what the tokenizer keeps, before weights are loaded
+    give_back(len(tokenizer))  # loading took four times the tokenizer's memory
     return tokenizer
 
 

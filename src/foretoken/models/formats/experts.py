@@ -1,8 +1,8 @@
-"""The weights of a layer's experts as the runner takes them: one expert at a time, whichever way they are stored.
+"""The weights of a layer's experts as the runner takes them: one expert at a time, for every layout of a checkpoint.
 
-Checkpoints store experts under names of their own (``experts.0.gate_proj.weight``), as stacks of all experts with gate
-and up joined (``experts.gate_up_proj`` [experts, 2 I, H]), or each by itself (GGUF: [experts, I, H]). gpt-oss stores
-stacks with inputs first and rows of gate and up in turns, and packed ones with outputs first.
+Checkpoints store experts under separate names (``experts.0.gate_proj.weight``), as stacks of all experts with gate and
+up joined (``experts.gate_up_proj`` [experts, 2 I, H]), or separate (GGUF: [experts, I, H]). gpt-oss stores stacks with
+inputs first and rows of gate and up in turns, and packed ones with outputs first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.experts import Experts
 from foretoken.models.formats.grouped import Grouped
 from foretoken.models.formats.quantize import Matrix
-from foretoken.models.formats.reader import TensorReader, alike
+from foretoken.models.formats.reader import TensorReader, as_one_kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +27,7 @@ class MatrixStack:
     Attributes:
         count: number of experts.
         read: reads the parts of one expert, each [out, in].
-        biases: of each part, [experts, out] in the model's dtype; empty if there are none.
+        biases: biases of each part, [experts, out] in the model's dtype; empty for none.
         quantized: whether parts are quantized when they are read, so that all have one layout.
     """
 
@@ -42,18 +42,18 @@ class ExpertWeights:
     """The weights of one layer of experts, on the CPU.
 
     Attributes:
-        experts: what they compute.
+        experts: their sizes and activation.
         router: [experts, H], float32 or bfloat16.
         router_bias: float32 [experts], or None.
         correction: float32 [experts], added to the scores that choose experts; or None.
-        up: gate and up of each expert, or up alone.
+        up: gate and up of each expert, or up without gate.
         down: down of each expert.
-        shared_up: the same of the shared expert; empty if there is none.
+        shared_up: gate and up of the shared expert; empty for none.
         shared_up_bias: their biases, in the model's dtype; or None.
         shared_down: its down, or None.
         shared_down_bias: its bias; or None.
         shared_gate: float32 [H], or None.
-        router_norm: weight of the norm of the router's input, float32 [H]; None if it reads what the experts read.
+        router_norm: weight of the norm of the router's input, float32 [H]; None if its input is that of the experts.
         expert_scales: factors of the experts' weights, float32 [experts]; or None.
     """
 
@@ -114,7 +114,7 @@ def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[Mat
         if f"{at}.{joined}" in reader.weights:
             return _joined(reader, f"{at}.{joined}", f"{at}.{last}", e, hidden)
     if f"{at}.{e.names.down}.weight" in reader.weights:
-        return _apart(reader, at, e, hidden)
+        return _separate(reader, at, e, hidden)
 
     def up_parts(expert: int) -> tuple[Matrix, ...]:
         names = tuple(f"{at}.{expert}.{part}" for part in e.names.up)
@@ -128,7 +128,7 @@ def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[Mat
 
 
 def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -> tuple[MatrixStack, MatrixStack]:
-    """Reads stacks of all experts with gate and up in one: below each other, or, with biases, in turns."""
+    """Reads stacks of all experts with gate and up in one tensor: one below the other or, with biases, in turns."""
     both = _Stack.of(reader, up, (e.count, 2 * e.intermediate, hidden), e.inputs_first)
     one = _Stack.of(reader, down, (e.count, hidden, e.intermediate), e.inputs_first)
     inner = e.intermediate
@@ -143,7 +143,7 @@ def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -
     )
 
 
-def _apart(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[MatrixStack, MatrixStack]:
+def _separate(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[MatrixStack, MatrixStack]:
     """Reads a stack of all experts for each of gate, up and down, or of up and down."""
     names = [f"{at}.{part}" for part in (*e.names.up, e.names.down)]
     sizes = [*[(e.intermediate, hidden)] * len(e.names.up), (hidden, e.intermediate)]
@@ -152,7 +152,7 @@ def _apart(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[Matr
     biases = _biases(reader, [(f"{name}.bias", size[0]) for name, size in zip(names, sizes, strict=True)], e)
 
     def up_parts(expert: int) -> tuple[Matrix, ...]:
-        return alike(tuple(part for stack in up for part in stack.read(expert)), reader.dtype)
+        return as_one_kind(tuple(part for stack in up for part in stack.read(expert)), reader.dtype)
 
     return (
         MatrixStack(e.count, up_parts, biases[:-1], down.quantized),
@@ -172,7 +172,7 @@ class _Stack:
     """One tensor with the matrices of all experts, [experts, out, in].
 
     Attributes:
-        reader: converts or quantizes what is read.
+        reader: reads, and converts or quantizes.
         name: name of the tensor.
         values: floats [experts, out, in]; None if they are quantized.
         groups: quantized rows [experts * out, in]; or None.
@@ -214,7 +214,7 @@ class _Stack:
         return _Stack(reader, name, stored, None, shape)
 
     def stack(self, *rows: slice, biases: tuple[Tensor, ...] = ()) -> MatrixStack:
-        """Returns the experts, each in as many parts as there are ranges of outputs."""
+        """Returns the experts, each in one part per range of outputs."""
         experts = self.shape[0]
 
         def read(expert: int) -> tuple[Matrix, ...]:

@@ -1,7 +1,7 @@
 """Checkpoints whose matrices are eight-bit floats with scales, as DeepSeek and Qwen publish them.
 
-A weight is a number of type e4m3 times the scale of its block, often of 128 x 128 numbers. The numbers of e4m3 span too
-many powers of two for int8, so matrices are dequantized when they are read: in float32, then rounded to the model's
+A weight is a value of type e4m3 times the scale of its block, often of 128 x 128 values. Values of e4m3 span too many
+powers of two for int8, so matrices are dequantized when they are read: in float32, then rounded to the model's
 dtype. Files store the scales beside the matrices: ``weight_scale_inv`` (DeepSeek, transformers) or ``weight_scale``
 (compressed-tensors). Other engines also round activations to eight bits; here they keep the model's dtype.
 """
@@ -20,7 +20,7 @@ from foretoken.core.errors import ModelLoadError
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("weight_scale_inv", "weight_scale")
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")  # parameters with the matrices of all experts
-_UNUSED = ("activation_scale", "input_scale")  # of activations that are rounded
+_UNUSED = ("activation_scale", "input_scale")  # scales of activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Fp8Weights(Mapping[str, Tensor]):
     Args:
         weights: the tensors as they are stored.
         shapes: their shapes by name.
-        settings: of the blocks.
+        settings: sizes of the blocks.
 
     Attributes:
         shapes: the shape of each tensor by name, without scales.

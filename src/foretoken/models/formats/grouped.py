@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 CENTRE = 128  # the zero of codes of eight bits that hold signed levels
-NARROW = 32  # the same of six bits
-_AT_ONCE = 2**20  # weights that are quantized or dequantized at once, so that no float32 copy of a matrix is made
+NARROW = 32  # likewise for codes of six bits
+_AT_ONCE = 2**20  # weights quantized or dequantized at once, so that no float32 copy of a matrix is made
 _TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """How codes become weights.
+    """Encoding of weights as codes.
 
     Attributes:
         bits: bits of a code, 4, 6 or 8.
@@ -100,7 +100,7 @@ class Grouped:
 
     Attributes:
         shape: (out, in).
-        layout: how codes become weights.
+        layout: encoding of the codes.
         rows: ``rows(first, last)`` reads these outputs. Files are read in parts, so that a matrix is never held twice,
             stored and packed.
     """
@@ -111,7 +111,7 @@ class Grouped:
 
     @staticmethod
     def of(groups: Groups, layout: GroupLayout) -> Grouped:
-        """Returns a matrix that is held in memory."""
+        """Returns a matrix in memory."""
 
         def rows(first: int, last: int) -> Groups:
             offsets = None if groups.offsets is None else groups.offsets[first:last]
@@ -134,10 +134,10 @@ class Grouped:
         return Grouped((len(range(first, self.shape[0], step)), self.shape[1]), self.layout, rows)
 
     def with_inputs(self, order: Tensor) -> Grouped | None:
-        """Returns the matrix with its inputs in another order; None if that would take groups apart.
+        """Returns the matrix with its inputs in another order; None if that would split groups.
 
         Args:
-            order: for each run of inputs the place that it has now; all runs are equally long.
+            order: the present index of each run of inputs; all runs have the same length.
         """
         run, layout = self.shape[1] // len(order), self.layout
         if run * len(order) != self.shape[1] or run % layout.group:
@@ -190,11 +190,11 @@ class GroupedWeights(Protocol):
     """The tensors of a checkpoint, some of which are quantized in groups."""
 
     def grouped(self, name: str) -> Grouped | None:
-        """Returns a matrix that is stored in groups; None for any other tensor."""
+        """Returns a matrix stored in groups; None for any other tensor."""
 
 
 def flat(numbers: Tensor | TwoLevels) -> Tensor:
-    """Returns one float32 for each output and group."""
+    """Returns a float32 for each output and group."""
     if isinstance(numbers, Tensor):
         return numbers
     groups, blocks = numbers.parts.shape[1], numbers.wholes.shape[1]
@@ -229,8 +229,8 @@ def quantize_groups(weight: Tensor, group: int, bits: int = 4) -> Grouped:
 def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
     """Returns the matrices in one layout, so that they can be one product: unchanged if their layouts are equal.
 
-    Otherwise codes get six bits, or eight if they need them, and groups the shortest length among them. The weights
-    stay exactly the same.
+    Otherwise codes get six bits, or eight if needed, and groups the shortest length of all. The weights stay exactly
+    the same.
     """
     if len({part.layout for part in parts}) == 1:
         return parts
@@ -265,7 +265,7 @@ def _converter(part: Grouped, layout: GroupLayout) -> Callable[[int, int], Group
 
 
 def _split(numbers: Tensor | TwoLevels, times: int, groups: int) -> Tensor | TwoLevels:
-    """Repeats each group's number ``times`` times, for groups that are split. Returns the first ``groups`` of them."""
+    """Repeats each group's number ``times`` times, for groups that are split. Returns the first ``groups``."""
     if isinstance(numbers, TwoLevels):
         return TwoLevels(numbers.wholes, numbers.parts.repeat_interleave(times, 1)[:, :groups])
     return numbers.repeat_interleave(times, 1)[:, :groups]

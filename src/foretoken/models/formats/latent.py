@@ -18,13 +18,13 @@ class LatentWeights:
     """The weights of a layer of latent attention.
 
     Attributes:
-        into: rows of the queries, or of their latent, then of the latent of keys and values, and of the rotary key.
+        into: rows of the queries or their latent, then the latent of keys and values, then the rotary key.
         into_bias: [out], or None.
         query_norm: weight of the norm of the queries' latent, float32; None if they have none.
         query_up: rows of the queries, of their latent; or None.
         latent_norm: weight of the norm of the latent, float32 [rank].
-        absorb: of each head, a query's plain part to what is multiplied by latents, [rank, plain].
-        expand: of each head, a mix of latents to a value, [value, rank].
+        absorb: for each head, from a query's plain part to a vector that is multiplied by latents, [rank, plain].
+        expand: for each head, from a mix of latents to a value, [value, rank].
         out: the last matrix.
         out_bias: [H], or None.
     """
@@ -43,7 +43,7 @@ class LatentWeights:
 def read_latent(s: LatentAttention, heads: int, reader: TensorReader, at: str, hidden: int) -> LatentWeights:
     """Reads the layer whose attention has names below ``at``.
 
-    The matrix that makes keys and values of latents is taken apart by head, and its part for keys transposed; see
+    The matrix from latents to keys and values is split by head, and its part for keys transposed; see
     ``_by_head``.
 
     Raises:
@@ -89,7 +89,7 @@ def _by_head(s: LatentAttention, heads: int, reader: TensorReader, at: str) -> t
 
 
 def _bias(reader: TensorReader, first: str, first_rows: int, last: str, last_rows: int) -> Tensor | None:
-    """Returns the bias of the first product, of whose matrices one may have none."""
+    """Returns the bias of the first product; one of its matrices may have none."""
     biases = reader.bias((first,), first_rows), reader.bias((last,), last_rows)
     if biases[0] is None and biases[1] is None:
         return None

@@ -14,7 +14,7 @@ from foretoken.models.formats.weight_files import converted
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputWeights:
-    """What one layer does with its input: a gate [width, H], the last matrix [H, width] and a norm, float32 [H]."""
+    """Weights for one layer's input: a gate [width, H], the last matrix [H, width] and a norm, float32 [H]."""
 
     gate: Matrix
     up: Matrix
@@ -23,12 +23,12 @@ class LayerInputWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputEnds:
-    """Where the inputs of all layers come from.
+    """Weights that produce the inputs of all layers.
 
     Attributes:
         table: embeddings [V, layers * width], in the model's dtype.
-        projection: of the model's embedding, [layers * width, H].
-        norm: of a layer's part of the projection, float32 [width].
+        projection: projection of the model's embedding, [layers * width, H].
+        norm: norm of the projection for one layer, float32 [width].
     """
 
     table: Tensor
@@ -37,7 +37,7 @@ class LayerInputEnds:
 
 
 def read_layer_input(reader: TensorReader, at: str, inputs: LayerInputs, hidden: int) -> LayerInputWeights:
-    """Reads what the layer with names below ``at`` does with its input.
+    """Reads the weights for the input of the layer with names below ``at``.
 
     Raises:
         ModelLoadError: a tensor is missing or has the wrong shape.
@@ -52,7 +52,7 @@ def read_layer_input(reader: TensorReader, at: str, inputs: LayerInputs, hidden:
 def read_layer_input_ends(
     reader: TensorReader, inputs: LayerInputs, layers: int, hidden: int, vocab: int
 ) -> LayerInputEnds:
-    """Reads where the inputs of all layers come from.
+    """Reads the weights that produce the inputs of all layers.
 
     Raises:
         ModelLoadError: a tensor is missing or has the wrong shape.
@@ -66,7 +66,7 @@ def read_layer_input_ends(
 
 
 def _table(reader: TensorReader, name: str, vocab: int, width: int) -> Tensor:
-    """Returns embeddings; those that are stored in groups are dequantized a part at a time."""
+    """Returns embeddings; those stored in groups are dequantized in parts."""
     groups = reader.groups(name)
     if groups is not None and groups.shape == (vocab, width):
         return groups.dequantize(reader.dtype)

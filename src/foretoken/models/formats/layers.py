@@ -33,7 +33,7 @@ from foretoken.models.formats.weights import (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint's tensors with the dtype to convert them to. quantize: how float matrices are quantized."""
+    """A checkpoint's tensors with the dtype to convert them to. quantize: quantizer of float matrices, or None."""
 
     weights: Mapping[str, Tensor]
     architecture: Architecture
@@ -42,7 +42,6 @@ class Source:
 
     @property
     def reader(self) -> TensorReader:
-        """Reads the tensors by name."""
         a = self.architecture
         base, head = located(self.weights, a.names)
         return TensorReader(
@@ -145,7 +144,7 @@ def _attention_bias(a: Architecture, reader: TensorReader, names: tuple[str, ...
 
 
 def _gates_last(a: Architecture, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
-    """Moves the gates of attention, which are stored behind the queries of each head, behind the values."""
+    """Moves attention's gates from behind the queries of each head to behind the values."""
     queries, *others = parts
     gates = [(first + a.head_dim, first + 2 * a.head_dim) for first in range(0, queries.shape[0], 2 * a.head_dim)]
     return *slices(queries, [(first - a.head_dim, first) for first, _ in gates]), *others, *slices(queries, gates)
@@ -201,7 +200,7 @@ def _dense(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> Dens
 
 
 def _norm(a: Architecture, reader: TensorReader, name: str, size: int | None = None) -> NormWeight:
-    """Returns a norm; its bias if the checkpoint has one."""
+    """Returns a norm, with its bias if the checkpoint has one."""
     size = size or a.hidden
     if a.weightless:
         return NormWeight(torch.ones(size))

@@ -15,9 +15,9 @@ from foretoken.core.errors import ModelLoadError
 CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
 _EMBEDDINGS = ("embed_tokens", "word_embeddings.", "embed_in", ".wte.")  # parts of the names of embeddings
-_OF_LAYERS = "embed_tokens_per_layer"  # which is no vocabulary head
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt
-_WIDE = 512  # numbers of a row: narrower layers leave less behind than returning it is worth
+_OF_LAYERS = "embed_tokens_per_layer"  # not a vocabulary head
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # options of mallopt
+_WIDE = 512  # elements of a row; freed memory of narrower layers is not returned
 
 
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bits: float | None) -> int:
@@ -28,7 +28,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bits
     Args:
         shapes: shapes of the checkpoint's tensors by name.
         dtype: dtype of the loaded tensors.
-        bits: bits of each number of matrices other than the embedding; None for those of the dtype.
+        bits: bits of each weight of matrices other than the embedding; None for those of the dtype.
     """
     total, quantized = 0.0, dtype.itemsize if bits is None else bits / 8
     for name, shape in shapes.items():
@@ -58,9 +58,9 @@ def check_fits(needed: int, device: torch.device, what: str) -> None:
 
 
 def reuse_freed() -> None:
-    """Has glibc reuse freed memory for temporary arrays up to 16 MiB; ``give_back`` returns it later.
+    """Makes glibc reuse freed memory for temporary arrays up to 16 MiB; ``give_back`` returns it later.
 
-    Otherwise each array is mapped and zeroed anew, which takes several times as long as what is computed in it.
+    Otherwise each array is mapped and zeroed anew, which takes several times as long as the computation in it.
     """
     change = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if change is not None:
@@ -73,7 +73,7 @@ def give_back(width: int = _WIDE) -> None:
     """Returns freed memory to the system. glibc keeps it otherwise, in holes too small for the next large matrix.
 
     Args:
-        width: width of the layers, or tokens of the vocabulary, that were read last; nothing is done if there are few.
+        width: width of the layers, or tokens of the vocabulary, that were read last; small ones are skipped.
     """
     if width < _WIDE:
         return

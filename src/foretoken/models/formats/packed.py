@@ -22,15 +22,15 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
 from foretoken.models.formats.grouped import MXFP4, Grouped, GroupLayout, Groups, half_powers, strips
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which four bits of a word hold output 8 * word + i
-_CHANNEL = 128  # inputs of a group where the file has one scale for each output
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the four bits of a word that hold output 8 * word + i
+_CHANNEL = 128  # inputs of a group if the file has one scale per output
 _PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _TRANSPOSED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSettings:
-    """How a checkpoint packs its matrices.
+    """Packing of a checkpoint's matrices.
 
     Attributes:
         method: "compressed-tensors", "awq", "gptq" or "mxfp4".
@@ -53,11 +53,11 @@ class PackedMatrix:
 
     Attributes:
         shape: (out, in).
-        layout: how codes become weights, if every group has the same zero; else without zero and with offsets.
+        layout: encoding of the codes, with a zero if every group has the same one, else with offsets.
         group_of: the group of each input, if the groups are not consecutive; else None.
         codes: returns the codes of outputs ``first`` to ``last``, uint8 [last - first, in].
         scales: float32 [out, groups].
-        zeros: uint8 [out, groups]; None where the layout has them.
+        zeros: uint8 [out, groups]; None if the layout has the zero.
     """
 
     shape: tuple[int, int]
@@ -68,7 +68,7 @@ class PackedMatrix:
     group_of: Tensor | None = None
 
     def grouped(self) -> Grouped | None:
-        """Returns the matrix in groups; None where that would not be exact.
+        """Returns the matrix in groups; None if that would not be exact.
 
         Groups must be consecutive, of a multiple of 16 inputs. Scales of sixteen bits times codes are exact in
         float32, so a zero can be an offset; other scales are not.
@@ -154,7 +154,7 @@ class PackedWeights(Mapping[str, Tensor]):
 
     @property
     def bits(self) -> float:
-        """Bits of a weight, with its share of a scale and a zero of 32 bits each."""
+        """Bits of a weight, with its fraction of a scale and a zero of 32 bits each."""
         group = _CHANNEL if self._settings.group == -1 else self._settings.group
         return self._settings.bits + 64 / group
 
@@ -202,7 +202,7 @@ def _compressed(weights: Mapping[str, Tensor], stem: str, s: PackedSettings) -> 
 
     order = weights.get(f"{stem}.weight_g_idx")
     if order is not None and bool((order < 0).any()):
-        order = None  # written, but not used
+        order = None  # stored, but not used
     return _matrix((out, inputs), s.bits, group, codes, scales, zeros, order)
 
 
@@ -243,7 +243,7 @@ def _awq(weights: Mapping[str, Tensor], stem: str, s: PackedSettings) -> PackedM
 
 
 def _mxfp4(weights: Mapping[str, Tensor], stem: str, s: PackedSettings) -> PackedMatrix:
-    """Reads a matrix as gpt-oss stores it; matrices of several experts lie below each other."""
+    """Reads a matrix as gpt-oss stores it; matrices of several experts are concatenated along outputs."""
     blocks, exponents = weights[f"{stem}_blocks"], weights[f"{stem}_scales"]
     _require(blocks.dtype == exponents.dtype == torch.uint8, "blocks and scales should be bytes")
     _require(blocks.shape[:-1] == exponents.shape and blocks.shape[-1] == 16, f"{blocks.shape}, {exponents.shape}")
@@ -275,7 +275,7 @@ def _matrix(
     zeros: Tensor | None,
     group_of: Tensor | None,
 ) -> PackedMatrix:
-    """Returns a matrix of linear codes; zeros that are all in the middle, and groups in order, are left out."""
+    """Returns a matrix of linear codes; zeros that are all in the middle, and groups in order, are omitted."""
     middle = 2 ** (bits - 1)
     if group_of is not None:
         group_of = group_of.long()

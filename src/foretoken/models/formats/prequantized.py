@@ -44,7 +44,7 @@ class QuantizationGroup(Schema):
 
 
 class Quantization(Schema):
-    """The ``quantization_config`` of config.json, whichever tool wrote it."""
+    """The ``quantization_config`` of config.json, of any tool."""
 
     quant_method: str | None = None
     format: str | None = None
@@ -87,7 +87,7 @@ def check_prequantized(config: Mapping[str, Any]) -> bool:
 
 
 def packed_settings(config: Mapping[str, Any]) -> PackedSettings | None:
-    """Returns how the checkpoint packs its matrices; None if it does not.
+    """Returns the packing of the checkpoint's matrices; None if they are not packed.
 
     Raises:
         ModelLoadError: they are packed in a way that is not supported.
@@ -121,7 +121,7 @@ def packed_settings(config: Mapping[str, Any]) -> PackedSettings | None:
 
 
 def fp8_settings(config: Mapping[str, Any]) -> Fp8Settings | None:
-    """Returns how the checkpoint scales its eight-bit floats; None if it has none.
+    """Returns the scaling of the checkpoint's eight-bit floats; None if it has none.
 
     Raises:
         ModelLoadError: they are scaled in a way that is not supported.
@@ -148,7 +148,7 @@ def fp8_settings(config: Mapping[str, Any]) -> Fp8Settings | None:
 
 
 def _block(sizes: Any) -> tuple[int, int] | None:
-    """Returns the outputs and inputs of a block. Raises ModelLoadError for what is none."""
+    """Returns the outputs and inputs of a block. Raises ModelLoadError for any other value."""
     if sizes is None:
         return None
     if (
@@ -163,7 +163,7 @@ def _block(sizes: Any) -> tuple[int, int] | None:
 def unpacked(
     weights: Weights | GGUFWeights, config: Mapping[str, Any]
 ) -> Weights | GGUFWeights | PackedWeights | Fp8Weights:
-    """Returns the tensors of a checkpoint with packed matrices, and those of eight-bit floats, under plain names.
+    """Returns the tensors of a checkpoint, with packed matrices and eight-bit floats under plain names.
 
     Raises:
         ModelLoadError: they are packed in a way that is not supported, or are damaged.
@@ -282,5 +282,4 @@ def _torchao(settings: Mapping[str, Any]) -> str | None:
 
 
 def _object(value: Any) -> Mapping[str, Any]:
-    """Returns ``value`` if it is a JSON object, else an empty one."""
     return value if isinstance(value, Mapping) else {}

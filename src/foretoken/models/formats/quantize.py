@@ -1,7 +1,7 @@
 """W8A8 quantization: int8 weights with one symmetric scale per output channel, activations quantized row by row.
 
 x @ W.T = (q_x @ q_W.T) * scale_x * scale_W. The sum runs over integers, so its order does not matter, and a row's
-scale depends on that row alone. So rows are bitwise equal whatever shares the pass.
+scale depends on that row alone. So rows do not depend on what else is in the pass.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from foretoken.models.formats.grouped import Grouped, quantize_groups
 
-DEFAULT_GROUP = 32  # of "int4"
+DEFAULT_GROUP = 32  # group of "int4"
 LIMIT = 127.0  # symmetric: -128 is not used
 _TINY = 1e-30  # largest magnitude of a row of zeros, to divide by
-_AT_ONCE = 2**18  # weights that are quantized at once, so that no float32 copy of a whole matrix is made
+_AT_ONCE = 2**18  # weights quantized at once, so that no float32 copy of a whole matrix is made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,11 +33,9 @@ class Int8:
         return self.values.shape[0], self.values.shape[1]
 
     def to(self, device: torch.device) -> Int8:
-        """Returns the matrix on ``device``."""
         return Int8(self.values.to(device), self.scales.to(device))
 
     def dequantize(self) -> Tensor:
-        """Returns the matrix in float32 [out, in]."""
         return self.values.float() * self.scales[:, None]
 
     @staticmethod
@@ -73,7 +71,7 @@ class Quantizer:
 
     @property
     def weight_bits(self) -> float:
-        """Bits of a weight, its share of a group's scale included."""
+        """Bits of a weight, with its fraction of a group's scale."""
         return self.bits + (16 / self.group if self.group else 0)
 
     def __call__(self, weight: Tensor) -> Matrix:

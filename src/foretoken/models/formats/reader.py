@@ -15,7 +15,7 @@ from foretoken.models.formats.prequantized import read_int8
 from foretoken.models.formats.quantize import Int8, Matrix, Quantizer, floats
 from foretoken.models.formats.weight_files import converted
 
-# Prefixes of a decoder's names beside the family's own: in a checkpoint of the bare model, and inside a multimodal one.
+# Prefixes of a decoder's names beside the family's: in a checkpoint of the bare model, and inside a multimodal one.
 BASES = (
     "",
     "model.",
@@ -30,7 +30,7 @@ BASES = (
 def located(weights: Container[str], names: TensorNames) -> tuple[str, str]:
     """Returns the prefix of the names of a decoder's tensors, and the name of its vocabulary head.
 
-    They are the family's own, unless the checkpoint has the embedding under another prefix.
+    They are the family's, unless the checkpoint has the embedding under another prefix.
     """
     parts = ("weight", "_weight_qdata")
     bases = (base for base in (names.base, *BASES) for part in parts if f"{base}{names.embedding}.{part}" in weights)
@@ -55,7 +55,7 @@ class TensorReader:
     Attributes:
         weights: the checkpoint's tensors.
         dtype: dtype to convert matrices and biases to.
-        quantize: how float matrices are quantized; None if they stay as they are.
+        quantize: quantizer of float matrices; None for none.
         norm_offset: offset that is added to stored norm weights.
         transposed: whether matrices are stored as [in, out].
         base: prefix of the names of a decoder's tensors.
@@ -76,14 +76,16 @@ class TensorReader:
 
     def parts(self, names: tuple[str, ...], rows: int, columns: int) -> tuple[Matrix, ...]:
         """Returns the weights of linear layers with the same input; concatenated they are [rows, columns]."""
-        parts = alike(tuple(self._part(name) for name in names), self.dtype)
+        parts = as_one_kind(tuple(self._part(name) for name in names), self.dtype)
         if len({type(part) for part in parts}) > 1:
-            raise ModelLoadError(f"of {' and '.join(names)} only some are quantized; they are one product here")
+            raise ModelLoadError(
+                f"only some of {' and '.join(names)} are quantized; here they are one product, so quantize all or none"
+            )
         self.check(parts, names, rows, columns)
         return parts
 
     def halves(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the names of a gate and what it multiplies, where one matrix of both is stored as two (GGUF)."""
+        """Returns the names of a gate and of the matrix that it multiplies, which GGUF files store apart."""
         apart = tuple(f"{names[0].rpartition('.')[0]}.{part}_proj" for part in ("gate", "up"))
         return apart if len(names) == 1 and all(f"{name}.weight" in self.weights for name in apart) else names
 
@@ -147,7 +149,7 @@ class TensorReader:
         return self.weights.grouped(name)
 
     def made(self, name: str, weight: Tensor) -> Matrix:
-        """Returns a float matrix as it is computed: in the model's dtype, or quantized."""
+        """Returns a float matrix in the model's dtype, or quantized."""
         return converted(name, weight, self.dtype) if self.quantize is None else self.quantize(weight)
 
     def _part(self, name: str) -> Matrix:
@@ -165,7 +167,7 @@ class TensorReader:
         return self.made(f"{name}.weight", weight)
 
 
-def alike(parts: tuple[Matrix, ...], dtype: torch.dtype) -> tuple[Matrix, ...]:
+def as_one_kind(parts: tuple[Matrix, ...], dtype: torch.dtype) -> tuple[Matrix, ...]:
     """Returns the parts of one product, dequantized if some are floats and others in groups."""
     if any(isinstance(part, Grouped) for part in parts) and any(isinstance(part, Tensor) for part in parts):
         return tuple(floats(part, dtype) for part in parts)

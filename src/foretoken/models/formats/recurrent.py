@@ -19,15 +19,15 @@ class RecurrentWeights:
     """The weights of a recurrent layer.
 
     Attributes:
-        into: rows of the channels of the convolution, then those of the output's gate.
+        into: rows of the channels of the convolution, then of the output's gate.
         gates: rows of the gates of all heads, floats [2 * heads, in]: beta, then the step. None without a state.
         conv: float32 [window + 1, channels]; the row itself first, then the rows before it.
         conv_bias: float32 [channels].
         decay: float32 [heads]. A step s multiplies the state by exp(decay * softplus(s + step_bias)).
         step_bias: float32 [heads].
-        norm: weight of the norm of each head's output, float32 [value_dim]; of Mamba-2, of each group's, [out].
+        norm: weight of the norm of each head's output, float32 [value_dim]; in Mamba-2 of each group's, [out].
         out: the last matrix.
-        skip: float32 [heads]. This times its value is added to a head's output.
+        skip: float32 [heads]. A head's value times this is added to its output.
     """
 
     into: tuple[Matrix, ...]
@@ -56,7 +56,7 @@ def slices(matrix: Matrix, ranges: Sequence[tuple[int, int]]) -> Iterator[Matrix
 
 def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
     """Reads a layer of gated DeltaNet: of Qwen3.5, or of Qwen3-Next, which stores the rows of each head together."""
-    exact = replace(reader, quantize=None)  # gates are few numbers, and the state is sensitive to them
+    exact = replace(reader, quantize=None)  # gates are few, and the state is sensitive to them
     if f"{at}in_proj_qkvz.weight" in reader.weights:
         whole = reader.matrix(f"{at}in_proj_qkvz", r.channels + r.out, hidden)
         into = tuple(slices(whole, delta_ranges(r)))
@@ -115,7 +115,9 @@ def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
     """Reads a layer of Mamba-2, whose rows are gates of the output, x, B, C, and steps of heads."""
     name, exact, f = f"{at}in_proj", replace(reader, quantize=None), r.factors
     whole, order = r.channels + r.out + r.value_heads, mamba_ranges(r)
-    of_parts = [f.input * factor for factor in (f.queries, f.keys, f.values)]  # of the channels, taken by their taps
+    of_parts = [
+        f.input * factor for factor in (f.queries, f.keys, f.values)
+    ]  # factors of the channels, multiplied into their taps
     steps = [(whole - r.value_heads, whole)]
     bias = reader.bias((name,), whole)
     channels = [(first - r.out, last - r.out) for first, last in order[:-1]]
@@ -162,7 +164,7 @@ def read_convolution(r: Recurrence, reader: TensorReader, at: str, hidden: int) 
 
 
 def _decay(r: Recurrence, reader: TensorReader, at: str) -> Tensor:
-    """Returns the decays of heads, of which checkpoints store log(-decay), and GGUF files the decays themselves."""
+    """Returns the decays of heads. Checkpoints store log(-decay), GGUF files the decays."""
     if f"{at}A" in reader.weights:
         return reader.floats(f"{at}A", (r.value_heads,))
     return reader.floats(f"{at}A_log", (r.value_heads,)).exp_().neg_()

@@ -62,13 +62,13 @@ class ShardReader:
         return set(self._weights)
 
     def get(self, name: str) -> Tensor:
-        """Returns a tensor in its own dtype. Raises ModelLoadError if there is none of that name."""
+        """Returns a tensor in the stored dtype. Raises ModelLoadError for an unknown name."""
         if name not in self._weights:
             raise ModelLoadError(f"the checkpoint has no tensor {name}; it is not a whole Llama checkpoint")
         return self._weights[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape without reading the tensor, () if there is none of that name."""
+        """Returns the shape without reading the tensor, () for an unknown name."""
         return self._weights.shapes.get(name, ())
 
 

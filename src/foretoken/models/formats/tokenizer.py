@@ -22,7 +22,7 @@ _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")  # bytes that the handler "surrogateescape" could not decode
-_LONG = 4096  # characters; shorter texts are encoded in less time than another thread waits for the GIL
+_LONG = 4096  # characters; shorter texts take less time than another thread's wait for the GIL
 
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
@@ -91,7 +91,7 @@ class PlainTokenizer:
     def _with_bytes(self, token_ids: list[int]) -> str:
         """Returns the text of tokens and bytes as SentencePiece does: each byte that is not UTF-8 becomes U+FFFD.
 
-        ``tokenizers`` replaces all bytes of a run, those of whole characters as well.
+        ``tokenizers`` replaces all bytes of a run, even those of complete characters.
         """
         data = bytearray()
         for token in filter(None, map(self._fast.id_to_token, token_ids)):

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint's safetensors files, and the check that they are finite.
 
-``safe_open`` maps a whole file, and what was read of it stays resident until the file is closed. So each tensor has a
-mapping of its own. Pickles are refused, because loading one can run code.
+``safe_open`` maps a whole file, and pages that were read stay resident until it is closed. So each tensor is mapped
+separately. Pickles are refused, because loading one can run code.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SafetensorsFile:
 
     Attributes:
         path: the file.
-        tensors: what is stored, by name.
+        tensors: stored tensors by name.
     """
 
     def __init__(self, path: Path) -> None:

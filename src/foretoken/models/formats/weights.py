@@ -32,7 +32,7 @@ class NormWeight:
 class SelfAttentionWeights:
     """The weights of a layer's attention. ``qkv`` holds the rows of queries, keys and values, then gates.
 
-    In a layer that reads the keys and values of another one it holds queries alone. Norms of heads are [head_dim] for
+    In a layer that reads another layer's keys and values it holds queries alone. Norms of heads are [head_dim] for
     all heads, or [heads * head_dim].
     """
 
@@ -73,7 +73,7 @@ class DenseMlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class BesideWeights:
-    """A dense MLP beside experts (``experts.Beside``), its norms, and the norm of what the experts return."""
+    """A dense MLP beside experts (``experts.Beside``), its norms, and the norm of the experts' output."""
 
     norm: NormWeight
     mlp: DenseMlpWeights
@@ -83,11 +83,11 @@ class BesideWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one decoder layer, on the CPU: of its mixers, its MLP, and the norms around them.
+    """The weights of one decoder layer, on the CPU: its mixers, its MLP, and the norms around them.
 
     Matrices are [out, in] row-major in the model's dtype, or quantized. A matrix may be a view of a mapped file, so
     runners copy or pack it; the mapping ends with it. Weights of norms include Gemma's offset of 1. A product of
-    several matrices has as many parts as the checkpoint stores, all of one kind.
+    several matrices has the parts that the checkpoint stores, all of one kind.
     """
 
     norm: NormWeight | None
@@ -111,7 +111,7 @@ class Ends:
     norm: NormWeight | None
     head: Matrix  # [V, H]
     head_bias: Tensor | None = None
-    positions: Tensor | None = None  # learned ones, float32 [positions, H]
+    positions: Tensor | None = None  # learned, float32 [positions, H]
     embedding_norm: NormWeight | None = None
     layer_inputs: LayerInputEnds | None = None
 

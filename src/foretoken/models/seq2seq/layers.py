@@ -141,7 +141,7 @@ def build(
     for layer in weights:
         made.append(Seq2SeqLayer.of(a, device, layer))
         assert isinstance(layer.attention, SelfAttentionWeights)
-        if layer.attention.relative is not None and (a.own_bias or not tables):
+        if layer.attention.relative is not None and (a.layer_bias or not tables):
             tables.append(RelativeBias(layer.attention.relative))
         del layer  # before the next is read
     return made, tables

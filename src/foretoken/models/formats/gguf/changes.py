@@ -1,4 +1,4 @@
-"""What llama.cpp changes in tensors when it converts a checkpoint, and how that is undone."""
+"""Changes of llama.cpp's converter to a checkpoint's tensors, and their inverses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from foretoken.models.formats.grouped import Grouped
 
 Order = NDArray[np.int64]
 _TAPS = ("ssm_conv1d", "shortconv.conv")
-_STATE_NORM = "ssm_norm"  # of a state's outputs, to which nothing is added
+_STATE_NORM = "ssm_norm"  # the norm of a state's outputs, which has no offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedTensor:
-    """A stored tensor and how it differs from the checkpoint's.
+    """A stored tensor and its differences from the checkpoint's.
 
     Attributes:
         stored: the tensor.
@@ -43,12 +43,12 @@ class ChangedTensor:
 
     @property
     def rows(self) -> int:
-        """Number of rows: numbers of a vector whose order differs, else one for a vector."""
+        """Number of rows. A vector has one, or its length if its order differs."""
         shape = self.stored.shape
         return math.prod(shape[:-1]) if len(shape) > 1 else 1 if self.order is None else shape[0]
 
     def restored(self, values: Tensor) -> Tensor:
-        """Returns a tensor as the checkpoint has it, from its values by rows."""
+        """Returns the checkpoint's tensor from the stored values by rows."""
         if self.columns is not None:
             values = values.unflatten(-1, (len(self.columns), -1))[..., torch.from_numpy(self.columns), :].flatten(-2)
         values = values.reshape(self.shape[::-1] if self.transposed else self.shape)
@@ -56,14 +56,14 @@ class ChangedTensor:
         return values.t() if self.transposed else values
 
     def arranged(self, groups: Grouped) -> Grouped | None:
-        """Returns a quantized matrix with the checkpoint's inputs; None if they cannot be exchanged in groups."""
+        """Returns a quantized matrix with the checkpoint's inputs; None if groups do not allow it."""
         if self.columns is None:
             return groups
         return groups.with_inputs(torch.from_numpy(self.columns))
 
 
 def source(stored: StoredTensor, a: Architecture, part: str, interleaved: bool, tiled: bool) -> ChangedTensor:
-    """Returns where a checkpoint's tensor is.
+    """Returns the stored tensor with its differences from the checkpoint's.
 
     Args:
         stored: the tensor in the file.
@@ -113,7 +113,7 @@ def _pairs(rows: int, heads: int) -> Order:
 def _tiles(r: Recurrence, width: int) -> Order:
     """Returns the stored row of each row of all heads of values.
 
-    A checkpoint has the heads that a head of keys serves one after the other, a file first the first of each.
+    A checkpoint groups heads of values by the head of keys that serves them; a file has the first of each group first.
     """
     by_key = np.arange(r.value_heads * width).reshape(-1, r.key_heads, width)
     return by_key.swapaxes(0, 1).reshape(-1)

@@ -1,4 +1,4 @@
-"""Reads the values of a GGUF header one after the other, and never behind the end of the file."""
+"""Reads the values of a GGUF header in order, never beyond the end of the file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array of the metadata that is not decoded yet; ``start`` is the offset of its first element."""
+    """An array of the metadata that is not yet decoded; ``start`` is the offset of its first element."""
 
     kind: GGUFValueType
     count: int
@@ -135,5 +135,4 @@ def mapped(path: Path) -> mmap.mmap:
 
 
 def damaged(path: Path, reason: str) -> ModelLoadError:
-    """Returns the error for a damaged file."""
     return ModelLoadError(f"{path} is damaged or truncated: {reason}; download it again")

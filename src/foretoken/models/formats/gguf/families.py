@@ -1,7 +1,7 @@
 """The architectures of GGUF files that the runtime computes, one row each.
 
-A row says of which family a file is, which fields of config.json its keys hold beyond those that all have, and what
-llama.cpp's converter changes in its tensors beyond what follows from the family (``changes.py``).
+A row names the family, the functions for fields of config.json that only some architectures have, and changes of
+llama.cpp's converter that do not follow from the family (``changes.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.metadata import Metadata
 from foretoken.models.formats.gguf.positions import positions
 
-_NEEDS_OTHER = {  # keys that change what is computed, so that a file is refused unless its row reads them
+_NEEDS_OTHER = {  # keys that change the computation: a file with one is refused unless its row reads it
     "expert_count",
     "expert_weights_scale",
     "expert_group_count",
@@ -55,18 +55,18 @@ class GGUFFamily:
         reads: functions for the fields of config.json that only some architectures have; later ones go first.
         interleaved: whether the rows of queries and keys are stored in pairs (x[i], x[i + head_dim / 2]).
         tiled: whether heads of values of recurrent layers are stored in another order (``changes.py``).
-        own: names of a layer's tensors in the checkpoint that do not follow from the family (``tensor_names.py``), by
-            their names in the file.
+        renamed: names of a layer's tensors in the checkpoint that do not follow from the family
+            (``tensor_names.py``), by their names in the file.
     """
 
     model_type: str
     reads: tuple[Fields, ...] = ()
     interleaved: bool = False
     tiled: bool = False
-    own: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-_MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}  # of architectures that call the MLP's norm so
+_MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}  # architectures with this name of the MLP's norm
 _GRANITE = {
     "ffn_gate": "shared_mlp.gate_proj",
     "ffn_up": "shared_mlp.up_proj",
@@ -76,11 +76,11 @@ _GRANITE = {
 _NORMED, _AS_THEY_ARE = fields.experts(True), fields.experts(False)
 _LLAMA = GGUFFamily("llama", interleaved=True)
 _MIXTRAL = GGUFFamily("mixtral", (_NORMED,), interleaved=True)
-_DELTA = GGUFFamily("qwen3_5_text", (fields.delta,), tiled=True, own=_MLP_NORM)
+_DELTA = GGUFFamily("qwen3_5_text", (fields.delta,), tiled=True, renamed=_MLP_NORM)
 _DELTA_EXPERTS = replace(_DELTA, model_type="qwen3_5_moe_text", reads=(fields.delta, _NORMED))
 _NEMOTRON_H = GGUFFamily("nemotron_h", (fields.nemotron_h,), interleaved=True)
 _FALCON = GGUFFamily("falcon", (fields.falcon,))
-_FALCON_TWO_NORMS = replace(_FALCON, own={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
+_FALCON_TWO_NORMS = replace(_FALCON, renamed={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
 
 FAMILIES = {
     "llama": _LLAMA,
@@ -102,9 +102,9 @@ FAMILIES = {
     "olmo2": GGUFFamily("olmo2", (fields.olmo2,)),
     "olmoe": GGUFFamily("olmoe", (_AS_THEY_ARE, fields.clip)),
     "granite": GGUFFamily("granite", (fields.factors,), interleaved=True),
-    "granitemoe": GGUFFamily("granitemoe", (fields.granitemoe,), interleaved=True, own=_GRANITE),
-    "granitehybrid": GGUFFamily("granitemoehybrid", (fields.granitehybrid,), interleaved=True, own=_GRANITE),
-    "gpt-oss": GGUFFamily("gpt_oss", (fields.windows, _NORMED), own=_MLP_NORM),
+    "granitemoe": GGUFFamily("granitemoe", (fields.granitemoe,), interleaved=True, renamed=_GRANITE),
+    "granitehybrid": GGUFFamily("granitemoehybrid", (fields.granitehybrid,), interleaved=True, renamed=_GRANITE),
+    "gpt-oss": GGUFFamily("gpt_oss", (fields.windows, _NORMED), renamed=_MLP_NORM),
     "phi2": GGUFFamily("phi", (fields.normed_heads,)),
     "phi3": GGUFFamily("phi3", (fields.windows,)),
     "gemma": GGUFFamily("gemma"),
@@ -113,7 +113,7 @@ FAMILIES = {
     "gemma4": GGUFFamily("gemma4_text", (fields.gemma4,)),
     "chatglm": GGUFFamily("glm"),
     "glm4": GGUFFamily("glm4"),
-    "glm4moe": GGUFFamily("glm4_moe", (_AS_THEY_ARE, fields.normed_heads, fields.by_sigmoid), own=_MLP_NORM),
+    "glm4moe": GGUFFamily("glm4_moe", (_AS_THEY_ARE, fields.normed_heads, fields.by_sigmoid), renamed=_MLP_NORM),
     "deepseek2": GGUFFamily("deepseek_v3", (fields.deepseek,)),
     "minicpm3": GGUFFamily("minicpm3", (fields.deepseek,)),
     "lfm2": GGUFFamily("lfm2", (fields.lfm2,)),
@@ -124,7 +124,7 @@ FAMILIES = {
     "command-r": GGUFFamily("cohere", (fields.logit_scale, fields.normed_heads)),
     "cohere2": GGUFFamily("cohere2", (fields.windows, fields.logit_scale)),
     "exaone4": GGUFFamily("exaone4", (fields.windows,)),
-    "seed_oss": GGUFFamily("seed_oss", own=_MLP_NORM),
+    "seed_oss": GGUFFamily("seed_oss", renamed=_MLP_NORM),
     "ernie4_5": GGUFFamily("ernie4_5"),
     "ernie4_5-moe": GGUFFamily("ernie4_5_moe", (fields.ernie,)),
     "exaone-moe": GGUFFamily("exaone_moe", (fields.windows, _NORMED, fields.by_sigmoid)),
@@ -153,7 +153,7 @@ def family_of(header: Header) -> tuple[str, GGUFFamily]:
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelLoadError(
-            f"{header.path} has the architecture {shortened(name)}; GGUF files are computed of {', '.join(FAMILIES)}"
+            f"{header.path} has the architecture {shortened(name)}; supported are {', '.join(FAMILIES)}"
         )
     if name == "llama" and header.metadata.get("llama.expert_count"):
         return name, _MIXTRAL
@@ -184,7 +184,7 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 def _common(m: Metadata) -> dict[str, Any]:
-    """Returns the fields of config.json that all architectures have, by the names that Llama has for them."""
+    """Returns the fields of config.json that all architectures have, by Llama's names."""
     tensors, kv_heads = m.header.tensors, m.by_layer("attention.head_count_kv")
     inner, epsilons = m.by_layer("feed_forward_length"), ["layer_norm_rms_epsilon", "layer_norm_epsilon"]
     if DECODERS[FAMILIES[m.architecture].model_type].centered:
@@ -194,7 +194,7 @@ def _common(m: Metadata) -> dict[str, Any]:
         "hidden_size": m.need("embedding_length"),
         "intermediate_size": max(inner) if inner else m.need("expert_feed_forward_length"),
         "num_hidden_layers": m.layers,
-        "num_attention_heads": max(m.each("attention.head_count")),
+        "num_attention_heads": max(m.need_by_layer("attention.head_count")),
         "num_key_value_heads": max(kv_heads, default=0) or None,
         "head_dim": m.head_dim,
         "max_position_embeddings": m.need("context_length"),

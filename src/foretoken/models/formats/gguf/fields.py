@@ -1,6 +1,6 @@
 """Fields of config.json that only some architectures have, read from the keys and tensors of a GGUF file.
 
-Each function returns fields by the names that Llama has for them, or by a family's own.
+Each function returns fields by Llama's names, or by a family's names if Llama lacks the field.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from foretoken.models.families.family import FULL, SLIDING
 from foretoken.models.families.recurrence import CONVOLUTION, LINEAR
 from foretoken.models.formats.gguf.cursor import StoredArray
 from foretoken.models.formats.gguf.metadata import Metadata
-from foretoken.models.formats.gguf.positions import turned_share
+from foretoken.models.formats.gguf.positions import rotated_fraction
 
 Fields = Callable[[Metadata], dict[str, Any]]
 
-_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scale is that of hidden / heads
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scale follows from hidden / heads
 _MAX_ALIBI = 64
-_MAVERICK_EXPERTS = 128  # of the Llama 4 whose queries and keys are not normed
-_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
+_MAVERICK_EXPERTS = 128  # experts of the Llama 4 without norms of queries and keys
+_SOFTMAX, _SIGMOID = 1, 2  # values of expert_gating_func
 
 
 def windows(m: Metadata) -> dict[str, Any]:
-    """Returns the length of attention windows, and which layers have one if the file says so."""
+    """Returns the length of attention windows, and the layers that have one if the file lists them."""
     fields: dict[str, Any] = {"sliding_window": m.get("attention.sliding_window") or None}
     key = "attention.sliding_window_pattern"
     if isinstance(m.header.metadata.get(f"{m.architecture}.{key}"), StoredArray):
@@ -56,22 +56,22 @@ def gemma3(m: Metadata) -> dict[str, Any]:
 
 def gemma4(m: Metadata) -> dict[str, Any]:
     """Returns the fields of Gemma 4, whose layers with full attention have heads of their own."""
-    kinds = [SLIDING if slides else FULL for slides in m.each("attention.sliding_window_pattern")]
-    kv_heads, inner = m.each("attention.head_count_kv"), m.each("feed_forward_length")
+    kinds = [SLIDING if slides else FULL for slides in m.need_by_layer("attention.sliding_window_pattern")]
+    kv_heads, inner = m.need_by_layer("attention.head_count_kv"), m.need_by_layer("feed_forward_length")
     wide, narrow = m.head_dim, m.need("attention.key_length_swa")
     full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
-    own = {str(layer): {"head_dim": wide, "num_key_value_heads": kv_heads[layer]} for layer in full}
+    full_sizes = {str(layer): {"head_dim": wide, "num_key_value_heads": kv_heads[layer]} for layer in full}
     slides = [heads for heads, kind in zip(kv_heads, kinds, strict=True) if kind == SLIDING]
     sliding_rope = {"rope_type": "default", "rope_theta": m.number("rope.freq_base_swa") or 1e4}
     full_rope = {
         "rope_type": "proportional",
         "rope_theta": m.number("rope.freq_base") or 1e6,
-        "partial_rotary_factor": turned_share(m, wide),
+        "partial_rotary_factor": rotated_fraction(m, wide),
     }
     return caps(m) | {
         "head_dim": narrow,
         "num_key_value_heads": slides[0] if slides else kv_heads[0],
-        "per_layer_config": own,
+        "per_layer_config": full_sizes,
         "sliding_window": m.get("attention.sliding_window"),
         "layer_types": kinds,
         "intermediate_size": min(inner),
@@ -91,7 +91,7 @@ def gemma4(m: Metadata) -> dict[str, Any]:
 
 
 def experts(normalized: bool) -> Fields:
-    """Returns a function for the fields of experts; ``normalized``: what llama.cpp takes for the architecture."""
+    """Returns a function for the fields of experts; ``normalized``: llama.cpp's value for the architecture."""
 
     def fields(m: Metadata) -> dict[str, Any]:
         count = m.get("expert_count", default=0)
@@ -101,7 +101,7 @@ def experts(normalized: bool) -> Fields:
         return {
             "num_experts": count,
             "num_experts_per_tok": m.need("expert_used_count"),
-            "moe_intermediate_size": m.get("expert_feed_forward_length") or max(m.each("feed_forward_length")),
+            "moe_intermediate_size": m.get("expert_feed_forward_length") or max(m.need_by_layer("feed_forward_length")),
             "shared_expert_intermediate_size": m.get("expert_shared_feed_forward_length", default=0) or None,
             "n_shared_experts": m.get("expert_shared_count"),
             "norm_topk_prob": m.get("expert_weights_norm", (bool,), normalized),
@@ -117,12 +117,12 @@ def experts(normalized: bool) -> Fields:
 
 
 def _leading_dense(m: Metadata) -> int:
-    """Returns how many layers before the first one with experts have none, by their tensors."""
+    """Returns the number of layers before the first one with experts, by their tensors."""
     return next((layer for layer in range(m.layers) if m.has("ffn_gate_inp.weight", layer)), 0)
 
 
 def ernie(m: Metadata) -> dict[str, Any]:
-    """Returns the fields of ERNIE 4.5's experts. The width of the shared one is wrong in files, and follows."""
+    """Returns the fields of ERNIE 4.5's experts. The width of the shared one is wrong in files, so it is derived."""
     return experts(True)(m) | {"shared_expert_intermediate_size": None}
 
 
@@ -149,12 +149,12 @@ def factors(m: Metadata) -> dict[str, Any]:
         "embedding_multiplier": m.number("embedding_scale") or 1.0,
         "residual_multiplier": m.number("residual_scale") or 1.0,
         "logits_scaling": m.number("logit_scale") or 1.0,
-        "shared_intermediate_size": shared or max(m.each("feed_forward_length")),
+        "shared_intermediate_size": shared or max(m.need_by_layer("feed_forward_length")),
     }
 
 
 def granitemoe(m: Metadata) -> dict[str, Any]:
-    """Returns the fields of Granite's mixtures, of which some have a shared expert."""
+    """Returns the fields of Granite's mixtures; some have a shared expert."""
     shared = m.get("expert_shared_feed_forward_length", default=0)
     fields = factors(m) | experts(True)(m)
     return fields | ({"model_type": "granitemoeshared"} if shared else {"shared_intermediate_size": None})
@@ -162,7 +162,7 @@ def granitemoe(m: Metadata) -> dict[str, Any]:
 
 def granitehybrid(m: Metadata) -> dict[str, Any]:
     """Returns the fields of Granite 4 and Bamba; layers without heads of keys are recurrent."""
-    kinds = [FULL if heads else LINEAR for heads in m.each("attention.head_count_kv")]
+    kinds = [FULL if heads else LINEAR for heads in m.need_by_layer("attention.head_count_kv")]
     rotary = m.get("rope.scaling.finetuned", (bool,), True)
     return (
         factors(m)
@@ -173,13 +173,13 @@ def granitehybrid(m: Metadata) -> dict[str, Any]:
 
 
 def llama4(m: Metadata) -> dict[str, Any]:
-    """Returns the fields of Llama 4. Of chunks and of growing queries llama.cpp knows one setting, and writes none."""
+    """Returns the fields of Llama 4. llama.cpp knows one setting of chunks and of growing queries, and stores none."""
     if m.header.metadata.get(f"{m.architecture}.attention.sliding_window") == 0 or not m.need("expert_count"):
         raise ModelLoadError(
             f"{m.header.path} has no chunks of attention or no experts (MobileLLM), which is not computed here"
         )
     return experts(False)(m) | {
-        "intermediate_size_mlp": max(m.each("feed_forward_length")),
+        "intermediate_size_mlp": max(m.need_by_layer("feed_forward_length")),
         "use_qk_norm": m.need("expert_count") != _MAVERICK_EXPERTS,
     }
 
@@ -220,7 +220,7 @@ def nemotron_h(m: Metadata) -> dict[str, Any]:
 
 
 def delta(m: Metadata) -> dict[str, Any]:
-    """Returns the sizes of gated DeltaNet, and which layers have it."""
+    """Returns the sizes of gated DeltaNet, and the layers that have it."""
     inner, heads = m.need("ssm.inner_size"), m.need("ssm.time_step_rank")
     every = m.get("full_attention_interval", default=4)
     listed = m.by_layer("attention.recurrent_layers") or [(layer + 1) % max(every, 1) for layer in range(m.layers)]
@@ -236,7 +236,7 @@ def delta(m: Metadata) -> dict[str, Any]:
 
 def lfm2(m: Metadata) -> dict[str, Any]:
     """Returns the fields of LFM2; layers without heads of keys are short convolutions."""
-    kinds = [FULL if heads else CONVOLUTION for heads in m.each("attention.head_count_kv")]
+    kinds = [FULL if heads else CONVOLUTION for heads in m.need_by_layer("attention.head_count_kv")]
     return {
         "layer_types": kinds,
         "conv_L_cache": m.need("shortconv.l_cache"),
@@ -245,9 +245,9 @@ def lfm2(m: Metadata) -> dict[str, Any]:
 
 
 def deepseek(m: Metadata) -> dict[str, Any]:
-    """Returns the fields of DeepSeek-V2 and its relatives, which are told apart by how they score experts.
+    """Returns the fields of DeepSeek-V2 and its relatives, distinguished by their scoring of experts.
 
-    Keys and values are described as the latent; their own sizes have keys of their own, which older files lack.
+    Sizes of keys and values are those of the latent. Separate keys hold a head's sizes; older files lack them.
     """
     rank, rotated = m.need("attention.kv_lora_rank"), m.need("rope.dimension_count")
     plain = m.get("attention.key_length_mla") or m.need("attention.key_length")
@@ -295,7 +295,7 @@ def logit_scale(m: Metadata) -> dict[str, Any]:
 
 
 def normed_heads(m: Metadata) -> dict[str, Any]:
-    """Returns whether queries and keys are normed, by whether there are weights for it."""
+    """Returns whether queries and keys are normed: whether the file has weights for it."""
     normed = any(name.endswith(".attn_q_norm.weight") for name in m.header.tensors)
     return {"use_qk_norm": normed, "qk_layernorm": normed}
 
@@ -317,7 +317,7 @@ def falcon(m: Metadata) -> dict[str, Any]:
 
 
 def bigcode(m: Metadata) -> dict[str, Any]:
-    """Returns whether all heads share one of keys (StarCoder 1)."""
+    """Returns whether all heads share one head of keys (StarCoder 1)."""
     return {"multi_query": m.get("attention.head_count_kv", default=1) == 1}
 
 

@@ -1,8 +1,9 @@
-"""The header of a GGUF file: metadata, and where each tensor lies.
+"""The header of a GGUF file: metadata, and positions of tensors.
 
 Every count, length and offset is compared with the file's size before it is used, so a damaged or hostile header gives
-an error and never memory beyond the file. Arrays (a vocabulary has 100,000 strings) are decoded only when asked for.
-The format is described in ggml's ``docs/gguf.md``.
+an error and never memory beyond the file. Arrays (a vocabulary has 100,000 strings) are decoded on access. The format
+is
+described in ggml's ``docs/gguf.md``.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ VERSIONS = (2, 3)
 MAX_KEYS, MAX_TENSORS, MAX_PARTS = 2**16, 2**18, 2**12
 MAX_NAME = 2**10  # bytes of a key or of a tensor's name
 MAX_ALIGNMENT = 2**20
-_ALIGNMENT = 32  # of the tensors' data, if general.alignment does not say otherwise
+_ALIGNMENT = 32  # of the tensors' data, without general.alignment
 
 _T = GGUFValueType
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in the file.
+    """Position of a tensor in the file.
 
     Attributes:
-        kind: how its numbers are stored.
+        kind: its storage type.
         shape: rows first, as torch counts dimensions.
         start: offset in the file.
         nbytes: length in bytes.
@@ -51,7 +52,7 @@ class StoredTensor:
     path: Path
 
     def rows(self, name: str, first: int, last: int) -> StoredTensor:
-        """Returns some of the rows, or of the numbers of a vector, as a tensor of this name."""
+        """Returns rows, or elements of a vector, as a tensor of this name."""
         width = self.nbytes // self.shape[0]
         shape = (last - first, *self.shape[1:])
         return StoredTensor(name, self.kind, shape, self.start + first * width, (last - first) * width, self.path)
@@ -62,7 +63,7 @@ class Header:
     """The metadata and the table of tensors of a GGUF file.
 
     Attributes:
-        path: the file; of a model in several, the first.
+        path: the file; the first one of a split model.
         metadata: values by key; arrays as ``StoredArray``.
         tensors: tensors by name, those of all files.
     """
@@ -75,10 +76,10 @@ class Header:
     def read(path: Path) -> Header:
         """Reads and checks a file's header; the headers of the last few files are kept.
 
-        The first of several files (``split.count``) stands for all.
+        The first file of a split model (``split.count``) stands for all.
 
         Raises:
-            ModelLoadError: the file cannot be read, or is no GGUF file of a known version, or is damaged; or a part of
+            ModelLoadError: the file cannot be read, is no GGUF file of a known version, or is damaged; or a part of
                 a model is missing.
         """
         header = _of_file(path)
@@ -177,7 +178,7 @@ def _read(path: Path, size: int, modified: int) -> Header:
         infos = [_tensor(cursor) for _ in range(tensors)]
         data = -(-cursor.at // alignment) * alignment
     placed = [replace(info, start=info.start + data) for info in infos]
-    _check_places(path, placed, alignment, size)
+    _check_positions(path, placed, alignment, size)
     return Header(path, metadata, {tensor.name: tensor for tensor in placed})
 
 
@@ -214,7 +215,7 @@ def _tensor(cursor: Cursor) -> StoredTensor:
     return StoredTensor(name, kind, shape, cursor.number(_T.UINT64), math.prod(shape) // block * size, cursor.path)
 
 
-def _check_places(path: Path, tensors: list[StoredTensor], alignment: int, size: int) -> None:
+def _check_positions(path: Path, tensors: list[StoredTensor], alignment: int, size: int) -> None:
     """Raises ModelLoadError unless all tensors lie within the file, are aligned, and neither overlap nor repeat."""
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise damaged(path, "it has two tensors of one name")

@@ -24,7 +24,7 @@ class Metadata:
     Attributes:
         header: the file's header.
         architecture: prefix of the keys.
-        used: the keys that were asked for.
+        used: the keys that were read.
     """
 
     header: Header
@@ -49,7 +49,7 @@ class Metadata:
         return value
 
     def number(self, key: str) -> float | None:
-        """Returns a number as it was before rounding to float32; None if the file has none."""
+        """Returns a number before its rounding to float32; None if the file has none."""
         value = self.get(key, (float, int))
         return None if value is None else _shortest(value)
 
@@ -59,7 +59,7 @@ class Metadata:
         return self.need(keys[0], (float, int)) if found is None else found
 
     def by_layer(self, key: str) -> list[int]:
-        """Returns a number for each layer, which the file may say once for all of them; [] if it says none.
+        """Returns a number for each layer, which the file may store once for all; [] without one.
 
         Raises:
             ModelLoadError: the value is no whole number, nor one for each layer.
@@ -76,13 +76,13 @@ class Metadata:
             raise self.wrong(key, values[:8], f"a number for each of {layers} layers")
         return values[:layers]
 
-    def each(self, key: str) -> list[int]:
-        """Returns a number for each layer. Raises ModelLoadError if the file says none, as ``by_layer`` otherwise."""
+    def need_by_layer(self, key: str) -> list[int]:
+        """Returns ``by_layer``. Raises ModelLoadError if the file stores no number."""
         return self.by_layer(key) or [self.need(key)] * self.layers
 
     @property
     def layers(self) -> int:
-        """Number of layers, those of multi-token prediction apart. Raises ModelLoadError for an impossible one."""
+        """Number of layers, without those of multi-token prediction. Raises ModelLoadError for an impossible one."""
         count: int = self.need("block_count") - self.get("nextn_predict_layers", default=0)
         if not 1 <= count <= MAX_LAYERS:
             raise self.wrong("block_count", count, f"1 to {MAX_LAYERS} layers")
@@ -91,16 +91,16 @@ class Metadata:
     @property
     def head_dim(self) -> int:
         """Width of a head. Raises ModelLoadError for an impossible one."""
-        heads = max(self.each("attention.head_count"))
+        heads = max(self.need_by_layer("attention.head_count"))
         if heads < 1:
             raise self.wrong("attention.head_count", heads, "1 or more")
         length: int = self.get("attention.key_length") or self.need("embedding_length") // heads
         if length < 1:
-            raise ModelLoadError(f"{self.header.path} has heads of {length} numbers; expected 1 or more")
+            raise ModelLoadError(f"{self.header.path} has heads of width {length}; expected 1 or more")
         return length
 
     def has(self, part: str, layer: int = 0) -> bool:
-        """Returns whether a layer has a tensor, whose name in the file is given without ``blk.N.``."""
+        """Returns whether a layer has a tensor. ``part``: its name in the file without ``blk.N.``."""
         return f"blk.{layer}.{part}" in self.header.tensors
 
     def floats(self, name: str, count: int) -> list[float] | None:

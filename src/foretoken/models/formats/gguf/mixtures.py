@@ -1,7 +1,8 @@
-"""Which type each tensor of a GGUF file gets, by the rules of llama.cpp's ``llama-quantize``.
+"""Types of the tensors of a GGUF file, by the rules of llama.cpp's ``llama-quantize``.
 
-A mixture such as Q4_K_M spends more bits on the output matrix, on values and on ``ffn_down`` of some layers. A type
-whose blocks do not divide a row gives way to one that does.
+A mixture such as Q4_K_M spends more bits on the output matrix, on values and on ``ffn_down`` of some layers. If a
+type's
+blocks do not divide a row, another type replaces it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class FileType:
 
     Attributes:
         kind: the type of most matrices.
-        file_type: the number that the file says.
+        file_type: its number in the file.
     """
 
     kind: GGMLQuantizationType
@@ -77,7 +78,7 @@ def tensor_type(mixture: str, name: str, shape: tuple[int, ...], layers: int, ti
 
 
 def _layer_type(mixture: str, part: str, layer: int, layers: int) -> GGMLQuantizationType:
-    """Returns the type of a layer's matrix, before its shape is looked at."""
+    """Returns the type of a layer's matrix, before its shape is considered."""
     kind = MIXTURES[mixture].kind
     important = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     if part in ("attn_v", "attn_qkv"):

@@ -1,20 +1,20 @@
-"""The names of GGUF files."""
+"""Names of GGUF files."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-SPLIT_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")  # as llama.cpp names the parts of a model
+SPLIT_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")  # llama.cpp's names of a split model
 
 
 def is_gguf(path: Path) -> bool:
-    """Returns whether the path is that of a GGUF file, by its name."""
+    """Returns whether the path names a GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Returns the files of a model that is split, if ``path`` is a part of one; else ``path`` alone."""
+    """Returns all files of a split model if ``path`` is one of them; else ``path`` alone."""
     split = SPLIT_NAME.fullmatch(path.name)
     if split is None:
         return [path]

@@ -16,14 +16,14 @@ _K = GGMLQuantizationType
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockNumbers:
-    """The numbers of some blocks of one type.
+    """The contents of blocks of one type.
 
     Attributes:
         codes: uint8 [blocks, weights].
         scale: float32 [blocks], exact in float16.
-        offset: likewise, of types that have one; it is added (Q4_1) or, of K-quants, subtracted.
-        parts: of K-quants, the integer scale of each group, [blocks, groups].
-        mins: likewise, the integers that are multiplied by ``offset``.
+        offset: likewise, for types that have one; it is added (Q4_1) or, in K-quants, subtracted.
+        parts: integer scale of each group in K-quants, [blocks, groups].
+        mins: integers that are multiplied by ``offset`` in K-quants, [blocks, groups].
     """
 
     codes: Bytes

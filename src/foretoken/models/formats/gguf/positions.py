@@ -14,7 +14,7 @@ _UNTURNED = 1e29  # Gemma 4's pairs that are not turned have frequencies divided
 
 
 def positions(m: Metadata) -> dict[str, Any]:
-    """Returns the base, the part of a head that is rotated, and the scaling if there is any.
+    """Returns the base, the rotated fraction of a head, and the scaling if there is any.
 
     Raises:
         ModelLoadError: the scaling is of a kind that is not computed, or incomplete.
@@ -61,9 +61,9 @@ def _yarn(m: Metadata) -> dict[str, Any]:
     settings = {name: m.number(f"rope.scaling.{key}") for name, key in given.items()}
     every = m.number("rope.scaling.yarn_log_multiplier")
     if every is not None and m.architecture == "deepseek2":
-        every = round(every / 0.1, 6)  # of the factors in config.json the file has a tenth of this one
+        every = round(every / 0.1, 6)  # the file stores a tenth of config.json's value
     if m.architecture == "mistral3" and (beta := m.number("attention.temperature_scale")):
-        settings["llama_4_scaling_beta"] = beta  # of Ministral 3, whose queries grow with their position
+        settings["llama_4_scaling_beta"] = beta  # of Ministral 3: queries grow with their position
     both = {"mscale": every if m.architecture == "deepseek2" else 1.0, "mscale_all_dim": every} if every else {}
     return {
         "rope_type": "yarn",
@@ -75,10 +75,10 @@ def _yarn(m: Metadata) -> dict[str, Any]:
     }
 
 
-def turned_share(m: Metadata, head_dim: int) -> float:
-    """Returns the share of a head's pairs that Gemma 4 turns in layers with full attention.
+def rotated_fraction(m: Metadata, head_dim: int) -> float:
+    """Returns the fraction of a head's pairs that Gemma 4 rotates in layers with full attention.
 
-    The file has a factor for each pair of a head, which is enormous for those that are not turned.
+    The file has a factor for each pair of a head, which is enormous for pairs that are not rotated.
     """
     factors = m.floats(ROPE_FACTORS, head_dim // 2)
     if factors is None:

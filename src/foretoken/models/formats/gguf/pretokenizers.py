@@ -1,4 +1,4 @@
-"""How byte-level tokenizers split text before merging, by the names that llama.cpp gives these rules.
+"""Rules by which byte-level tokenizers split text before merging, by llama.cpp's names.
 
 The patterns are those of the original tokenizer.json files, written for the regular expressions of ``tokenizers``.
 """
@@ -13,11 +13,11 @@ class PreTokenizer:
     """A rule for splitting text.
 
     Attributes:
-        patterns: applied in order, each to the pieces of the previous one.
+        patterns: applied in order, each to the results of the previous one.
         gpt2: whether GPT-2's pattern follows them.
         nfc: whether text is normalized to NFC first.
-        ignore_merges: whether a piece that is a token is taken whole, even if no merges lead to it.
-        bos: whether texts begin with the start token, if the file does not say.
+        ignore_merges: whether a piece that is a token stays whole, even if no merges lead to it.
+        bos: whether texts begin with the start token, by default.
     """
 
     patterns: tuple[str, ...] = ()

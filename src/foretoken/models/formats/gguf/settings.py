@@ -1,7 +1,7 @@
 """A checkpoint's config.json as the metadata of a GGUF file: the inverse of ``families.py``.
 
-Keys and tensors are those that llama.cpp's converter writes. What a file cannot say is refused: the metadata is read
-back and must describe the same architecture.
+Keys and tensors are those of llama.cpp's converter. A setting without a key is refused: the metadata is read back and
+must describe the same architecture.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.rope import inverse_frequencies, rope_settings
 from foretoken.models.formats.gguf.families import GGUFFamily
 
-WRITTEN = {  # by the ``model_type`` of config.json; for Mistral llama.cpp's converter takes Llama's name
+WRITTEN = {  # by config.json's ``model_type``; llama.cpp's converter writes Llama's name for Mistral
     "llama": "llama",
     "mistral": "llama",
     "smollm3": "smollm3",
@@ -83,7 +83,7 @@ def _add_windows(writer: GGUFWriter, config: Mapping[str, Any], a: Architecture)
 
 
 def rope_factors(config: Mapping[str, Any], a: Architecture) -> NDArray[np.float32] | None:
-    """Returns what each rotary frequency is divided by, if the file needs a tensor of it (Llama 3)."""
+    """Returns the divisors of the rotary frequencies, if the file needs a tensor of them (Llama 3)."""
     rope = rope_settings(config)
     if rope["rope_type"] not in ("llama3", "factors"):
         return None
@@ -94,17 +94,17 @@ def rope_factors(config: Mapping[str, Any], a: Architecture) -> NDArray[np.float
 def check_same(a: Architecture, stored: Architecture) -> None:
     """Raises InvalidRequest unless a file describes the architecture of its checkpoint."""
     for name in ("windows", "rope", *(field.name for field in fields(Architecture))):
-        own, other = getattr(a, name), getattr(stored, name)
+        value, other = getattr(a, name), getattr(stored, name)
         if name == "family":
             continue
         if name == "frequencies":
-            same = len(own) == len(other) and all(
-                torch.allclose(x, y, rtol=1e-5) for x, y in zip(own, other, strict=True)
+            same = len(value) == len(other) and all(
+                torch.allclose(x, y, rtol=1e-5) for x, y in zip(value, other, strict=True)
             )
         else:
-            same = math.isclose(own, other, rel_tol=1e-6) if isinstance(own, float) else own == other
+            same = math.isclose(value, other, rel_tol=1e-6) if isinstance(value, float) else value == other
         if not same:
             raise InvalidRequest(
-                f"a GGUF file cannot say this model's {name.replace('_', ' ')}; llama.cpp would compute another "
+                f"a GGUF file has no key for this model's {name.replace('_', ' ')}; llama.cpp would compute another "
                 "model; choose int8 or int4, which are written as a folder"
             )

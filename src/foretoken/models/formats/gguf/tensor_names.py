@@ -1,8 +1,7 @@
-"""Which tensor of a checkpoint each tensor of a GGUF file is.
+"""Names of a checkpoint's tensors by their names in a GGUF file.
 
 A file has one set of names for all architectures; a checkpoint has those of its family, which the table of families
-knows (``TensorNames``, ``ExpertNames``). So the names follow from the architecture, but for a few that a file chooses
-otherwise.
+knows (``TensorNames``, ``ExpertNames``). So names follow from the architecture, with a few exceptions by file.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from foretoken.models.families.experts import Experts
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)")
 _SUFFIXES = (".weight", ".bias")
 _IGNORED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # part of the configuration
-_NEXT = {  # of a layer of multi-token prediction, by the names of DeepSeek-V3
+_NEXT = {  # a layer of multi-token prediction, by DeepSeek-V3's names
     "nextn.eh_proj": "eh_proj",
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
@@ -35,7 +34,7 @@ _LATENT = {
     "attn_k_b": "k_b_proj",
     "attn_v_b": "v_b_proj",
 }
-_RECURRENT = {  # by the names of gated DeltaNet and Mamba-2
+_RECURRENT = {  # by names of gated DeltaNet and Mamba-2
     "attn_qkv": "in_proj_qkv",
     "attn_gate": "in_proj_z",
     "ssm_beta": "in_proj_b",
@@ -48,7 +47,7 @@ _RECURRENT = {  # by the names of gated DeltaNet and Mamba-2
     "shortconv.conv": "conv",
     "shortconv.out_proj": "out_proj",
 }
-_BARE = {"ssm_a": "A", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}  # whose names have no suffix in the checkpoint
+_BARE = {"ssm_a": "A", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}  # without a suffix in the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,10 @@ class Names:
     """Names in a checkpoint by names in the file.
 
     Attributes:
-        ends: of tensors outside of layers.
-        parts: of a layer's tensors, without suffix.
-        exact: of a layer's tensors whose names are not a part with ``.weight`` or ``.bias``.
-        prefix: of a layer's names in the checkpoint; {} stands for the layer's number.
+        ends: names of tensors outside of layers.
+        parts: names of a layer's tensors, without suffix.
+        exact: names of a layer's tensors that are not a part with ``.weight`` or ``.bias``.
+        prefix: prefix of a layer's names in the checkpoint; {} stands for the layer's number.
     """
 
     ends: Mapping[str, str]
@@ -68,12 +67,12 @@ class Names:
     prefix: str
 
     @staticmethod
-    def of(a: Architecture, own: Mapping[str, str], stored: Container[str] = ()) -> Names:
+    def of(a: Architecture, renamed: Mapping[str, str], stored: Container[str] = ()) -> Names:
         """Returns the names of an architecture.
 
         Args:
             a: the architecture.
-            own: parts that its files name in another way than the others.
+            renamed: parts whose names in this architecture's files differ.
             stored: names of the file's tensors.
         """
         parts, exact = dict(_parts(a)), dict(_exact(a))
@@ -81,7 +80,7 @@ class Names:
             joined = any(f"blk.{layer}.ffn_gate_up_exps.weight" in stored for layer in range(a.layers))
             parts |= dict(_expert_parts(experts))
             exact |= dict(_expert_exact(experts, joined))
-        parts |= own
+        parts |= renamed
         return Names(dict(_ends(a)), parts, exact, f"{a.names.base}{a.names.layer}")
 
     def checkpoint(self, name: str) -> str | None:
@@ -135,7 +134,7 @@ def _ends(a: Architecture) -> Iterator[tuple[str, str]]:
 
 
 def _parts(a: Architecture) -> Iterator[tuple[str, str]]:
-    """Yields the parts of layers without experts, and without those that are the same in all families."""
+    """Yields the parts of layers without experts, and without parts that all families share."""
     n, norms = a.names, {place for layer in a.stack for place in _places(layer.norms)}
     if a.recurrence is not None:
         yield from ((part, n.recurrent + name) for part, name in _RECURRENT.items())

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes.
 
 Two kinds are built: byte-level BPE (``gpt2``), whose pre-tokenizer the file names, and SentencePiece BPE (``llama``),
-whose merges follow from the pieces' scores, or are stored (``gemma4``). The result tokenizes as the tokenizer.json of
-the original checkpoint does, which in a few places is not what llama.cpp does (Qwen normalizes to NFC).
+whose merges follow from the tokens' scores, or are stored (``gemma4``). The result tokenizes as the original
+checkpoint's tokenizer.json does, which in a few cases differs from llama.cpp (Qwen normalizes to NFC).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS, PreToken
 from foretoken.models.formats.tokenizer import SPACE, PlainTokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
-_NONE = 2**32 - 1  # id of a special token that a model does not have
+_NONE = 2**32 - 1  # id of an absent special token
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi 3's other special tokens remove the spaces after them
 
@@ -44,7 +44,7 @@ def special_ids(header: Header) -> dict[str, Any]:
     """Returns the special token ids as generation_config.json has them.
 
     A sequence ends with the tokens that the file names as the end of a sequence, a turn (``eot``) or a message
-    (``eom``), and with control tokens that have the text of one.
+    (``eom``), and with control tokens of the same texts.
     """
     ends = [special_id(header, role) for role in ("eos", "eot", "eom")]
     if header.metadata.get("tokenizer.ggml.tokens") is not None:
@@ -68,7 +68,7 @@ def gguf_tokenizer(header: Header) -> PlainTokenizer:
         ModelLoadError: the file has no tokenizer, or one of an unknown kind.
         Exception: its vocabulary is damaged; tokenizers raises no narrower class.
     """
-    special_ids(header)  # reads the vocabulary as well: kept, so that it is not read again beside the weights
+    special_ids(header)  # reads and caches the vocabulary before the weights are read
     vocabulary = _Vocabulary.read(header)
     end = vocabulary.token(header, "eos")
     return PlainTokenizer(_built(header, vocabulary), end, partial(_transformers_tokenizer, header.path))
@@ -77,7 +77,7 @@ def gguf_tokenizer(header: Header) -> PlainTokenizer:
 def token_ids(header: Header) -> dict[str, int] | None:
     """Returns the id of every token, as the tokenizer has it; None if the file has no vocabulary.
 
-    It needs no knowledge of how the file splits text.
+    The file's rule for splitting text is not needed.
     """
     if header.array("tokenizer.ggml.tokens") is None:
         return None
@@ -256,7 +256,7 @@ def _spaces(vocabulary: _Vocabulary, prefix: bool) -> Iterator[dict[str, Any]]:
     """Yields the normalizers that spell spaces, and the one before a text, as SentencePiece does.
 
     User-defined tokens are searched in the normalized text, because SentencePiece does not distinguish spaces from
-    U+2581. ``tokenizers`` normalizes their texts by the same rules, which must not put a space before them.
+    U+2581. ``tokenizers`` normalizes their texts by the same rules, so these must not put a space before them.
     """
     if prefix:
         yield {"type": "Prepend", "prepend": SPACE}
@@ -267,9 +267,9 @@ def _spaces(vocabulary: _Vocabulary, prefix: bool) -> Iterator[dict[str, Any]]:
 
 
 def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of pieces that SentencePiece merges, in descending order of the result's score.
+    """Yields the pairs of tokens that SentencePiece merges, in descending order of the result's score.
 
-    Only normal pieces are merged: user-defined ones are taken from the text before.
+    Only normal tokens are merged: user-defined ones are split off before.
     """
     pieces = {i: token for i, token in enumerate(vocabulary.tokens) if vocabulary.kinds[i] == _NORMAL}
     known = set(pieces.values())
@@ -287,7 +287,7 @@ def _template(vocabulary: _Vocabulary, header: Header, bos: bool) -> dict[str, A
     Args:
         vocabulary: the tokens.
         header: the file.
-        bos: whether texts begin with the start token if the file does not say.
+        bos: whether texts begin with the start token by default.
     """
     flags = {"bos": header.metadata.get("tokenizer.ggml.add_bos_token", bos)}
     flags["eos"] = header.metadata.get("tokenizer.ggml.add_eos_token", False)

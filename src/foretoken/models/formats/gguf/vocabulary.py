@@ -15,7 +15,7 @@ from foretoken.models.formats.gguf.tokenizer import ENDS, splits
 from foretoken.models.formats.tokenizer import SPACE
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_UNRANKED = -1000.0  # score of tokens that no merge leads to, as llama.cpp's converter writes it
+_UNRANKED = -1000.0  # llama.cpp's score of tokens that no merge leads to
 _NFC = {"type": "NFC"}
 _DIGITS = {"type": "Digits", "individual_digits": True}
 _SPLIT_DIGITS = {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolated", "invert": False}
@@ -92,7 +92,7 @@ def _tokens(backend: Any, content: Mapping[str, Any], vocab: int, byte_level: bo
 
 
 def _rule(content: Mapping[str, Any]) -> str:
-    """Returns llama.cpp's name of how a byte-level tokenizer splits text."""
+    """Returns llama.cpp's name of a byte-level tokenizer's rule for splitting text."""
     parts = content["pre_tokenizer"] or {}
     parts = parts["pretokenizers"] if parts.get("type") == "Sequence" else [parts]
     own = [_SPLIT_DIGITS if part == _DIGITS else part for part in parts]

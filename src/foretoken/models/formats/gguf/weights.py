@@ -31,12 +31,12 @@ _FUSED = re.compile(r"blk\.([0-9]{1,5})\.attn_qkv\.(weight|bias)")
 class GGUFWeights(Mapping[str, Tensor]):
     """The tensors of a GGUF file under the checkpoint's names, with llama.cpp's changes undone.
 
-    Tensors are read when they are asked for, piece by piece, so nothing stays resident: floats in the type of the file,
-    quantized ones as float32.
+    Tensors are read on access, in parts, so nothing stays resident: floats in the type of the file, quantized ones as
+    float32.
 
     Attributes:
         shapes: the shape of each tensor by name, known without reading it.
-        files: the file, or all parts of the model.
+        files: the file, or all files of a split model.
 
     Raises:
         ModelLoadError: the file is damaged, or has tensors or types that are not supported.
@@ -81,7 +81,7 @@ class GGUFWeights(Mapping[str, Tensor]):
     def grouped(self, name: str) -> Grouped | None:
         """Returns a quantized matrix that reads its rows from the file; None if the tensor holds floats.
 
-        Matrices of several experts lie below each other.
+        Matrices of several experts are concatenated along outputs.
         """
         groups = self._groups(name)
         return None if groups is None else self._sources[name].arranged(groups)
@@ -122,8 +122,8 @@ def _sources(header: Header) -> dict[str, ChangedTensor]:
     if (reason := unsupported(config)) is not None:
         raise ModelLoadError(f"{header.path} is not computed here: {reason}")
     a = Architecture.of(config)
-    names, sources = Names.of(a, family.own, header.tensors), {}
-    for name, stored in _apart(header, a):
+    names, sources = Names.of(a, family.renamed, header.tensors), {}
+    for name, stored in _separated(header, a):
         try:
             known = names.checkpoint(name)
         except KeyError:
@@ -141,10 +141,10 @@ def _sources(header: Header) -> dict[str, ChangedTensor]:
     return sources
 
 
-def _apart(header: Header, a: Architecture) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields the file's tensors, with queries, keys and values apart that llama.cpp's converter has joined.
+def _separated(header: Header, a: Architecture) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the file's tensors; queries, keys and values that llama.cpp's converter joined are split.
 
-    With ``--fuse-qkv`` it writes those three below each other where checkpoints have a matrix of each.
+    With ``--fuse-qkv`` it concatenates these three matrices of a checkpoint along outputs.
     """
     for name, stored in header.tensors.items():
         fused = _FUSED.fullmatch(name)
@@ -175,10 +175,10 @@ def _check_type(path: Path, stored: StoredTensor) -> None:
 
 
 class GGUFCheckpoint:
-    """What a GGUF file holds, by the names of a checkpoint's files. Its header is read once and kept.
+    """Contents of a GGUF file, as those of a checkpoint's files. The header is read once.
 
     Raises:
-        ModelLoadError: The file is damaged, or holds what is not supported.
+        ModelLoadError: The file is damaged, or has unsupported contents.
     """
 
     def __init__(self, path: Path) -> None:
@@ -186,7 +186,7 @@ class GGUFCheckpoint:
         self._header = Header.read(path)
 
     def config(self) -> dict[str, Any]:
-        """Returns the content of config.json that the metadata stand for."""
+        """Returns the config.json that the metadata describe."""
         return config_of(self._header)
 
     def special_ids(self) -> dict[str, Any]:
