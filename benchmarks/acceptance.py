@@ -19,14 +19,14 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.bench.output import figures, report, wide_console
+from foretoken.bench.setting import cores
+from foretoken.bench.workloads import prompts_or_functions
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
 from foretoken.core.errors import ForetokenError
@@ -35,13 +35,12 @@ from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import Counts
 from foretoken.engine.stopping import Length
-from foretoken.models.base import Model
-from foretoken.models.formats.checkpoint import load_tokenizer
-from foretoken.models.loading import load_model
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.data import standard_library
+from options import Draft, Output, Prompts, Temperatures, target_path
+from systems import builder_of
 
-Prompts = list[list[int]]  # token ids
+TokenIds = list[list[int]]
 SYSTEMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("draft model, chain", {"method": "draft_model"}),
     ("draft model, top-k tree", {"method": "draft_model", "tree": "top_k"}),
@@ -103,8 +102,8 @@ class Bench:
     batch: int
 
     def measure(
-        self, name: str, config: dict[str, Any], nodes: int, text: str, prompts: Prompts, temperature: float
-    ) -> tuple[Cell, Prompts]:
+        self, name: str, config: dict[str, Any], nodes: int, text: str, prompts: TokenIds, temperature: float
+    ) -> tuple[Cell, TokenIds]:
         """Runs one method on all prompts. Returns the cell and the generated token ids."""
         speculative = SpeculativeConfig.of(config)
         proposer = self.builder.build(speculative)
@@ -117,23 +116,12 @@ class Bench:
             for step in engine.step():
                 counts.add(step)
         stats = counts.freeze()
-        cell = Cell(
-            name,
-            config,
-            nodes,
-            text,
-            temperature,
-            stats.tokens,
-            stats.steps,
-            stats.drafts,
-            stats.drafted,
-            stats.accepted,
-            stats.accepted_per_position,
-        )
+        counted = stats.tokens, stats.steps, stats.drafts, stats.drafted, stats.accepted, stats.accepted_per_position
+        cell = Cell(name, config, nodes, text, temperature, *counted)
         return cell, [context.tokens[context.prompt_length :] for context in contexts]
 
 
-def cuts(texts: Sequence[str], tokenizer: Any, count: int, length: int, following: int) -> Prompts:
+def cuts(texts: Sequence[str], tokenizer: Any, count: int, length: int, following: int) -> TokenIds:
     """Returns ``count`` excerpts of ``length`` tokens from random places of the files, the same ones every time.
 
     Args:
@@ -170,22 +158,20 @@ def systems(
 
 def table(cells: Sequence[Cell], nodes: Sequence[int], temperatures: Sequence[float], texts: Sequence[str]) -> Table:
     """Returns a table with a line for each method, and columns by text, temperature and nodes."""
-    result = Table(box=box.MARKDOWN)
-    result.add_column("tokens per pass")
     columns = [(text, temperature, n) for text in texts for temperature in temperatures for n in nodes]
-    for text, temperature, n in columns:
-        result.add_column(f"{text} T={temperature:g} n={n}", justify="right")
     by_column = {(c.system, c.text, c.temperature, c.nodes): c for c in cells}
+    rows = []
     for name in dict.fromkeys(cell.system for cell in cells):
         line = [by_column.get((name, *column)) for column in columns]
-        result.add_row(name, *(f"{cell.mean_acceptance_length:.2f}" if cell else "" for cell in line))
-    return result
+        rows.append((name, *(f"{cell.mean_acceptance_length:.2f}" if cell else "" for cell in line)))
+    heads = (f"{text} T={temperature:g} n={n}" for text, temperature, n in columns)
+    return figures(("tokens per pass", *heads), rows)
 
 
 def all_cells(
     bench: Bench,
     wanted: Sequence[tuple[str, dict[str, Any]]],
-    texts: dict[str, Prompts],
+    texts: dict[str, TokenIds],
     nodes: Sequence[int],
     temperatures: Sequence[float],
     console: Console,
@@ -218,45 +204,34 @@ def all_cells(
 
 def main(
     target: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
+    draft: Draft = None,
     other_draft: Annotated[Path | None, typer.Option(help="A draft with a tokenizer of its own.")] = None,
     datastore: Annotated[Path | None, typer.Option(help="Of foretoken build-datastore.")] = None,
     config: Annotated[list[str], typer.Option(help="Speculative configurations as JSON instead of all methods.")] = [],
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each; default: our own few.")] = None,
+    prompts: Prompts = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 64,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each completion.")] = 128,
     nodes: Annotated[list[int], typer.Option(min=1, help="Of a draft; may be repeated.")] = [4, 8, 16],
-    temperature: Annotated[list[float], typer.Option(min=0.0, help="May be repeated.")] = [0.0, 1.0],
+    temperature: Temperatures = [0.0, 1.0],
     batch: Annotated[int, typer.Option(min=1)] = 8,
     dtype: Annotated[str, typer.Option(help="Of all models.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
+    output: Output = None,
 ) -> None:
     """Measures tokens per pass of the target: methods by text, temperature and nodes of a draft."""
     torch.set_num_threads(cores())
-    path = target or zoo.path("target")
-    tokenizer = load_tokenizer(path)
-
-    def load(other: str | Path) -> Model:
-        return load_model(Path(other), dtype=dtype, max_length=4096)
-
-    bench = Bench(Builder(load(path), tokenizer, path, load), tokens, batch)
-    texts: dict[str, Prompts] = {
-        "prompts": [
-            tokenizer.encode(text, add_special_tokens=False)
-            for text in (load_prompts(prompts, count) if prompts else FUNCTIONS[:count])
-        ],
+    path = target_path(target, small=True)
+    bench = Bench(builder_of(path, dtype=dtype, max_length=4096), tokens, batch)
+    tokenizer = bench.builder.tokenizer
+    texts: dict[str, TokenIds] = {
+        "prompts": [tokenizer.encode(text, add_special_tokens=False) for text in prompts_or_functions(prompts, count)],
         "library": cuts(standard_library().held_out, tokenizer, count, 128, tokens),
     }
     files = [str(file) if file else None for file in (other_draft, datastore)]
-    wanted = list(systems(config, str(draft or zoo.path("draft")), *files))
-    console = wide_console()
-    cells = list(all_cells(bench, wanted, texts, nodes, temperature, console))
-    console.print(table(cells, nodes, temperature, list(texts)))
-    facts = setting() | {"target": path.name, "count": count, "tokens": tokens, "batch": batch, "dtype": dtype}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        rows = [asdict(cell) | {"mean_acceptance_length": cell.mean_acceptance_length} for cell in cells]
-        json_file.write_text(json.dumps({"setting": facts, "cells": rows}, indent=2) + "\n", encoding="utf-8")
+    chosen = list(systems(config, str(draft or zoo.path("draft")), *files))
+    cells = list(all_cells(bench, chosen, texts, nodes, temperature, wide_console()))
+    rows = [asdict(cell) | {"mean_acceptance_length": cell.mean_acceptance_length} for cell in cells]
+    facts = {"target": path.name, "count": count, "tokens": tokens, "batch": batch, "dtype": dtype}
+    report([table(cells, nodes, temperature, list(texts))], facts, output, cells=rows)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,18 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
 import typer
 
-from clients import serving, talking
-from foretoken.bench.setting import setting, wide_console
+from clients import memory_over_time, talking
+from foretoken.bench.output import report
 from foretoken.bench.workloads import FUNCTIONS
+from options import Output
+from servers import serving
 
-PAGE = 4096
 MAX_BODY = 2**18
 OPTIONS = ("--kv-cache-memory-bytes", "256MiB", "--max-body", str(MAX_BODY), "--response-store", "200")
 SCHEMA: dict[str, Any] = {
@@ -44,7 +44,6 @@ ENDS = {  # what the last event of a stream must hold
     "/v1/responses": ("response.completed", "response.incomplete"),
     "/v1/messages": ("message_stop",),
 }
-console = wide_console()
 
 
 class Traffic:
@@ -207,7 +206,7 @@ def check(text: str) -> None:
 
 async def run(traffic: Traffic, process: int, minutes: float, concurrency: int, rate: float) -> list[tuple[float, int]]:
     """Sends requests, ``rate`` in a second at most. Returns seconds and bytes of the server's memory over time."""
-    started, memory = time.perf_counter(), list[tuple[float, int]]()
+    started = time.perf_counter()
     end = started + 60.0 * minutes
 
     async def due() -> AsyncIterator[float]:
@@ -224,15 +223,10 @@ async def run(traffic: Traffic, process: int, minutes: float, concurrency: int, 
                     return
             await traffic.one()
 
-    async def watch() -> None:
-        while time.perf_counter() < end:
-            pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-            memory.append((time.perf_counter() - started, pages * PAGE))
-            await asyncio.sleep(min(5.0, 10.0 * minutes))
-
     places, turn = due(), asyncio.Lock()
-    await asyncio.gather(watch(), *(work(places, turn) for _ in range(concurrency)))
-    return memory
+    watch = asyncio.create_task(memory_over_time(process, end, min(5.0, 10.0 * minutes)))
+    await asyncio.gather(*(work(places, turn) for _ in range(concurrency)))
+    return await watch
 
 
 async def drained(client: httpx.AsyncClient) -> str:
@@ -253,7 +247,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
     url: Annotated[str | None, typer.Option(help=f"A server that runs, with {' '.join(OPTIONS)}.")] = None,
     process: Annotated[int, typer.Option(help="Its process.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write what was measured there.")] = None,
+    output: Output = None,
 ) -> None:
     """Prints answers by kind, lost ones, and memory at the beginning, in the middle and at the end."""
 
@@ -266,14 +260,12 @@ def main(
     with nullcontext((url, process)) if url else serving(*OPTIONS) as (address, of):
         traffic, memory, left = asyncio.run(measured(address, of))
     sizes = [memory[place][1] / 2**20 for place in (0, len(memory) // 2, -1)]
-    console.print(f"{sum(traffic.counts.values())} requests: {dict(sorted(traffic.counts.items()))}")
-    console.print(f"lost: {len(traffic.lost)}", *traffic.lost[:5], left)
-    console.print(
-        f"memory: {sizes[0]:.0f} MiB at the beginning, {sizes[1]:.0f} in the middle, {sizes[2]:.0f} at the end"
-    )
-    if json_file is not None:
-        record = {"counts": traffic.counts, "lost": traffic.lost, "memory": memory, "left": left, "setting": setting()}
-        json_file.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+    said = [
+        f"{sum(traffic.counts.values())} requests: {dict(sorted(traffic.counts.items()))}",
+        " ".join([f"lost: {len(traffic.lost)}", *traffic.lost[:5], left]),
+        f"memory: {sizes[0]:.0f} MiB at the beginning, {sizes[1]:.0f} in the middle, {sizes[2]:.0f} at the end",
+    ]
+    report(said, {}, output, counts=traffic.counts, lost=traffic.lost, memory=memory, left=left)
     raise typer.Exit(bool(traffic.lost or left))
 
 

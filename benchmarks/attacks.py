@@ -27,16 +27,17 @@ from typing import Annotated, Any, NamedTuple
 import httpx
 import numpy as np
 import typer
-from rich import box
 from rich.table import Table
 
 from attackers import ATTACKS
-from clients import Answer, ask, serving, talking
-from foretoken.bench.setting import setting, wide_console
+from clients import Answer, ask, talking
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import resident_bytes
 from foretoken.bench.workloads import FUNCTIONS
+from options import Output
+from servers import serving
 
 HEALTH_SECONDS, SLOWER, GROWTH = 0.25, 2.0, 0.05
-PAGE = 4096
 PROBE = 0.01  # seconds between two requests for /health
 PAUSE = 0.5  # seconds between two sends, and after the last one
 MIN_CHUNKS, PATIENCE = 10, 60.0  # a period lasts until so many chunks arrived, at most for so many seconds more
@@ -136,7 +137,7 @@ class Watch:
     @property
     def memory(self) -> int:
         """Returns the server's resident bytes."""
-        return int(Path(f"/proc/{self._process}/statm").read_text().split()[1]) * PAGE
+        return resident_bytes(self._process)
 
     async def settled(self, limit: float, seconds: float) -> int:
         """Returns the memory once it is at most ``limit``, or after ``seconds``."""
@@ -235,16 +236,14 @@ async def measure(
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Returns a table with a row for each attack."""
-    result = Table(box=box.SIMPLE)
-    for head in ("attack", "answers", "s", "/health ms", "p50 ms", "p99 ms", "max ms", "MiB", "failed"):
-        result.add_column(head, justify="left" if head in ("attack", "answers", "failed") else "right")
+    rows = []
     for o in outcomes:
         answers = ", ".join(f"{count} x {answer}" for answer, count in sorted(o.answers.items()))
         pairs = ((o.quiet.health, o.during.health), (o.quiet.p50, o.during.p50), (o.quiet.p99, o.during.p99))
-        figures = [f"{1e3 * usual:.0f} > {1e3 * now:.0f}" for usual, now in (*pairs, (o.quiet.worst, o.during.worst))]
+        latency = [f"{1e3 * usual:.0f} > {1e3 * now:.0f}" for usual, now in (*pairs, (o.quiet.worst, o.during.worst))]
         memory = " > ".join(f"{size / 2**20:.0f}" for size in o.memory)
-        result.add_row(o.name, answers, f"{o.seconds:.1f}", *figures, memory, ", ".join(o.failures) or "-")
-    return result
+        rows.append((o.name, answers, f"{o.seconds:.1f}", *latency, memory, ", ".join(o.failures) or "-"))
+    return figures(("attack", "answers", "s", "/health ms", "p50 ms", "p99 ms", "max ms", "MiB", "failed"), rows)
 
 
 def main(
@@ -254,7 +253,7 @@ def main(
     quiet: Annotated[float, typer.Option(min=0.1, help="Seconds before each attack, to compare with.")] = 5.0,
     settle: Annotated[float, typer.Option(min=0, help="Seconds that memory has to come back.")] = 30.0,
     fill: Annotated[float, typer.Option(min=0, help="Seconds in which streams fill the caches first.")] = 30.0,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and outcomes here.")] = None,
+    output: Output = None,
 ) -> None:
     """Prints latency, memory and answers under each attack; the exit code is 1 if any violates its limit."""
     names = attack or list(ATTACKS)
@@ -265,17 +264,12 @@ def main(
     options |= {"settle": settle, "fill": fill}
     with serving(*SERVER) as (url, process):
         outcomes = asyncio.run(measure(url, process, names, **options))
-    console = wide_console()
-    console.print(table(outcomes))
-    console.print(
+    limits = (
         f"usual > under attack; limits: /health {1e3 * HEALTH_SECONDS:.0f} ms, p99 {SLOWER:g} times the usual, memory "
         f"{GROWTH:.0%} above before. Longest gap by median: {1e3 * median(o.during.worst for o in outcomes):.0f} ms"
     )
-    facts = setting() | options
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        rows = [{**asdict(outcome), "failures": outcome.failures} for outcome in outcomes]
-        json_file.write_text(json.dumps({"setting": facts, "outcomes": rows}, indent=2) + "\n", encoding="utf-8")
+    rows = [{**asdict(outcome), "failures": outcome.failures} for outcome in outcomes]
+    report([table(outcomes), limits], options, output, outcomes=rows)
     raise typer.Exit(int(any(outcome.failures for outcome in outcomes)))
 
 

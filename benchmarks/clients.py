@@ -1,20 +1,17 @@
-"""Clients of the server for ``serving.py``: one request, or many at once."""
+"""A client of a server whose answer can be watched while it arrives, or that disconnects."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-START_SECONDS = 600.0  # in which a server must have started
+from foretoken.bench.setting import resident_bytes
 
 
 @dataclass
@@ -31,35 +28,6 @@ class Answer:
     def gaps(self) -> list[tuple[float, float]]:
         """Returns, for each chunk but the first, its arrival and the seconds since the previous one."""
         return [(b, b - a) for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[tuple[str, int]]:
-    """Runs a server on a free port within the ``with`` block. Yields its address and its process id."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "foretoken", "serve", "--port", str(port), "--log-level", "error", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            end = time.monotonic() + START_SECONDS
-            while not healthy(url):
-                if process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit("the server did not start")
-                time.sleep(0.1)
-            yield url, process.pid
-        finally:
-            process.terminate()
-            process.wait(120)
-
-
-def healthy(url: str) -> bool:
-    """Returns whether a server at ``url`` answers."""
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 async def ask(
@@ -97,3 +65,12 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 def talking(url: str) -> httpx.AsyncClient:
     """Returns an HTTP client for the server at ``url``."""
     return httpx.AsyncClient(base_url=url, timeout=600.0, limits=httpx.Limits(max_connections=None))
+
+
+async def memory_over_time(process: int, end: float, pause: float) -> list[tuple[float, int]]:
+    """Returns seconds and resident bytes of a process, every ``pause`` seconds until ``end`` of ``perf_counter``."""
+    started, sizes = time.perf_counter(), list[tuple[float, int]]()
+    while time.perf_counter() < end:
+        sizes.append((time.perf_counter() - started, resident_bytes(process)))
+        await asyncio.sleep(pause)
+    return sizes

@@ -26,16 +26,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS, encoded_prompts
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.outputs import StreamPiece
-from foretoken.train.widen.checkpoint import scaled
+from options import Output, Prompts, Target, Temperatures, target_path
+from systems import Totals
 
 DEFAULT, PLAIN = "default", "plain"
 BY_HAND = (
@@ -44,20 +45,6 @@ BY_HAND = (
     '{"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 6}',
     '{"method": "draft_model", "control": "goodput"}',
 )
-
-
-@dataclass
-class Total:
-    """What a system wrote after its first tokens, and in how many seconds and steps of one sequence."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass
@@ -72,14 +59,12 @@ class Run:
     pieces: Iterator[StreamPiece]
     open: int
 
-    def advance(self, total: Total, steps: int) -> None:
-        """Runs about ``steps`` steps, one piece for each open completion, and adds them to ``total``."""
+    def advance(self, steps: int) -> Totals:
+        """Runs about ``steps`` steps, one piece for each open completion."""
         started = perf_counter()
-        for piece in islice(self.pieces, steps * self.open):
-            total.tokens += len(piece.token_ids)
-            total.steps += 1
-            self.open -= piece.output is not None
-        total.seconds += perf_counter() - started
+        pieces = list(islice(self.pieces, steps * self.open))
+        self.open -= sum(piece.output is not None for piece in pieces)
+        return Totals(sum(len(piece.token_ids) for piece in pieces), len(pieces), perf_counter() - started)
 
 
 def begun(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> Run:
@@ -95,14 +80,14 @@ def begun(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> Run:
 
 def race(
     systems: Mapping[str, LLM], groups: Sequence[Sequence[Any]], params: SamplingParams, steps: int
-) -> dict[str, Total]:
+) -> dict[str, Totals]:
     """Returns each system's total over all groups of prompts, in turns of ``steps`` steps in random order."""
-    totals, order = {name: Total() for name in systems}, random.Random(0)
+    totals, order = {name: Totals() for name in systems}, random.Random(0)
     for group in track(groups, f"temperature {params.temperature:g}"):
         runs = {name: begun(llm, group, params) for name, llm in systems.items()}
         while left := [name for name, run in runs.items() if run.open]:
             for name in order.sample(left, len(left)):
-                runs[name].advance(totals[name], steps)
+                totals[name] += runs[name].advance(steps)
     return totals
 
 
@@ -115,37 +100,36 @@ def by_categories(texts: Sequence[Any], file: Path, count: int) -> dict[str, lis
     return {category: part[:count] for category, part in parts.items()}
 
 
-def table(cells: Mapping[str, Mapping[str, Total]]) -> Table:
+def table(cells: Mapping[str, Mapping[str, Totals]]) -> Table:
     """Returns a line for each cell and system, the ratio to plain decoding and to the fastest by hand."""
-    shown = Table("T", "system", "tokens/s", "tokens a step", "/ plain", "/ best by hand", box=box.MARKDOWN)
+    rows = []
     for cell, totals in cells.items():
         best = max((total.speed for name, total in totals.items() if name not in (DEFAULT, PLAIN)), default=0.0)
         for name, total in totals.items():
             ratios = f"{total.speed / totals[PLAIN].speed:.2f}", f"{total.speed / best:.2f}" if best else ""
-            length = total.tokens / max(1, total.steps)
-            shown.add_row(cell, name, f"{total.speed:.1f}", f"{length:.2f}", *ratios)
-    return shown
+            rows.append((cell, name, f"{total.speed:.1f}", f"{total.tokens_per_pass:.2f}", *ratios))
+    return figures(("T", "system", "tokens/s", "tokens a step", "/ plain", "/ best by hand"), rows)
 
 
 def main(
-    target: Annotated[Path | None, typer.Option(help="Default: the bundled one, widened to 0.7 B.")] = None,
+    target: Target = None,
     draft: Annotated[
         str | None, typer.Option(help="Default: the bundled one; none: what ships with the target drafts.")
     ] = None,
     config: Annotated[list[str] | None, typer.Option(help="A configuration by hand as JSON; repeatable.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each; default: our own few.")] = None,
+    prompts: Prompts = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts, with --by-category of each.")] = 8,
     by_category: Annotated[bool, typer.Option("--by-category", help="A cell for each category of --prompts.")] = False,
     tokens: Annotated[int, typer.Option(min=2, help="Of each completion.")] = 96,
-    temperature: Annotated[list[float], typer.Option(min=0.0, help="Repeatable.")] = [0.0, 1.0],
+    temperature: Temperatures = [0.0, 1.0],
     batch: Annotated[int, typer.Option(min=1, help="Prompts completed at once.")] = 1,
     quantization: Annotated[str | None, typer.Option(help="Of the target.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Of a turn.")] = 8,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
+    output: Output = None,
 ) -> None:
     """Prints tokens per second of the default, of plain decoding and of configurations by hand."""
     torch.set_num_threads(cores())
-    where, model = target or scaled("0.7b"), draft or str(zoo.path("draft"))
+    where, model = target_path(target), draft or str(zoo.path("draft"))
     shared: dict[str, Any] = {} if model == "none" else {"model": model}
     parts: dict[str, list[Any]] = {"": [FUNCTIONS[i % len(FUNCTIONS)] for i in range(count)]}
     if prompts:
@@ -169,13 +153,9 @@ def main(
             for part, texts in parts.items():
                 groups = [texts[at : at + batch] for at in range(0, len(texts), batch)]
                 cells[f"{heat:g} {part}".strip()] = race(systems, groups, params, steps)
-    console = wide_console()
-    console.print(table(cells))
-    facts = setting() | {"target": where.name, "count": count, "tokens": tokens, "batch": batch, "steps": steps}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        record = {title: {name: asdict(total) for name, total in cell.items()} for title, cell in cells.items()}
-        json_file.write_text(json.dumps({"setting": facts, "cells": record}, indent=2) + "\n", encoding="utf-8")
+    facts = {"target": where.name, "count": count, "tokens": tokens, "batch": batch, "steps": steps}
+    record = {title: {name: asdict(total) for name, total in cell.items()} for title, cell in cells.items()}
+    report([table(cells)], facts, output, cells=record)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ one sequence. Beside them, passes of the decoder alone and their floor: the same
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,18 +16,20 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench import tables
 from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.costs import Loaded, pass_costs
+from foretoken.bench.output import figures, report
 from foretoken.bench.repairs import Repair, repairs
-from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.costs.measured import PassCost, TimeSpread
+from foretoken.bench.setting import cores
+from foretoken.costs.measured import TimeSpread
 from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.train.widen.checkpoint import scaled
+from options import Output
 
 Texts = list[tuple[int, ...]]
 OWN = ("none", "draft_model", "ngram", "prediction", "mixture")
@@ -139,32 +140,17 @@ class Theirs:
 
 def table(rows: list[Row]) -> Table:
     """Returns a table with a line for each system."""
-    result = Table(box=box.MARKDOWN)
-    for head in ("system", "batch", "tokens/s", "low-high", "own plain = 1", "tokens a pass", "texts as plain"):
-        result.add_column(head, justify="left" if head == "system" else "right")
     plain = {(row.system, row.batch): row.rate for row in rows if row.method == "none"}
+    lines = []
     for row in rows:
         name = row.method if row.method == "none" else f"{row.method}, {row.num_speculative_tokens}"
-        result.add_row(
-            f"{row.system}, {name}",
-            str(row.batch),
-            f"{row.rate:.1f}",
-            f"{row.tokens / row.seconds.high:.1f}-{row.tokens / row.seconds.low:.1f}",
-            f"{row.rate / plain[row.system, row.batch]:.2f}",
-            f"{row.tokens_per_pass:.2f}",
-            str(row.identical_to_plain),
-        )
-    return result
-
-
-def pass_table(costs: list[PassCost]) -> Table:
-    """Returns a table with a line for each number of rows."""
-    result = Table("rows of a pass", "ms", "floor, ms", "over its floor", box=box.MARKDOWN)
-    for cost in costs:
-        floor = f"{cost.floor.median * 1e3:.2f}" if cost.floor else ""
-        over = f"{cost.over_floor:.2f}" if cost.over_floor else ""
-        result.add_row(str(cost.rows), f"{cost.seconds.median * 1e3:.2f}", floor, over)
-    return result
+        low, high = row.tokens / row.seconds.high, row.tokens / row.seconds.low
+        ratio = row.rate / plain[row.system, row.batch]
+        speed = (f"{row.rate:.1f}", f"{low:.1f}-{high:.1f}", f"{ratio:.2f}", f"{row.tokens_per_pass:.2f}")
+        lines.append((f"{row.system}, {name}", row.batch, *speed, row.identical_to_plain))
+    return figures(
+        ("system", "batch", "tokens/s", "low-high", "own plain = 1", "tokens a pass", "texts as plain"), lines
+    )
 
 
 def over_assisted(rows: list[Row]) -> float | None:
@@ -190,7 +176,7 @@ def main(
     dtype: str = "bfloat16",
     quantization: Annotated[str | None, typer.Option(help="int8, of our target.")] = None,
     peer: Annotated[bool, typer.Option(help="transformers beside ours.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
+    output: Output = None,
 ) -> None:
     torch.set_num_threads(cores())
     big = resolve(target) if target else scaled(like, "seq2seq-target")
@@ -232,22 +218,18 @@ def main(
         )
         for key in runs
     ]
-    console = wide_console()
-    console.print(table(rows))
-    console.print(pass_table(costs))
+    parts: list[Table | str] = [table(rows), tables.passes(costs)]
     assisted = over_assisted(rows)
     if assisted is not None:
-        console.print(f"best speculation over transformers' assisted generation, one text at a time: {assisted:.2f}")
-    facts = {**setting(), "target": str(big), "draft": str(small), "tasks": len(tasks), "temperature": temperature}
-    console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    if json_file is not None:
-        result = {
-            "setting": facts,
-            "rows": [{**asdict(row), "tokens_per_second": row.rate} for row in rows],
-            "passes": [{**asdict(cost), "over_floor": cost.over_floor} for cost in costs],
-            "over_assisted": assisted,
-        }
-        json_file.write_text(json.dumps(result, indent=2), encoding="utf-8")
+        parts.append(f"best speculation over transformers' assisted generation, one text at a time: {assisted:.2f}")
+    report(
+        parts,
+        {"target": str(big), "draft": str(small), "tasks": len(tasks), "temperature": temperature},
+        output,
+        rows=[{**asdict(row), "tokens_per_second": row.rate} for row in rows],
+        passes=[{**asdict(cost), "over_floor": cost.over_floor} for cost in costs],
+        over_assisted=assisted,
+    )
 
 
 if __name__ == "__main__":

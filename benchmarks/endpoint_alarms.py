@@ -12,43 +12,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
-from clients import serving
 from foretoken import zoo
 from foretoken.audit.endpoint import Endpoint, audit_endpoint
 from foretoken.audit.result import CheckOutcome
-from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.output import figures, wide_console
+from foretoken.bench.setting import setting
 from foretoken.bench.workloads import FUNCTIONS
-from servers import eager_serving, listed_model
+from servers import engine_serving, listed_model
 
 console = wide_console()
 
 _TURN = 3  # prompts by which each audit begins later, so that greedy texts are others as well
 
 Record = dict[str, Any]
-
-
-@contextmanager
-def started(engine: str, endpoint: str | None) -> Iterator[str]:
-    """Yields the address of a server that decodes plainly."""
-    model = str(zoo.path("target"))
-    if endpoint is not None:
-        yield endpoint
-    elif engine == "foretoken":
-        with serving("--model", model, "--speculative-config", '{"method": "none"}') as (url, _):
-            yield url
-    else:
-        with eager_serving(engine, model, "", 0) as url:
-            yield url
 
 
 def resumed(file: Path | None, asked: Record) -> list[Record]:
@@ -69,16 +54,12 @@ def failing(audit: Record) -> bool:
 def tabled(audits: Sequence[Record]) -> Table:
     """Returns for each check how often each outcome was reached."""
     outcomes = [str(outcome) for outcome in CheckOutcome]
-    table = Table(box=box.MARKDOWN)
-    for head in ("check", *outcomes):
-        table.add_column(head, justify="left" if head == "check" else "right")
     counts: dict[str, Counter[str]] = {}
     for audit in audits:
         for check in audit["checks"]:
             counts.setdefault(check["name"], Counter())[check["outcome"]] += 1
-    for name, seen in counts.items():
-        table.add_row(name, *(str(seen[outcome] or "") for outcome in outcomes))
-    return table
+    rows = ((name, *(seen[outcome] or "" for outcome in outcomes)) for name, seen in counts.items())
+    return figures(("check", *outcomes), rows)
 
 
 def main(
@@ -96,7 +77,8 @@ def main(
     """Prints how often each check passed, failed, or was inconclusive."""
     end, asked = monotonic() + 60.0 * minutes, {"engine": engine, "budget": budget, "level": level}
     made = resumed(json_file, asked)
-    with started(engine, endpoint) as url:
+    started = engine_serving(engine, str(zoo.path("target")), "", 0)
+    with started if endpoint is None else nullcontext(endpoint) as url:
         name = model or listed_model(url)
         for seed in range(len(made), audits):
             if monotonic() > end:

@@ -17,21 +17,23 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.table import Table
 
 from foretoken import LLM, CompletionOutput, SamplingParams, zoo
-from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.output import figures, report, wide_console
+from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.core.draft import Draft
 from foretoken.core.native import build
 from foretoken.core.streams import SharedStream
 from foretoken.models.options import QUANTIZATIONS
+from options import Output, Prompts, Temperatures
 
 Config = dict[str, Any]  # a speculative_config; "model": "draft" is the bundled draft
 
 BATCHES = (1, 8)
 PACKED = "packed"
+DTYPES = ("float32", "bfloat16", PACKED, "int8", "int4")
 PAIR: list[Config] = [{"method": "draft_model", "model": "draft"}, {"method": "ngram"}]
 # Every proposer of the bundled family that needs no file of the user's.
 ALL: list[Config] = [
@@ -261,37 +263,21 @@ def label(config: Config) -> str:
 
 def table(cells: Sequence[Cell]) -> Table:
     """Returns a table with one line per cell."""
-    result = Table(box=box.MARKDOWN)
-    for head in ("temperature", "dtype", "proposer", "depth", "batch", "equal", "ties", "bugs"):
-        result.add_column(head, justify="left" if head in ("dtype", "proposer") else "right")
+    rows = []
     for c in cells:
-        kinds = [d.kind for d in c.divergences]
-        result.add_row(
-            f"{c.temperature:g}",
-            c.dtype,
-            c.method,
-            str(c.depth or ""),
-            str(c.batch),
-            f"{c.equal}/{c.texts}",
-            str(kinds.count("tie")),
-            str(kinds.count("bug")),
-        )
-    return result
+        kinds = [divergence.kind for divergence in c.divergences]
+        place = f"{c.temperature:g}", c.dtype, c.method, c.depth or "", c.batch
+        rows.append((*place, f"{c.equal}/{c.texts}", kinds.count("tie"), kinds.count("bug")))
+    return figures(("temperature", "dtype", "proposer", "depth", "batch", "equal", "ties", "bugs"), rows)
 
 
 def main(
-    prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
+    prompts: Prompts = None,
     count: Annotated[int | None, typer.Option(min=1, help="Prompts. [50]")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="[64]")] = None,
-    dtype: Annotated[list[str], typer.Option(help="Or packed, int8, int4; may be repeated.")] = [
-        "float32",
-        "bfloat16",
-        PACKED,
-        "int8",
-        "int4",
-    ],
+    dtype: Annotated[list[str], typer.Option(help="Or packed, int8, int4; may be repeated.")] = list(DTYPES),
     depth: Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens; may be repeated. [1 4 8]")] = None,
-    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
+    temperature: Temperatures = [0.0, 1.0],
     target: Annotated[
         list[Path] | None,
         typer.Option(exists=True, help="GGUF file or folder of the bundled target, in place of dtypes."),
@@ -302,11 +288,10 @@ def main(
     short: Annotated[
         bool, typer.Option("--short", help="Every proposer, 8 prompts, 24 tokens, draft length 4.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
+    output: Output = None,
 ) -> None:
     """Compares texts over proposers, draft lengths and batches; the exit code is 1 on a bug or a broken promise."""
     torch.set_num_threads(cores())
-    console = wide_console()
     usual = SHORT if short else LONG
     count, max_tokens, depth = count or usual.count, max_tokens or usual.max_tokens, depth or list(usual.depths)
     texts = load_prompts(prompts, count) if prompts else own_prompts(count)
@@ -316,24 +301,25 @@ def main(
     cells: list[Cell] = []
     digests: dict[str, str] = {}
     for kind in map(str, target) if target else dtype:
-        with console.status(f"{kind}, plain decoding") as status:
+        with wide_console().status(f"{kind}, plain decoding") as status:
             plain, own = courses(kind, model, texts, max_tokens, temperature)
             cells += own
             digests |= {f"{Path(kind).name}, temperature {each.temperature:g}": digest(each) for each in plain}
             for each in configs:
                 status.update(f"{kind}, {label(each)}")
                 cells += grid(plain, each, depth)
-    console.print(table(cells))
-    for name, value in digests.items():
-        console.print(f"plain texts, {name}: {value}", style="dim")
-    facts = setting() | {"kernels": level(), "prompts": len(texts), "max_tokens": max_tokens}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        rows = [asdict(c) | {"divergences": [asdict(d) | {"kind": d.kind} for d in c.divergences]} for c in cells]
-        record = {"setting": facts, "plain_texts": digests, "cells": rows}
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     wrong = [c for c in cells if any(d.kind == "bug" for d in c.divergences) or (c.promised and c.divergences)]
-    console.print(f"{sum(c.equal for c in cells)} of {sum(c.texts for c in cells)} texts are the plain ones")
+    report(
+        [
+            table(cells),
+            *(f"plain texts, {name}: {value}" for name, value in digests.items()),
+            f"{sum(c.equal for c in cells)} of {sum(c.texts for c in cells)} texts are the plain ones",
+        ],
+        {"kernels": level(), "prompts": len(texts), "max_tokens": max_tokens},
+        output,
+        plain_texts=digests,
+        cells=[asdict(c) | {"divergences": [asdict(d) | {"kind": d.kind} for d in c.divergences]} for c in cells],
+    )
     raise typer.Exit(1 if wrong else 0)
 
 

@@ -17,20 +17,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from rich import box
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken import zoo
+from foretoken.bench.output import figures, report
 from foretoken.bench.peers import export
 from foretoken.bench.peers.llamacpp import LlamaServer
 from foretoken.bench.peers.registry import GGUF_TYPES, PEERS
-from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.setting import cores
 from foretoken.bench.workloads import CONTEXTS, FUNCTIONS, ragged
 from foretoken.core.draft import Draft
 from foretoken.models.formats.checkpoint import load_tokenizer
@@ -38,6 +38,7 @@ from foretoken.models.formats.gguf.families import config_of
 from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.loading import load_model
+from options import Output
 
 TYPES = tuple(kind for kind in GGUF_TYPES if not kind.endswith(("_S", "_L")))
 PEER = PEERS["llamacpp"]
@@ -166,7 +167,7 @@ def main(
     text_count: Annotated[int, typer.Option("--texts", min=0, help="Texts to tokenize.")] = 10_000,
     dtype: Annotated[str, typer.Option(help="dtype of our runtime.")] = "auto",
     limit: Annotated[float, typer.Option(help="Largest mean total variation.")] = 0.01,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
+    output: Output = None,
 ) -> None:
     """Compare the logits of GGUF files, and the ids of texts, with llama.cpp's."""
     if PEER.missing:
@@ -178,26 +179,24 @@ def main(
     kinds = tuple(kind or TYPES)
     different = tokenizer_differences(export.gguf(source, kinds[0]), text_count) if text_count else []
     rows = [compare(export.gguf(source, name), name, longest, dtype) for name in kinds]
-    show(rows, different, text_count)
-    if json_file is not None:
-        record: dict[str, Any] = {"setting": setting(), "rows": [asdict(row) for row in rows]}
-        record |= {"texts": text_count, "different_texts": different}
-        json_file.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    said = f"{text_count} texts tokenized, {len(different)} with other ids than llama.cpp's"
+    records = [asdict(row) for row in rows]
+    report([table(rows), said], {}, output, rows=records, texts=text_count, different_texts=different)
     if different or any(row.systems.mean > limit for row in rows):
         sys.exit(1)
 
 
-def show(rows: list[Row], different: list[str], text_count: int) -> None:
-    heads = ("TV mean", "TV max", "same top", "ours from float32", "llama.cpp from float32")
-    table = Table("type", "stored as", "positions", *heads, box=box.MARKDOWN)
+def table(rows: list[Row]) -> Table:
+    """Returns a table with a line for each file type."""
+    lines = []
     for row in rows:
         stored = ", ".join(f"{count} {name}" for name, count in row.stored.items())
         both = row.systems
-        figures = (f"{both.mean:.4f}", f"{both.maximum:.3f}", f"{both.same_top:.1%}")
-        table.add_row(row.kind, stored, str(row.positions), *figures, f"{row.ours.mean:.4f}", f"{row.theirs.mean:.4f}")
-    console = wide_console()
-    console.print(table)
-    console.print(f"{text_count} texts tokenized, {len(different)} with other ids than llama.cpp's")
+        distances = (f"{both.mean:.4f}", f"{both.maximum:.3f}", f"{both.same_top:.1%}")
+        exact = (f"{row.ours.mean:.4f}", f"{row.theirs.mean:.4f}")
+        lines.append((row.kind, stored, row.positions, *distances, *exact))
+    heads = ("TV mean", "TV max", "same top", "ours from float32", "llama.cpp from float32")
+    return figures(("type", "stored as", "positions", *heads), lines)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ from statistics import median
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
-from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.output import figures, report
 from foretoken.core.folders import cache_folder
 from foretoken.models.formats.checkpoint import resolve
+from options import Output
 
 DROP = Path("/proc/sys/vm/drop_caches")
 _MIB = 2**20
@@ -113,7 +113,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 3,
     cold: Annotated[bool, typer.Option(help="Cold starts too, which empty the system's page cache.")] = True,
     touch: Annotated[bool, typer.Option("--touch", help="Fill as much memory before each load.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Record in JSON.")] = None,
+    output: Output = None,
 ) -> None:
     """Start a model several times and print what it took."""
     path = resolve(model)
@@ -127,10 +127,8 @@ def main(
                 for name, found in runs.items():
                     found.append(start(name, [str(path), draft_model, str(size * touch)], files, emptied, environment))
         starts += [_medians(found) for found in runs.values()]
-    if output is not None:
-        record = {"setting": setting(), "bytes": size, "starts": [asdict(each) for each in starts]}
-        output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    _show(path, size, starts)
+    facts = {"model": path.name, "megabytes": round(size / 1e6)}
+    report([table(size, starts)], facts, output, bytes=size, starts=[asdict(start) for start in starts])
 
 
 def start(name: str, arguments: list[str], files: list[Path], cold: bool, environment: dict[str, str]) -> Start:
@@ -179,18 +177,15 @@ def _medians(starts: list[Start]) -> Start:
     return Start(starts[0].name, **{key: type(columns[0][key])(value) for key, value in numbers.items()})
 
 
-def _show(path: Path, size: int, starts: list[Start]) -> None:
-    table = Table(box=box.SIMPLE, title=f"{path.name}, {size / 1e6:.0f} MB")
-    seconds = ("read the file", "imports", "touch memory", "load", "load / read", "engine", "first token")
-    for name in ("start", *seconds, "peak / file"):
-        table.add_column(name, justify="left" if name == "start" else "right")
-    table.add_column("resident after, less file", justify="right")
-    for each in starts:
-        times = [f"{value:.2f} s" for value in (each.read, each.imports, each.touch, each.load)]
-        times += [f"{each.load / each.read:.2f}", f"{each.engine:.2f} s", f"{each.first:.2f} s"]
-        memory = [f"{each.peak / size:.2f}", f"{(each.after - size) / _MIB:+.0f} MiB"]
-        table.add_row(each.name, *times, *memory)
-    wide_console().print(table)
+def table(size: int, starts: list[Start]) -> Table:
+    """Returns a table with a line for each kind of start."""
+    rows = []
+    for start in starts:
+        seconds = [f"{value:.2f} s" for value in (start.read, start.imports, start.touch, start.load)]
+        seconds += [f"{start.load / start.read:.2f}", f"{start.engine:.2f} s", f"{start.first:.2f} s"]
+        rows.append((start.name, *seconds, f"{start.peak / size:.2f}", f"{(start.after - size) / _MIB:+.0f} MiB"))
+    heads = ("read the file", "imports", "touch memory", "load", "load / read", "engine", "first token")
+    return figures(("start", *heads, "peak / file", "resident after, less file"), rows)
 
 
 if __name__ == "__main__":

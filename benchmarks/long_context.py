@@ -12,8 +12,6 @@ the target with each cache, on held-out text, from the one with bfloat16.
 
 from __future__ import annotations
 
-import ctypes
-import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,15 +22,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.table import Table
 from torch import Tensor
 
 from foretoken import zoo
 from foretoken.bench.clock import TimedTask, interleaved
-from foretoken.bench.setting import cores, memory, setting, wide_console
+from foretoken.bench.costs import chain
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores, memory
 from foretoken.core.draft import Draft
-from foretoken.core.native.build import compiled
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
@@ -42,7 +40,8 @@ from foretoken.models.loading import load_model
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.train.data import encode, held_out_batches, standard_library
-from foretoken.train.widen.checkpoint import scaled
+from kernels import Floors
+from options import Output, Rows, Target, Turns, target_path
 from quantization import distance, logits
 
 CACHES = ("bfloat16", "int8")
@@ -162,22 +161,17 @@ def attention_times(
 ) -> list[AttentionTime]:
     """Times passes of all caches, contexts and rows in rotating order, and reading as many bytes."""
     runners = {cache: attention_alone(config, cache) for cache in caches}
-    floors = ctypes.CDLL(str(compiled(Path(__file__).parent / "floors.cpp", ())))
-    floors.read_memory.restype = None
     size = {(cache, context): runners[cache].kv_bytes_per_token * context for cache in caches for context in contexts}
-    block = torch.ones(max(size.values()) // 8 + 1024, dtype=torch.int64)
+    floors = Floors(max(size.values()))
     tasks: dict[tuple[str, str, int, int], TimedTask] = {}
     for cache, runner in runners.items():
         for context in (SHORT, *contexts):
             handle = filled(runner, context)
             for count in rows:
-                draft = Draft.chain(tokens_of(count - 1)) if count > 1 else Draft.empty()
-                plan = PassPlan.of([handle], [draft], [0])
+                plan = PassPlan.of([handle], [chain(count)], [0])
                 tasks["pass", cache, context, count] = TimedTask(partial(one_pass, runner, plan))
             if context in contexts:
-                bytes_read = ctypes.c_int64(size[cache, context] // 64 * 64)
-                read = partial(floors.read_memory, ctypes.c_void_p(block.data_ptr()), bytes_read, cores())
-                tasks["read", cache, context, 0] = TimedTask(read)
+                tasks["read", cache, context, 0] = floors.reading(size[cache, context])
     times = {key: 1000 * spread.median for key, spread in interleaved(tasks, turns).items()}
     return [
         AttentionTime(
@@ -220,53 +214,55 @@ def losses(caches: Sequence[str], windows: int) -> list[CacheLoss]:
 def tables(
     times: Sequence[AttentionTime], prompts: Sequence[PrefillTime], accuracy: Sequence[CacheLoss]
 ) -> list[Table]:
-    """One table for each part that was measured."""
-    shown = []
-    if times:
-        table = Table("cache", "context", "rows", "KV, MB", "attention, ms", "reading, ms", "ratio", box=box.MARKDOWN)
-        for t in times:
-            figures = f"{t.kv_megabytes:.0f}", f"{t.milliseconds:.1f}", f"{t.read:.1f}", f"{t.over_read:.2f}"
-            table.add_row(t.cache, str(t.context), str(t.rows), *figures)
-        shown.append(table)
-    if prompts:
-        table = Table("cache", "prompt", "seconds", "tokens/s", "KV, MB", "peak, MB", "loaded, MB", box=box.MARKDOWN)
-        for p in prompts:
-            sizes = (f"{size / 1e6:.0f}" for size in (p.kv_bytes, p.peak_bytes, p.before_bytes))
-            table.add_row(p.cache, str(p.tokens), f"{p.seconds:.1f}", f"{p.tokens / p.seconds:.0f}", *sizes)
-        shown.append(table)
-    if accuracy:
-        table = Table("cache", "loss", "total variation", box=box.MARKDOWN)
-        for a in accuracy:
-            table.add_row(a.cache, f"{a.loss:.4f}", f"{a.total_variation:.5f}")
-        shown.append(table)
-    return shown
+    """Returns one table for each part that was measured."""
+    attention = [
+        (
+            *(t.cache, t.context, t.rows, f"{t.kv_megabytes:.0f}"),
+            *(f"{t.milliseconds:.1f}", f"{t.read:.1f}", f"{t.over_read:.2f}"),
+        )
+        for t in times
+    ]
+    prefills = [
+        (
+            *(p.cache, p.tokens, f"{p.seconds:.1f}", f"{p.tokens / p.seconds:.0f}"),
+            *(f"{size / 1e6:.0f}" for size in (p.kv_bytes, p.peak_bytes, p.before_bytes)),
+        )
+        for p in prompts
+    ]
+    losses = [(a.cache, f"{a.loss:.4f}", f"{a.total_variation:.5f}") for a in accuracy]
+    parts: list[tuple[tuple[str, ...], Sequence[Sequence[object]]]] = [
+        (("cache", "context", "rows", "KV, MB", "attention, ms", "reading, ms", "ratio"), attention),
+        (("cache", "prompt", "seconds", "tokens/s", "KV, MB", "peak, MB", "loaded, MB"), prefills),
+        (("cache", "loss", "total variation"), losses),
+    ]
+    return [figures(heads, rows) for heads, rows in parts if rows]
 
 
 def main(
-    target: Annotated[Path | None, typer.Option(help="A Llama. [the bundled target, widened to 0.7b]")] = None,
+    target: Target = None,
     part: Annotated[list[str], typer.Option(help=f"{', '.join(PARTS)}; may be repeated.")] = ["attention", "loss"],
     cache: Annotated[list[str], typer.Option(help="bfloat16 or int8; may be repeated.")] = [*CACHES],
     context: Annotated[list[int], typer.Option(min=1, help="May be repeated.")] = [4096, 16384, 32768],
-    rows: Annotated[list[int], typer.Option(min=1, help="Of a pass; may be repeated.")] = [1, 8],
-    turns: Annotated[int, typer.Option(min=1)] = 15,
+    rows: Rows = [1, 8],
+    turns: Turns = 15,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 32768,
     windows: Annotated[int, typer.Option(min=1, help="Held-out windows of 512 tokens.")] = 40,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and figures here.")] = None,
+    output: Output = None,
 ) -> None:
     """Time attention over long contexts and the prefill of a long prompt, and compare the caches' accuracy."""
     torch.set_num_threads(cores())
-    where = target or scaled("0.7b")
+    where = target_path(target)
     prompts = [prefill(where, each, prompt) for each in cache] if "prefill" in part else []
     times = attention_times(load_config(where), cache, context, rows, turns) if "attention" in part else []
     accuracy = losses(cache, windows) if "loss" in part else []
-    console, facts = wide_console(), setting() | {"target": where.name}
-    for table in tables(times, prompts, accuracy):
-        console.print(table)
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        record = {"setting": facts, "attention": [asdict(t) | {"over_read": t.over_read} for t in times]}
-        record |= {"prefill": [asdict(p) for p in prompts], "loss": [asdict(a) for a in accuracy]}
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    report(
+        tables(times, prompts, accuracy),
+        {"target": where.name},
+        output,
+        attention=[asdict(t) | {"over_read": t.over_read} for t in times],
+        prefill=[asdict(p) for p in prompts],
+        loss=[asdict(a) for a in accuracy],
+    )
 
 
 if __name__ == "__main__":

@@ -18,19 +18,18 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.progress import track
 from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.entrants import Pairing, own, peers
+from foretoken.bench.output import figures, report
 from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import chosen
 from foretoken.bench.peers.worker import PeerError, start
 from foretoken.bench.pool import Pool
-from foretoken.bench.setting import setting, wide_console
 from foretoken.models.formats.checkpoint import load_config
-from foretoken.train.widen.checkpoint import scaled
+from options import Output, Target, target_path
 
 
 @dataclass(frozen=True)
@@ -102,39 +101,35 @@ def times(setups: list[Setup], tokens: int, repeats: int, passes: int) -> list[P
 
 def table(rows: list[PromptTime]) -> Table:
     """Returns a line for each engine and length."""
-    shown = Table("system", "prompt", "first token, s", "tokens/s", "a pass, ms", "memory, MB", box=box.MARKDOWN)
+    heads = ("system", "prompt", "first token, s", "tokens/s", "a pass, ms", "memory, MB")
+    lines = []
     for row in rows:
-        name, speed = f"{row.system} {row.version}", row.tokens / row.seconds
-        figures = f"{row.seconds:.2f}", f"{speed:.0f}", f"{1e3 * row.pass_seconds:.1f}", f"{row.memory_bytes / 1e6:.0f}"
-        shown.add_row(name, str(row.tokens), *figures)
-    return shown
+        speed = f"{row.seconds:.2f}", f"{row.tokens / row.seconds:.0f}", f"{1e3 * row.pass_seconds:.1f}"
+        lines.append((f"{row.system} {row.version}", row.tokens, *speed, f"{row.memory_bytes / 1e6:.0f}"))
+    return figures(heads, lines)
 
 
 def main(
-    target: Annotated[Path | None, typer.Option(help="A Llama. [the bundled target, widened to 0.7b]")] = None,
+    target: Target = None,
     tokens: Annotated[list[int], typer.Option(min=1, help="Of a prompt; may be repeated.")] = [2000],
     repeats: Annotated[int, typer.Option(min=1, help="Turns of every engine.")] = 3,
     passes: Annotated[int, typer.Option(min=1, help="Tokens after the first, each of a pass.")] = 8,
     systems: Annotated[str, typer.Option("--peers", help="Comma-separated, or none.")] = "openvino,vllm,llamacpp",
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and figures here.")] = None,
+    output: Output = None,
 ) -> None:
     """Times long prompts in every engine."""
-    console, where, rows = wide_console(), target or scaled("0.7b"), list[PromptTime]()
+    where, rows = target_path(target), list[PromptTime]()
     with TemporaryDirectory() as folder:
         for count in dict.fromkeys(tokens):
             longest = count + 64
             pairing = Pairing(stretched(where, longest, Path(folder)), zoo.path("draft"), (1,), max_length=longest)
             entrants = own(pairing, [{"method": "ngram"}]) + peers(
-                pairing, [{"method": "ngram"}], chosen(systems), console.print
+                pairing, [{"method": "ngram"}], chosen(systems), print
             )
             plain = [entrant.setup for entrant in entrants if entrant.method == "plain"]
             rows += times(plain, count, repeats, passes)
-    console.print(table(rows))
-    facts = setting() | {"target": where.name, "repeats": repeats, "passes": passes}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        record = {"setting": facts, "prompts": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    facts = {"target": where.name, "repeats": repeats, "passes": passes}
+    report([table(rows)], facts, output, prompts=[asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ allocation beyond the limit would fail. The texts must equal those of an undistu
 
 from __future__ import annotations
 
-import json
 import mmap
 import resource
 from collections import defaultdict
@@ -20,14 +19,14 @@ from typing import Annotated
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.fixed import Fixed
 from foretoken.core.free_memory import FreeMemory
+from options import Output
 
 PHASES = ("before", "short of memory", "after")
 LEFT = 0.4  # share of the threshold of low memory that stays free
@@ -90,7 +89,7 @@ def main(
     headroom: Annotated[
         int, typer.Option(min=1, help="MiB of address space beyond what is in use at the start.")
     ] = 2048,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and phases here.")] = None,
+    output: Output = None,
 ) -> None:
     """Prints draft tokens per step and sequence before, during and after the shortage; exits 1 if a text changed."""
     torch.set_num_threads(cores())
@@ -122,22 +121,14 @@ def main(
         halvings[phase].append(watch.halvings)
 
     texts = serve(llm, ids, tokens, seen)
-    table = Table(box=box.MARKDOWN)
-    for head in ("", "steps", "drafted per step and sequence", "in its last 20"):
-        table.add_column(head, justify="left" if not head else "right")
-    for phase in PHASES:
-        each = drafts[phase]
-        table.add_row(phase, str(len(each)), f"{fmean(each):.1f}", f"{fmean(each[-20:]):.1f}")
-    console = wide_console()
-    console.print(table)
+    heads = ("", "steps", "drafted per step and sequence", "in its last 20")
+    each = [(phase, len(drafts[phase]), fmean(drafts[phase]), fmean(drafts[phase][-20:])) for phase in PHASES]
+    table = figures(heads, [(phase, count, f"{mean:.1f}", f"{last:.1f}") for phase, count, mean, last in each])
     equal = sum(a == b for a, b in zip(texts, expected, strict=True))
-    console.print(f"{equal} of {batch} texts as without a limit; {balloon.taken / 2**20:,.0f} MiB were taken meanwhile")
-    facts = setting() | {"batch": batch, "length": length, "tokens": tokens, "depth": depth, "headroom_mib": headroom}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        phases = [{"phase": p, "drafted": drafts[p], "halvings": halvings[p]} for p in PHASES]
-        record = {"setting": facts, "equal": equal, "phases": phases}
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    said = f"{equal} of {batch} texts as without a limit; {balloon.taken / 2**20:,.0f} MiB were taken meanwhile"
+    facts = {"batch": batch, "length": length, "tokens": tokens, "depth": depth, "headroom_mib": headroom}
+    phases = [{"phase": p, "drafted": drafts[p], "halvings": halvings[p]} for p in PHASES]
+    report([table, said], facts, output, equal=equal, phases=phases)
     raise typer.Exit(int(equal < batch))
 
 

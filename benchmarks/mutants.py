@@ -20,11 +20,10 @@ from shutil import copytree, ignore_patterns
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from foretoken.bench.setting import wide_console
+from foretoken.bench.output import figures, wide_console
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src", "foretoken")
@@ -151,24 +150,18 @@ def check_unmutated(mutants: Sequence[Mutant]) -> None:
 
 def listed(mutants: Sequence[Mutant]) -> Table:
     """Returns a table of the mutants and their tests."""
-    table = Table(box=box.SIMPLE)
-    for column in ("package", "mutant", "file", "tests"):
-        table.add_column(column)
-    for mutant in mutants:
-        table.add_row(mutant.package, mutant.name, mutant.file, escape("\n".join(mutant.tests)))
-    return table
+    rows = [(mutant.package, mutant.name, mutant.file, escape("\n".join(mutant.tests))) for mutant in mutants]
+    return figures(("package", "mutant", "file", "tests"), rows)
 
 
 def reported(outcomes: Sequence[Outcome]) -> Table:
     """Returns a table of the results."""
-    table = Table(box=box.SIMPLE)
-    for column in ("package", "mutant", "result", "killed by", "s"):
-        table.add_column(column, justify="right" if column == "s" else "left")
+    rows = []
     for outcome in outcomes:
-        mutant, survived = outcome.mutant, outcome.killed_by is None
-        result = "[red]survived[/]" if survived else "[green]killed[/]"
-        table.add_row(mutant.package, mutant.name, result, escape(outcome.killed_by or ""), f"{outcome.seconds:.0f}")
-    return table
+        result = "[red]survived[/]" if outcome.killed_by is None else "[green]killed[/]"
+        killed_by, seconds = escape(outcome.killed_by or ""), f"{outcome.seconds:.0f}"
+        rows.append((outcome.mutant.package, outcome.mutant.name, result, killed_by, seconds))
+    return figures(("package", "mutant", "result", "killed by", "s"), rows)
 
 
 def main(

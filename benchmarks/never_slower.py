@@ -12,10 +12,8 @@ tokens per second over all batches of a repeat; of a cell, the repeats' median.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,14 +24,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
 from foretoken.costs.model import CostModel
@@ -41,7 +39,8 @@ from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
 from foretoken.engine.warmup import warm_up
 from foretoken.propose.base import Proposer
-from foretoken.train.widen.checkpoint import scaled
+from options import Output, Repeats, Small, Temperatures, target_path
+from systems import Totals, timed_step
 
 PROSE = (
     "The harbour was quiet that morning. Two boats had come in before dawn, and the men who had been out on them sat "
@@ -119,22 +118,6 @@ def configuration(proposer: str, target: Path, folder: Path) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(wrong_head(head, folder / "head"))}
 
 
-@dataclass(frozen=True)
-class Sum:
-    """Totals of a run. nodes: draft tokens."""
-
-    tokens: int = 0
-    nodes: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: Sum) -> Sum:
-        return Sum(self.tokens + other.tokens, self.nodes + other.nodes, self.seconds + other.seconds)
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
-
-
 @dataclass
 class Sides:
     """Two engines on one set of models: one decodes plainly, the other as configured."""
@@ -151,7 +134,7 @@ class Sides:
         warm_up(self.llm.target, self._proposer, costs, config.max_tokens)
         self._controller = config.controller(self.llm.target.device, costs, self._proposer)
 
-    def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Sum]:
+    def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Totals]:
         """Runs one batch on both sides, alternating step by step. Returns the totals by whether the side is guarded.
 
         Args:
@@ -165,20 +148,13 @@ class Sides:
         for side in engines.values():
             for prompt in prompts:
                 Assembler(side, self.llm.tokenizer).add(*self.llm.requests.build(prompt, params))
-        sums = {True: Sum(), False: Sum()}
+        sums = {True: Totals(), False: Totals()}
         while any(engine.busy for engine in engines.values()):
             for guarded in (first, not first):
                 if engines[guarded].busy:
-                    sums[guarded] += _step(engines[guarded])
+                    sums[guarded] += timed_step(engines[guarded])[1]
             first = not first
         return sums
-
-
-def _step(engine: Engine) -> Sum:
-    started = time.perf_counter()
-    steps = engine.step()
-    seconds = time.perf_counter() - started
-    return Sum(sum(len(step.tokens) for step in steps), sum(len(step.draft) for step in steps), seconds)
 
 
 def cell(
@@ -189,18 +165,18 @@ def cell(
     groups = [list(islice(prompts, batch)) for _ in range(requests)]
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
     sides.run(groups[0], replace(params, max_tokens=8), True)
-    runs: list[dict[bool, Sum]] = []
+    runs: list[dict[bool, Totals]] = []
     for repeat in range(repeats):
         sides.begin()
-        sums = {True: Sum(), False: Sum()}
+        sums = {True: Totals(), False: Totals()}
         for i, group in enumerate(groups):
             both = sides.run(group, params, first=(repeat + i) % 2 == 0)
             sums = {side: sums[side] + both[side] for side in sums}
         runs.append(sums)
     plain, fast = (median(sums[side].speed for sums in runs) for side in (False, True))
     ratios = tuple(sums[True].speed / sums[False].speed for sums in runs)
-    drafted = sum((sums[True] for sums in runs), Sum())
-    return Cell(proposer, text, temperature, batch, plain, fast, ratios, drafted.nodes / drafted.tokens)
+    drafted = sum((sums[True] for sums in runs), Totals())
+    return Cell(proposer, text, temperature, batch, plain, fast, ratios, drafted.drafted / drafted.tokens)
 
 
 def cells(
@@ -218,44 +194,37 @@ def cells(
 
 def table(rows: Sequence[Cell]) -> Table:
     """Returns a table with a line for each cell."""
-    result = Table(box=box.MARKDOWN)
-    for column in ("proposer", "text", "temperature", "batch", "plain tok/s", "guarded tok/s", "ratio", "lowest"):
-        result.add_column(column, justify="left" if column in ("proposer", "text") else "right")
-    result.add_column("drafted per token", justify="right")
+    lines = []
     for c in rows:
-        figures = (f"{c.plain:.1f}", f"{c.guarded:.1f}", f"{c.ratio:.3f}", f"{min(c.ratios):.3f}", f"{c.drafted:.2f}")
-        result.add_row(c.proposer, c.text, f"{c.temperature:g}", str(c.batch), *figures)
-    return result
+        speeds = f"{c.plain:.1f}", f"{c.guarded:.1f}", f"{c.ratio:.3f}", f"{min(c.ratios):.3f}", f"{c.drafted:.2f}"
+        lines.append((c.proposer, c.text, f"{c.temperature:g}", c.batch, *speeds))
+    heads = ("plain tok/s", "guarded tok/s", "ratio", "lowest", "drafted per token")
+    return figures(("proposer", "text", "temperature", "batch", *heads), lines)
 
 
 def main(
-    small: Annotated[bool, typer.Option("--small", help="The bundled target itself, not widened to 0.7 B.")] = False,
+    small: Small = False,
     proposer: Annotated[list[str], typer.Option(help=f"Of {', '.join(PROPOSERS)}; may be repeated.")] = list(PROPOSERS),
     text: Annotated[list[str], typer.Option(help=f"Of {', '.join(TEXTS)}; may be repeated.")] = list(TEXTS),
-    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.5],
+    temperature: Temperatures = [0.0, 1.5],
     batch: Annotated[list[int], typer.Option(help="May be repeated.")] = [1, 4, 16],
     tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 128,
     requests: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
+    repeats: Repeats = 3,
+    output: Output = None,
 ) -> None:
     """Prints tokens per second under the guard over those of plain decoding, for proposers that are useless."""
     torch.set_num_threads(cores())
     for name, known in [(p, PROPOSERS) for p in proposer] + [(t, tuple(TEXTS)) for t in text]:
         if name not in known:
             raise typer.BadParameter(f"{name!r} is not known; known: {', '.join(known)}")
-    target = zoo.path("target") if small else scaled()
+    target = target_path(None, small)
     grid = list(product(text, temperature, batch))
     results = list(cells(target, proposer, grid, (tokens, requests, repeats)))
-    console = wide_console()
-    console.print(table(results))
     worst = min(results, key=lambda c: c.ratio)
-    console.print(f"lowest ratio {worst.ratio:.3f}: {worst.proposer}, {worst.text}, batch {worst.batch}")
-    facts = setting() | {"target": target.name, "tokens": tokens, "requests": requests, "repeats": repeats}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        rows = [asdict(c) | {"ratio": c.ratio} for c in results]
-        json_file.write_text(json.dumps({"setting": facts, "cells": rows}, indent=2) + "\n", encoding="utf-8")
+    lowest = f"lowest ratio {worst.ratio:.3f}: {worst.proposer}, {worst.text}, batch {worst.batch}"
+    facts = {"target": target.name, "tokens": tokens, "requests": requests, "repeats": repeats}
+    report([table(results), lowest], facts, output, cells=[asdict(c) | {"ratio": c.ratio} for c in results])
 
 
 if __name__ == "__main__":

@@ -6,27 +6,22 @@ Both models are loaded in this process, and their passes alternate. Logits are c
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
 
-from foretoken.bench.clock import TimedTask, interleaved
-from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.cli.files import publish
-from foretoken.core.draft import Draft
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.base import Handle, Model
+from foretoken.models.base import Model
 from foretoken.models.formats.memory import give_back
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.runner import NativeRunner
-from foretoken.train.widen.checkpoint import scaled
+from kernels import pass_times
+from options import AsJson, Output, Target, Turns, target_path
 
 FORMATS = ("raw", "packed")
 
@@ -54,75 +49,40 @@ def load_seconds(path: Path, turns: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def score(model: Model, handle: Handle, draft: Draft, logits: dict[str, torch.Tensor], name: str) -> None:
-    with torch.inference_mode():
-        logits[name] = model.score([handle], [draft])[0].logits
-
-
-def passes(models: dict[str, Model], rows: Sequence[int], context: int, turns: int) -> list[dict[str, Any]]:
-    """Returns for each number of rows the median seconds by format, their ratio, and whether logits are bit-equal."""
-    prompt = [(7 * i) % 1000 + 1 for i in range(context)]
-    handles = {name: model.open(prompt) for name, model in models.items()}
-    result = []
-    for count in rows:
-        draft = Draft.chain(list(range(1, count))) if count > 1 else Draft.empty()
-        logits: dict[str, torch.Tensor] = {}
-        tasks = {
-            name: TimedTask(
-                partial(score, model, handles[name], draft, logits, name),
-                partial(model.commit, [handles[name]], [()]),
-            )
-            for name, model in models.items()
-        }
-        spreads = interleaved(tasks, turns)
-        medians = {name: spread.median for name, spread in spreads.items()}
-        same = torch.equal(logits["raw"].view(torch.int32), logits["packed"].view(torch.int32))
-        ratio = medians["raw"] / medians["packed"]
-        result.append({"rows": count, "seconds": medians, "raw_over_packed": ratio, "same_bits": same})
-    return result
-
-
 def main(
-    model: Annotated[Path | None, typer.Option(help="A checkpoint. [the bundled target, widened to 0.7b]")] = None,
+    model: Target = None,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a pass. [1 2 4 8 12 16 24 34]")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens before them.")] = 512,
-    turns: Annotated[int, typer.Option(min=1, help="Passes of each kind, in turns.")] = 15,
+    turns: Turns = 15,
     loads: Annotated[int, typer.Option(min=0, help="Timed loads of each format.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON document to a file.")] = None,
+    as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Time passes and loading with packed and raw weights in turns, and weigh them."""
     torch.set_num_threads(cores())
-    path = model or scaled("0.7b")
+    path = target_path(model)
     load = load_seconds(path, loads) if loads else {}
     pairs = {name: opened(path, name) for name in FORMATS}
     held = {name: runner.weight_bytes for name, (_, runner) in pairs.items()}
-    timed = passes(
-        {name: pair[0] for name, pair in pairs.items()}, rows or [1, 2, 4, 8, 12, 16, 24, 34], context, turns
-    )
-    record = {
-        "setting": setting() | {"model": path.name},
-        "weight_bytes": held,
-        "load_seconds": load,
-        "passes": timed,
-    }
-
-    def show() -> None:
-        table = Table("rows", "raw, ms", "packed, ms", "raw / packed", "same bits", box=box.SIMPLE)
-        for row in timed:
-            seconds = (f"{row['seconds'][name] * 1e3:.1f}" for name in FORMATS)
-            table.add_row(str(row["rows"]), *seconds, f"{row['raw_over_packed']:.2f}", str(row["same_bits"]))
-        console = wide_console()
-        console.print(table)
-        share = held["packed"] / held["raw"]
-        console.print(
-            f"weights {held['raw'] / 1e6:.0f} MB raw, {held['packed'] / 1e6:.0f} MB packed, {share:.3f} of it"
+    models = {name: pair[0] for name, pair in pairs.items()}
+    timed = pass_times(models, rows or [1, 2, 4, 8, 12, 16, 24, 34], context, turns)
+    for row in timed:
+        row["raw_over_packed"] = row["seconds"]["raw"] / row["seconds"]["packed"]
+    cells = [
+        (
+            *(row["rows"], *(f"{row['seconds'][name] * 1e3:.1f}" for name in FORMATS)),
+            *(f"{row['raw_over_packed']:.2f}", row["same_bits"]),
         )
-        if load:
-            longer = load["packed"] / load["raw"]
-            console.print(f"loading {load['raw']:.2f} s raw, {load['packed']:.2f} s packed, {longer:.2f} times")
-
-    publish(record, show, as_json, output)
+        for row in timed
+    ]
+    parts: list[Any] = [figures(("rows", "raw, ms", "packed, ms", "raw / packed", "same bits"), cells)]
+    sizes = {name: f"{size / 1e6:.0f} MB {name}" for name, size in held.items()}
+    parts.append(f"weights {sizes['raw']}, {sizes['packed']}, {held['packed'] / held['raw']:.3f} of it")
+    if load:
+        longer = load["packed"] / load["raw"]
+        parts.append(f"loading {load['raw']:.2f} s raw, {load['packed']:.2f} s packed, {longer:.2f} times")
+    record = {"weight_bytes": held, "load_seconds": load, "passes": timed}
+    report(parts, {"model": path.name}, output, as_json, **record)
     if not all(row["same_bits"] for row in timed):
         raise typer.Exit(1)
 

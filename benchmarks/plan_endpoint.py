@@ -23,17 +23,15 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
-from clients import serving
 from foretoken import zoo
-from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.output import figures, wide_console
+from foretoken.bench.setting import setting
 from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
 from foretoken.plan.endpoint.statistics import SpeedModel
-from foretoken.train.widen.checkpoint import scaled
+from options import Output, Target, target_path
 from prompts import some_prompts
-from servers import CONTEXT, SEQUENCES, eager_serving, listed_model
+from servers import engine_serving, listed_model
 
 WITHIN = 0.1
 console = wide_console()
@@ -130,14 +128,15 @@ def compared(plan: EndpointPlan, basis: str, measured: dict[tuple[int, int], flo
 
 def report(pairs: Sequence[ComparedSpeed]) -> dict[str, Any]:
     """Prints the table. Returns the summary by basis."""
-    table = Table(box=box.MARKDOWN)
-    for head in ("planned from", "tokens", "at once", "predicted", "interval", "measured", "error"):
-        table.add_column(head, justify="right")
-    for each in pairs:
-        span = f"{each.low:.2f}-{each.high:.2f}"
-        figures = (f"{each.predicted:.2f}x", span, f"{each.measured:.2f}x", f"{each.error:+.1%}")
-        table.add_row(each.basis, str(each.depth), str(each.concurrency), *figures)
-    console.print(table)
+    heads = ("planned from", "tokens", "at once", "predicted", "interval", "measured", "error")
+    rows = [
+        (
+            *(pair.basis, pair.depth, pair.concurrency, f"{pair.predicted:.2f}x", f"{pair.low:.2f}-{pair.high:.2f}"),
+            *(f"{pair.measured:.2f}x", f"{pair.error:+.1%}"),
+        )
+        for pair in pairs
+    ]
+    console.print(figures(heads, rows))
     summary = {}
     for basis in dict.fromkeys(each.basis for each in pairs):
         own = [each for each in pairs if each.basis == basis]
@@ -153,13 +152,6 @@ def report(pairs: Sequence[ComparedSpeed]) -> dict[str, Any]:
     return summary
 
 
-@contextlib.contextmanager
-def _ours(model: str, draft: str) -> Iterator[str]:
-    words = ("--model", model, "--draft-model", draft, "--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)
-    with serving(*words) as (url, _):
-        yield url
-
-
 def _restarted(
     run: PlanRun, models: tuple[str, str, str], basis: Sequence[int], depths: Sequence[int]
 ) -> Iterator[list[ComparedSpeed]]:
@@ -167,9 +159,9 @@ def _restarted(
     engine, model, draft = models
     plans: list[EndpointPlan] = []
     measured: dict[tuple[int, int], float] = {}
-    with eager_serving(engine, model, draft, 0) as baseline:
+    with engine_serving(engine, model, draft, 0) as baseline:
         for depth in dict.fromkeys((*basis, *depths)):
-            with eager_serving(engine, model, draft, depth) as url:
+            with engine_serving(engine, model, draft, depth) as url:
                 pair = ServerPair(url, listed_model(url), baseline)
                 if depth in basis:
                     plans.append(run.plan(pair, depth, plans))
@@ -213,24 +205,24 @@ def main(
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=4, help="Waves of every kind.")] = 5,
     unseen: Annotated[bool, typer.Option("--unseen", help="Compare on prompts that the plan has not seen.")] = False,
-    target: Annotated[Path | None, typer.Option(help="A checkpoint. [the bundled target at 0.7 B]")] = None,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, pairs and summary there.")] = None,
+    target: Target = None,
+    output: Output = None,
 ) -> None:
     """Plans, measures elsewhere, and compares."""
     started, texts = perf_counter(), some_prompts(None, 2 * count if unseen else count)
     run = PlanRun(texts[:count], texts[-count:], tuple(concurrency), tuple(other), max_tokens, temperature, rounds)
-    model, draft = str(target or scaled()), str(zoo.path("draft"))
+    model, draft = str(target_path(target)), str(zoo.path("draft"))
     with contextlib.ExitStack() as stack:
         if endpoint is not None:
             comparisons = _switched(run, endpoint, basis, depth)
         elif engine == "foretoken":
-            comparisons = _switched(run, stack.enter_context(_ours(model, draft)), [4], [3, 1])
+            comparisons = _switched(run, stack.enter_context(engine_serving(engine, model, draft, None)), [4], [3, 1])
         else:
             comparisons = _restarted(run, (engine, model, draft), sorted(basis), depth)
         for pairs in comparisons:
             summary = report(pairs)
             console.print(f"{engine}, {Path(model).name}, {perf_counter() - started:.0f} s", style="dim")
-            if json_file is not None:
+            if output is not None:
                 rows = [asdict(each) | {"error": each.error} for each in pairs]
                 record = {
                     "setting": setting(),
@@ -239,7 +231,7 @@ def main(
                     "pairs": rows,
                     "points": run.points,
                 }
-                json_file.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+                output.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

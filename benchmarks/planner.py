@@ -25,13 +25,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores
 from foretoken.control.fixed import Fixed
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
@@ -47,8 +47,9 @@ from foretoken.plan.step_timing import LANES_PER_PLAIN, interleave
 from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
-from foretoken.train.widen.checkpoint import scaled
+from options import Draft, Output, Small, target_path
 from prompts import some_prompts
+from systems import Totals, timed_step
 
 ROLES = ("eagle3", "medusa")
 WITHIN = 0.1
@@ -59,27 +60,9 @@ PLAIN: Key = ("", 0)
 Place = tuple[float, int]  # temperature and batch
 
 
-@dataclass(frozen=True)
-class Sum:
-    """Totals of steps with a full batch and without prefill. passes: of single sequences."""
-
-    tokens: int = 0
-    passes: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: Sum) -> Sum:
-        return Sum(self.tokens + other.tokens, self.passes + other.passes, self.seconds + other.seconds)
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds if self.seconds else float("nan")
-
-    @property
-    def tokens_per_pass(self) -> float:
-        return self.tokens / self.passes if self.passes else float("nan")
-
-    def step_seconds(self, batch: int) -> float:
-        return self.seconds * batch / self.passes if self.passes else float("nan")
+def step_seconds(totals: Totals, batch: int) -> float:
+    """Returns the seconds of a step over ``batch`` sequences."""
+    return totals.seconds * batch / totals.passes if totals.passes else float("nan")
 
 
 @dataclass(frozen=True)
@@ -119,21 +102,18 @@ class Ground:
         return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
 
 
-def stretch(engine: Engine) -> Sum:
+def stretch(engine: Engine) -> Totals:
     """Decodes the next tokens of one engine.
 
     Every engine decodes the same number of tokens, so that all decode the same texts over the same time: a period of
     slow memory affects plain steps and not compute-bound ones.
     """
-    total, written = Sum(), 0
+    total, written = Totals(), 0
     while engine.busy and written < STRETCH * engine.max_sequences:
-        started = perf_counter()
-        steps = engine.step()
-        seconds = perf_counter() - started
-        tokens = sum(len(step.tokens) for step in steps)
-        written += tokens
+        steps, totals = timed_step(engine)
+        written += totals.tokens
         if len(steps) == engine.max_sequences and all(step.position > 0 for step in steps):
-            total += Sum(tokens, len(steps), seconds)
+            total += totals
     return total
 
 
@@ -144,7 +124,7 @@ class Few:
         self.place, self._ground, self._repeats = place, ground, repeats
         self._plain = ground.plain(place[1])
         self._engines = {(c.name, depth): ground.engine(c, depth, place[1]) for c, depth in few}
-        self.totals = {key: (Sum(), Sum()) for key in self._engines}
+        self.totals = {key: (Totals(), Totals()) for key in self._engines}
         for engine in self._engines.values():
             self._fill(engine)
 
@@ -158,7 +138,7 @@ class Few:
         if not self.busy:
             self._plain.clear()
 
-    def _stretch(self, key: Key) -> Sum:
+    def _stretch(self, key: Key) -> Totals:
         """Runs a stretch of an engine. Plain decoding is refilled when it has no work."""
         if key == PLAIN and not self._plain.busy:
             self._fill(self._plain)
@@ -205,12 +185,12 @@ class Measurement:
     def _waiting(self) -> int:
         return sum(few.waiting for few in self._all)
 
-    def totals(self, place: Place, key: Key) -> tuple[Sum, Sum]:
+    def totals(self, place: Place, key: Key) -> tuple[Totals, Totals]:
         """Returns the totals of a candidate at a draft length, and those of plain decoding beside it."""
         return next(few.totals[key] for few in self._all if few.place == place and key in few.totals)
 
 
-def compared(row: PlanRow, own: Sum, plain: Sum) -> dict[str, Any]:
+def compared(row: PlanRow, own: Totals, plain: Totals) -> dict[str, Any]:
     """Returns one entry of the result: prediction and measurement of a row. Seconds are of a step."""
     gain = own.speed / plain.speed
     return {
@@ -226,9 +206,9 @@ def compared(row: PlanRow, own: Sum, plain: Sum) -> dict[str, Any]:
         "tokens_per_pass": row.tokens_per_pass,
         "measured_tokens_per_pass": own.tokens_per_pass,
         "seconds": row.step_seconds,
-        "measured_seconds": own.step_seconds(row.batch),
+        "measured_seconds": step_seconds(own, row.batch),
         "plain_seconds": row.plain_seconds,
-        "measured_plain_seconds": plain.step_seconds(row.batch),
+        "measured_plain_seconds": step_seconds(plain, row.batch),
         "estimator": row.estimator,
         "error": row.speedup / gain - 1,
         "covered": row.low <= gain <= row.high,
@@ -259,32 +239,26 @@ def chosen_against_best(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[dict
     return result
 
 
-def report(rows: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]], console: Console) -> dict[str, float]:
-    """Prints tables and the summary. Returns the summary."""
-    table = Table(box=box.MARKDOWN)
-    table.add_column("proposer")
-    for head in ("tokens", "T", "batch", "predicted", "interval", "measured", "error", "tokens/pass", "measured "):
-        table.add_column(head, justify="right")
-    for r in rows:
-        table.add_row(
-            r["name"],
-            str(r["num_speculative_tokens"]),
-            f"{r['temperature']:g}",
-            str(r["batch"]),
-            f"{r['predicted']:.2f}",
+def summary(
+    rows: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]]
+) -> tuple[list[Table | str], dict[str, float]]:
+    """Returns the table and lines to print, and the summary."""
+    lines = [
+        (
+            *(r["name"], r["num_speculative_tokens"], f"{r['temperature']:g}", r["batch"], f"{r['predicted']:.2f}"),
             f"{r['low']:.2f}-{r['high']:.2f}{'' if r['covered'] else ' !'}",
-            f"{r['measured']:.2f}",
-            f"{r['error']:+.1%}",
-            f"{r['tokens_per_pass']:.2f}",
+            *(f"{r['measured']:.2f}", f"{r['error']:+.1%}", f"{r['tokens_per_pass']:.2f}"),
             f"{r['measured_tokens_per_pass']:.2f}",
         )
-    console.print(table)
-    for c in choices:
-        console.print(
-            f"temperature {c['temperature']:g}, batch {c['batch']}: the plan takes {c['choice']}, measured "
-            f"{c['measured']:.2f}x; the best of the grid {c['best']:.2f}x ({c['share']:.1%} of it)",
-            highlight=False,
-        )
+        for r in rows
+    ]
+    heads = ("tokens", "T", "batch", "predicted", "interval", "measured", "error", "tokens/pass", "measured ")
+    parts: list[Table | str] = [figures(("proposer", *heads), lines)]
+    parts += [
+        f"temperature {c['temperature']:g}, batch {c['batch']}: the plan takes {c['choice']}, measured "
+        f"{c['measured']:.2f}x; the best of the grid {c['best']:.2f}x ({c['share']:.1%} of it)"
+        for c in choices
+    ]
     errors = [abs(r["error"]) for r in rows]
     facts = {
         "pairs": float(len(rows)),
@@ -293,13 +267,11 @@ def report(rows: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]], co
         "coverage": sum(r["covered"] for r in rows) / len(rows),
         "worst_choice": min(c["share"] for c in choices),
     }
-    console.print(
+    parts.append(
         f"{len(rows)} pairs: median error {facts['median_error']:.1%}, within 10 % {facts['within_10_percent']:.1%}, "
-        f"intervals cover {facts['coverage']:.1%}; the plan's choice at worst {facts['worst_choice']:.1%} of the best",
-        style="bold",
-        highlight=False,
+        f"intervals cover {facts['coverage']:.1%}; the plan's choice at worst {facts['worst_choice']:.1%} of the best"
     )
-    return facts
+    return parts, facts
 
 
 def grid(path: Path, draft: Path, given: Sequence[str], depths: Sequence[int], nodes: Sequence[int]) -> list[Candidate]:
@@ -320,8 +292,8 @@ def main(
     prompts: Annotated[
         Path | None, typer.Option(help='JSON lines with a "prompt" each. [functions of the standard library]')
     ] = None,
-    small: Annotated[bool, typer.Option("--small", help="The bundled target as it is.")] = False,
-    draft: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
+    small: Small = False,
+    draft: Draft = None,
     config: Annotated[
         list[str], typer.Option(help="Speculative configurations as JSON instead of the default ones.")
     ] = [],
@@ -334,11 +306,11 @@ def main(
     nodes: Annotated[list[int], typer.Option(min=1, help="Of trees.")] = [8, 14],
     repeats: Annotated[int, typer.Option(min=1, help="Of every unseen prompt.")] = 1,
     turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate, in the plan.")] = 24,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
+    output: Output = None,
 ) -> None:
     """Plans on some prompts, measures on others, and compares."""
     torch.set_num_threads(cores())
-    path = zoo.path("target") if small else scaled("0.7b")
+    path = target_path(None, small)
     tokenizer = load_tokenizer(path)
 
     @cache
@@ -351,7 +323,6 @@ def main(
     ids = [list(tokenizer(text)["input_ids"]) for text in some_prompts(prompts, count + unseen)]
     settings = PlanSettings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
     chosen = grid(path, draft or zoo.path("draft"), config, depth, nodes)
-    console = wide_console()
     places = [(t, b) for t in temperature for b in batch]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
@@ -373,12 +344,9 @@ def main(
         for r in plan.rows
     ]
     choices = chosen_against_best(plan, rows)
-    facts = report(rows, choices, console)
-    about = setting() | {"target": path.name, "planned_in_seconds": round(seconds, 1), "count": count, "unseen": unseen}
-    console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
-    if json_file is not None:
-        record = {"setting": about, "summary": facts, "choices": choices, "rows": rows, "plan": plan.to_dict()}
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    parts, result = summary(rows, choices)
+    facts = {"target": path.name, "planned_in_seconds": round(seconds, 1), "count": count, "unseen": unseen}
+    report(parts, facts, output, summary=result, choices=choices, rows=rows, plan=plan.to_dict())
 
 
 if __name__ == "__main__":

@@ -20,14 +20,12 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from foretoken import zoo
-from foretoken.bench.setting import wide_console
+from foretoken.bench.output import figures, wide_console
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
@@ -40,6 +38,7 @@ from foretoken.quantize.run import stream
 from foretoken.quantize.schemes import Scheme
 from foretoken.quantize.source import HEAD, SourceCheckpoint
 from foretoken.train.data import Corpus, encode, held_out_batches, standard_library
+from options import Output
 
 FOLDERS = ("int8", "int4", "int4-g64", "int4-g128")
 FILES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "Q3_K_M")
@@ -151,7 +150,7 @@ def main(
     scheme: Annotated[list[str], typer.Option(help="A scheme; may be repeated.")] = [*FOLDERS, *FILES],
     windows: Annotated[int, typer.Option(min=1, help="Held-out windows of 512 tokens.")] = 40,
     characters: Annotated[int, typer.Option(min=1, help="Of the calibration text.")] = 250_000,
-    output: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
+    output: Output = None,
 ) -> None:
     """Loss and total variation from bfloat16 of each scheme."""
     checkpoint = model or str(zoo.path("target"))
@@ -174,11 +173,11 @@ def main(
             if output is not None:
                 record = json.dumps([asdict(row) for row in rows], indent=2)
                 output.write_text(record + "\n", encoding="utf-8")
-    table = Table("scheme", "rounding", "loss", "total variation", "MB", box=box.MARKDOWN)
-    for r in rows:
-        megabytes = "" if r.bytes is None else f"{r.bytes / 1e6:.1f}"
-        table.add_row(r.scheme, r.rounding, f"{r.loss:.4f}", f"{r.total_variation:.4f}", megabytes)
-    wide_console().print(table)
+    cells = [
+        (r.scheme, r.rounding, f"{r.loss:.4f}", f"{r.total_variation:.4f}", f"{r.bytes / 1e6:.1f}" if r.bytes else "")
+        for r in rows
+    ]
+    wide_console().print(figures(("scheme", "rounding", "loss", "total variation", "MB"), cells))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ from typing import Annotated, Any
 
 import typer
 
-from clients import Answer, ask, serving, talking
-from foretoken import LLM, SamplingParams
-from foretoken.bench.setting import wide_console
+from clients import Answer, ask, talking
+from foretoken.bench.output import report
 from foretoken.core.http import at_once
-from serving import mixed, save
-
-console = wide_console()
+from options import Output
+from servers import serving
+from serving import differing, mixed
 
 
 def main(
@@ -37,7 +36,7 @@ def main(
     kills: Annotated[int, typer.Option(help="Replicas to kill.")] = 3,
     pause: Annotated[float, typer.Option(help="Seconds before each.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write what was counted there.")] = None,
+    output: Output = None,
 ) -> None:
     """Kills replicas under load."""
     rng = random.Random(seed)
@@ -46,21 +45,17 @@ def main(
     with serving("--dtype", "float32", "--replicas", str(replicas), *own) as (url, process):
         answers, killed, page = asyncio.run(attacked(url, process, bodies, concurrency, kills, pause))
     lost = [answer.error for answer in answers if answer.error]
-    alone = LLM(dtype="float32", speculative_config={"method": "none"})
-    different = []
-    for body, answer in zip(bodies, answers, strict=True):
-        params = {key: value for key, value in body.items() if key not in ("prompt", "speculative_method")}
-        expected = alone.generate(body["prompt"], SamplingParams(**params))[0].outputs[0].text
-        if answer.error is None and expected != answer.text:
-            different.append({"body": body, "expected": expected, "got": answer.text})
+    sent = zip(bodies, answers, strict=True)
+    different = differing([(body, answer) for body, answer in sent if answer.error is None])
     outcomes = failovers(page)
     became = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-    console.print(
+    said = (
         f"{replicas} replicas, {killed} killed: {len(bodies)} requests sent, {len(bodies) - len(lost)} finished, "
         f"{len(lost)} lost; {became}; "
         f"{len(bodies) - len(lost) - len(different)} texts byte for byte as alone"
     )
-    save({"sent": len(bodies), "lost": lost, "killed": killed, "outcomes": outcomes, "different": different}, json_file)
+    counts: dict[str, Any] = {"sent": len(bodies), "lost": lost, "killed": killed, "outcomes": outcomes}
+    report([said], {}, output, **counts, different=different)
     raise typer.Exit(bool(lost or different))
 
 

@@ -13,6 +13,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ import typer
 from rich.progress import track
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.output import report, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.errors import InvalidRequest
 from foretoken.engine.assemble import Assembler
@@ -31,6 +32,7 @@ from foretoken.models.options import QUANTIZATIONS
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.shapes import LlamaShape
 from foretoken.train.target import new_model, save
+from options import Output
 
 Config = dict[str, Any]  # a speculative_config; "model": "draft" is the pair's draft
 
@@ -285,19 +287,11 @@ class Arena:
         tokens = CONTEXT + 64
         drafted: dict[str, LLM] = {}
         for number, config in enumerate(configs):
-            crowded = LLM(
-                target,
-                speculative_config=configured(config, draft),
-                max_num_seqs=(6, 3, 9)[number % 3],
-                kv_cache_memory_bytes=None,
-                **options,
-            )
-            per_token = crowded.target.kv_bytes_per_token + crowded.engine.proposer.kv_bytes_per_token
-            crowded.close()
+            options |= {"speculative_config": configured(config, draft), "max_num_seqs": (6, 3, 9)[number % 3]}
+            with closing(LLM(target, **options)) as unlimited:
+                per_token = unlimited.target.kv_bytes_per_token + unlimited.engine.proposer.kv_bytes_per_token
             drafted[label(config)] = LLM(
                 target,
-                speculative_config=configured(config, draft),
-                max_num_seqs=(6, 3, 9)[number % 3],
                 kv_cache_memory_bytes=tokens * per_token,
                 enable_prefix_caching=True,
                 max_num_batched_tokens=(16, None, 40)[number % 3],
@@ -344,7 +338,7 @@ def main(
     dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "int8"],
     seed: Annotated[int, typer.Option(help="The first batch's seed.")] = 0,
     heads: Annotated[bool, typer.Option(help="Also the bundled target's heads, one in eight.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write figures and differences.")] = None,
+    output: Output = None,
 ) -> None:
     """Compares random requests with plain decoding, over all proposers; the exit code is 1 if any output differs."""
     torch.set_num_threads(1)
@@ -371,11 +365,8 @@ def main(
             for llm in (llm for arena in arenas for llm in arena.drafted.values()):
                 counts["preemptions"] += llm.engine.usage.preemptions
                 counts["prefix_hits"] += llm.engine.usage.prefix_hits
-    facts = setting() | counts | {"differences": len(differences), "seconds": round(time.monotonic() - began)}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), markup=False)
-    if json_file is not None:
-        record = {"setting": facts, "differences": differences}
-        json_file.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    facts = counts | {"differences": len(differences), "seconds": round(time.monotonic() - began)}
+    report([], facts, output, differences=differences)
     raise typer.Exit(1 if differences else 0)
 
 

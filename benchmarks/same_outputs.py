@@ -19,8 +19,9 @@ import typer
 from rich.progress import track
 
 from foretoken import LLM
-from foretoken.bench.setting import setting, wide_console
-from foretoken.zoo.real import REAL_MODELS, real_model_path
+from foretoken.bench.output import report, wide_console
+from foretoken.zoo.real import REAL_MODELS
+from options import model_path
 from request_fuzz import Case, random_case, run
 
 BATCH = 10
@@ -40,8 +41,7 @@ def cases(seed: int, vocabulary: int) -> list[Case]:
 
 def outputs(model: str, pairs: int) -> list[Any]:
     """Returns prompt, parameters and outputs of each request, as JSON has them."""
-    path = real_model_path(model) if model in REAL_MODELS else Path(model)
-    llm = LLM(path, methods=METHODS, max_model_len=2048)
+    llm = LLM(model_path(model), methods=METHODS, max_model_len=2048)
     found = []
     for seed in track(range(-(-pairs // BATCH)), model, transient=True):
         batch = cases(seed, llm.target.vocab_size)
@@ -72,7 +72,7 @@ def main(
             console.print(f"DIFFERENT: {json.dumps(new)[:1500]}\nbefore: {json.dumps(old[-1])[:1500]}", markup=False)
         console.print(f"{name}: {len(differing)} of {min(len(known), len(found))} pairs differ")
         differences += len(differing)
-    console.print(", ".join(f"{key} {value}" for key, value in setting().items()), markup=False)
+    report([], {}, None)
     raise typer.Exit(1 if differences else 0)
 
 

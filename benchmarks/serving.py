@@ -15,32 +15,26 @@ Every part starts its own servers and talks to them over HTTP, as clients do.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich import box
-from rich.table import Table
 
-from clients import Answer, ask, serving, talking
+from clients import Answer, ask, memory_over_time, talking
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.output import figures, report, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.http import at_once
-from foretoken.train.widen.checkpoint import scaled
+from options import Output, Small, target_path
+from servers import PLAIN, serving
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = wide_console()
-Json = Annotated[Path | None, typer.Option("--output", help="Write what was measured there.")]
-PLAIN = ("--speculative-config", '{"method": "none"}')
-PAGE = 4096
 SYSTEM = (
     "import os\nimport sys\nfrom collections import Counter, defaultdict\n\n\n" + "def helper(values):\n    pass\n" * 20
 )
@@ -68,8 +62,8 @@ def throughput(
     tokens: Annotated[int, typer.Option(help="Of every answer.")] = 96,
     temperature: Annotated[float, typer.Option()] = 0.0,
     repeats: Annotated[int, typer.Option(help="Turns of each server at each concurrency.")] = 3,
-    small: Annotated[bool, typer.Option("--small", help="The bundled pair, to see that it works.")] = False,
-    json_file: Json = None,
+    small: Small = False,
+    output: Output = None,
 ) -> None:
     """Prints tokens per second of the speculative server over those of the plain one."""
     plain_model = pair(small)[:2]
@@ -94,15 +88,11 @@ def throughput(
                 }
             )
             console.print(rows[-1])
-    table = Table(box=box.SIMPLE, title=f"Served, temperature {temperature:g}")
-    for column in ("at once", "plain tok/s", "speculative tok/s", "ratio"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["concurrency"]), f"{row['plain']:.1f}", f"{row['speculative']:.1f}", f"{row['ratio']:.2f}"
-        )
-    console.print(table)
-    save({"rows": rows}, json_file)
+    cells = [
+        (row["concurrency"], f"{row['plain']:.1f}", f"{row['speculative']:.1f}", f"{row['ratio']:.2f}") for row in rows
+    ]
+    title = f"Served, temperature {temperature:g}"
+    report([figures(("at once", "plain tok/s", "speculative tok/s", "ratio"), cells, title)], {}, output, rows=rows)
 
 
 @app.command()
@@ -110,21 +100,20 @@ def latency(
     streams: Annotated[int, typer.Option(help="Running streams.")] = 4,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt that arrives.")] = 4000,
     arrivals: Annotated[int, typer.Option(help="How many such prompts arrive, one after another.")] = 3,
-    small: Annotated[bool, typer.Option("--small", help="The bundled pair, to see that it works.")] = False,
-    json_file: Json = None,
+    small: Small = False,
+    output: Output = None,
 ) -> None:
     """Prints seconds between chunks of running streams, usually and while a long prompt is prefilled."""
     with serving(*pair(small)) as (url, _):
         usual, during, waits = asyncio.run(pauses(url, streams, prompt, arrivals))
-    table = Table(box=box.SIMPLE, title=f"{streams} streams, {arrivals} prompts of {prompt} tokens")
-    for column in ("", "chunks", "median ms", "p99 ms", "p99 over the usual median"):
-        table.add_column(column, justify="right")
+    rows = []
     for name, gaps in (("usual", usual), ("while a prompt is read", during)):
         p99 = float(np.quantile(gaps, 0.99))
-        share = p99 / median(usual)
-        table.add_row(name, str(len(gaps)), f"{1e3 * median(gaps):.0f}", f"{1e3 * p99:.0f}", f"{share:.2f}")
-    console.print(table, f"the long prompts' first tokens came after {', '.join(f'{w:.1f} s' for w in waits)}")
-    save({"usual": usual, "during": during, "first_token": waits}, json_file)
+        rows.append((name, len(gaps), f"{1e3 * median(gaps):.0f}", f"{1e3 * p99:.0f}", f"{p99 / median(usual):.2f}"))
+    heads = ("", "chunks", "median ms", "p99 ms", "p99 over the usual median")
+    table = figures(heads, rows, f"{streams} streams, {arrivals} prompts of {prompt} tokens")
+    said = f"the long prompts' first tokens came after {', '.join(f'{wait:.1f} s' for wait in waits)}"
+    report([table, said], {}, output, usual=usual, during=during, first_token=waits)
 
 
 async def pauses(url: str, streams: int, prompt: int, arrivals: int) -> tuple[list[float], list[float], list[float]]:
@@ -157,7 +146,7 @@ def load(
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 16,
     config: Annotated[str | None, typer.Option(help="Another speculative configuration, as JSON.")] = None,
     seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
-    json_file: Json = None,
+    output: Output = None,
 ) -> None:
     """Compares mixed requests, some of them cancelled, with the same requests alone and without speculation."""
     rng = random.Random(seed)
@@ -166,21 +155,15 @@ def load(
     more = () if config is None else ("--speculative-config", config)
     with serving("--dtype", "float32", *more) as (url, _):
         answers = asyncio.run(many(url, bodies, leaving, concurrency))
-    alone = LLM(dtype="float32", speculative_config={"method": "none"})
     stayed = [(body, answer) for body, answer in zip(bodies, answers, strict=True) if answer.text is not None]
     failed = [answer.error for _, answer in stayed if answer.error]
-    different = []
-    for body, answer in stayed:
-        own = {key: value for key, value in body.items() if key not in ("prompt", "speculative_method")}
-        expected = alone.generate(body["prompt"], SamplingParams(**own))[0].outputs[0].text
-        if expected != answer.text:
-            different.append({"body": body, "expected": expected, "got": answer.text})
+    different = differing(stayed)
     equal, gone = len(stayed) - len(different), len(bodies) - len(stayed)
-    console.print(
+    said = (
         f"{len(bodies)} requests, {concurrency} at once: {gone} cancelled, {equal} of {len(stayed)} others byte for "
         f"byte as alone, {len(failed)} errors"
     )
-    save({"different": different, "errors": failed, "compared": len(stayed)}, json_file)
+    report([said], {}, output, different=different, errors=failed, compared=len(stayed))
     raise typer.Exit(bool(different or failed))
 
 
@@ -188,7 +171,7 @@ def load(
 def soak(
     minutes: Annotated[float, typer.Option(help="How long.")] = 30.0,
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 16,
-    json_file: Json = None,
+    output: Output = None,
 ) -> None:
     """Runs the mixture for a while, and prints errors and the growth of memory per minute."""
     with serving("--kv-cache-memory-bytes", "256MiB") as (url, process):
@@ -196,20 +179,19 @@ def soak(
     times, sizes = np.array(result["memory"]).T
     later = times > times[-1] / 3
     slope = float(np.polyfit(times[later] / 60.0, sizes[later] / 2**20, 1)[0])
-    console.print(
+    said = (
         f"{minutes:g} minutes, {concurrency} at once: {result['requests']} requests, {result['cancelled']} cancelled, "
         f"{len(result['errors'])} errors; memory {sizes[later][0] / 2**20:.0f} MiB after a third, "
         f"{sizes[-1] / 2**20:.0f} MiB at the end, {slope:+.2f} MiB a minute; health {result['health']}"
     )
-    save({**result, "slope_mib_per_minute": slope}, json_file)
+    report([said], {}, output, **result, slope_mib_per_minute=slope)
     raise typer.Exit(bool(result["errors"]) or result["health"] != 200)
 
 
 async def soaked(url: str, process: int, minutes: float, concurrency: int) -> dict[str, Any]:
     """Returns counts of requests, errors, and the server's memory over time."""
-    rng, started = random.Random(1), time.perf_counter()
-    end = started + 60.0 * minutes
-    result: dict[str, Any] = {"requests": 0, "cancelled": 0, "errors": [], "memory": []}
+    rng, end = random.Random(1), time.perf_counter() + 60.0 * minutes
+    result: dict[str, Any] = {"requests": 0, "cancelled": 0, "errors": []}
 
     async def one() -> None:
         while time.perf_counter() < end:
@@ -219,17 +201,25 @@ async def soaked(url: str, process: int, minutes: float, concurrency: int) -> di
             result["cancelled"] += answer.text is None
             result["errors"] += [answer.error] if answer.error else []
 
-    async def watch() -> None:
-        while time.perf_counter() < end:
-            pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-            result["memory"].append((time.perf_counter() - started, pages * PAGE))
-            await asyncio.sleep(min(5.0, minutes))
-
     async with talking(url) as client:
-        await asyncio.gather(watch(), *(one() for _ in range(concurrency)))
+        watch = asyncio.create_task(memory_over_time(process, end, min(5.0, minutes)))
+        await asyncio.gather(*(one() for _ in range(concurrency)))
+        result["memory"] = await watch
         await asyncio.sleep(3.0)  # an idle server checks its own integrity
         result["health"] = (await client.get("/health")).status_code
     return result
+
+
+def differing(answers: Sequence[tuple[dict[str, Any], Answer]]) -> list[dict[str, Any]]:
+    """Returns the requests whose text is not, byte for byte, that of the request alone, without speculation."""
+    alone = LLM(dtype="float32", speculative_config={"method": "none"})
+    different = []
+    for body, answer in answers:
+        params = {key: value for key, value in body.items() if key not in ("prompt", "speculative_method")}
+        expected = alone.generate(body["prompt"], SamplingParams(**params))[0].outputs[0].text
+        if expected != answer.text:
+            different.append({"body": body, "expected": expected, "got": answer.text})
+    return different
 
 
 async def many(
@@ -287,18 +277,12 @@ def mixed(rng: random.Random, number: int) -> dict[str, Any]:
 
 def pair(small: bool) -> tuple[str, ...]:
     """Returns the arguments for the bundled pair, widened unless ``small``."""
-    return () if small else ("--model", str(scaled()), "--draft-model", str(zoo.path("draft")))
+    return () if small else ("--model", str(target_path(None)), "--draft-model", str(zoo.path("draft")))
 
 
 def fixed(prompt: str | list[int], tokens: int, temperature: float) -> dict[str, Any]:
     """Returns the body of a completion of exactly ``tokens`` tokens."""
     return {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True}
-
-
-def save(record: dict[str, Any], path: Path | None) -> None:
-    """Writes the result if a file is given."""
-    if path is not None:
-        path.write_text(json.dumps({**record, "setting": setting()}, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,25 +13,23 @@ It needs ``make peers PEERS=vllm``. vLLM gets both cores and, where they are the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import typer
 
-from clients import serving
 from foretoken import zoo
 from foretoken.bench.http_load import LoadedServer, LoadResult
 from foretoken.bench.http_page import load_table, speedup_lines
 from foretoken.bench.http_workloads import AGENTS, LONG, SHARED, SHORT, LoadPlan, run_workload
+from foretoken.bench.output import report, wide_console
 from foretoken.bench.peers.registry import PEERS
-from foretoken.bench.setting import setting, wide_console
 from foretoken.train.widen.checkpoint import scaled
-from servers import CONTEXT, SEQUENCES, vllm_serving
+from options import Output
+from servers import CONTEXT, SEQUENCES, serving, vllm_serving
 
 console = wide_console()
 
@@ -69,7 +67,7 @@ def main(
     max_tokens: Annotated[list[int], typer.Option(help="Of the answers, one after another.")] = [32, 80, 48, 96, 64],
     long_tokens: Annotated[int, typer.Option(help="Of a long prompt, about.")] = 1500,
     vllm_depth: Annotated[int, typer.Option(help="Draft tokens of vLLM; 0 is plain decoding.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write what was measured there.")] = None,
+    output: Output = None,
 ) -> None:
     """Prints throughput and latencies of both servers, and ours over vLLM's."""
     if PEERS["vllm"].missing:
@@ -77,7 +75,7 @@ def main(
     model, draft = str(scaled()), str(zoo.path("draft"))
     plan, record = LoadPlan(tuple(concurrency), requests, long_tokens), list[dict[str, object]]()
     own = ("--model", model, "--draft-model", draft, "--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)
-    with vllm_serving(model, draft, vllm_depth) as theirs, serving(*own) as (ours, _):
+    with vllm_serving(model, draft, vllm_depth) as (theirs, _), serving(*own) as (ours, _):
         for degree in temperature:
             options = {"temperature": degree, "ignore_eos": True}
             addresses = {"vllm": theirs, "ours": ours}
@@ -92,9 +90,7 @@ def main(
                     console.print(f"{name}, temperature {degree:g}", load_table(each), *speedup_lines(each), sep="\n")
                     record += [{"server": name, "temperature": degree, **asdict(result)} for result in each]
                 console.print("\n".join(compared(results["vllm"], results["ours"])))
-    if json_file is not None:
-        text = json.dumps({"results": record, "setting": setting()}, indent=1, default=str)
-        json_file.write_text(text + "\n", encoding="utf-8")
+    report([], {"vllm_depth": vllm_depth}, output, results=record)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,22 @@ both are missing or rare in the bundled draft's training data.
 
 from __future__ import annotations
 
-import argparse
 import ast
-import json
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from foretoken import LLM, SamplingParams
+from foretoken.bench.output import figures, report
 from foretoken.propose.adaptive import Adaptive
 from foretoken.train.data import standard_library
+from options import Output
 
 PROMPT_CHARACTERS = 400
 
@@ -79,50 +80,45 @@ def run(llm: LLM, prompts: list[str], max_tokens: int, first_seed: int) -> tuple
     return accepted / drafted, sum(s.tokens for s in stats) / sum(s.steps for s in stats)
 
 
-def main() -> None:
+def main(
+    to: Annotated[str, typer.Option(help="tests or prose.")] = "tests",
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of requests of each kind of text.")] = 6,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a block.")] = 24,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 96,
+    output: Output = None,
+) -> None:
     """Compares a fixed draft with one that adapts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--to", choices=("tests", "prose"), default="tests")
-    parser.add_argument("--blocks", type=int, default=6, help="blocks of requests of each kind of text")
-    parser.add_argument("--requests", type=int, default=24, help="requests of a block")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-
-    count = arguments.blocks * arguments.requests
-    library = pieces(iter(standard_library().held_out), count)
-    other = pieces(library_tests() if arguments.to == "tests" else prose(), count)
+    sources = {"tests": library_tests, "prose": prose}
+    if to not in sources:
+        raise typer.BadParameter(f"{to!r} is not known; known: {', '.join(sources)}")
+    library = pieces(iter(standard_library().held_out), blocks * requests)
+    other = pieces(sources[to](), blocks * requests)
     fixed = {"control": "fixed"}
     static, adapting = LLM(speculative_config=fixed), LLM(speculative_config=fixed, adapt=True)
-    blocks: list[Block] = []
-    plan = [("library", library), (arguments.to, other)]
     steps = [
-        (kind, prompts[i : i + arguments.requests])
-        for kind, prompts in plan
-        for i in range(0, len(prompts), arguments.requests)
+        (kind, prompts[i : i + requests])
+        for kind, prompts in (("library", library), (to, other))
+        for i in range(0, len(prompts), requests)
     ]
+    measured: list[Block] = []
     for number, (kind, prompts) in enumerate(track(steps, "shift", console=Console(stderr=True))):
-        before, after = (run(llm, prompts, arguments.max_tokens, 1000 * number) for llm in (static, adapting))
-        blocks.append(Block(kind, before[0], after[0], before[1], after[1]))
-    table = Table("block", "text", "acceptance", "adapting", "tokens/pass", "adapting")
-    for number, b in enumerate(blocks):
-        table.add_row(
-            str(number + 1),
-            b.text,
-            f"{b.acceptance_static:.3f}",
-            f"{b.acceptance_adapting:.3f}",
-            f"{b.length_static:.2f}",
-            f"{b.length_adapting:.2f}",
+        before, after = (run(llm, prompts, max_tokens, 1000 * number) for llm in (static, adapting))
+        measured.append(Block(kind, before[0], after[0], before[1], after[1]))
+    rows = [
+        (
+            *(number, b.text, f"{b.acceptance_static:.3f}", f"{b.acceptance_adapting:.3f}"),
+            *(f"{b.length_static:.2f}", f"{b.length_adapting:.2f}"),
         )
-    Console().print(table)
+        for number, b in enumerate(measured, 1)
+    ]
     proposer = adapting.engine.proposer
     assert isinstance(proposer, Adaptive)
     history = proposer.history
-    print(f"{len(history)} updates, {sum(not u.taken for u in history)} rolled back")
-    if arguments.output:
-        record = {"blocks": [asdict(b) for b in blocks], "updates": [asdict(u) for u in history]}
-        arguments.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    table = figures(("block", "text", "acceptance", "adapting", "tokens/pass", "adapting"), rows)
+    said = f"{len(history)} updates, {sum(not update.taken for update in history)} rolled back"
+    updates = [asdict(update) for update in history]
+    report([table, said], {"to": to}, output, blocks=[asdict(block) for block in measured], updates=updates)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

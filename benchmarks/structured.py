@@ -10,19 +10,18 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
 import jsonschema  # type: ignore[import-untyped]
 import typer
-from rich import box
 from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.output import figures, report
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.outputs import RequestOutput
+from options import Output
 
 TEXT = {"type": "string", "maxLength": 24}
 COUNT = {"type": "integer", "minimum": -999, "maximum": 9999}
@@ -114,14 +113,10 @@ def judge(name: str, outputs: list[RequestOutput]) -> Row:
 
 def table(rows: list[Row]) -> Table:
     """Returns a table with a line for each schema."""
-    result = Table(box=box.MARKDOWN)
-    for head in ("schema", "requests", "valid", "tokens", "tokens per step"):
-        result.add_column(head, justify="left" if head == "schema" else "right")
-    for row in rows:
-        result.add_row(row.schema, str(row.requests), str(row.valid), str(row.tokens), f"{row.tokens_per_round:.2f}")
-    total = sum(row.requests for row in rows)
-    result.add_row("all", str(total), str(sum(row.valid for row in rows)), str(sum(row.tokens for row in rows)), "")
-    return result
+    lines = [(row.schema, row.requests, row.valid, row.tokens, f"{row.tokens_per_round:.2f}") for row in rows]
+    total = [sum(getattr(row, name) for row in rows) for name in ("requests", "valid", "tokens")]
+    heads = ("schema", "requests", "valid", "tokens", "tokens per step")
+    return figures(heads, [*lines, ("all", *total, "")])
 
 
 def main(
@@ -133,7 +128,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=1)] = 1024,
     seed: Annotated[int, typer.Option(help="Where all random numbers come from.")] = 0,
     dtype: str = "auto",
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
+    output: Output = None,
 ) -> None:
     """Completes requests with the bundled pair and counts the valid ones. The exit code is 1 if any is not valid."""
     config = {"method": "draft_model", "model": str(zoo.path("draft")), "tree": tree, "num_speculative_tokens": depth}
@@ -147,17 +142,10 @@ def main(
     outputs = llm.generate([FUNCTIONS[i % len(FUNCTIONS)] for i in range(requests)], params)
     seconds = perf_counter() - started
     rows = [judge(name, [o for o, n in zip(outputs, names, strict=True) if n == name]) for name in dict.fromkeys(names)]
-    console = wide_console()
-    console.print(table(rows))
-    facts = setting() | config | {"concurrency": concurrency, "temperature": temperature, "seconds": round(seconds, 1)}
-    facts["model"] = Path(config["model"]).name  # type: ignore[arg-type]
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    for row in rows:
-        for text in row.wrong:
-            console.print(f"{row.schema}: {fault(text, SCHEMAS[row.schema])}: {text!r}", markup=False)
-    if json_file is not None:
-        result = {"setting": facts, "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    facts = config | {"concurrency": concurrency, "temperature": temperature, "seconds": round(seconds, 1)}
+    facts["model"] = zoo.path("draft").name
+    wrong = [f"{row.schema}: {fault(text, SCHEMAS[row.schema])}: {text!r}" for row in rows for text in row.wrong]
+    report([table(rows), *wrong], facts, output, rows=[asdict(row) for row in rows])
     if any(row.valid < row.requests for row in rows):
         raise typer.Exit(1)
 

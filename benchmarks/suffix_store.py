@@ -7,22 +7,19 @@ them would, and every draft is timed. The bound is below the total size, so that
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich import box
 from rich.progress import track
-from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.setting import memory, setting, wide_console
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import memory
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
@@ -30,6 +27,7 @@ from foretoken.core.streams import Streams
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.propose.suffix import Suffix, SuffixConfig
 from foretoken.train.data import encode, standard_library
+from options import Output
 
 
 @dataclass(frozen=True)
@@ -143,22 +141,16 @@ def main(
     changed: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens that are changed.")] = 0.03,
     follows: Annotated[int, typer.Option(min=1, help="Requests that are followed and timed.")] = 50,
     budget: Annotated[int, typer.Option(min=1, help="Maximum number of draft tokens per step.")] = 16,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and figures here.")] = None,
+    output: Output = None,
 ) -> None:
     """Fills a suffix store and drafts from it."""
-    figures = measure(tokens, bound, length, changed, follows, budget)
-    result = Table(box=box.MARKDOWN)
-    result.add_column("figure")
-    result.add_column("value", justify="right")
-    for name, value in asdict(figures).items():
-        result.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.2f}")
-    console = wide_console()
-    console.print(result)
-    facts = setting() | {"length": length, "changed": changed, "follows": follows, "budget": budget}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        text = json.dumps({"setting": facts, "figures": asdict(figures)}, indent=2)
-        json_file.write_text(text + "\n", encoding="utf-8")
+    store = asdict(measure(tokens, bound, length, changed, follows, budget))
+    rows = [
+        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.2f}")
+        for name, value in store.items()
+    ]
+    facts = {"length": length, "changed": changed, "follows": follows, "budget": budget}
+    report([figures(("figure", "value"), rows)], facts, output, figures=store)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,11 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
-from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.cli.files import publish
-from foretoken.train.widen.checkpoint import scaled
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores
+from options import AsJson, Output, Repeats, Target, target_path
 
 PROMPT = "import os\n\n\ndef read(path):\n"
 GROUPS = Path("/sys/fs/cgroup/cpu")  # version 1
@@ -163,33 +162,32 @@ def ratios(rates: dict[str, float]) -> dict[str, float]:
 
 
 def main(
-    model: Annotated[Path | None, typer.Option(help="A checkpoint. [the bundled target, widened to 0.7b]")] = None,
+    model: Target = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of an engine. [all cores]")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Texts of each case, in turns.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON document to a file.")] = None,
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Time engines that share their cores, in turns with one that has them alone."""
-    path, count = model or scaled("0.7b"), threads or cores()
+    path, count = target_path(model), threads or cores()
     record = measure(path, count, tokens, repeats)
     rates = record["tokens_per_second"]
-    record |= {"ratios": ratios(rates), "setting": setting() | {"model": path.name, "threads": count}}
-
-    def show() -> None:
-        table = Table("case", "tokens/s", "ratio", box=box.SIMPLE)
-        for name, rate in rates.items():
-            ratio = record["ratios"].get(name)
-            table.add_row(name, f"{rate:.1f}", "" if ratio is None else f"{ratio:.2f}")
-        console = wide_console()
-        console.print(table)
-        console.print("the same text in every case" if record["texts"] == 1 else f"{record['texts']} different texts")
-        if "a quota of one processor" not in rates:
-            console.print("no quota: this needs control groups of version 1 and the right to make one")
-
-    publish(record, show, as_json, output)
+    record["ratios"] = ratios(rates)
+    cells = [(name, f"{rate:.1f}", _times(record["ratios"].get(name))) for name, rate in rates.items()]
+    parts: list[Table | str] = [
+        figures(("case", "tokens/s", "ratio"), cells),
+        "the same text in every case" if record["texts"] == 1 else f"{record['texts']} different texts",
+    ]
+    if "a quota of one processor" not in rates:
+        parts.append("no quota: this needs control groups of version 1 and the right to make one")
+    report(parts, {"model": path.name, "threads": count}, output, as_json, **record)
     if record["texts"] != 1:
         raise typer.Exit(1)
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 if __name__ == "__main__":

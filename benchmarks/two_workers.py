@@ -14,10 +14,10 @@ Where both workers share a machine, drafting ahead takes cores from the target, 
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -27,13 +27,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.progress import track
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores
+from foretoken.bench.workloads import prompts_or_functions
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
 from foretoken.core.sampling import SamplingLaw
@@ -46,7 +46,8 @@ from foretoken.propose.base import BuildContext, Proposer
 from foretoken.propose.remote import Remote, RemoteConfig, start_worker
 from foretoken.propose.remote_transports import Disconnected, EngineEndpoint, MessageQueue
 from foretoken.speculation import Builder, SpeculativeConfig
-from foretoken.train.widen.checkpoint import scaled
+from options import Draft, Output, Prompts, Repeats, Small, Target, target_path
+from systems import Totals, timed_step
 
 KINDS: Mapping[str, tuple[float, Exactness]] = {
     "greedy": (0.0, Exactness.DISTRIBUTION),
@@ -88,18 +89,16 @@ def late(deliver: Callable[[Any], None], seconds: float) -> Callable[[Any], None
 
 @dataclass
 class System:
-    """One way to draft. threads: the target's. seconds: by kind, for each repeat; ready, steps: drafts."""
+    """One way to draft. threads: the target's. totals: by kind, for each repeat. ready: drafts that had arrived."""
 
     name: str
     engine: Engine
     proposer: Proposer
     threads: int
     texts: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    passes: dict[str, int] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)
-    ready: dict[str, int] = field(default_factory=dict)
+    totals: dict[str, list[Totals]] = field(default_factory=dict)
+    drafts: Counter[str] = field(default_factory=Counter)
+    ready: Counter[str] = field(default_factory=Counter)
 
     def run(self, kind: str, prompt: int, ids: Sequence[int], tokens: int, repeat: int) -> None:
         """Completes one prompt. Raises RuntimeError if a repeat generates another text."""
@@ -110,22 +109,20 @@ class System:
         remote = self.proposer if isinstance(self.proposer, Remote) else None
         before = (remote.drafts_needed, remote.drafts_ready) if remote else (0, 0)
         self.engine.add(context, Length(tokens))
-        steps: list[Any] = []
-        started = time.perf_counter()
+        steps, totals = list[Any](), Totals()
         while self.engine.busy:
-            steps += [(step.tokens, step.draft.ids) for step in self.engine.step()]
-        seconds = time.perf_counter() - started
+            outputs, step_totals = timed_step(self.engine)
+            steps += [(step.tokens, step.draft.ids) for step in outputs]
+            totals += step_totals
         self.engine.take(prompt)
         if self.texts.setdefault((kind, prompt), steps) != steps:
             raise RuntimeError(f"{self.name} wrote another text, or drafted otherwise, in a repeat ({kind}, {prompt})")
-        own = self.seconds.setdefault(kind, [])
-        own += [0.0] * (repeat + 1 - len(own))
-        own[repeat] += seconds
-        add(self.passes, kind, len(steps))
-        add(self.tokens, kind, sum(len(each) for each, _ in steps))
+        repeats = self.totals.setdefault(kind, [])
+        repeats += [Totals()] * (repeat + 1 - len(repeats))
+        repeats[repeat] += totals
         if isinstance(self.proposer, Remote):
-            add(self.steps, kind, self.proposer.drafts_needed - before[0])
-            add(self.ready, kind, self.proposer.drafts_ready - before[1])
+            self.drafts[kind] += self.proposer.drafts_needed - before[0]
+            self.ready[kind] += self.proposer.drafts_ready - before[1]
 
 
 @dataclass(frozen=True)
@@ -142,10 +139,6 @@ class Cell:
     ready: float | None
     same: int
     prompts: int
-
-
-def add(counts: dict[str, int], key: str, value: int) -> None:
-    counts[key] = counts.get(key, 0) + value
 
 
 def systems(
@@ -186,40 +179,32 @@ def cells(systems: Sequence[System], prompts: int) -> list[Cell]:
     made = []
     for kind in KINDS:
         for system in systems:
-            repeats = len(system.seconds[kind])
-            speed = median(system.tokens[kind] / repeats / seconds for seconds in system.seconds[kind])
-            steps = system.steps.get(kind)
+            totals, drafts = system.totals[kind], system.drafts[kind]
+            speed = median(repeat.speed for repeat in totals)
             same = sum(system.texts[kind, at] == systems[0].texts[kind, at] for at in range(prompts))
-            ready = system.ready[kind] / steps if steps else None
-            density = system.tokens[kind] / system.passes[kind]
-            made.append(Cell(system.name, kind, speed, density, ready, same, prompts))
+            ready = system.ready[kind] / drafts if drafts else None
+            tokens_per_pass = sum(totals, Totals()).tokens_per_pass
+            made.append(Cell(system.name, kind, speed, tokens_per_pass, ready, same, prompts))
     return made
 
 
 def table(cells: Sequence[Cell]) -> Table:
     """Returns a table with a line for each result."""
-    made = Table(box=box.MARKDOWN)
-    for head in ("texts", "system", "tokens/s", "over one worker", "tokens/pass", "ready ahead", "same as one worker"):
-        made.add_column(head, justify="left" if head in ("texts", "system") else "right")
+    rows = []
     for cell in cells:
         base = next(each for each in cells if each.kind == cell.kind and each.system == ONE)
-        made.add_row(
-            cell.kind,
-            cell.system,
-            f"{cell.speed:.1f}",
-            f"{cell.speed / base.speed:.2f}x",
-            f"{cell.tokens_per_pass:.2f}",
-            "" if cell.ready is None else f"{cell.ready:.0%}",
-            f"{cell.same}/{cell.prompts}",
-        )
-    return made
+        speed = f"{cell.speed:.1f}", f"{cell.speed / base.speed:.2f}x", f"{cell.tokens_per_pass:.2f}"
+        ready = "" if cell.ready is None else f"{cell.ready:.0%}"
+        rows.append((cell.kind, cell.system, *speed, ready, f"{cell.same}/{cell.prompts}"))
+    heads = ("texts", "system", "tokens/s", "over one worker", "tokens/pass", "ready ahead", "same as one worker")
+    return figures(heads, rows)
 
 
 def main(
-    target: Annotated[Path | None, typer.Option(help="Default: the bundled one, widened to 0.7 B.")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
-    small: Annotated[bool, typer.Option("--small", help="The bundled target as it is.")] = False,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each.")] = None,
+    target: Target = None,
+    draft: Draft = None,
+    small: Small = False,
+    prompts: Prompts = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 6,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a completion.")] = 96,
     depth: Annotated[int, typer.Option(min=1, help="Draft tokens per step.")] = 4,
@@ -227,41 +212,27 @@ def main(
     draft_threads: Annotated[int, typer.Option(min=1, help="Cores of the drafting process.")] = 1,
     rtt_ms: Annotated[float, typer.Option(min=0.0, help="Artificial network delay between the workers.")] = 0.0,
     transport: Annotated[str, typer.Option(help="process, thread or ray.")] = "process",
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
+    repeats: Repeats = 3,
+    output: Output = None,
 ) -> None:
     """Prints texts and tokens per second of one worker and of two."""
-    path = target or (zoo.path("target") if small else scaled())
+    path = target_path(target, small)
     ways = systems(path, draft or zoo.path("draft"), depth, ahead, draft_threads, rtt_ms / 1e3, transport)
     tokenizer = load_tokenizer(path)
-    texts = (load_prompts(prompts) if prompts else list(FUNCTIONS))[:count]
-    ids = [list(tokenizer.encode(text)) for text in texts]
+    ids = [list(tokenizer.encode(text)) for text in prompts_or_functions(prompts, count)]
     turns = [(repeat, kind, at) for repeat in range(repeats) for kind in KINDS for at in range(len(ids))]
     for system in ways:
         system.run("greedy", 0, ids[0], tokens, 0)
-        for record in (system.seconds, system.passes, system.tokens, system.steps, system.ready):
+        for record in (system.totals, system.drafts, system.ready):
             record.clear()
     for turn, (repeat, kind, at) in enumerate(track(turns, description="requests", transient=True)):
         for system in ways[turn % 3 :] + ways[: turn % 3]:
             system.run(kind, at, ids[at], tokens, repeat)
     made = cells(ways, len(ids))
-    console = wide_console()
-    console.print(table(made))
-    facts: dict[str, Any] = setting() | {
-        "target": path.name,
-        "count": len(ids),
-        "tokens": tokens,
-        "depth": depth,
-        "ahead": ahead,
-        "rtt_ms": rtt_ms,
-        "transport": transport,
-        "threads": f"{cores()} for one worker, {ways[1].threads} + {draft_threads} for two",
-        "repeats": repeats,
-    }
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        result = {"setting": facts, "cells": [asdict(cell) for cell in made]}
-        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    facts: dict[str, Any] = {"target": path.name, "count": len(ids), "tokens": tokens, "depth": depth, "ahead": ahead}
+    facts |= {"rtt_ms": rtt_ms, "transport": transport, "repeats": repeats}
+    facts["threads"] = f"{cores()} for one worker, {ways[1].threads} + {draft_threads} for two"
+    report([table(made)], facts, output, cells=[asdict(cell) for cell in made])
     for system in ways[1:]:
         system.proposer.close()  # type: ignore[attr-defined]
 

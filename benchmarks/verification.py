@@ -8,22 +8,20 @@ The logits are synthetic: the token of rank k lies ``slope`` log k below the top
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.output import figures, report, wide_console
+from foretoken.bench.setting import cores
 from foretoken.core import streams
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import NodeDistributions
@@ -32,6 +30,7 @@ from foretoken.core.law import PointMass, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import choose, stream_for
+from options import Output, Rows
 
 LAWS = {
     "greedy": SamplingLaw(temperature=0.0),
@@ -169,23 +168,17 @@ def cell(rule: str, law: str, logits: Tensor, taken: Sequence[float], accepted: 
 
 def table(cells: Sequence[Cell], rows: Sequence[int]) -> Table:
     """Returns a table with a line for each vocabulary, rule and parameters, and a column for each number of rows."""
-    result = Table(box=box.MARKDOWN)
-    for head in ("vocabulary", "rule", "parameters", *(f"{count} row{'s' * (count > 1)}" for count in rows)):
-        result.add_column(head, justify="left" if head in ("rule", "parameters") else "right")
     by_column = {(c.vocabulary, c.rule, c.law, c.rows): c for c in cells}
-    for vocabulary, rule, law in dict.fromkeys((c.vocabulary, c.rule, c.law) for c in cells):
-        line = [by_column.get((vocabulary, rule, law, count)) for count in rows]
-        result.add_row(str(vocabulary), rule, law, *(f"{c.median:,.0f} ({c.accepted:.1f})" if c else "" for c in line))
-    return result
+    lines = []
+    for key in dict.fromkeys((c.vocabulary, c.rule, c.law) for c in cells):
+        row = [by_column.get((*key, count)) for count in rows]
+        lines.append((*key, *(f"{c.median:,.0f} ({c.accepted:.1f})" if c else "" for c in row)))
+    counts = (f"{count} row{'s' * (count > 1)}" for count in rows)
+    return figures(("vocabulary", "rule", "parameters", *counts), lines)
 
 
 def main(
-    rows: Annotated[list[int], typer.Option(min=1, help="Rows of a pass, the root's included. May be repeated.")] = [
-        1,
-        5,
-        16,
-        64,
-    ],
+    rows: Rows = [1, 5, 16, 64],
     vocabulary: Annotated[list[int], typer.Option(min=2, help="May be repeated.")] = [4096, 151_936],
     repeats: Annotated[int, typer.Option(min=4)] = 100,
     slope: Annotated[
@@ -194,22 +187,17 @@ def main(
     apart: Annotated[
         float, typer.Option(min=0.0, help="Standard deviation between the logits of draft and target.")
     ] = 0.5,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
+    output: Output = None,
 ) -> None:
     """Prints the median microseconds per step of distributions and verification, and in brackets accepted tokens."""
     torch.set_num_threads(cores())
-    console = wide_console()
     cells: list[Cell] = []
-    with console.status("") as status:
+    with wide_console().status("") as status:
         for one in grid(rows, vocabulary, repeats, slope, apart):
             cells.append(one)
             status.update(f"{one.vocabulary} tokens, {one.rows} rows, {one.rule}")
-    console.print(table(cells, rows))
-    facts = setting() | {"repeats": repeats, "slope": slope, "apart": apart}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        result = {"setting": facts, "cells": [asdict(c) for c in cells]}
-        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    facts = {"repeats": repeats, "slope": slope, "apart": apart}
+    report([table(cells, rows)], facts, output, cells=[asdict(c) for c in cells])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ texts part where two tokens are nearly equal; bf16, where nothing is quantized, 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,18 +16,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from foretoken import zoo
+from foretoken.bench.output import figures, report
 from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import OURS, PEERS, Peer, folder
 from foretoken.bench.peers.worker import PeerError, PeerWorker
-from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.quantize import quantize_checkpoint
-from foretoken.train.widen.checkpoint import scaled
+from options import Output, Small, target_path
 
 BF16 = "bf16"
 
@@ -60,13 +57,13 @@ def main(
     scheme: Annotated[list[str], typer.Option(help="May be repeated.")] = ["int8", "int4-g32", "int4-g64", "int4-g128"],
     count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 12,
     max_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    small: Annotated[bool, typer.Option("--small", help="The bundled target without widening.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
+    small: Small = False,
+    output: Output = None,
 ) -> None:
     """Prints a row for each folder; exits with 1 where vLLM cannot load one."""
     if PEERS["vllm"].missing:
         raise SystemExit("vLLM is not set up; `make peers PEERS=vllm` does it")
-    source = zoo.path("target") if small else scaled()
+    source = target_path(None, small)
     tokenizer = load_tokenizer(source)
     prompts = [list(tokenizer.encode(text)) for text in FUNCTIONS[:count]]
     rows = []
@@ -83,13 +80,9 @@ def main(
                 continue
         lengths = [agreed(*pair) for pair in zip(ours, theirs, strict=True)]
         rows.append(Row(name, len(prompts), lengths.count(max_tokens), sum(lengths) / len(lengths)))
-    table = Table("weights", "texts", "equal", "mean equal tokens", "error", box=box.MARKDOWN)
-    for row in rows:
-        table.add_row(row.scheme, str(row.texts), str(row.equal), f"{row.agreed:.1f} of {max_tokens}", row.error)
-    wide_console().print(table)
-    if json_file is not None:
-        record = {"setting": setting(), "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    cells = [(row.scheme, row.texts, row.equal, f"{row.agreed:.1f} of {max_tokens}", row.error) for row in rows]
+    table = figures(("weights", "texts", "equal", "mean equal tokens", "error"), cells)
+    report([table], {"target": source.name}, output, rows=[asdict(row) for row in rows])
     raise typer.Exit(1 if any(row.error for row in rows) else 0)
 
 

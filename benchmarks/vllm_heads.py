@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.progress import track
-from rich.table import Table
 
 from foretoken import zoo
+from foretoken.bench.output import figures, report
 from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import OURS, PEERS, Peer, folder
 from foretoken.bench.peers.worker import PeerWorker
-from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.bench.setting import cores
+from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.convert import convert
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer
+from options import Output, Prompts
 
 ROLES = ("eagle3", "peagle", "dflash", "dspark", "medusa")
 _AT_ONCE = (("parallel_drafting", "true"),)
@@ -87,26 +87,21 @@ def tokens_per_pass(peer: Peer, setup: Setup, prompts: list[list[int]], max_toke
 
 def main(
     heads: Annotated[list[str] | None, typer.Option(help="KIND=FOLDER, repeatable. [the bundled ones]")] = None,
-    prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
+    prompts: Prompts = None,
     count: Annotated[int, typer.Option(min=1)] = 24,
     max_tokens: Annotated[int, typer.Option(min=2)] = 96,
     depth: Annotated[int, typer.Option(min=1)] = 4,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
+    output: Output = None,
 ) -> None:
     """Compares mean acceptance lengths of the same heads here and in vLLM; exit code 1 if they differ by over 5 %."""
     tokenizer = load_tokenizer(zoo.path("target"))
-    texts = load_prompts(prompts, count) if prompts else list(FUNCTIONS)[:count]
-    ids = [list(tokenizer.encode(text)) for text in texts]
+    ids = [list(tokenizer.encode(text)) for text in prompts_or_functions(prompts, count)]
     with tempfile.TemporaryDirectory() as scratch:
         given = heads_of(heads or []).items()
         rows = [compared(role, path, ids, max_tokens, depth, Path(scratch)) for role, path in given]
-    table = Table("heads", "depth", "foretoken tokens/pass", "vLLM tokens/pass", "ratio", box=box.MARKDOWN)
-    for row in rows:
-        table.add_row(row.heads, str(row.depth), f"{row.ours:.2f}", f"{row.vllm:.2f}", f"{row.ratio:.3f}")
-    wide_console().print(table)
-    if json_file is not None:
-        record = {"setting": setting(), "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    cells = [(row.heads, row.depth, f"{row.ours:.2f}", f"{row.vllm:.2f}", f"{row.ratio:.3f}") for row in rows]
+    table = figures(("heads", "depth", "foretoken tokens/pass", "vLLM tokens/pass", "ratio"), cells)
+    report([table], {"max_tokens": max_tokens}, output, rows=[asdict(row) | {"ratio": row.ratio} for row in rows])
     raise typer.Exit(0 if all(abs(row.ratio - 1) <= 0.05 for row in rows) else 1)
 
 

@@ -23,15 +23,14 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
+from foretoken.bench.output import figures, report
 from foretoken.bench.peers.protocol import PeerRequest
 from foretoken.bench.peers.vllm_steps import VllmStepTimes
-from foretoken.bench.setting import setting, wide_console
 from foretoken.cli.plan_vllm import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.outcome import Plan
@@ -48,6 +47,7 @@ from foretoken.plan.vllm import (
     vllm_plan,
 )
 from foretoken.train.widen.checkpoint import scaled
+from options import Output
 from prompts import some_prompts
 
 WITHIN = 0.1
@@ -168,28 +168,17 @@ def halves(
     return list(pairs.values())
 
 
-def report(pairs: Sequence[Pair], fresh: Sequence[Pair], console: Console) -> dict[str, float]:
-    """Prints tables and the summary. Returns the summary."""
-    table = Table(box=box.MARKDOWN)
-    table.add_column("vLLM")
-    for head in ("tokens", "T", "run", "predicted", "measured", "bias", "error", "of tokens", "within 10 %", "covered"):
-        table.add_column(head, justify="right")
-    for pair in [*pairs, *fresh]:
-        r = pair.to_dict()
-        table.add_row(
-            r["name"],
-            str(r["num_speculative_tokens"]),
-            f"{r['temperature']:g}",
-            "yes" if r["run_for_the_plan"] else "",
-            f"{r['predicted']:.2f}",
-            f"{r['measured']:.2f}",
-            f"{r['bias']:+.1%}",
-            f"{r['median_error']:.1%}",
-            f"{r['median_tokens_error']:.1%}",
-            f"{r['within_10_percent']:.0%}",
-            f"{r['coverage']:.0%}",
+def summary(pairs: Sequence[Pair], fresh: Sequence[Pair]) -> tuple[list[Table | str], dict[str, float]]:
+    """Returns the table and the line to print, and the summary."""
+    rows = [
+        (
+            *(r["name"], r["num_speculative_tokens"], f"{r['temperature']:g}", "yes" if r["run_for_the_plan"] else ""),
+            *(f"{r['predicted']:.2f}", f"{r['measured']:.2f}", f"{r['bias']:+.1%}", f"{r['median_error']:.1%}"),
+            *(f"{r['median_tokens_error']:.1%}", f"{r['within_10_percent']:.0%}", f"{r['coverage']:.0%}"),
         )
-    console.print(table)
+        for r in (pair.to_dict() for pair in [*pairs, *fresh])
+    ]
+    heads = ("tokens", "T", "run", "predicted", "measured", "bias", "error", "of tokens", "within 10 %", "covered")
     errors = [abs(error) for pair in pairs for error in pair.errors]
     facts = {
         "pairs": float(len(pairs)),
@@ -198,14 +187,12 @@ def report(pairs: Sequence[Pair], fresh: Sequence[Pair], console: Console) -> di
         "within_10_percent": fmean(error <= WITHIN for error in errors),
         "coverage": fmean(covered for pair in pairs for covered in pair.covered),
     }
-    console.print(
+    said = (
         f"{len(pairs)} pairs, {len(errors)} predictions: median error {facts['median_error']:.1%}, within 10 % "
         f"{facts['within_10_percent']:.0%}, intervals cover {facts['coverage']:.0%}; largest bias of a pair "
-        f"{facts['largest_bias']:+.1%}",
-        style="bold",
-        highlight=False,
+        f"{facts['largest_bias']:+.1%}"
     )
-    return facts
+    return [figures(("vLLM", *heads), rows), said], facts
 
 
 def main(
@@ -221,7 +208,7 @@ def main(
     depth: Annotated[list[int], typer.Option(min=1, help="To be compared.")] = [3, 5, 8],
     python: Annotated[Path | None, typer.Option(help="Of vLLM's environment.")] = None,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Arguments of vllm.LLM.")] = '{"dtype": "bfloat16"}',
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
+    output: Output = None,
 ) -> None:
     """Plans on some prompts, measures on others, and compares."""
     target = scaled("0.7b") if scaled_up else zoo.path("target")
@@ -236,7 +223,6 @@ def main(
         engine=json.loads(engine_args),
     )
     bench.command()
-    console = wide_console()
     with ExitStack() as stack, Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
         processes = Processes(bench, stack)
@@ -255,24 +241,17 @@ def main(
         if plan.best is not None:
             progress.update(bar, description="the plan's choice, a fresh vLLM", completed=0.0)
             fresh = deployed(bench, plan.best, chosen(plan, known), plan.rows, processes, ids[len(ids) // 2 :])
-    facts = report(pairs, fresh, console)
-    about = setting() | {
-        "target": target.name,
-        "seconds": round(seconds, 1),
-        "count": len(ids),
-        "splits": splits,
-        "max_tokens": max_tokens,
-    }
-    console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
-    if json_file is not None:
-        record = {
-            "setting": about,
-            "summary": facts,
-            "best": plan.best,
-            "pairs": [pair.to_dict() for pair in [*pairs, *fresh]],
-            "plan": plan.to_dict(),
-        }
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    parts, result = summary(pairs, fresh)
+    facts = {"target": target.name, "seconds": round(seconds, 1), "count": len(ids)}
+    report(
+        parts,
+        facts | {"splits": splits, "max_tokens": max_tokens},
+        output,
+        summary=result,
+        best=plan.best,
+        pairs=[pair.to_dict() for pair in [*pairs, *fresh]],
+        plan=plan.to_dict(),
+    )
 
 
 def deployed(

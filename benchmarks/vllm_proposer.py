@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.progress import track
-from rich.table import Table
 
 from foretoken import zoo
+from foretoken.bench.output import figures, report
 from foretoken.bench.peers.protocol import PeerRequest
 from foretoken.bench.peers.vllm_steps import VllmStepTimes
-from foretoken.bench.setting import setting, wide_console
-from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.plan_vllm import OURS
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.vllm import Bench, PromptCompleter, VllmCandidate
+from options import Output, Prompts
 
 METHODS: tuple[Mapping[str, Any], ...] = (
     {"method": "suffix"},
@@ -85,7 +84,7 @@ def line(method: str, kind: str, plain: Sequence[VllmStepTimes], own: Sequence[V
 
 
 def main(
-    prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
+    prompts: Prompts = None,
     count: Annotated[int, typer.Option(min=1)] = 8,
     max_tokens: Annotated[int, typer.Option(min=8)] = 96,
     depth: Annotated[int, typer.Option(min=1)] = 8,
@@ -93,13 +92,12 @@ def main(
     dtype: Annotated[str, typer.Option()] = "float32",
     python: Annotated[Path | None, typer.Option(help="Of vLLM's environment.")] = None,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = "{}",
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
+    output: Output = None,
 ) -> None:
     """Compares texts and tokens per pass; the exit code is 1 if a text differs."""
     target = zoo.path("target")
     tokenizer = load_tokenizer(target)
-    given = load_prompts(prompts, count) if prompts else list(FUNCTIONS)[:count]
-    write = [list(tokenizer.encode(text)) for text in given]
+    write = [list(tokenizer.encode(text)) for text in prompts_or_functions(prompts, count)]
     engine = {"dtype": dtype} | json.loads(engine_args)
     bench = Bench(target=str(target), max_tokens=max_tokens, batches=(batch,), python=python, engine=engine)
     plain_process = bench.start(None)
@@ -120,29 +118,19 @@ def main(
                 lines.append(line(options["method"], kind, plain[kind], own))
         finally:
             process.close()
-    table = Table("proposer", "prompts", "equal", "tokens/pass", "step / plain", "speedup", box=box.MARKDOWN)
-    for each in lines:
-        table.add_row(
-            each.method,
-            each.kind,
-            f"{each.equal} of {each.texts}",
-            f"{each.tokens_per_pass:.2f}",
-            f"{each.step_over_plain:.2f}",
-            f"{each.speedup:.2f}x",
+    cells = [
+        (
+            *(each.method, each.kind, f"{each.equal} of {each.texts}", f"{each.tokens_per_pass:.2f}"),
+            *(f"{each.step_over_plain:.2f}", f"{each.speedup:.2f}x"),
         )
-    console = wide_console()
-    console.print(table)
-    about = setting() | {
-        "target": target.name,
-        "dtype": dtype,
-        "depth": depth,
-        "max_tokens": max_tokens,
-        "batch": batch,
-    }
-    console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
-    if json_file is not None:
-        rows = [asdict(each) | {"speedup": each.speedup} for each in lines]
-        json_file.write_text(json.dumps({"setting": about, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        for each in lines
+    ]
+    report(
+        [figures(("proposer", "prompts", "equal", "tokens/pass", "step / plain", "speedup"), cells)],
+        {"target": target.name, "dtype": dtype, "depth": depth, "max_tokens": max_tokens, "batch": batch},
+        output,
+        rows=[asdict(each) | {"speedup": each.speedup} for each in lines],
+    )
     raise typer.Exit(0 if all(each.equal == each.texts for each in lines) else 1)
 
 

@@ -9,20 +9,18 @@ token; the pass is the target's part of the greedy case. With --history the prom
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.zoo.real import REAL_MODELS, real_model_path
+from foretoken.bench.clock import Stopwatch
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores
+from options import MODEL_HELP, Output, Repeats, model_path
 
 PLAIN = "greedy"
 CASES: dict[str, dict[str, Any]] = {
@@ -46,23 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 SENTENCE = "The harbour was quiet that morning, and the men who had been out on the boats sat on the wall. "
 
 
-class TimedPasses:
-    """Sums the seconds of a target's passes."""
-
-    def __init__(self, target: Any) -> None:
-        self.seconds, self._score = 0.0, target.score
-        target.score = self
-
-    def __call__(self, *args: Any) -> Any:
-        started = time.perf_counter()
-        scores = self._score(*args)
-        self.seconds += time.perf_counter() - started
-        return scores
-
-
-def times(
-    llm: LLM, passes: TimedPasses, prompt: list[int], options: dict[str, Any], tokens: int
-) -> tuple[float, float]:
+def times(llm: LLM, passes: Stopwatch, prompt: list[int], options: dict[str, Any], tokens: int) -> tuple[float, float]:
     """Returns the milliseconds per token behind the first one, and those of them that the target's passes take."""
     common = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "speculative_tokens": 0}
     started, count, before = 0.0, 0, 0.0
@@ -75,46 +57,37 @@ def times(
 
 
 def main(
-    model: Annotated[
-        str, typer.Option(help=f"A folder, a GGUF file, or one of: {', '.join(REAL_MODELS)}.")
-    ] = "smollm2",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
     case: Annotated[
         list[str] | None, typer.Option(help="Only these cases (repeatable), beside the greedy one.")
     ] = None,
     history: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 100,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 32,
-    repeats: Annotated[int, typer.Option(min=1)] = 5,
-    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
+    repeats: Repeats = 5,
+    output: Output = None,
 ) -> None:
     """Milliseconds per token of each sampling parameter, beside plain greedy decoding in the same run."""
     torch.set_num_threads(cores())
-    path = real_model_path(model) if model in REAL_MODELS else Path(model)
+    path = model_path(model)
     llm = LLM(str(path), methods=["recycling"])
-    passes = TimedPasses(llm.target)
     words: list[int] = llm.tokenizer(SENTENCE * (history // 8 + 1))["input_ids"]
-    prompt = words[:history]
     chosen = {name: CASES[name] for name in dict.fromkeys([PLAIN, *(case or CASES)])}
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
-    for repeat in range(repeats + 1):
-        for name, options in chosen.items():
-            result = times(llm, passes, prompt, options, tokens)
-            if repeat:  # the first one fills caches
-                measured[name].append(result)
+    with Stopwatch([(llm.target, "score")]) as passes:
+        for repeat in range(repeats + 1):
+            for name, options in chosen.items():
+                result = times(llm, passes, words[:history], options, tokens)
+                if repeat:  # the first one fills caches
+                    measured[name].append(result)
     plain = median(total for total, _ in measured[PLAIN])
-    table = Table(box=box.MARKDOWN)
-    for column in ("parameter", "ms per token", "over greedy", "outside passes, ms"):
-        table.add_column(column, justify="left" if column == "parameter" else "right")
     rows = []
     for name, results in measured.items():
         total, outside = median(t for t, _ in results), median(t - passed for t, passed in results)
         rows.append({"case": name, "ms": total, "over_greedy": total / plain, "outside_ms": outside})
-        table.add_row(name, f"{total:.2f}", f"{total / plain:.2f}", f"{outside:.2f}")
-    console = wide_console()
-    console.print(table)
-    facts = setting() | {"model": path.name, "history": history, "tokens": tokens, "repeats": repeats}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    if json_file is not None:
-        json_file.write_text(json.dumps({"setting": facts, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    cells = [(row.pop("case"), *(f"{value:.2f}" for value in row.values())) for row in map(dict, rows)]
+    table = figures(("parameter", "ms per token", "over greedy", "outside passes, ms"), cells)
+    facts = {"model": path.name, "history": history, "tokens": tokens, "repeats": repeats}
+    report([table], facts, output, rows=rows)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,16 @@ from unittest.mock import patch
 
 import torch
 import typer
-from rich import box
 from rich.table import Table
 
-from foretoken.bench.clock import interleaved
-from foretoken.bench.costs import Loaded, scoring
-from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.cli.files import publish
-from foretoken.core.draft import Draft
+from foretoken.bench.costs import Loaded
+from foretoken.bench.output import figures, report
+from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native import build
 from foretoken.models.runners.native.build import loaded_library, prebuilt
-from foretoken.train.widen.checkpoint import scaled
+from kernels import pass_times
+from options import AsJson, Output, Rows, Target, Turns, target_path
 
 BF16 = "bf16"
 SHIPPED, COMPILED = "wheel", "compiled here"
@@ -60,16 +58,6 @@ def kernels_of(folder: Path) -> Iterator[None]:
     loaded_library.cache_clear()
 
 
-def logits(model: Loaded, rows: int) -> torch.Tensor:
-    """Returns the logits of a pass behind a short prompt."""
-    handle = model.open(20)
-    draft = Draft.chain(list(range(1, rows))) if rows > 1 else Draft.empty()
-    with torch.inference_mode():
-        scores = model.model.score([handle], [draft])[0].logits.clone()
-    model.model.close(handle)
-    return scores
-
-
 def compare(
     folder: Path, target: Path, schemes: Sequence[str], rows: Sequence[int], context: int, turns: int
 ) -> Iterator[Comparison]:
@@ -83,45 +71,34 @@ def compare(
     for scheme in schemes:
         load = partial(Loaded.of, target, "" if scheme == BF16 else scheme, weight_format="auto")
         with kernels_of(folder):
-            models = {SHIPPED: load()}
+            models = {SHIPPED: load().model}
         with kernels_of(folder / "none"):
-            models[COMPILED] = load()
-        handles = {name: model.open(context) for name, model in models.items()}
-        for count in rows:
-            one, other = (logits(model, count) for model in models.values())
-            tasks = {name: scoring(model.model, [handles[name]], count) for name, model in models.items()}
-            times = {name: 1000 * spread.median for name, spread in interleaved(tasks, turns).items()}
-            yield Comparison(scheme, count, times[SHIPPED], times[COMPILED], torch.equal(one, other))
+            models[COMPILED] = load().model
+        for row in pass_times(models, rows, context, turns):
+            milliseconds = {name: 1000 * seconds for name, seconds in row["seconds"].items()}
+            yield Comparison(scheme, row["rows"], milliseconds[SHIPPED], milliseconds[COMPILED], row["same_bits"])
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
-    """One line for each scheme and number of rows."""
-    result = Table(box=box.MARKDOWN)
-    for head in ("scheme", "rows", "wheel, ms", "compiled here, ms", "ratio", "same bits"):
-        result.add_column(head, justify="left" if head == "scheme" else "right")
-    for c in comparisons:
-        result.add_row(
-            c.scheme,
-            str(c.rows),
-            f"{c.wheel:.2f}",
-            f"{c.compiled:.2f}",
-            f"{c.ratio:.3f}",
-            "yes" if c.same_bits else "no",
-        )
-    return result
+    """Returns a table with a line for each scheme and number of rows."""
+    rows = [
+        (c.scheme, c.rows, f"{c.wheel:.2f}", f"{c.compiled:.2f}", f"{c.ratio:.3f}", "yes" if c.same_bits else "no")
+        for c in comparisons
+    ]
+    return figures(("scheme", "rows", "wheel, ms", "compiled here, ms", "ratio", "same bits"), rows)
 
 
 def main(
     wheel: Annotated[Path, typer.Argument(exists=True, help="A wheel from make wheel.")],
-    target: Annotated[Path | None, typer.Option(help="Checkpoint. [the bundled target, widened to 0.7b]")] = None,
+    target: Target = None,
     scheme: Annotated[list[str], typer.Option(help='"bf16" or a quantization; may be repeated.')] = [
         BF16, "int8", "int4",
     ],
-    rows: Annotated[list[int], typer.Option(min=1, help="May be repeated.")] = [1, 4, 8, 16],
+    rows: Rows = [1, 4, 8, 16],
     context: Annotated[int, typer.Option(min=1, help="Tokens before them.")] = 512,
-    turns: Annotated[int, typer.Option(min=1)] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON document to a file.")] = None,
+    turns: Turns = 15,
+    as_json: AsJson = False,
+    output: Output = None,
 ) -> None:  # fmt: skip
     """Time passes with a wheel's kernels and with those compiled here, in turns. The exit code is 1 if bits differ."""
     torch.set_num_threads(cores())
@@ -129,16 +106,10 @@ def main(
         names = [name for name in archive.namelist() if name.startswith("foretoken/_kernels/")]
         archive.extractall(scratch, names)
         folder = Path(scratch) / "foretoken" / "_kernels"
-        found = list(compare(folder, target or scaled("0.7b"), scheme, rows, context, turns))
-    facts = setting() | {"kernels": build.require().name, "context": context}
-
-    def show() -> None:
-        console = wide_console()
-        console.print(table(found))
-        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-
-    publish({"setting": facts, "passes": [asdict(c) | {"ratio": c.ratio} for c in found]}, show, as_json, output)
-    if not all(c.same_bits for c in found):
+        result = list(compare(folder, target_path(target), scheme, rows, context, turns))
+    facts = {"kernels": build.require().name, "context": context}
+    report([table(result)], facts, output, as_json, passes=[asdict(c) | {"ratio": c.ratio} for c in result])
+    if not all(c.same_bits for c in result):
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The editing workload: whole programs before and after, and a target that writes what is dictated."""
+"""The editing workload: whole programs before and after, and a target whose output is forced."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import ast
 
 import pytest
 
-from foretoken.bench.editing import Dictated, editing_tasks
+from foretoken.bench.editing import ForcedOutput, editing_tasks
 from foretoken.bench.edits import EDITS
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
+from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
@@ -32,13 +33,14 @@ def test_an_edit_is_a_rename_and_a_fix(edit):
     assert edit.edited != edit.source.replace(old, new)
 
 
-def steps(proposer: Proposer, tokenizer, temperature: float = 0.0) -> int:
-    """Passes over all tasks; every text must be the dictated one."""
-    engine = Engine(ToyModel(len(tokenizer), order=1), proposer, Fixed(16))
+def steps(proposer: Proposer, tokenizer) -> int:
+    """Passes over all tasks; every text must be the forced one."""
+    target = ForcedOutput(ToyModel(len(tokenizer), order=1))
+    engine = Engine(target, proposer, Fixed(16))
     passes = 0
     for number, task in enumerate(editing_tasks(tokenizer)[:3]):
-        law = Dictated(task.output).with_temperature(temperature)
-        prompt = list(task.prompt)
+        target.output, target.prompt_length = task.output, len(task.prompt)
+        prompt, law = list(task.prompt), SamplingLaw(temperature=0.0)
         context = Context(number, prompt, len(prompt), law, Streams(0), prediction=tuple(task.reference))
         engine.add(context, Length(len(task.output)))
         while engine.busy:

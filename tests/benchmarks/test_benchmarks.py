@@ -71,8 +71,11 @@ ELSEWHERE = {
     "attacks": "tests/serve/test_attacks.py",
     "attackers": "its attacks",
     "clients": "imported by serving and attacks",
+    "kernels": "imported by schemes, packed_weights, wheel_kernels and long_context",
+    "options": "imported by the others",
     "prompts": "imported by the others",
-    "servers": "imported by serving_vllm, plan_endpoint, endpoint_alarms and endpoint_audits",
+    "servers": "imported by serving, serving_vllm, plan_endpoint, endpoint_alarms and endpoint_audits",
+    "systems": "imported by mixture, adaptive, editing, never_slower, planner and others",
     "replicas": "tests/serve/test_replicas.py kills one under load",
     "wheel_kernels": "tests/test_wheel.py, which builds a wheel",
 }
@@ -213,12 +216,8 @@ def test_serving_measures_throughput(monkeypatch):
 
 
 @pytest.mark.slow
-def test_shift_follows_a_draft_that_learns(monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys, "argv", ["shift.py", "--to", "prose", "--blocks", "1", "--requests", "2", "--max-tokens", "16"]
-    )
-    importlib.import_module("shift").main()
-    assert "updates" in capsys.readouterr().out
+def test_shift_follows_a_draft_that_learns():
+    assert "updates" in call("shift", ["--to", "prose", "--blocks", "1", "--requests", "2", "--max-tokens", "16"])
 
 
 def test_families_says_which_runtime_serves_a_family():

@@ -1,11 +1,12 @@
-"""Interleaved timing of several tasks in one run. The order rotates, so that drift of the machine affects all alike."""
+"""Timing of tasks in one run, interleaved so that drift of the machine affects all alike, and of single methods."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 from foretoken.costs.measured import TimeSpread
 
@@ -55,3 +56,40 @@ def interleaved(
             sleep(QUIET_SECONDS)
             seconds[key].append(tasks[key].seconds())
     return {key: TimeSpread.of(values) for key, values in seconds.items()}
+
+
+class Stopwatch:
+    """Sums the seconds spent inside methods of objects, while it is open.
+
+    Attributes:
+        seconds: Seconds inside all methods.
+        calls: Number of calls by the method's name.
+
+    Args:
+        methods: Objects with a method's name each.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, methods: Iterable[tuple[Any, str]], clock: Callable[[], float] = perf_counter) -> None:
+        self.seconds, self.calls = 0.0, Counter[str]()
+        self._methods, self._clock = list(methods), clock
+
+    def __enter__(self) -> Self:
+        for owner, name in self._methods:
+            setattr(owner, name, self._timed(name, getattr(owner, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name in self._methods:
+            delattr(owner, name)
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            started = self._clock()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds += self._clock() - started
+                self.calls[name] += 1
+
+        return measured

@@ -115,13 +115,18 @@ def pass_costs(
 
 def scoring(model: Model, handles: list[Any], rows: int, burst: int = 1) -> TimedTask:
     """Scores the newest token and ``rows - 1`` draft tokens of each sequence, then rewinds."""
-    drafts = [Draft.chain(list(range(1, rows))) if rows > 1 else Draft.empty()] * len(handles)
+    drafts = [chain(rows)] * len(handles)
 
     def run() -> None:
         model.score(handles, drafts)
         wait_for(model.device)
 
     return TimedTask(run, lambda: model.commit(handles, [()] * len(handles)), burst)
+
+
+def chain(rows: int) -> Draft:
+    """Returns an arbitrary draft whose pass has ``rows`` rows."""
+    return Draft.chain(list(range(1, rows))) if rows > 1 else Draft.empty()
 
 
 def _bare(loaded: Loaded) -> list[Callable[[int], float | None]]:

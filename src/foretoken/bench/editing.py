@@ -1,22 +1,20 @@
 """The editing workload: the prompt holds a function, the output is the same function with a rename and a fix.
 
-The bundled target completes code and does not follow instructions, so the output is forced: the sampling distribution
-is one-hot on the edited text, as under a grammar that allows one text. Passes, caches and verification cost the same.
+The bundled target completes code and does not follow instructions, so the output is forced: in the target's rows, the
+next token of the edited text is made the most probable. Passes, caches and verification cost the same, and no proposer
+knows the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from foretoken.bench.edits import EDITS
-from foretoken.core.distributions import Law
-from foretoken.core.history import History
-from foretoken.core.sampling import SamplingLaw
+from foretoken.core.draft import Draft
+from foretoken.models.base import Handle, Model, Scores
 
 
 class EditingTask(NamedTuple):
@@ -36,28 +34,56 @@ def editing_tasks(tokenizer: Any) -> list[EditingTask]:
     return [EditingTask(ids(edit.prompt), ids(edit.source), ids(edit.edited)) for edit in EDITS]
 
 
-@dataclass(frozen=True)
-class Dictated(Law):
-    """A sampling distribution that forces ``output`` [n]: one-hot by position; the last token repeats at the end.
+class ForcedOutput(Model):
+    """A target whose greedy output can be forced.
 
-    It reads the logits as greedy decoding does, so that a row costs the same.
+    Attributes:
+        output: Tokens that follow every prompt; None leaves the rows as they are.
+        prompt_length: Tokens of the prompt.
     """
 
-    output: Sequence[int]
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.output: Sequence[int] | None = None
+        self.prompt_length = 0
+        self.vocab_size, self.max_length = model.vocab_size, model.max_length
+        self.num_layers, self.hidden_size = model.num_layers, model.hidden_size
+        self.device, self.dtype, self.batch_invariant = model.device, model.dtype, model.batch_invariant
 
-    greedy = True
-    needs_history = True
+    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        """See ``Model``."""
+        for handle in handles:
+            handle.argmax_only = handle.argmax_only and self.output is None  # the logits are changed below
+        scores = self._model.score(handles, drafts, taps)
+        if self.output is not None:
+            for handle, draft, score in zip(handles, drafts, scores, strict=True):
+                self._force(len(handle.tokens) - self.prompt_length, draft, score.logits)
+        return scores
 
-    def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
-        """See ``Law``."""
-        SamplingLaw(temperature=0.0).best(logits, histories)
-        return [self.output[min(h.generated, len(self.output) - 1)] for h in histories]
+    def _force(self, generated: int, draft: Draft, logits: Tensor) -> None:
+        assert self.output is not None and logits.shape[0] == len(draft) + 1
+        for row, depth in enumerate((0, *draft.depths)):
+            if generated + depth < len(self.output):
+                logits[row, self.output[generated + depth]] = logits[row].max() + 1.0
 
-    def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
-        """See ``Law``."""
-        tokens = torch.tensor(self.best(logits, histories), device=logits.device)[:, None]
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, tokens, 1.0)
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
+        """See ``Model``."""
+        return self._model.open(prompt, source, cache_salt)
 
-    def with_temperature(self, temperature: float) -> Dictated:
-        """One-hot at every temperature."""
-        return self
+    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        """See ``Model``."""
+        self._model.commit(handles, tokens)
+
+    def close(self, handle: Handle) -> None:
+        """See ``Model``."""
+        self._model.close(handle)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """See ``Model``."""
+        return self._model.unembed(hidden)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from foretoken.bench.grid import GridCell, Summary
+from foretoken.bench.output import figures
 from foretoken.bench.page import HEADS, cells, label
 from foretoken.bench.race import RaceRow
 from foretoken.report.document import bullets, document, folded, section, table
@@ -20,14 +21,7 @@ COLUMNS = ("cell", "default", "best fixed", "plain", "best peer", "default / fix
 
 def rich_table(results: Results) -> Table:
     """Returns one line per cell, tokens per second and ratios."""
-    from rich import box
-
-    shown = Table(box=box.MARKDOWN)
-    for column in COLUMNS:
-        shown.add_column(column, justify="left" if column == "cell" else "right")
-    for cell, rows in results.items():
-        shown.add_row(*line(cell, rows))
-    return shown
+    return figures(COLUMNS, [line(cell, rows) for cell, rows in results.items()])
 
 
 def line(cell: GridCell, rows: Sequence[RaceRow]) -> tuple[str, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from foretoken.bench.http_load import LoadResult, Percentiles
 from foretoken.bench.http_workloads import prefix_speedups
+from foretoken.bench.output import figures
 from foretoken.report.charts import Axis, Point, Series, lines
 from foretoken.report.document import bullets, document, section, table
 from foretoken.report.markup import Html
@@ -26,12 +26,7 @@ _NOTE = (
 
 def load_table(results: Sequence[LoadResult]) -> Table:
     """Returns the table of a terminal."""
-    shown = Table(box=box.MARKDOWN)
-    for head in HEADS:
-        shown.add_column(head, justify="left" if head == "workload" else "right")
-    for result in results:
-        shown.add_row(*_cells(result))
-    return shown
+    return figures(HEADS, map(_cells, results))
 
 
 def speedup_lines(results: Sequence[LoadResult]) -> list[str]:

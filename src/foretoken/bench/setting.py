@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foretoken.core.threads import usable_threads
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def cores() -> int:
     """Returns the number of cores to compute on: ``OMP_NUM_THREADS``, or all that this process may use."""
     return usable_threads()
-
-
-def wide_console() -> Console:
-    """Returns a console that does not fold tables in a pipe or file."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
 
 
 def setting() -> dict[str, Any]:
@@ -69,6 +59,15 @@ def memory(what: str) -> int:
     file = Path("/proc/self/status" if what.startswith("Vm") else "/proc/meminfo")
     sizes = (line.split()[1] for line in _lines(file) if line.startswith(f"{what}:"))
     return int(next(sizes, "0")) * 1024
+
+
+def resident_bytes(process: int) -> int:
+    """Returns the resident memory of a process, with the files that it maps; 0 if it has ended."""
+    try:
+        pages = Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
 def _lines(file: Path) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
+from foretoken.bench.clock import Stopwatch
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
 
@@ -51,12 +52,9 @@ class StepTimes:
 def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> StepTimes:
     """Times decode steps of one prompt after another through ``LLM.stream``."""
     drafter: Any = getattr(llm.engine.proposer, "model", None)
-    watch = _Stopwatch()
     names = ("score", "chains") if drafter is not None else ()
-    for name in names:
-        setattr(drafter, name, watch.timed(getattr(drafter, name)))
     sums = dict.fromkeys(("steps", "tokens", "total", "target", "draft", "propose", "verify", "commit"), 0.0)
-    try:
+    with Stopwatch([(drafter, name) for name in names]) as watch:
         for prompt in prompts:
             pieces = iter(llm.stream(prompt, params))
             next(pieces, None)
@@ -79,26 +77,4 @@ def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> Step
                 }
                 for name, value in parts.items():
                     sums[name] += value
-    finally:
-        for name in names:
-            delattr(drafter, name)
     return StepTimes(**sums | {"steps": int(sums["steps"]), "tokens": int(sums["tokens"])})  # type: ignore[arg-type]
-
-
-class _Stopwatch:
-    """Sums the seconds spent inside functions."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``call``, whose seconds are added."""
-
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            started = perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.seconds += perf_counter() - started
-
-        return measured

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,8 +18,6 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 if TYPE_CHECKING:
     from foretoken.bench.http_load import LoadedServer
     from foretoken.bench.http_workloads import LoadPlan
-
-_PATIENCE = 600.0  # seconds for a server to start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +91,7 @@ def bench_serve(
     load.check()
     chosen, plan = _chosen(load.workloads), load.plan()
     notes, results = wide_console(report.color, stderr=True), []
-    with contextlib.nullcontext(url) if url is not None else started(server_options, api_key) as address:
+    with nullcontext((url, 0)) if url is not None else started(server_options, api_key) as (address, _):
         server = load.server(address, api_key, model)
         server.run("warm-up", ["import os\n"] * 2, 1)
         for name in chosen:
@@ -127,37 +119,12 @@ def bench_serve(
         raise ForetokenError(f"{count} requests failed; the first: {failed[0].error}")
 
 
-@contextlib.contextmanager
-def started(options: str, key: str | None) -> Iterator[str]:
-    """Runs a server of our own on loopback within the ``with`` block, and yields its address.
+def started(options: str, key: str | None) -> AbstractContextManager[tuple[str, int]]:
+    """Runs a server of our own within the ``with`` block. Yields its address and process id. Raises ForetokenError."""
+    from foretoken.bench.server_process import server_process
 
-    Raises:
-        ForetokenError: It does not start; with its last words.
-    """
-    import httpx
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    own = ["--max-num-seqs", "64", "--log-level", "error", *shlex.split(options), "--port", str(port)]
-    command = [sys.executable, "-m", "foretoken", "serve", *own]
-    environment = {**os.environ, "FORETOKEN_API_KEY": key} if key else os.environ
-    with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, stderr=said, env=environment) as process:
-        try:
-            address, end = f"http://127.0.0.1:{port}", time.monotonic() + _PATIENCE
-            while True:
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{address}/ready", timeout=5.0).status_code == 200:
-                        break
-                if process.poll() is not None or time.monotonic() > end:
-                    said.seek(0)
-                    words = said.read().strip().splitlines()[-1:] or ["it said nothing"]
-                    raise ForetokenError(f"the server did not start: {words[0]}")
-                time.sleep(0.1)
-            yield address
-        finally:
-            process.terminate()
-            process.wait(60)
+    command = [sys.executable, "-m", "foretoken", "serve", "--max-num-seqs", "64", "--log-level", "error"]
+    return server_process([*command, *shlex.split(options)], "/ready", {"FORETOKEN_API_KEY": key} if key else None)
 
 
 def _chosen(workloads: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from foretoken.bench.peers import registry
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
+from foretoken.bench.setting import resident_bytes
 from foretoken.core.errors import ForetokenError
 
 
@@ -55,7 +56,8 @@ class PeerWorker:
     @property
     def resident_bytes(self) -> int:
         """Resident memory of the process and its children, with the files that they map; 0 where it is hidden."""
-        return sum(_resident(process) for process in Path("/proc").glob("[0-9]*") if _group(process) == self.pid)
+        processes = Path("/proc").glob("[0-9]*")
+        return sum(resident_bytes(int(process.name)) for process in processes if _group(process) == self.pid)
 
     def answer(self, request: PeerRequest) -> Answer:
         """Resumes the process, completes the request, stops it again."""
@@ -126,11 +128,3 @@ def _group(process: Path) -> int | None:
         return int((process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[2])
     except OSError:
         return None
-
-
-def _resident(process: Path) -> int:
-    """Returns the resident bytes of a process; 0 if it has ended."""
-    try:
-        return int((process / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
-    except OSError:
-        return 0
