@@ -174,7 +174,7 @@ def _connect(address: str | None, verbose: bool) -> None:
             ray.init(address=address, **quiet)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = "on this machine" if address is None else f"at {address}"
-        raise ForetokenError(f"no Ray {where}: {error}; see docs/guides/ray.md") from error
+        raise ForetokenError(f"no Ray {where}: {error}; see docs/guides/engines.md") from error
 
 
 def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, app: str) -> DeploymentHandle[Any]:
