@@ -91,7 +91,7 @@ class Gaussians:
         return len(self.means)
 
     def draw(self, row: int, stream: RealStream, index: int) -> Reals:
-        """Returns a value drawn from row ``row``, [d]."""
+        """Returns a value sampled from row ``row``, [d]."""
         return self.means[row] + self.scales[row] * stream.normal(self.means.shape[1], index)
 
     def log_density(self, row: int, value: Reals) -> float:
@@ -105,7 +105,7 @@ class SeriesDraft:
     """Draft values of one series. No values are legal and mean plain sampling.
 
     Args:
-        values: float64 [n, d]. Value i was drawn from row i of ``law``.
+        values: float64 [n, d]. Value i was sampled from row i of ``law``.
         law: The distributions; a row may depend on the values before it.
     """
 
@@ -125,7 +125,7 @@ class Origin(StrEnum):
 
     BONUS = "bonus"  # every drafted value is accepted
     REFLECTED = "reflected"  # the reflection of the rejected value
-    RESIDUAL = "residual"  # drawn from norm((p - q)+)
+    RESIDUAL = "residual"  # sampled from norm((p - q)+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def verify(draft: SeriesDraft, target: Gaussians, stream: RealStream) -> SeriesV
     Args:
         draft: The draft of n values.
         target: n + 1 rows; row i is the distribution after the first i draft values.
-        stream: Random numbers of ``Purpose.VERIFY``. Values are verified at indices 0 to n - 1, the bonus is drawn at
+        stream: Random numbers of ``Purpose.VERIFY``. Values are verified at indices 0 to n - 1, the bonus is sampled at
             n, the residual above it.
 
     Raises:

@@ -211,7 +211,7 @@ class CoarseDraft(Proposer):
         return [self._one(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def _one(self, context: Context, budget: int) -> Draft:
-        """Returns a chain with the distributions that it was drawn from, under the request's sampling parameters."""
+        """Returns a chain and the distributions of its tokens under the request's sampling parameters."""
         shared = context.exactness is Exactness.TRAJECTORY
         position = context.generated
         stream = context.streams.shared(position) if shared else context.streams.private(Purpose.DRAFT, position)

@@ -23,7 +23,7 @@ PENDING = (
     *(f"src/foretoken/{name}" for name in ("audit", "bench", "cli", "plan", "probe", "serve", "train")),
     *(f"src/foretoken/{name}" for name in ("core", "interop.py", "interop_vllm.py", "models", "outputs.py")),
     *(f"src/foretoken/{name}" for name in ("params.py", "quantize", "report", "verify", "zoo")),
-    *("tests", "benchmarks", "examples", "docs/explanation/control.md", "CHANGELOG.md"),
+    *("tests", "benchmarks", "docs/explanation/control.md", "CHANGELOG.md"),
 )
 
 OPENINGS = re.compile(r"\s*(What|How|Who|Whose|Where|Of|Whatever)\b")
