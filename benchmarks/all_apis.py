@@ -24,11 +24,10 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 
-from clients import memory_over_time, talking
 from foretoken.bench.output import report
 from foretoken.bench.workloads import FUNCTIONS
 from options import Output
-from servers import serving
+from servers import memory_over_time, serving, talking
 
 MAX_BODY = 2**18
 OPTIONS = ("--kv-cache-memory-bytes", "256MiB", "--max-body", str(MAX_BODY), "--response-store", "200")

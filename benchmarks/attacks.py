@@ -30,12 +30,11 @@ import typer
 from rich.table import Table
 
 from attackers import ATTACKS
-from clients import Answer, ask, talking
 from foretoken.bench.output import figures, report
 from foretoken.bench.setting import resident_bytes
 from foretoken.bench.workloads import FUNCTIONS
 from options import Output
-from servers import serving
+from servers import Answer, ask, serving, talking
 
 HEALTH_SECONDS, SLOWER, GROWTH = 0.25, 2.0, 0.05
 PROBE = 0.01  # seconds between two requests for /health

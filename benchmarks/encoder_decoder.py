@@ -24,8 +24,8 @@ from foretoken.bench import tables
 from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.costs import Loaded, pass_costs
 from foretoken.bench.output import figures, report
-from foretoken.bench.repairs import Repair, repairs
 from foretoken.bench.setting import cores
+from foretoken.bench.workloads import Repair, repairs
 from foretoken.costs.measured import TimeSpread
 from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.train.widen.checkpoint import scaled

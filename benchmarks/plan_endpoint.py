@@ -29,8 +29,7 @@ from foretoken.bench.output import figures, wide_console
 from foretoken.bench.setting import setting
 from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
 from foretoken.plan.endpoint.statistics import SpeedModel
-from options import Output, Target, target_path
-from prompts import some_prompts
+from options import Output, Target, some_prompts, target_path
 from servers import engine_serving, listed_model
 
 WITHIN = 0.1

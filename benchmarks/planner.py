@@ -47,8 +47,7 @@ from foretoken.plan.step_timing import LANES_PER_PLAIN, interleave
 from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
-from options import Draft, Output, Small, target_path
-from prompts import some_prompts
+from options import Draft, Output, Small, some_prompts, target_path
 from systems import Totals, timed_step
 
 ROLES = ("eagle3", "medusa")

@@ -20,11 +20,10 @@ from typing import Annotated, Any
 
 import typer
 
-from clients import Answer, ask, talking
 from foretoken.bench.output import report
 from foretoken.core.http import at_once
 from options import Output
-from servers import serving
+from servers import Answer, ask, serving, talking
 from serving import differing, mixed
 
 

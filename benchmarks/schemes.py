@@ -17,8 +17,7 @@ import typer
 from rich.table import Table
 
 from foretoken.bench.clock import TimedTask, interleaved
-from foretoken.bench.costs import Loaded, scoring
-from foretoken.bench.floor import matrices
+from foretoken.bench.costs import Loaded, matrices, scoring
 from foretoken.bench.output import figures, report
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest

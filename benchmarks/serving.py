@@ -25,13 +25,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from clients import Answer, ask, memory_over_time, talking
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.output import figures, report, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.http import at_once
 from options import Output, Small, target_path
-from servers import PLAIN, serving
+from servers import PLAIN, Answer, ask, memory_over_time, serving, talking
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = wide_console()

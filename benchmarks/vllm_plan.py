@@ -47,8 +47,7 @@ from foretoken.plan.vllm import (
     vllm_plan,
 )
 from foretoken.train.widen.checkpoint import scaled
-from options import Output
-from prompts import some_prompts
+from options import Output, some_prompts
 
 WITHIN = 0.1
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.repairs import repairs
+from foretoken.bench.workloads import repairs
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "draft": {"method": "draft_model", "model": str(zoo.path("seq2seq-draft"))},

@@ -11,8 +11,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.bench.clock import TimedTask, interleaved
-from foretoken.bench.costs import Loaded, pass_costs, step_cost
-from foretoken.bench.floor import Floor, matrices
+from foretoken.bench.costs import Floor, Loaded, matrices, pass_costs, step_cost
 from foretoken.bench.sampling_bias import sampling_bias
 from foretoken.bench.step_times import step_times
 from foretoken.bench.workloads import FUNCTIONS, encoded_prompts, ragged

@@ -6,8 +6,7 @@ import ast
 
 import pytest
 
-from foretoken.bench.editing import ForcedOutput, editing_tasks
-from foretoken.bench.edits import EDITS
+from foretoken.bench.editing import EDITS, ForcedOutput, editing_tasks
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
 from foretoken.core.sampling import SamplingLaw

@@ -11,7 +11,7 @@ from tests.bench.test_race import Fake
 from foretoken.bench import entrants as entering
 from foretoken.bench.entrants import Pairing
 from foretoken.bench.grid import CELLS, DEFAULT, PROMPTS, GridCell, GridRecord, GridTask, Summary, prompts_of, run
-from foretoken.bench.grid_page import claims, grid_page, line
+from foretoken.bench.page import claims, grid_page, line
 from foretoken.bench.peers.protocol import OWN_CHOICE, Setup
 from foretoken.bench.race import RaceRow
 

@@ -11,26 +11,28 @@ from pathlib import Path
 import httpx
 import pytest
 
-from foretoken.bench.http_load import LoadedServer, LoadResult, Percentiles, Streamed
+from foretoken.bench.http_load import LoadedServer, LoadResult, Percentiles
 from foretoken.bench.http_page import load_page, load_table, speedup_lines
 from foretoken.bench.http_workloads import filler, own
 from foretoken.bench.public_load import VllmLoadedServer
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.probe.answers import Arrival, Failed, ServerAnswer
 
 
-def answered(began: float, arrivals: list[float], tokens: int, **more: int) -> Streamed:
-    return Streamed(began, arrivals, prompt_tokens=10, tokens=tokens, **more)
+def answered(began: float, times: list[float], tokens: int, **more: int) -> ServerAnswer:
+    arrivals = tuple(Arrival(time - began, None, 1) for time in times)
+    return ServerAnswer("", began=began, arrivals=arrivals, prompt_tokens=10, tokens=tokens, **more)
 
 
 def test_figures_of_answers() -> None:
-    answers = [answered(0, [1, 2, 4], 7, cached_tokens=5), answered(1, [4], 1), Streamed(0, error="429: no")]
+    answers = [answered(0, [1, 2, 4], 7, cached_tokens=5), answered(1, [4], 1), Failed("429: no")]
     result = LoadResult.of("short", 2, answers, 4.0)
     assert (result.requests, result.failed, result.error) == (3, 1, "429: no")
     assert result.output_tokens_per_second == 2 and result.requests_per_second == 0.5
     assert result.prompt_tokens == 10 and result.cached_share == 0.25
     assert result.ttft is not None and result.ttft.p50 == 2 and result.itl is not None and result.itl.p50 == 1.5
     assert result.tpot == Percentiles(0.5, 0.5, 0.5)
-    nothing = LoadResult.of("short", 2, [Streamed(0)], 1.0)
+    nothing = LoadResult.of("short", 2, [ServerAnswer("")], 1.0)
     assert nothing.ttft is None and nothing.failed == 1 and nothing.error == "an answer had no text"
     page = load_page({"date": "today"}, [result, nothing])
     assert page.startswith("<!DOCTYPE html>") and "<svg" in page and "http" not in page.split("</style>")[1]

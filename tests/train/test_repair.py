@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.bench.repairs import FILE
+from foretoken.bench.workloads import REPAIRS
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.data import Corpus
 
@@ -89,7 +89,7 @@ def test_held_out_tasks_come_from_held_out_files(corpus: Corpus, tokenizer: Any)
 
 
 def test_the_packaged_tasks_are_of_that_kind(tokenizer: Any) -> None:
-    tasks = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+    tasks = [json.loads(line) for line in REPAIRS.read_text(encoding="utf-8").splitlines()]
     assert len(tasks) == 32
     for task in tasks:
         assert task["prompt"] != task["completion"]

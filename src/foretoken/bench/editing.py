@@ -7,14 +7,46 @@ knows the output.
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from foretoken.bench.edits import EDITS
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle, Model, Scores
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Python code, a name to change throughout, and a bug with its fix."""
+
+    source: str
+    rename: tuple[str, str]
+    fix: tuple[str, str]
+
+    @property
+    def edited(self) -> str:
+        """The code after the edit."""
+        old, new = self.rename
+        return re.sub(rf"\b{old}\b", new, self.source.replace(*self.fix))
+
+    @property
+    def prompt(self) -> str:
+        """The prompt that asks for the edit."""
+        old, new = self.rename
+        return f"{self.source}\n\n# The same function with {old} renamed to {new} and the bug fixed:\n\n"
+
+
+def _edits() -> tuple[Edit, ...]:
+    rows = tomllib.loads(Path(__file__).with_name("edits.toml").read_text(encoding="utf-8"))["edit"]
+    return tuple(Edit(row["source"], tuple(row["rename"]), tuple(row["fix"])) for row in rows)
+
+
+EDITS = _edits()
 
 
 class EditingTask(NamedTuple):

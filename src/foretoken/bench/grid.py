@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.edits import EDITS
+from foretoken.bench.editing import EDITS
 from foretoken.bench.entrants import UNNAMED, Config, Pairing, own, peers
 from foretoken.bench.peers.protocol import Setup
 from foretoken.bench.peers.registry import OURS, Peer

@@ -12,9 +12,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.http_load import LoadedServer, LoadResult, Streamed
+from foretoken.bench.http_load import LoadedServer, LoadResult
 from foretoken.bench.peers.registry import PEERS
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.probe.answers import Arrival, Failed, Reply, ServerAnswer
 
 GENERATORS = ("foretoken", "vllm")
 _RESULT = "result.json"
@@ -45,7 +46,7 @@ class VllmLoadedServer(LoadedServer):
 
     def __init__(self, url: str, key: str | None, model: str | None, options: dict[str, Any], tokenizer: str) -> None:
         super().__init__(url, key, model, options)
-        self._command, self._key, self._tokenizer = _command(), key, tokenizer
+        self._command, self._tokenizer = _command(), tokenizer
 
     def run(self, workload: str, prompts: Sequence[str], concurrency: int) -> LoadResult:
         """Sends all prompts, ``concurrency`` at a time, and returns what the generator measured.
@@ -98,16 +99,13 @@ def _reason(printed: str) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1])
 
 
-def answers_of(record: dict[str, Any]) -> list[Streamed]:
+def answers_of(record: dict[str, Any]) -> list[Reply]:
     """Returns the requests of a detailed result of ``vllm bench serve``."""
     fields = ("ttfts", "itls", "input_lens", "output_lens", "errors")
-    return [
-        Streamed(
-            began=0.0,
-            arrivals=list(accumulate([first, *gaps])) if tokens else [],
-            prompt_tokens=prompt,
-            tokens=tokens,
-            error=error or None,
-        )
-        for first, gaps, prompt, tokens, error in zip(*(record[name] for name in fields), strict=True)
-    ]
+    replies: list[Reply] = []
+    for first, gaps, prompt, tokens, error in zip(*(record[name] for name in fields), strict=True):
+        times = accumulate([first, *gaps]) if tokens else ()
+        arrivals = tuple(Arrival(seconds, None, 0) for seconds in times)
+        answer = ServerAnswer("", prompt_tokens=prompt, tokens=tokens, arrivals=arrivals)
+        replies.append(Failed(error) if error else answer)
+    return replies

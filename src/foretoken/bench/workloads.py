@@ -1,14 +1,16 @@
-"""Prompts of the benchmarks: bundled Python functions, alone or after other text, or prompts from a file."""
+"""Prompts of the benchmarks: bundled Python functions, alone or after other text, prompts from a file, and repairs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.engine.chat_template import apply_template
+from foretoken.models.formats.checkpoint import load_tokenizer
 
 # No prompt ends with a line break: the next line's break and indentation are often one token.
 FUNCTIONS: tuple[str, ...] = (
@@ -86,6 +88,7 @@ def wait_for_port(host, port, timeout=10.0):
     i = j = 0''',
 )
 
+REPAIRS = Path(__file__).with_name("repairs.jsonl")
 CONTEXTS = ("textwrap", "shlex", "queue", "bisect", "heapq", "sched", "fnmatch", "copy")  # of the standard library
 
 
@@ -153,3 +156,27 @@ def load_prompts(path: Path, count: int | None = None) -> list[str]:
     if not prompts:
         raise InvalidRequest(f"{path} holds no prompts; expected one JSON object a line")
     return prompts[:count]
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A task for encoder-decoders, as token ids, from files outside the training data.
+
+    Attributes:
+        source: Broken code to repair.
+        length: Tokens of the fixed code, end-of-sequence included.
+    """
+
+    source: tuple[int, ...]
+    length: int
+
+
+def repairs(model: Path, count: int) -> list[Repair]:
+    """Returns the first ``count`` tasks, tokenized for ``model``."""
+    tokenizer = load_tokenizer(model)
+    lines = REPAIRS.read_text(encoding="utf-8").splitlines()[:count]
+    tasks = [json.loads(line) for line in lines]
+    return [
+        Repair(tuple(tokenizer(task["prompt"])["input_ids"]), len(tokenizer(task["completion"])["input_ids"]))
+        for task in tasks
+    ]

@@ -74,7 +74,7 @@ def bench_table(
     from foretoken import __version__
     from foretoken.bench.entrants import Pairing
     from foretoken.bench.grid import CELLS, DEFAULT, GridRecord, run
-    from foretoken.bench.grid_page import claims, grid_page, rich_table
+    from foretoken.bench.page import claims, grid_page, rich_table
     from foretoken.bench.peers.registry import chosen
     from foretoken.bench.peers.worker import start
     from foretoken.bench.setting import setting

@@ -176,6 +176,7 @@ class ServerAnswer:
     choices: tuple[str, ...] = ()  # the texts of all choices
     tokens: int = 0  # as the server counts them
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens of the prefix cache
     counts: DraftCounts | None = None  # of this request
     seconds: float = 0.0  # from the request to the answer
     began: float = 0.0  # when the request was sent, by time.perf_counter
@@ -185,6 +186,16 @@ class ServerAnswer:
     def drafted(self) -> int | None:
         """Draft tokens of this request, None if unknown."""
         return None if self.counts is None else int(self.counts.drafted)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between chunks with text (ITL), of which each has one token or more."""
+        return [after.seconds - before.seconds for before, after in pairwise(self.arrivals)]
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds per token after the first (TPOT); None for a single chunk."""
+        return sum(self.gaps) / (self.tokens - 1) if self.gaps and self.tokens > 1 else None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -230,6 +241,7 @@ def answer_of(data: Any, top: int, seconds: float = 0.0) -> ServerAnswer:
             choices=texts,
             tokens=_token_count(usage.get("completion_tokens")),
             prompt_tokens=_token_count(usage.get("prompt_tokens")),
+            cached_tokens=_token_count((usage.get("prompt_tokens_details") or {}).get("cached_tokens")),
             counts=counts_of(data),
             seconds=seconds,
         )

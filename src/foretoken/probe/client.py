@@ -29,7 +29,6 @@ T = TypeVar("T")
 
 _SHOWN = 200  # characters of a server's words
 _REFUSALS = (400, 401, 403, 404, 405, 413, 415, 422, 501)
-_IN_A_ROW = 3  # failed requests after which no more are sent
 _PAGE_SECONDS = 10.0  # for a page that is not an answer, such as metrics
 _PAGE_BYTES = 2**24  # of such a page
 _LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server requests
@@ -100,6 +99,7 @@ class Patience:
     timeout: float = 120.0  # seconds for one answer
     retries: int = 4  # of a request that failed or was limited
     pause: float = 1.0  # seconds before the first retry; it doubles with each
+    failures: int = 3  # failed requests in a row after which no more are sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,8 @@ class EndpointClient:
             if key in self.journal.resumed:
                 self.spent.add(earlier, resumed=True)
             return earlier
-        if self._failures >= _IN_A_ROW:
-            return Failed(f"not sent, after {_IN_A_ROW} failures in a row")
+        if self._failures >= self.patience.failures:
+            return Failed(f"not sent, after {self.patience.failures} failures in a row")
         reply = await self._tried(http, path, ask)
         self._failures = self._failures + 1 if isinstance(reply, Failed) else 0
         if isinstance(reply, ServerAnswer):
