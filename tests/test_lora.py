@@ -211,7 +211,7 @@ def test_wrong_choices_are_refused(plain: LLM, adapters: dict[str, Path]) -> Non
         SamplingParams(lora=3)  # type: ignore[arg-type]
     with pytest.raises(ForetokenError, match="a LoRA adapter 'all' already"):
         plain.load_lora("all", adapters["attention"])
-    with pytest.raises(ForetokenError, match="must be a text that is not empty"):
+    with pytest.raises(ForetokenError, match="must be a string that is not empty"):
         plain.load_lora("", adapters["attention"])
     with pytest.raises(ForetokenError, match="there is no folder '/nowhere'"):
         plain.load_lora("new", "/nowhere")

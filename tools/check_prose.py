@@ -34,7 +34,7 @@ INSTEAD = {
     r"(becomes?|became|comes?|came) (of|by)": "the result's name",
     r"caught up|catch(es|ing)? up": "up to date, sync",
     r"drawn": "sampled (tokens), plotted (charts)",
-    r"floors?": "minimum, lower bound, limit",
+    r"floors?(?![\w(:])": "minimum, lower bound, limit",
     r"lessons?": "training batch",
     r"left out|leaves? out|leaving out": "skipped, omitted, disabled",
     r"lives|dies|wakes": "exists, exits, activates",

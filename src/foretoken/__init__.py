@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
     collects = gc.isenabled()
-    gc.disable()  # importing torch takes a fifth longer with the garbage collector, which finds next to nothing
+    gc.disable()  # the garbage collector makes the import of torch a fifth longer, and finds almost nothing
     try:
         return getattr(import_module(f"foretoken.{_HOMES[name]}"), name)
     finally:

@@ -52,7 +52,7 @@ def custom_generate(
     Logits processors are applied to every draft token with its own history, so the output follows the distribution that
     ``generate`` alone samples from, and greedy text is the same. Random numbers start from torch's generator:
     ``torch.manual_seed`` repeats a run. LongRoPE factors differ: they are chosen once, by the call's maximum length,
-    where ``generate`` changes them within a text that grows beyond the original length.
+    whereas ``generate`` changes them when a sequence exceeds the original length.
 
     Args:
         model: The target, a causal model of transformers.
@@ -60,7 +60,7 @@ def custom_generate(
         logits_processor: From ``generate``.
         stopping_criteria: From ``generate``.
         generation_config: From ``generate``.
-        assistant_model: Draft model. Without one, ``prompt_lookup_num_tokens`` drafts from the text itself. Without
+        assistant_model: Draft model. Without one, ``prompt_lookup_num_tokens`` drafts from the sequence itself. Without
             either this is plain decoding.
         streamer: Receives tokens as from ``generate``.
         synced_gpus: Must be false.
@@ -269,5 +269,5 @@ def _refuse(model: Any, config: Any, processors: Any, kwargs: dict[str, Any], sy
     }
     if refused := [name for name, present in reasons.items() if present]:
         raise InvalidRequest(
-            f"custom_generate does not take {', '.join(refused)}; leave that out, or generate without custom_generate"
+            f"custom_generate does not take {', '.join(refused)}; omit that, or generate without custom_generate"
         )

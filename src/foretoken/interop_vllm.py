@@ -1,13 +1,12 @@
-"""Proposers that need no model of their own, as a custom proposer class of vLLM.
+"""Model-free proposers as a custom proposer class of vLLM.
 
     LLM(model, speculative_config={"method": "custom_class", "model": "foretoken.interop_vllm.VllmProposer",
         "num_speculative_tokens": 8}, additional_config={"foretoken": {"method": "suffix"}})
 
-vLLM passes the texts of a batch by row and the tokens of the last forward pass, and nothing else (0.32:
-``v1/spec_decode/custom_class_proposer.py``). So requests are identified by their texts, and a request that is missing
-from the batch counts as finished. Logits, for proposers that learn from them, are captured where vLLM computes them.
-vLLM's drafts are chains: of a tree, the path with the largest sum of probabilities. It verifies them as fixed
-candidates, which they are.
+vLLM passes only the sequences of a batch by row and the tokens of the last forward pass (0.32:
+``v1/spec_decode/custom_class_proposer.py``). So requests are identified by their tokens, and a request that is missing
+from the batch counts as finished. Logits, for proposers that learn from them, are captured in vLLM's model. vLLM's
+drafts are chains: the path of a tree with the largest sum of probabilities. It verifies them as fixed candidates.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ METHODS = ("ngram", "suffix", "recycling", "prediction", "mixture")
 OPTIONS = "foretoken"  # the key of vLLM's additional_config that holds the method and its keys
 _GREEDY = SamplingLaw(temperature=0.0)  # vLLM does not pass sampling parameters; the law affects learned state only
 _NO_TIME = Timings(0.0, 0.0, 0.0, 0.0, 1)
-_DEFAULT_MEMBERS = ({"method": "suffix"}, {"method": "recycling"})  # of a mixture
+_DEFAULT_MEMBERS = ({"method": "suffix"}, {"method": "recycling"})  # members of a mixture
 _NODES_PER_TOKEN = 2  # nodes that a proposer may draft for each token of the chain, so that a path can be chosen
 
 Ids = NDArray[np.int32]
@@ -50,8 +49,8 @@ _predictions: dict[tuple[int, ...], tuple[int, ...]] = {}
 def predict(prompt: Sequence[int], text: Sequence[int]) -> None:
     """Registers the predicted output of a prompt, both as token ids, before the request is made.
 
-    It is for the method "prediction" with vLLM's engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Requests
-    without a registered prediction follow their own prompt, which suits prompts that contain a text to edit.
+    For the method "prediction" with vLLM's engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0). The predicted
+    output of other requests is their prompt, which suits prompts that contain a text to edit.
     """
     _predictions[tuple(prompt)] = tuple(text)
 
@@ -75,7 +74,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _DraftVocabulary:
-    """The part of the target that a proposer without a model needs."""
+    """The target's vocabulary, for model-free proposers."""
 
     vocab_size: int
 
@@ -100,7 +99,7 @@ class VllmProposer:
         stages = int(vllm_config.parallel_config.pipeline_parallel_size)
         self._max_absent = 0 if stages == 1 else 2 * stages
         self._live: list[_Request] = []
-        self._rows: list[_Request | None] = []  # of the last call
+        self._rows: list[_Request | None] = []  # rows of the last call
         self._logits: Tensor | None = None
         self._returned_at = perf_counter()
         self._ids = count(1)
@@ -112,7 +111,7 @@ class VllmProposer:
         return len(self._live)
 
     def load_model(self, model: Any) -> None:
-        """Called once by vLLM with the target. Nothing is loaded, but its logits are captured where a method learns."""
+        """Called once by vLLM with the target. Nothing is loaded, but logits are captured for methods that learn."""
         if not self.inner.needs.live_steps:
             return
         compute = getattr(model, "compute_logits", None)
@@ -150,13 +149,13 @@ class VllmProposer:
         self._returned_at = perf_counter()
         return chains
 
-    def _request_of(self, place: int, text: Ids, new: int) -> _Request | None:
-        """Returns the request whose text has grown by ``new`` tokens to ``text``, or else a new request."""
+    def _request_of(self, row: int, text: Ids, new: int) -> _Request | None:
+        """Returns the request whose sequence has grown by ``new`` tokens to ``text``, else a new request."""
         if not new:
             return None
         before = text[: len(text) - new]
-        last = self._rows[place] if place < len(self._rows) else None
-        for request in (last, *self._live):  # equal texts may change places: they cannot be distinguished
+        last = self._rows[row] if row < len(self._rows) else None
+        for request in (last, *self._live):  # requests with equal tokens cannot be distinguished
             if request is not None and len(request.row) == len(before) and np.array_equal(request.row, before):
                 request.context.tokens.extend(text[len(before) :].tolist())
                 break
@@ -180,17 +179,17 @@ class VllmProposer:
         batch = sum(request is not None for request in rows)
         timings = Timings(0.0, seconds, 0.0, 0.0, max(1, batch), sum(request is None for request in rows))
         contexts, observations = [], []
-        for request, new, own in zip(rows, sampled, scores, strict=True):
+        for request, new, row_scores in zip(rows, sampled, scores, strict=True):
             if request is not None:
                 contexts.append(request.context)
-                observations.append(Observation(_step(request, new, timings), own))
+                observations.append(Observation(_step(request, new, timings), row_scores))
         if contexts:
             self.inner.observe(contexts, observations)
             if self.inner.needs.costs is not None:
                 self.inner.needs.costs.observe([observation.step for observation in observations])
 
     def _scores(self, rows: Sequence[_Request | None]) -> list[Scores] | None:
-        """Returns logits by row; None where they are needed and their number does not match the drafts."""
+        """Returns logits by row; None if they are needed and their number does not match the drafts."""
         if not self.inner.needs.live_steps:
             return [Scores(torch.empty(0, self.vocab_size)) for _ in rows]
         sizes = [1 + (len(request.chain) if request is not None else 0) for request in rows]
@@ -199,7 +198,7 @@ class VllmProposer:
         return [Scores(part) for part in self._logits.split(sizes)]
 
     def _finish_absent(self, rows: Sequence[_Request | None]) -> None:
-        """Ends requests that are missing from the batch. Some proposers learn from finished texts."""
+        """Ends requests that are missing from the batch. Some proposers learn from finished sequences."""
         here = {id(request) for request in rows if request is not None}
         gone = [request for request in self._live if id(request) not in here]
         for request in gone:
@@ -251,9 +250,9 @@ def _built(options: Mapping[str, Any], depth: int, vocab_size: int) -> Any:
         raise InvalidRequest(f'additional_config["{OPTIONS}"] must be a speculative configuration, got {options!r}')
     method = options.get("method", "mixture")
     members = options.get("members", _DEFAULT_MEMBERS) if method == "mixture" else ()
-    for name in (method, *(each.get("method") if isinstance(each, Mapping) else None for each in members)):
+    for name in (method, *(member.get("method") if isinstance(member, Mapping) else None for member in members)):
         if name not in METHODS:
-            raise InvalidRequest(f"method {name!r} does not draft inside vLLM; those that do: {', '.join(METHODS)}")
+            raise InvalidRequest(f"method {name!r} does not draft inside vLLM; supported: {', '.join(METHODS)}")
     if "num_speculative_tokens" in options or "control" in options:
         raise InvalidRequest("set the draft length in vLLM's speculative_config: num_speculative_tokens")
     config = dict(_chained({**options, "method": method}, depth))
@@ -267,9 +266,9 @@ def _chained(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """Returns ``config`` with defaults for chains: one continuation of every token, up to ``depth``."""
     defaults = {"top_k": 1, "num_steps": depth}
     method = find(str(config["method"]))
-    known = {f.name for f in fields(method.config)} if method is not None else set()
-    return {key: value for key, value in defaults.items() if key in known} | dict(config)
+    names = {f.name for f in fields(method.config)} if method is not None else set()
+    return {key: value for key, value in defaults.items() if key in names} | dict(config)
 
 
 def _no_model(path: str | Path) -> NoReturn:
-    raise ModelLoadError(f"{path}: proposers inside vLLM have no model of their own; let vLLM load it (draft_model)")
+    raise ModelLoadError(f"{path}: proposers inside vLLM load no model; let vLLM load it (draft_model)")

@@ -137,14 +137,14 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """What one step added to one completion.
+    """The output of one step for one completion.
 
     Args:
         request_id: Number of the request.
         index: Number of the completion in its request.
         text: The new text: whole characters, held back while it may become a stop string.
         token_ids: The new tokens.
-        step: The step: what was drafted, accepted and added by the target.
+        step: The step: draft, accepted tokens and the target's token.
         output: The finished completion, on its last piece.
         logprobs: Log-probabilities of ``token_ids``, if requested.
         explained: Probabilities of the step's tokens, if requested.

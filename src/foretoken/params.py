@@ -14,7 +14,7 @@ from foretoken.core.exactness import Exactness
 if TYPE_CHECKING:
     from foretoken.core.sampling import SamplingLaw
 
-MAX_COUNT = 2**31 - 1  # the compiled kernels count with 32 bits
+MAX_COUNT = 2**31 - 1  # counts of the compiled kernels have 32 bits
 MAX_N = 16384  # as in vLLM
 MAX_SPECULATIVE_TOKENS = 4096
 SMALLEST, LARGEST = 1e-6, 1e6  # float32 loses all precision beyond them
@@ -42,12 +42,12 @@ class SamplingParams:
     """Sampling parameters by vLLM's names and meanings. The following differ from vLLM or are not in vLLM.
 
     Args:
-        seed: A signed 64-bit integer. Every seed, -1 included, selects another text. None derives a seed from the
-            engine's seed and the request's number. The first of ``n`` completions has the text of ``n=1``.
+        seed: A signed 64-bit integer. Every seed, -1 included, selects a different output. None derives a seed from the
+            engine's seed and the request's number. The first of ``n`` completions equals that of ``n=1``.
         logprobs: Number of most probable tokens to return at every position of the output.
         prompt_logprobs: Number of most probable tokens to return at every position of the prompt.
         structured_outputs: As in vLLM, one of {"json": schema}, {"json_object": True}, {"regex": pattern},
-            {"choice": [texts]} and {"grammar": Lark or GBNF}. The distribution is the model's own, restricted at every
+            {"choice": [texts]} and {"grammar": Lark or GBNF}. The distribution is the model's, restricted at every
             token to those that continue a matching text. JSON has the whitespace of json.dumps; with
             "whitespace": True beside it, any.
         speculative_tokens: Draft tokens per step. None takes the engine's, 0 is plain decoding.
@@ -131,9 +131,7 @@ class SamplingParams:
                 f"cache_salt must be a string of 1 to {MAX_SALT} characters or None, got {got}", param="cache_salt"
             )
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
-            raise InvalidRequest(
-                "allowed_token_ids must not be empty; leave it out to allow all", param="allowed_token_ids"
-            )
+            raise InvalidRequest("allowed_token_ids must not be empty; omit it to allow all", param="allowed_token_ids")
         if any(not s for s in self.stops):
             raise InvalidRequest("stop strings must not be empty", param="stop")
         if self.structured_outputs is not None:
@@ -262,16 +260,16 @@ _STRUCTURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 def _structured(value: Any) -> None:
     """Checks for exactly one of the known keys, with a valid value. Keys whose value is None are ignored."""
-    known = f"one of {', '.join(_STRUCTURED)}, and for JSON also 'whitespace'"
+    expected_keys = f"one of {', '.join(_STRUCTURED)}, and for JSON also 'whitespace'"
     if not isinstance(value, Mapping):
         raise InvalidRequest(
-            f"structured_outputs must be a mapping with {known}, got {shown(value)}", param="structured_outputs"
+            f"structured_outputs must be a mapping with {expected_keys}, got {shown(value)}", param="structured_outputs"
         )
     items = {key: item for key, item in value.items() if item is not None}
     kinds = [key for key in items if key != "whitespace"]
     if len(kinds) != 1 or kinds[0] not in _STRUCTURED:
         raise InvalidRequest(
-            f"structured_outputs must have {known}, got {shown(list(items)) if items else 'nothing'}",
+            f"structured_outputs must have {expected_keys}, got {shown(list(items)) if items else 'nothing'}",
             param="structured_outputs",
         )
     expected, fits = _STRUCTURED[kinds[0]]

@@ -215,7 +215,7 @@ def test_the_last_level_cache_is_read_from_the_system(tmp_path, monkeypatch: pyt
     [
         ({"weight_format": "zip"}, "'zip' is not known; known: auto, raw, packed"),
         ({"weight_format": "packed", "dtype": "float32"}, "bfloat16 weights on a CPU, not torch.float32"),
-        ({"weight_format": "packed", "quantization": "int8"}, "leave out quantization='int8'"),
+        ({"weight_format": "packed", "quantization": "int8"}, "omit quantization='int8'"),
         ({"weight_format": "packed", "backend": "hf"}, "needs the compiled decoder"),
     ],
 )

@@ -99,8 +99,8 @@ def _folder_kind(folder: Path) -> str | None:
     names = {file.name for file in folder.iterdir() if ".partial-" not in file.name}
     if not names:
         return None
-    if known := next((kind for name, kind in _FOLDERS.items() if name in names), None):
-        return known
+    if kind_by_name := next((kind for name, kind in _FOLDERS.items() if name in names), None):
+        return kind_by_name
     if "config.json" in names:
         return _checkpoint_kind(folder, names)
     if any(folder.glob("model*.safetensors")):
@@ -128,8 +128,8 @@ def _checkpoint_kind(folder: Path, names: set[str]) -> str:
 
 
 def _file_kind(file: Path) -> str | None:
-    if known := _SUFFIXES.get(file.suffix.lower()):
-        return known
+    if kind_by_suffix := _SUFFIXES.get(file.suffix.lower()):
+        return kind_by_suffix
     with file.open("rb") as opened:
         start = opened.read(64)
     if not start.strip():
@@ -240,9 +240,9 @@ def _below(path: Path, folder: Path) -> Iterator[str]:
             return
 
 
-def _same(one: Path, other: Path) -> bool:
+def _same(path: Path, other: Path) -> bool:
     """Returns whether two paths name one file or folder, whatever links or letter case they go through."""
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(path, other)
     except OSError:
-        return one.resolve() == other.resolve()
+        return path.resolve() == other.resolve()

@@ -24,7 +24,7 @@ class ForkServer:
 
     Args:
         program: Name of the module to run with ``-m``. Its only argument is the descriptor of its connection.
-        first: Returns what the process receives first.
+        first: Returns the first message to the process.
     """
 
     def __init__(self, program: str, first: Callable[[], Any]) -> None:

@@ -48,8 +48,8 @@ class FreeMemory:
 
     def __call__(self) -> Memory | None:
         """Returns the tightest limit, None if no limit is readable."""
-        known = [m for m in (self._machine(), self._address_space(), self._cuda(), *map(_group, self._folders)) if m]
-        return min(known, key=lambda memory: memory.free / memory.low, default=None)
+        limits = [m for m in (self._machine(), self._address_space(), self._cuda(), *map(_group, self._folders)) if m]
+        return min(limits, key=lambda memory: memory.free / memory.low, default=None)
 
     def _machine(self) -> Memory | None:
         sizes = _table(self._proc / "meminfo")
@@ -83,8 +83,8 @@ def _group_folders(proc: Path, groups: Path) -> list[Path]:
         _, kinds, name = line.split(":", 2)
         if kinds == "" or "memory" in kinds.split(","):
             root = groups / "memory" if kinds else groups
-            own = root / name.strip("/")
-            folders += [own, *(above for above in own.parents if above.is_relative_to(root))]
+            folder = root / name.strip("/")
+            folders += [folder, *(above for above in folder.parents if above.is_relative_to(root))]
     return [f for f in dict.fromkeys(folders) if any((f / name).is_file() for name in _LIMITS)]
 
 

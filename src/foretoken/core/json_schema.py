@@ -30,9 +30,9 @@ def subschemas(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
         inner: list[tuple[Path, Any]] = []
         for keyword, value in part.items():
             if keyword in _BY_NAME and isinstance(value, dict):
-                inner += [((*path, keyword, name), each) for name, each in value.items()]
+                inner += [((*path, keyword, name), subschema) for name, subschema in value.items()]
             elif keyword in _DIRECT and isinstance(value, list):
-                inner += [((*path, keyword, str(index)), each) for index, each in enumerate(value)]
+                inner += [((*path, keyword, str(index)), subschema) for index, subschema in enumerate(value)]
             elif keyword in _DIRECT:
                 inner.append(((*path, keyword), value))
         pending += reversed(inner)

@@ -18,14 +18,14 @@ def usable_threads(root: Path = Path("/")) -> int:
     """Returns the number of threads that can compute at once, at least 1.
 
     It is ``OMP_NUM_THREADS`` if that is set. Otherwise it is the number of processors that this process may run on (of
-    a hybrid processor only those of its performance cores), and no more than the quotas of its control groups pay for.
+    a hybrid processor only those of its performance cores), and no more than its control groups' quotas.
 
     Args:
-        root: Where the files of the system are found.
+        root: Root of the file system.
     """
-    wanted = os.environ.get(VARIABLE, "").partition(",")[0].strip()
-    if wanted.isdecimal() and int(wanted) > 0:
-        return int(wanted)
+    requested = os.environ.get(VARIABLE, "").partition(",")[0].strip()
+    if requested.isdecimal() and int(requested) > 0:
+        return int(requested)
     processors = _allowed()
     fast = len(processors & _performance_cores(root)) or sysctl("hw.perflevel0.logicalcpu") or len(processors)
     count = min(fast, len(processors))

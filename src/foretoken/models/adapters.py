@@ -15,8 +15,8 @@ from foretoken.models.base import Model
 class LoadedAdapters:
     """Names of adapters, and the keys under which the model has them.
 
-    Every load has a key of its own. Caches of prefixes and of hidden states are kept by key, so those of an adapter
-    that was unloaded never serve another one of the same name.
+    Every load has a unique key. Caches of prefixes and of hidden states use it, so those of an unloaded adapter never
+    serve another one of the same name.
     """
 
     def __init__(self, model: Model) -> None:
@@ -36,7 +36,7 @@ class LoadedAdapters:
         return tuple(self._keys)
 
     def key(self, name: str) -> str:
-        """Returns the key of a name. Raises InvalidRequest if no adapter has the name."""
+        """Returns the key of a name. Raises InvalidRequest for an unknown name."""
         key = self._keys.get(name)  # once, because other threads ask while adapters are replaced
         if key is None:
             raise InvalidRequest(
@@ -45,9 +45,9 @@ class LoadedAdapters:
         return key
 
     def check_free(self, name: Any) -> None:
-        """Raises InvalidRequest for a name that is no text or is taken."""
+        """Raises InvalidRequest for a name that is not a string or is in use."""
         if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"the name of a LoRA adapter must be a text that is not empty, got {shown(name)}")
+            raise InvalidRequest(f"the name of a LoRA adapter must be a string that is not empty, got {shown(name)}")
         if name in self._keys:
             raise InvalidRequest(f"there is a LoRA adapter {shown(name)} already; choose another name, or unload it")
 
@@ -56,7 +56,7 @@ class LoadedAdapters:
         return self._model.read_adapter(folder)
 
     def add(self, name: str, adapter: Any) -> None:
-        """Adds an adapter between two passes. Raises InvalidRequest if the name is taken."""
+        """Adds an adapter between two passes. Raises InvalidRequest if the name is in use."""
         self.check_free(name)
         self.replace(name, adapter)
 
@@ -69,7 +69,7 @@ class LoadedAdapters:
             self._retired.append(earlier)
 
     def retire(self, name: str) -> None:
-        """Frees the name of an adapter for another one. Sequences that use it keep it. Raises InvalidRequest."""
+        """Frees the name of an adapter. Its sequences keep it. Raises InvalidRequest."""
         key = self.key(name)
         del self._keys[name]
         self._retired.append(key)

@@ -44,8 +44,8 @@ class Handle:
         cached: number of tokens whose rows are in the cache; the rows of ``nodes`` follow them.
         nodes: tokens of the draft nodes whose rows are in the cache, in the order of their rows.
         parents: parent of each of these nodes; -1 for the root.
-        argmax_only: whether nothing of a row's logits is read but their argmax and ``ranks``, so that a model may leave
-            them out.
+        argmax_only: whether only the argmax of a row's logits and ``ranks`` are read, so that a model need not return
+            the logits.
         ranks: number of the likeliest tokens of each row that are read, the likeliest first; 0 for none.
     """
 
@@ -112,19 +112,19 @@ class Scores:
     """The result of one forward pass for one sequence.
 
     Attributes:
-        logits: [rows, V], in the host's memory, where distributions are computed alike whatever the model's device.
+        logits: [rows, V], in the host's memory, so that distributions do not depend on the model's device.
             Row 0 belongs to the root (the last committed token) and row i + 1 to draft node i. If earlier nodes were
-            scored before, only the new rows, in the same order. [0, V] where ``argmax`` is in their place.
+            scored before, only the new rows, in the same order. [0, V] if ``argmax`` replaces them.
         taps: hidden states [computed, H] by layer index, for every row that this call computed, a prompt's included:
             the pending tokens from position ``first`` on, then the new draft nodes. So the last rows are those of
             ``logits``. Index i is the *input* of layer i, as in transformers' ``hidden_states[i]``; the number of
             layers stands for the normed output.
         first: position of the first computed row in the sequence.
-        slot: the sequence's place in the model's cache, for drafters that read it; -1 where nobody can.
-        argmax: the likeliest token of each row, the lowest id on ties, -1 where a logit is not finite; None where there
+        slot: the sequence's slot in the model's cache, for drafters that read it; -1 if they cannot.
+        argmax: the likeliest token of each row, the lowest id on ties, -1 if a logit is not finite; None if there
             are logits.
-        ranked: [rows, k], the likeliest tokens of each row, the likeliest first; None where the model leaves ranking
-            to those who read the logits.
+        ranked: [rows, k], the likeliest tokens of each row, the likeliest first; None if the model does not rank
+            tokens.
     """
 
     logits: Tensor
@@ -137,7 +137,6 @@ class Scores:
 
 @cache
 def no_logits(vocab: int) -> Tensor:
-    """Returns the logits of no rows."""
     return torch.empty(0, vocab)
 
 
@@ -145,13 +144,13 @@ class Model(ABC):
     """Computes logits of sequences and their drafts; the engine's only view of a network.
 
     Attributes:
-        batch_invariant: whether a row's logits are bitwise equal whatever shares its pass.
-        chunk_invariant: whether they are also bitwise equal wherever chunked prefill cuts the prompt.
+        batch_invariant: whether a row's logits do not depend, bit for bit, on what else is in its pass.
+        chunk_invariant: whether they do not depend, bit for bit, on the chunks of the prefill either.
         has_experts: whether a pass reads more weights the more its tokens differ (mixtures of experts).
         source_length: maximum number of tokens that the encoder reads; 0 for a model without an encoder.
-        no_adapters: why the model computes no LoRA adapters, if it does not.
+        no_adapters: the reason that the model computes no LoRA adapters, if it computes none.
         quantized: whether its matrices are quantized, so that a head's may be, too.
-        taps_before_norm: whether one more than the number of layers is a tap, too: the last output before the norm.
+        taps_before_norm: whether the last output before the norm is a tap: one more than the number of layers.
     """
 
     vocab_size: int
@@ -175,12 +174,12 @@ class Model(ABC):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV cache per token; 0 if they are unknown."""
+        """Bytes of KV cache per token; 0 if unknown."""
         return 0
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's recurrent state, whatever its length; 0 for a model without one."""
+        """Bytes of a sequence's recurrent state, at any length; 0 for a model without one."""
         return 0
 
     @abstractmethod
@@ -230,7 +229,7 @@ class Model(ABC):
     def enable_prefix_cache(self, max_bytes: int) -> bool:
         """Enables prefix caching within ``max_bytes`` bytes of KV cache, running sequences included.
 
-        A prompt then reuses the rows of an earlier one with the same ``cache_salt`` as far as the two are equal.
+        A prompt then reuses the rows of its common prefix with an earlier one of the same ``cache_salt``.
 
         Returns:
             Whether the model supports prefix caching; if not, nothing changes.
@@ -267,8 +266,8 @@ class Model(ABC):
         raise NotImplementedError
 
     def remove_adapter(self, name: str) -> None:
-        """Removes an adapter that no open sequence uses. Its name is not to be used again, because the caches of
-        prefixes are kept by it.
+        """Removes an adapter that no open sequence uses. Its name must not be used again, because prefix caches are
+        keyed by it.
         """
         raise NotImplementedError
 
@@ -311,7 +310,7 @@ class Model(ABC):
         that did not end early has none.
 
         Args:
-            handles: sequences of this model; what was drafted in them is dropped.
+            handles: sequences of this model; their earlier drafts are dropped.
             requests: their chains. The ends have the same bounds.
             vocab: tokens from this number on are not drafted.
 
@@ -321,10 +320,10 @@ class Model(ABC):
         raise NotImplementedError(f"{type(self).__name__} drafts level by level; see drafts_chains")
 
     def share(self, other: Model) -> bool:
-        """Shares a part that both models have in common, so that ``other`` alone computes it.
+        """Shares a component that both models have in common, so that ``other`` alone computes it.
 
         Returns:
-            Whether there is such a part.
+            Whether there is such a component.
         """
         return False
 
@@ -340,11 +339,11 @@ class Model(ABC):
         Raises:
             InvalidRequest: the model does not share its vocabulary head.
         """
-        raise InvalidRequest(f"{type(self).__name__} does not share its vocabulary head; take heads with their own")
+        raise InvalidRequest(f"{type(self).__name__} does not share its vocabulary head; use heads that have one")
 
 
 def growing(handle: Handle, draft: Draft) -> int:
-    """Returns how many nodes of ``draft`` are cached. Cached nodes are dropped if the draft does not grow on them."""
+    """Returns the number of cached nodes of ``draft``. If it does not grow on the cached nodes, these are dropped."""
     count = len(handle.nodes)
     grows = tuple(handle.nodes) == draft.ids[:count] and tuple(handle.parents) == draft.parents[:count]
     if not grows or (count == len(draft) and not handle.pending):

@@ -1,4 +1,4 @@
-"""Chains and trees that a model drafts in one call: what is asked for, and what it returns."""
+"""Chains and trees that a model drafts in one call: requests and results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foretoken.core.native.sampling import Filter
 
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
-    """Where a greedy chain ends: before the first token that is reached less likely than its floor.
+    """The end of a greedy chain: before the first token with less than its minimum probability of being reached.
 
     A token that the model gives probability p is accepted at the rate ``bases[i] + slopes[i] * p``, where i is the
     number of ``bounds`` up to p. It is reached with the product of the rates of all tokens up to it.
@@ -22,7 +22,7 @@ class ChainEnd:
         bounds: [buckets - 1], ascending.
         bases: [buckets].
         slopes: [buckets].
-        floors: By depth; the last one also holds for all deeper tokens.
+        floors: Minimum probability by depth; the last value also holds for all deeper tokens.
     """
 
     bounds: Sequence[float]
@@ -33,12 +33,12 @@ class ChainEnd:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the tokens of a chain are drawn.
+    """Sampling of a chain's tokens.
 
     Attributes:
         kept: Temperature and filters of the distributions.
-        uniforms: Numbers in (0, 1), one for each token, which is drawn by inverse-CDF sampling.
-        keys: In their place, the keys of exponential races (``core.streams.SharedStream``).
+        uniforms: Numbers in (0, 1), one for each token, for inverse-CDF sampling.
+        keys: Keys of exponential races (``core.streams.SharedStream``) that replace ``uniforms``.
         rows: Whether the distributions are returned.
     """
 
@@ -53,9 +53,9 @@ class DraftVocabulary:
     """The tokens that a model may draft.
 
     Attributes:
-        size: The first logits are theirs, so many.
-        width: Number of tokens of the distributions that they are drawn from.
-        ids: int32 [size], ascending; the token of each logit. None: its number.
+        size: Number of leading logits that belong to them.
+        width: Number of tokens of the distributions that they are sampled from.
+        ids: int32 [size], ascending; the token of each logit. None if it is the logit's index.
     """
 
     size: int
@@ -71,7 +71,7 @@ class TreeShape:
         width: Candidates of a node, and nodes expanded on a level.
         steps: Levels.
         temperature: Temperature of the probabilities that candidates are ranked by, above 0.
-        floor: Score below which a node is not expanded.
+        floor: Minimum score of a node that is expanded.
     """
 
     width: int
@@ -86,8 +86,8 @@ class ChainRequest:
 
     Attributes:
         limit: The largest number of tokens, at least 1.
-        draws: How tokens are drawn; None takes the likeliest ones.
-        end: Where a chain of likeliest tokens ends before; None for nowhere.
+        draws: Sampling of tokens; None takes the likeliest ones.
+        end: Early end of a chain of likeliest tokens; None for none.
         tree: The shape of a tree of likely tokens; None for a chain.
     """
 
@@ -98,7 +98,7 @@ class ChainRequest:
 
     @property
     def rows(self) -> int:
-        """The largest number of rows that drafting computes behind the sequence's own."""
+        """The largest number of rows that drafting computes after the sequence's."""
         return self.limit - 1 if self.tree is None else (self.tree.steps - 1) * self.tree.width
 
     @property
@@ -113,11 +113,11 @@ class ModelChain:
 
     Attributes:
         tokens: The tokens.
-        ended: Whether the chain has fewer tokens than it might: the next one would be unlikely, or none is possible.
-        candidates: Of a chain of likeliest tokens: the tokens, with the one before which the chain ended.
-        probabilities: What the model gives each of ``candidates``; of a tree the scores of ``tokens``.
-        rows: float32 [tokens, vocabulary], the distribution that each was drawn from, if they were asked for.
-        parents: Of a tree: the node above each token, -1 for none.
+        ended: Whether the chain ended early: the next token was unlikely, or no token is possible.
+        candidates: Tokens of a chain of likeliest tokens, with the one before which it ended.
+        probabilities: The model's probabilities of ``candidates``; for a tree the scores of ``tokens``.
+        rows: float32 [tokens, vocabulary], the distribution of each sampled token, if requested.
+        parents: Parent of each token of a tree, -1 for none.
     """
 
     tokens: list[int]

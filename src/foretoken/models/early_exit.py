@@ -20,11 +20,11 @@ MODEL_TYPE = "foretoken_early_exit"
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The layer after which a model is left, and the transformation before its head.
+    """The last layer that is computed, and the transformation before the head.
 
     Attributes:
         layers: number of layers that are computed.
-        norm: weight [H] of the norm before the head; None for the model's own.
+        norm: weight [H] of the norm before the head; None for the model's.
         adapter: matrix [H, H]; logits = head(n + adapter n) for the normed state n. None for head(n).
     """
 
@@ -37,7 +37,7 @@ class Exit:
         """Reads a trained exit: ``exit_layer`` of config.json, ``norm.weight`` and ``adapter.weight``.
 
         Raises:
-            ModelLoadError: the checkpoint is none of an exit, or is damaged.
+            ModelLoadError: the checkpoint is not an exit's, or is damaged.
         """
         config = load_config(path)
         layers, hidden = config.get("exit_layer"), config.get("hidden_size")
@@ -55,35 +55,35 @@ class Exit:
 
 
 class EarlyExit(Decoder):
-    """The first layers of ``model``: shares its weights, and has a KV cache of its own.
+    """The first layers of ``model``: shares its weights, with a separate KV cache.
 
     Raises:
         InvalidRequest: the exit is not inside the model, or was trained for another hidden size.
     """
 
-    def __init__(self, model: Decoder, leaving: Exit) -> None:
+    def __init__(self, model: Decoder, exit_: Exit) -> None:
         a, hidden = model.architecture, (model.hidden_size,)
-        if not 1 <= leaving.layers < a.layers:
+        if not 1 <= exit_.layers < a.layers:
             raise InvalidRequest(
                 f"exit_layer must be from 1 to {a.layers - 1}, since the target has {a.layers} layers; "
-                f"got {leaving.layers}"
+                f"got {exit_.layers}"
             )
-        if leaving.norm is not None and leaving.norm.shape != hidden:
+        if exit_.norm is not None and exit_.norm.shape != hidden:
             raise InvalidRequest(
-                f"the exit was trained for a hidden size of {leaving.norm.shape[0]} and the target's is {hidden[0]}; "
+                f"the exit was trained for a hidden size of {exit_.norm.shape[0]} and the target's is {hidden[0]}; "
                 "train one for this target"
             )
-        count = leaving.layers
+        count = exit_.layers
         self.architecture = a.first(count)
         self.source_length = model.source_length
         self.dtype, self.device = model.dtype, model.device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, count
         self.max_length = a.max_length
-        self.runner = model.runner.first(self.architecture, None if leaving.norm is None else leaving.norm.float())
+        self.runner = model.runner.first(self.architecture, None if exit_.norm is None else exit_.norm.float())
         self.batch_invariant = self.runner.batch_invariant
         self._adapter = None
-        if leaving.adapter is not None:
-            self._adapter = product(leaving.adapter.to(self.device, self.dtype))
+        if exit_.adapter is not None:
+            self._adapter = product(exit_.adapter.to(self.device, self.dtype))
 
     @property
     def drafts_chains(self) -> bool:

@@ -65,14 +65,14 @@ def load_model(
         device: see ``resolve_device``.
         backend: ``"native"`` is our own decoder for the Llama family, ``"hf"`` is transformers' module for any other
             model, ``"auto"`` is the first of the two that supports the checkpoint.
-        max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
+        max_length: maximum length of a sequence in tokens; None for the checkpoint's.
         quantization: quantizes the matrices of the native decoder, and their inputs row by row: ``"int8"`` with a scale
             for each output, ``"int4"`` (or ``"int4-g32"``, ``-g64``, ``-g128``) with one for each group of inputs.
         tensor_parallel_size: number of ranks that share the model; see ``models/hf/sharded.py``.
         gguf_file: name of a GGUF file in the folder or repository.
-        weight_format: how the native decoder holds bfloat16 matrices in memory: ``"raw"`` as they are, ``"packed"`` in
-            12 bits without loss, ``"auto"`` packed where passes of few rows gain.
-        kv_cache_dtype: how the native decoder holds keys and values: ``"auto"`` in the model's dtype, ``"bfloat16"``,
+        weight_format: format of the native decoder's bfloat16 matrices in memory: ``"raw"`` unchanged, ``"packed"`` in
+            12 bits without loss, ``"auto"`` packed if that makes passes of few rows faster.
+        kv_cache_dtype: type of the native decoder's keys and values: ``"auto"`` in the model's dtype, ``"bfloat16"``,
             or ``"int8"`` with a scale for each token and head.
 
     Raises:
@@ -125,7 +125,7 @@ def load_model(
 
 
 def _check_hf(config: Mapping[str, Any], path: Path, backend: str, quantization: str | None) -> None:
-    """Raises InvalidRequest or ModelLoadError where transformers' module is no substitute for our decoder."""
+    """Raises InvalidRequest or ModelLoadError if transformers' module is no substitute for our decoder."""
     if quantization is not None:
         raise InvalidRequest(
             f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "
@@ -140,7 +140,7 @@ def _check_hf(config: Mapping[str, Any], path: Path, backend: str, quantization:
 def _language_model(config: dict[str, Any], weights: Weights, path: Path) -> tuple[dict[str, Any], Weights]:
     """Returns configuration and tensors of a multimodal checkpoint's language model, if our decoder computes it.
 
-    For other checkpoints they are returned as they are.
+    For other checkpoints they are returned unchanged.
     """
     text = text_part(config)
     if text is None or _runtime(text, path) is not Decoder:
@@ -151,12 +151,12 @@ def _language_model(config: dict[str, Any], weights: Weights, path: Path) -> tup
 
 @functools.cache
 def report_language_model_alone(path: str) -> None:
-    """Says once for each checkpoint that images and sound are not read."""
+    """Warns once for each checkpoint that images and sound are not read."""
     _log.warning("%s is multimodal; its language model is loaded alone, so images and sound are not read", path)
 
 
 def _check_rounding(config: Mapping[str, Any], tensors: Mapping[str, Tensor], quantization: str, path: Path) -> None:
-    """Warns where weights are rounded a second time. Raises InvalidRequest where they are int8 and would stay so."""
+    """Warns if weights are rounded a second time. Raises InvalidRequest if they are int8 and would stay so."""
     if check_prequantized(config) and quantization != "int8":
         raise InvalidRequest(
             f"{path} is int8 already, so quantization={quantization!r} would change nothing; leave it out, or name the "
@@ -188,11 +188,11 @@ def _needed(
 
     Args:
         tensors: the checkpoint's tensors.
-        scheme: how matrices are quantized on loading; None if they stay as they are.
+        scheme: quantization of matrices on loading; None for none.
         dtype: dtype of the model.
         compiled: whether the compiled kernels run, which keep matrices quantized in groups; otherwise they are
             dequantized.
-        bits: bits of a weight that is not quantized; None for those of the dtype.
+        bits: bits of a weight that is not quantized; None for the dtype's.
     """
     if scheme is not None:
         return weight_bytes(tensors.shapes, dtype, scheme.weight_bits if compiled or scheme.group is None else None)
@@ -216,20 +216,20 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     except (RuntimeError, TypeError):
         raise InvalidRequest(f"device {device!r} is not known; expected 'auto', 'cpu' or 'cuda[:n]'") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequest(f"device {str(device)!r} was asked for, but torch finds no CUDA device here; use 'cpu'")
+        raise InvalidRequest(f"device {str(device)!r} needs a CUDA device, and torch finds none here; use 'cpu'")
     return chosen
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device, compiled: bool = False) -> torch.dtype:
-    """Returns the dtype to use; for ``"auto"`` bfloat16 where it is the faster one, else float32.
+    """Returns the dtype to use; for ``"auto"`` bfloat16 if it is faster, else float32.
 
     CUDA devices compute bfloat16 fast, and so do torch's operators on CPUs with AVX-512. Compiled kernels do so on
     every CPU, because they read half the bytes.
 
     Args:
         dtype: a dtype, its name, or ``"auto"``.
-        device: where the model runs.
-        compiled: whether the model runs on the compiled runtime if there are kernels for this machine.
+        device: device of the model.
+        compiled: whether the model runs on the compiled runtime, if this machine has kernels.
 
     Raises:
         InvalidRequest: the dtype is unknown.
@@ -257,7 +257,7 @@ def check_ranks(size: int, backend: str, quantization: str | None) -> bool:
 def _check_packed(runtime: type[Decoder] | None, quantization: str | None, path: Path) -> None:
     """Raises InvalidRequest if the weights of this model cannot be packed."""
     if quantization is not None:
-        raise InvalidRequest(f"weight_format='packed' holds bfloat16 weights; leave out quantization={quantization!r}")
+        raise InvalidRequest(f"weight_format='packed' holds bfloat16 weights; omit quantization={quantization!r}")
     if runtime is None:
         raise InvalidRequest(
             f"weight_format='packed' needs the compiled decoder, which does not run {path}; use 'auto'"
@@ -284,5 +284,5 @@ def _check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
             if isinstance(value, int) and value > largest and any(part in name for part in ("layer", "expert")):
                 raise ModelLoadError(
                     f"{path / 'config.json'} has {name} = {value}, but the checkpoint holds {len(shapes)} tensors of "
-                    f"at most {largest} numbers in one dimension; do they belong together?"
+                    f"at most {largest} elements in one dimension; do they belong together?"
                 )

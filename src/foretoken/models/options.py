@@ -1,6 +1,6 @@
 """Names of backends, dtypes, quantization schemes and weight formats.
 
-Imports nothing heavy, so that wrong names are refused early.
+Imports no torch, so that wrong names are refused early.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_quantization(name: str | None) -> None:
 
 
 def check_weight_format(name: str) -> None:
-    """Raises InvalidRequest for an unknown way to hold weights in memory."""
+    """Raises InvalidRequest for an unknown format of weights in memory."""
     if name not in WEIGHT_FORMATS:
         raise InvalidRequest(f"weight_format {name!r} is not known; known: {', '.join(WEIGHT_FORMATS)}")
 
@@ -60,7 +60,7 @@ def check_adapters(names: Collection[str], backend: str, tensor_parallel_size: i
     """Raises InvalidRequest for LoRA adapters with options that leave the compiled runtime."""
     if names and (backend == "hf" or tensor_parallel_size > 1):
         raise InvalidRequest(
-            "LoRA adapters are computed by the compiled runtime, in one process: leave out backend='hf' and "
+            "LoRA adapters are computed by the compiled runtime, in one process: omit backend='hf' and "
             "tensor_parallel_size, or merge the adapter into the model with PEFT's merge_and_unload"
         )
 

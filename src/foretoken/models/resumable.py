@@ -17,8 +17,8 @@ class Resumable(Model):
 
     A sequence that is opened with the same source, ``cache_salt`` and adapter takes over the rows of the parked
     sequence with the longest common prefix. So a drafter that ran ahead on tokens which were then rejected can close
-    its sequence and open it again: only the rows that differ are computed, and a row is the same whatever pass computes
-    it.
+    its sequence and open it again: only the rows that differ are computed. A row does not depend on the pass that
+    computes it.
 
     Args:
         inner: the model to wrap.
@@ -32,7 +32,7 @@ class Resumable(Model):
         self.device, self.dtype = inner.device, inner.dtype
         self.batch_invariant, self.chunk_invariant = inner.batch_invariant, inner.chunk_invariant
         self.source_length, self.taps_before_norm = inner.source_length, inner.taps_before_norm
-        # source, cache_salt and adapter by slot, of open and of parked sequences
+        # source, cache_salt and adapter by slot, for open and parked sequences
         self._scopes: dict[int, tuple[tuple[int, ...], str | None, str | None]] = {}
         self._parked: list[tuple[int, Handle]] = []
         self._key: int | None = None
@@ -62,12 +62,12 @@ class Resumable(Model):
     ) -> Handle:
         scope = tuple(source), cache_salt, adapter
         candidates = [(i, h) for i, (_, h) in enumerate(self._parked) if self._scopes[h.slot] == scope]
-        shared, place = max(((_common_prefix(h.tokens, prompt), i) for i, h in candidates), default=(0, 0))
+        shared, index = max(((_common_prefix(h.tokens, prompt), i) for i, h in candidates), default=(0, 0))
         if not shared:
             handle = self.inner.open(prompt, source, cache_salt, adapter)
             self._scopes[handle.slot] = scope
             return handle
-        _, handle = self._parked.pop(place)
+        _, handle = self._parked.pop(index)
         handle.truncate(shared)
         if shared < len(prompt):
             self.inner.commit([handle], [prompt[shared:]])
@@ -114,6 +114,6 @@ class Resumable(Model):
         return self.inner.unembed(hidden)
 
 
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Returns the length of the longest common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -33,7 +33,7 @@ class TopLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TargetSpan:
-    """A span of text with the target's distributions in it.
+    """A span of tokens with the target's distributions.
 
     Attributes:
         tokens: [T].
@@ -50,7 +50,7 @@ class TargetSpan:
 
 
 def overlap(logits: Tensor, top: TopLogprobs) -> Tensor:
-    """Returns sum min(p, q) of every row [...]: the acceptance probability of a token drawn from q.
+    """Returns sum min(p, q) of every row [...]: the acceptance probability of a token sampled from q.
 
     Tokens outside the top k of p count as one bucket, so the result is an upper bound.
 
@@ -79,7 +79,9 @@ def _load(path: Path) -> Any:
         raise ModelLoadError(f"the draft in {path} cannot be trained further ({reason_of(error)})") from error
     module.tie_weights()
     if odd := [*unexpected, *(set(missing) - set(module._tied_weights_keys or ()))]:
-        raise ModelLoadError(f"the draft in {path} cannot be trained further: its tensor {odd[0]!r} is odd or missing")
+        raise ModelLoadError(
+            f"the draft in {path} cannot be trained further: its tensor {odd[0]!r} is unexpected or missing"
+        )
     return module.eval()
 
 
@@ -88,10 +90,10 @@ class Student:
 
     Args:
         path: the draft's checkpoint.
-        like: a model whose dtype, device and maximum length the trained drafts get.
-        learning_rate: of AdamW.
+        like: model with the dtype, device and maximum length of the trained drafts.
+        learning_rate: learning rate of AdamW.
         batch: spans per update.
-        seed: chooses the spans.
+        seed: seed for choosing spans.
 
     Raises:
         ModelLoadError: transformers cannot load the draft.
@@ -103,8 +105,8 @@ class Student:
         self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=learning_rate, weight_decay=0.0)
         self._batch, self._random = batch, np.random.default_rng(seed)
 
-    def learn(self, lessons: Sequence[TargetSpan], steps: int) -> None:
-        """Makes ``steps`` updates on random batches of ``lessons`` with the loss -log sum min(p, q).
+    def learn(self, spans: Sequence[TargetSpan], steps: int) -> None:
+        """Makes ``steps`` updates on random batches of ``spans`` with the loss -log sum min(p, q).
 
         sum min(p, q) is the acceptance probability itself. The KL divergence is a better loss for an untrained draft,
         but makes a draft worse that was trained for acceptance: the two losses have different optima if the draft is
@@ -112,17 +114,17 @@ class Student:
         """
         with torch.inference_mode(False), torch.enable_grad():
             for _ in range(steps):
-                chosen = self._random.choice(len(lessons), min(self._batch, len(lessons)), replace=False)
-                accepted = self._compare([lessons[i] for i in chosen])
+                chosen = self._random.choice(len(spans), min(self._batch, len(spans)), replace=False)
+                accepted = self._compare([spans[i] for i in chosen])
                 (-accepted.clamp_min(_FLOOR).log().mean()).backward()
                 torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
                 self._optimizer.step()
                 self._optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def acceptance(self, lessons: Sequence[TargetSpan]) -> float:
-        """Returns the mean of sum min(p, q) over all rows: the probability that a drawn token is accepted."""
-        rows = [self._compare(lessons[i : i + self._batch]) for i in range(0, len(lessons), self._batch)]
+    def acceptance(self, spans: Sequence[TargetSpan]) -> float:
+        """Returns the mean of sum min(p, q) over all rows: the probability that a sampled token is accepted."""
+        rows = [self._compare(spans[i : i + self._batch]) for i in range(0, len(spans), self._batch)]
         return float(torch.cat(rows).mean())
 
     def snapshot(self) -> Any:
@@ -153,16 +155,14 @@ class Student:
             if file.suffix in _COMPANIONS and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
 
-    def _compare(self, lessons: Sequence[TargetSpan]) -> Tensor:
-        """Returns sum min(p, q) of every row of the lessons, [rows]."""
-        longest = max(len(lesson.tokens) for lesson in lessons)
-        ids = torch.zeros(len(lessons), longest, dtype=torch.int64)
-        for row, lesson in zip(ids, lessons, strict=True):
+    def _compare(self, spans: Sequence[TargetSpan]) -> Tensor:
+        """Returns sum min(p, q) of every row of the spans, [rows]."""
+        longest = max(len(lesson.tokens) for lesson in spans)
+        ids = torch.zeros(len(spans), longest, dtype=torch.int64)
+        for row, lesson in zip(ids, spans, strict=True):
             row[: len(lesson.tokens)] = torch.from_numpy(lesson.tokens)
         # Padding follows the tokens, so the causal mask is enough.
         logits = self.module(ids.to(self._device), use_cache=False).logits
-        parts = [row[len(x.tokens) - len(x) : len(x.tokens)] for row, x in zip(logits, lessons, strict=True)]
-        top = TopLogprobs(
-            *(torch.from_numpy(np.concatenate([getattr(x, n) for x in lessons])) for n in ("ids", "log_p"))
-        )
+        parts = [row[len(x.tokens) - len(x) : len(x.tokens)] for row, x in zip(logits, spans, strict=True)]
+        top = TopLogprobs(*(torch.from_numpy(np.concatenate([getattr(x, n) for x in spans])) for n in ("ids", "log_p")))
         return overlap(torch.cat(parts), TopLogprobs(top.ids.to(self._device), top.log_p.to(self._device)))

@@ -26,7 +26,7 @@ class ToyModel(Model):
     Args:
         vocab_size: number of tokens.
         order: number of tokens that the next one depends on.
-        seed: chooses the logits.
+        seed: seed of the logits.
         sharpness: scales the logits; 0 gives the uniform distribution, 4 a nearly deterministic one.
         max_length: maximum length of a sequence in tokens.
     """

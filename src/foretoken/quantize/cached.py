@@ -1,4 +1,4 @@
-"""GGUF files for what reads folders: the same model in bfloat16, written to the cache once."""
+"""GGUF files as folders: the same model in bfloat16, written to the cache once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def checkpoint_folder(path: Path) -> Path:
     """
     if not is_gguf(path):
         return path
-    facts = [f"{part.resolve()} {part.stat().st_size} {part.stat().st_mtime_ns}" for part in parts_of(path)]
-    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
+    identity = [f"{part.resolve()} {part.stat().st_size} {part.stat().st_mtime_ns}" for part in parts_of(path)]
+    key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
     folder = cache_folder() / "folders" / key / path.stem
     if not folder.exists():
         try:

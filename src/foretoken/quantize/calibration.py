@@ -1,7 +1,7 @@
-"""Runs text through a model layer by layer while it is quantized, and collects what its matrices see.
+"""Runs text through a model layer by layer while it is quantized, and collects statistics of its matrices' inputs.
 
-The hidden states of all windows are kept, and the weights of one layer. Two streams are computed: of the quantized
-model, on all windows, and of the original one, on those that are held out for the loss.
+The hidden states of all windows are kept, and the weights of one layer. Two streams are computed: that of the quantized
+model on all windows, and that of the original model on the windows held out for the loss.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Losses:
 
 
 class Calibration:
-    """Text on its way through a decoder.
+    """Hidden states of a text, layer by layer.
 
     Args:
-        architecture: of the decoder.
+        architecture: the decoder's architecture.
         tokens: token ids of the text.
 
     Raises:
@@ -71,9 +71,9 @@ class Calibration:
         self._quantized = F.embedding(self._windows, quantized).float() * scale
 
     def curvatures(self, layer: int, weights: Mapping[str, Tensor]) -> dict[str, Curvature]:
-        """Returns what the inputs of each matrix of a layer look like, by the matrix's name.
+        """Returns the curvature of each matrix of a layer by its name, without the held-out windows.
 
-        The held-out windows are left out. The original stream takes its step through the layer.
+        The original stream advances through the layer.
         """
         sums: dict[str, Tensor] = {}
 
@@ -88,7 +88,7 @@ class Calibration:
         return {name: curvatures[site_of(name)] for name, weight in weights.items() if weight.ndim == 2}
 
     def advance(self, layer: int, weights: Mapping[str, Tensor]) -> None:
-        """Takes the quantized stream through the layer with its quantized weights."""
+        """Advances the quantized stream through the layer with its quantized weights."""
         self._quantized = self._through(layer, self._layer(layer, weights), self._quantized)
 
     def losses(self, original: Mapping[str, Tensor], quantized: Mapping[str, Tensor]) -> Losses:
@@ -100,7 +100,7 @@ class Calibration:
         return read_layer(Source(weights, self._architecture, torch.float32), layer)
 
     def _through(self, layer: int, w: LayerWeights, hidden: Tensor, record: Record | None = None) -> Tensor:
-        """Returns hidden states [windows, T, H] after a layer; nothing where inputs are only recorded."""
+        """Returns hidden states [windows, T, H] after a layer; empty if inputs are only recorded."""
         done = [_step(self._architecture, layer, w, part, record) for part in hidden.split(_AT_ONCE)]
         return hidden if record is not None else torch.cat(done)
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a GGUF file, which llama.cpp loads: types, keys and tensors as its own tools write them."""
+"""Writes a checkpoint as a GGUF file, which llama.cpp loads: types, keys and tensors are those of its tools."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _QUANTIZATION_VERSION = 2  # of ggml's blocks
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a GGUF file says of a model, besides its tensors.
+    """Description of a model in a GGUF file: all but its tensors.
 
     Attributes:
         config: config.json.
-        architecture: read from it.
+        architecture: its architecture.
         name: the name in GGUF.
         tokenizer: the tokenizer, or None for a file without.
         ends: ids of the tokens that end a text.
@@ -88,7 +88,7 @@ class Described:
             add_tokenizer(writer, self.tokenizer, self.ends, self.architecture.vocab)
 
     def check(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-        """Raises InvalidRequest unless what is written reads back the same: the architecture and the tokenizer."""
+        """Raises InvalidRequest unless the written architecture and tokenizer are read back unchanged."""
         file = folder / "keys.gguf"
         writer = gguf.GGUFWriter(file, self.name)
         self.add_to(writer)
@@ -104,22 +104,22 @@ class Described:
         if self.tokenizer is not None:
             read = gguf_tokenizer(header)
             for text in PROBES:
-                own, other = self.tokenizer.encode(text), read.encode(text)
-                if own != other:
+                expected, other = self.tokenizer.encode(text), read.encode(text)
+                if expected != other:
                     raise InvalidRequest(
-                        "a GGUF file cannot say how this model's tokenizer works: of "
-                        f"{text[:30]!r} it would make {other[:8]} instead of {own[:8]}; choose int8 or int4"
+                        "a GGUF file cannot describe this model's tokenizer: of "
+                        f"{text[:30]!r} it would make {other[:8]} instead of {expected[:8]}; choose int8 or int4"
                     )
 
 
 class FileWriter:
-    """Takes tensors one after the other, in the order in which they were announced.
+    """Writes tensors in the order in which they were announced.
 
     Args:
         path: the file to write.
         described: the model.
         mixture: a name of ``MIXTURES``.
-        shapes: shapes of the tensors by their names in the checkpoint, in the order in which they come.
+        shapes: shapes of the tensors by their names in the checkpoint, in their order.
     """
 
     def __init__(self, path: Path, described: Described, mixture: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -151,7 +151,7 @@ class FileWriter:
         return decoded(data, kind)
 
     def finish(self) -> None:
-        """Does nothing: everything is written."""
+        """Does nothing: all tensors are written."""
 
     def close(self) -> None:
         """Closes the file."""
@@ -162,12 +162,12 @@ def planned(described: Described, mixture: str, shapes: Mapping[str, tuple[int, 
     """Returns the tensors of a file by name, with their types. Raises InvalidRequest for a name without a form."""
     tied = "lm_head.weight" not in shapes
     names, tensors = described.names, {}
-    for known, shape in shapes.items():
+    for tensor, shape in shapes.items():
         try:
-            name = names.stored(known)
+            name = names.stored(tensor)
         except KeyError:
             raise InvalidRequest(
-                f"the checkpoint has the tensor {known!r}, for which a GGUF file of {described.name} has no place"
+                f"the checkpoint has the tensor {tensor!r}, for which a GGUF file of {described.name} has no name"
             ) from None
         kind = tensor_type(mixture, name, shape, described.architecture.layers, tied)
         block, size = GGML_QUANT_SIZES[kind]
@@ -187,7 +187,7 @@ def encoded(tensor: Tensor, kind: GGMLQuantizationType, rounding: Rounding) -> N
 
 
 def decoded(data: NDArray[Any], kind: GGMLQuantizationType) -> Tensor:
-    """Returns the numbers that ``encoded`` data stand for, float32."""
+    """Returns the values of ``encoded`` data, float32."""
     if kind in FLOATS:
         return torch.from_numpy(data).view(FLOATS[kind]).float()
     return torch.from_numpy(gguf.dequantize(data, kind))

@@ -36,11 +36,11 @@ _VOCABULARY = re.compile(r"(.+\.)?lm_heads?(\.[0-9]+)?\.weight|(medusa_heads?\.)
 _ROUTERS = tuple(
     f".{name}.weight" for name in ("shared_expert_gate", *{f.names.router for f in EXPERT_FAMILIES.values()})
 )
-_VERSION = "0.20.0"  # of the package whose format this is
+_VERSION = "0.20.0"  # version of compressed-tensors' format
 
 
 class FolderWriter:
-    """Takes tensors one after the other.
+    """Writes tensors in their order.
 
     Args:
         folder: is written to.
@@ -123,7 +123,7 @@ class FolderWriter:
         return parts, torch.cat(values)
 
     def _grid(self, weights: Tensor, quantizer: Quantizer, rounding: Rounding, dtype: torch.dtype) -> Grid:
-        """Returns the grid of some outputs. Scales take the checkpoint's dtype; of float32, float16."""
+        """Returns the grid of some outputs. Scales have the checkpoint's dtype, or float16 if that is float32."""
         group, low = quantizer.group or weights.shape[1], -(2 ** (quantizer.bits - 1))
         x = weights.unflatten(1, (-1, group))
         importance = torch.ones_like(x)
@@ -184,12 +184,12 @@ _LLAMA3_LENGTH = 8192  # original_max_position_embeddings of every Llama 3
 
 
 def exported_config(config: Mapping[str, Any], path: Path, names: Collection[str]) -> dict[str, Any]:
-    """Returns the config.json of a GGUF file with what transformers needs besides.
+    """Returns the config.json of a GGUF file with the other fields that transformers needs.
 
     Args:
-        config: as the file describes it.
+        config: the file's configuration.
         path: the file.
-        names: of the tensors.
+        names: names of the tensors.
 
     Raises:
         InvalidRequest: its rotary factors are not those of Llama 3.
@@ -217,7 +217,7 @@ def save_tokenizer(path: Path, folder: Path) -> None:
 
 
 def _llama3(config: Mapping[str, Any], factors: torch.Tensor, path: Path) -> dict[str, Any]:
-    """Returns the rotary scaling of Llama 3 whose frequencies a file's factors make."""
+    """Returns Llama 3's rotary scaling that gives the frequencies of a file's factors."""
     scaling = {
         "rope_type": "llama3",
         "factor": round(float(factors.max()), 4),
@@ -226,7 +226,7 @@ def _llama3(config: Mapping[str, Any], factors: torch.Tensor, path: Path) -> dic
         "original_max_position_embeddings": _LLAMA3_LENGTH,
     }
     plain = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    own = inverse_frequencies({**plain, **scaling}, 2 * len(factors))
-    if not torch.allclose(own, inverse_frequencies(plain, 2 * len(factors)) / factors, rtol=1e-4):
-        raise InvalidRequest(f"the rotary factors of {path} are not Llama 3's, and config.json has no name for others")
+    frequencies = inverse_frequencies({**plain, **scaling}, 2 * len(factors))
+    if not torch.allclose(frequencies, inverse_frequencies(plain, 2 * len(factors)) / factors, rtol=1e-4):
+        raise InvalidRequest(f"the rotary factors of {path} are not Llama 3's, and config.json has no key for others")
     return scaling

@@ -22,7 +22,7 @@ _UNSIGNED_PARTS = 63
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scales:
-    """A grid, and its scales as blocks of the type store them."""
+    """A grid, and its scales in the form of the type's blocks."""
 
     grid: Grid
     scale: Tensor
@@ -60,24 +60,26 @@ def to_blocks(weights: Tensor, kind: GGMLQuantizationType, rounding: Rounding) -
 def _scales(weights: Tensor, kind: GGMLQuantizationType, importance: Tensor | None) -> _Scales:
     layout = LAYOUTS[kind]
     x = weights.unflatten(1, (-1, layout.group))
-    given = None if importance is None else importance.unflatten(0, (-1, layout.group)).expand_as(x)
+    group_importance = None if importance is None else importance.unflatten(0, (-1, layout.group)).expand_as(x)
     if kind == _K.Q8_0:
         scale = _half(x.abs().amax(-1) / 127)
         return _Scales(Grid(scale, -127, 127, layout.group), scale)
     if kind in _AFFINE:
-        return _affine(x, kind, given)
+        return _affine(x, kind, group_importance)
     if kind in _SIGNED_PARTS:
-        return _two_levels(x, kind, given)
-    scale = _half(symmetric_scales(x, -layout.zero, torch.ones_like(x) if given is None else given))
+        return _two_levels(x, kind, group_importance)
+    scale = _half(
+        symmetric_scales(x, -layout.zero, torch.ones_like(x) if group_importance is None else group_importance)
+    )
     return _Scales(Grid(scale, -layout.zero, layout.zero - 1, layout.group), scale)
 
 
-def _affine(x: Tensor, kind: GGMLQuantizationType, given: Tensor | None) -> _Scales:
+def _affine(x: Tensor, kind: GGMLQuantizationType, importance: Tensor | None) -> _Scales:
     """Returns scales and minimums; those of K-quants in two levels."""
     layout = LAYOUTS[kind]
     high = 15 if kind in (_K.Q4_1, _K.Q4_K) else 31
     spread = x.square().mean(-1, keepdim=True).sqrt()
-    weights = spread + x.abs() if given is None else given * (2 * spread.square() + x.square()).sqrt()
+    weights = spread + x.abs() if importance is None else importance * (2 * spread.square() + x.square()).sqrt()
     scale, offset = affine_scales(x, high, weights, *_AFFINE[kind])
     if layout.block == 1:
         scale, offset = _half(scale), _half(offset)
@@ -89,17 +91,17 @@ def _affine(x: Tensor, kind: GGMLQuantizationType, given: Tensor | None) -> _Sca
 
 
 def _levels(numbers: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Returns numbers [out, groups], not negative, as a float16 for each block times integers of six bits."""
+    """Returns values [out, groups], not negative, as a float16 for each block times integers of six bits."""
     blocks = numbers.unflatten(1, (-1, block))
     largest = blocks.amax(-1, keepdim=True)
     parts = (blocks * (_UNSIGNED_PARTS / largest.masked_fill(largest <= 0, torch.inf))).round_()
     return _half(largest[..., 0] / _UNSIGNED_PARTS), parts.clamp_(0, _UNSIGNED_PARTS)
 
 
-def _two_levels(x: Tensor, kind: GGMLQuantizationType, given: Tensor | None) -> _Scales:
+def _two_levels(x: Tensor, kind: GGMLQuantizationType, importance: Tensor | None) -> _Scales:
     """Returns signed scales in two levels, of types without minimums."""
     layout, limit = LAYOUTS[kind], _SIGNED_PARTS[kind]
-    scale = symmetric_scales(x, -layout.zero, x.square() if given is None else given)
+    scale = symmetric_scales(x, -layout.zero, x.square() if importance is None else importance)
     blocks = scale.unflatten(1, (-1, layout.block))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     inverse = -limit / largest.masked_fill(largest == 0, torch.inf)
@@ -113,5 +115,5 @@ def _product(whole: Tensor, parts: Tensor) -> Tensor:
 
 
 def _half(numbers: Tensor) -> Tensor:
-    """Returns numbers rounded to float16."""
+    """Returns values rounded to float16."""
     return numbers.half().float()

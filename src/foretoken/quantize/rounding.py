@@ -9,13 +9,13 @@ from torch import Tensor
 
 _SMALL = 1e-15  # magnitude below which a group counts as zeros
 _SYMMETRIC_STEPS = tuple(step / 10 for step in range(-9, 10))  # tried around the largest code, as llama.cpp does
-_COLUMNS = 128  # that GPTQ corrects at once
-_DAMPING = 0.01  # of the mean diagonal, is added to the Hessian
+_COLUMNS = 128  # columns that GPTQ corrects at once
+_DAMPING = 0.01  # fraction of the mean diagonal that is added to the Hessian
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """The numbers that a matrix [out, in] can take: ``code * scale + offset`` in each group of inputs.
+    """The values that a matrix [out, in] can have: ``code * scale + offset`` in each group of inputs.
 
     Attributes:
         scales: float32 [out, groups].
@@ -38,14 +38,14 @@ class Grid:
         return self._nearest(shifted, self._spread(self.scales, inputs)).to(torch.int16)
 
     def column(self, weights: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Returns the nearest codes [out] of the weights [out] of one input, and the numbers that they stand for."""
+        """Returns the nearest codes [out] of the weights [out] of one input, and their values."""
         scale = self.scales[:, index // self.group]
         offset = 0.0 if self.offsets is None else self.offsets[:, index // self.group]
         codes = self._nearest(weights - offset, scale)
         return codes, codes * scale + offset
 
     def values(self, codes: Tensor) -> Tensor:
-        """Returns the numbers that codes [out, in] stand for, float32."""
+        """Returns the values of codes [out, in], float32."""
         numbers = codes * self._spread(self.scales, codes.shape[1])
         return numbers if self.offsets is None else numbers + self._spread(self.offsets, codes.shape[1])
 
@@ -59,8 +59,8 @@ class Grid:
 def symmetric_scales(x: Tensor, low: int, importance: Tensor) -> Tensor:
     """Returns the scales of least squared error for codes from ``low`` to ``-low - 1``.
 
-    The number of largest magnitude takes a code near ``low``. For each of several such codes the others follow, and
-    from them the scale by least squares (llama.cpp's ``make_qx_quants``).
+    The element of largest magnitude gets a code near ``low``. Several such codes are tried: each gives the other codes,
+    and these the scale by least squares (llama.cpp's ``make_qx_quants``).
 
     Args:
         x: groups [..., group].
@@ -87,32 +87,32 @@ def symmetric_scales(x: Tensor, low: int, importance: Tensor) -> Tensor:
 
 
 def affine_scales(x: Tensor, high: int, importance: Tensor, first: float, steps: int) -> tuple[Tensor, Tensor]:
-    """Returns scales and smallest numbers of least squared error for codes from 0 to ``high``.
+    """Returns scales and minimums of least squared error for codes from 0 to ``high``.
 
-    Several ranges are tried, each refined by least squares; the smallest number is never positive (llama.cpp's
+    Several ranges are tried, each refined by least squares; the minimum is never positive (llama.cpp's
     ``make_qkx2_quants``).
 
     Args:
         x: groups [..., group].
         high: largest code.
         importance: weight of each squared error, as x.
-        first: the first code tried for the largest number, less ``high``.
-        steps: number of further ones, 0.1 apart.
+        first: the first code tried for the largest element, less ``high``.
+        steps: number of further codes, 0.1 apart.
 
     Returns:
-        Scales and smallest numbers, float32 [...].
+        Scales and minimums, float32 [...].
     """
-    least, largest = x.amin(-1, keepdim=True).clamp_max(0.0), x.amax(-1, keepdim=True)
-    span = largest - least
+    smallest, largest = x.amin(-1, keepdim=True).clamp_max(0.0), x.amax(-1, keepdim=True)
+    span = largest - smallest
     flat = span <= 0
     span = span.masked_fill(flat, torch.inf)
     weight, total = importance.sum(-1, keepdim=True), (importance * x).sum(-1, keepdim=True)
-    scale, offset = span / high, least
-    codes = ((x - least) / scale).round_().clamp_(0, high)
+    scale, offset = span / high, smallest
+    codes = ((x - smallest) / scale).round_().clamp_(0, high)
     error = (importance * (scale * codes + offset - x).square_()).sum(-1, keepdim=True)
     error.masked_fill_(flat, 0.0)
     for step in range(steps + 1):
-        codes = ((x - least) * ((first + 0.1 * step + high) / span)).round_().clamp_(0, high)
+        codes = ((x - smallest) * ((first + 0.1 * step + high) / span)).round_().clamp_(0, high)
         weighted = importance * codes
         ones, squares = weighted.sum(-1, keepdim=True), (weighted * codes).sum(-1, keepdim=True)
         dot = (weighted * x).sum(-1, keepdim=True)
@@ -132,7 +132,7 @@ def affine_scales(x: Tensor, high: int, importance: Tensor, first: float, steps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curvature:
-    """How much an error in each input of a matrix costs on the calibration text.
+    """Effect of an error in each input of a matrix on its outputs for the calibration text.
 
     Attributes:
         importance: mean square of each input, float32 [in].
@@ -164,7 +164,7 @@ class Rounding:
 
     @property
     def importance(self) -> Tensor | None:
-        """Weight of the squared errors of each input, float32 [in]; None where nothing is known."""
+        """Weight of the squared errors of each input, float32 [in]; None without calibration."""
         return None if self.curvature is None else self.curvature.importance
 
     def codes(self, weights: Tensor, grid: Grid) -> Tensor:
@@ -175,13 +175,13 @@ class Rounding:
 def gptq(weights: Tensor, grid: Grid, curvature: Curvature) -> Tensor:
     """Rounds a matrix so that its outputs change least on the calibration text (GPTQ, 2210.17323).
 
-    Inputs are rounded one after the other, those of the largest activations first; what each loses is made up by those
-    that are still to come.
+    Inputs are rounded one after the other, those of the largest activations first. Later ones compensate the error of
+    earlier ones.
 
     Args:
         weights: float32 [out, in].
-        grid: the numbers that it can take.
-        curvature: of its inputs.
+        grid: its possible values.
+        curvature: curvature of its inputs.
 
     Returns:
         Codes, int16 [out, in].
@@ -191,12 +191,12 @@ def gptq(weights: Tensor, grid: Grid, curvature: Curvature) -> Tensor:
     codes = torch.empty(weights.shape, dtype=torch.int16)
     for start in range(0, len(names), _COLUMNS):
         end = min(start + _COLUMNS, len(names))
-        block, own = left[:, start:end], factor[start:end, start:end]
+        block, local_factor = left[:, start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
         for at in range(end - start):
             code, value = grid.column(block[:, at], names[start + at])
             codes[:, names[start + at]] = code.to(torch.int16)
-            errors[:, at] = (block[:, at] - value) / own[at, at]
-            block[:, at + 1 :] -= torch.outer(errors[:, at], own[at, at + 1 :])
+            errors[:, at] = (block[:, at] - value) / local_factor[at, at]
+            block[:, at + 1 :] -= torch.outer(errors[:, at], local_factor[at, at + 1 :])
         left[:, end:] -= errors @ factor[start:end, end:]
     return codes

@@ -1,4 +1,4 @@
-"""Quantizes a checkpoint: reads it layer by layer, rounds, and writes another one, whole or not at all."""
+"""Quantizes a checkpoint: reads it layer by layer, rounds, and writes another one atomically."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """What was written.
+    """The written checkpoint.
 
     Attributes:
         path: the folder or file.
-        scheme: as it was asked for.
+        scheme: the requested scheme.
         bytes_before: bytes of the weights that were read.
         bytes_after: bytes of the weights that were written.
-        seconds: how long it took.
-        losses: on held-out windows of the calibration text, before and after; None without such a text.
+        seconds: duration.
+        losses: losses on held-out windows of the calibration text; None without such a text.
     """
 
     path: Path
@@ -51,16 +51,16 @@ class QuantizedCheckpoint:
 
 
 class CheckpointWriter(Protocol):
-    """Takes the tensors of a checkpoint one after the other."""
+    """Writes the tensors of a checkpoint in their order."""
 
     def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
         """Writes a tensor. Returns its values as they are read back."""
 
     def finish(self) -> None:
-        """Writes what is left after the last tensor."""
+        """Completes the checkpoint after the last tensor."""
 
     def close(self) -> None:
-        """Releases what is open."""
+        """Closes open files."""
 
 
 @torch.inference_mode()
@@ -72,7 +72,7 @@ def quantize_checkpoint(
     lm_head: bool = False,
     force: bool = False,
     gguf_file: str | None = None,
-    progress: Progress = lambda share, what: None,
+    progress: Progress = lambda fraction, task: None,
 ) -> QuantizedCheckpoint:
     """Writes a checkpoint in another scheme, with no more than a layer of it in memory.
 
@@ -83,11 +83,11 @@ def quantize_checkpoint(
         scheme: ``int4`` (groups of 32), ``int4-g32``, ``-g64``, ``-g128`` or ``int8`` write a compressed-tensors
             folder; ``Q4_K_M``, ``Q8_0`` and so on a GGUF file, ``F16`` and ``BF16`` one of floats; ``bfloat16``,
             ``float16`` and ``float32`` a folder of floats.
-        calibration: text like the model's use. Weights are then rounded by GPTQ; without, each to the nearest code.
+        calibration: text like the model's use, for rounding by GPTQ; None rounds each weight to the nearest code.
         lm_head: whether the vocabulary head of a folder is quantized as well. GGUF files always quantize it.
         force: whether ``out`` is replaced if it holds an artifact of the same kind.
         gguf_file: name of a GGUF file in the folder or repository ``source``.
-        progress: is called with the share that is done, from 0 to 1, and what is being done.
+        progress: is called with the finished fraction, from 0 to 1, and the current task.
 
     Raises:
         InvalidRequest: the scheme is unknown or does not fit the model, or ``out`` must not be written.
@@ -100,8 +100,8 @@ def quantize_checkpoint(
     target = _destination(Path(out), path, chosen, force)
     model = SourceCheckpoint.open(path, chosen)
     text = None if calibration is None else model.calibration(calibration, chosen)
-    place = target.file() if chosen.gguf else target.folder()
-    with place as partial, closing(_writer(model, partial, chosen, lm_head)) as writer:
+    destination = target.file() if chosen.gguf else target.folder()
+    with destination as partial, closing(_writer(model, partial, chosen, lm_head)) as writer:
         losses = stream(model, writer, text, lm_head and chosen.quantizer is not None, progress)
         writer.finish()
     seconds = time.perf_counter() - started
@@ -111,7 +111,7 @@ def quantize_checkpoint(
 
 
 def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -> CheckpointWriter:
-    """Returns what writes a scheme, after the files beside the weights were written."""
+    """Returns the writer of a scheme, after the files beside the weights were written."""
     if scheme.gguf:
         described = model.described()
         with tempfile.TemporaryDirectory() as scratch:
@@ -133,19 +133,19 @@ def stream(
     writer: CheckpointWriter,
     text: Calibration | None,
     lm_head: bool,
-    progress: Progress = lambda share, what: None,
+    progress: Progress = lambda fraction, task: None,
 ) -> Losses | None:
-    """Hands all tensors to the writer, and takes the text through each layer.
+    """Passes all tensors to the writer, and the text through each layer.
 
     Args:
-        model: what is read.
+        model: the source.
         writer: takes the tensors, and returns the values that the next layers see.
         text: the calibration text; None for none.
         lm_head: whether a tied head is written besides the embedding.
         progress: see ``quantize_checkpoint``.
 
     Returns:
-        The text's losses before and after; None without a text.
+        The text's losses; None without a text.
     """
     before: dict[str, Tensor] = {}
     after: dict[str, Tensor] = {}

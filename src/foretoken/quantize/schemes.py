@@ -17,12 +17,12 @@ SCHEMES = (*QUANTIZATIONS, *FLOATS, *MIXTURES)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a checkpoint is written as.
+    """Target format of a quantized checkpoint.
 
     Attributes:
         name: one of ``SCHEMES``.
         quantizer: bits and groups of a folder's matrices; None for floats and GGUF.
-        dtype: of a folder of floats.
+        dtype: dtype of a folder of floats.
         gguf: whether a GGUF file is written.
     """
 
@@ -33,15 +33,15 @@ class Scheme:
 
     @staticmethod
     def of(name: str) -> Scheme:
-        """Returns the scheme of a name, whatever its case. Raises InvalidRequest for another."""
-        known = {scheme.lower(): scheme for scheme in SCHEMES}.get(name.lower())
-        if known is None:
+        """Returns the scheme of a name in any case. Raises InvalidRequest for an unknown name."""
+        scheme_name = {scheme.lower(): scheme for scheme in SCHEMES}.get(name.lower())
+        if scheme_name is None:
             raise InvalidRequest(f"scheme {name!r} is not known; known: {', '.join(SCHEMES)}")
-        if known in QUANTIZATIONS:
-            return Scheme(known, quantizer=Quantizer.of(known))
-        return Scheme(known, dtype=FLOATS.get(known), gguf=known in MIXTURES)
+        if scheme_name in QUANTIZATIONS:
+            return Scheme(scheme_name, quantizer=Quantizer.of(scheme_name))
+        return Scheme(scheme_name, dtype=FLOATS.get(scheme_name), gguf=scheme_name in MIXTURES)
 
     @property
     def quantizes(self) -> bool:
-        """Whether numbers are rounded to few bits."""
+        """Whether weights are rounded to few bits."""
         return self.dtype is None and self.name not in ("F32", "F16", "BF16")

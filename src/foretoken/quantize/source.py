@@ -1,4 +1,4 @@
-"""The checkpoint that is quantized: what it is, and its tensors in the order in which they are written."""
+"""The checkpoint that is quantized, and its tensors in the order of writing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SourceCheckpoint:
         path: folder or GGUF file.
         config: config.json, without a quantization.
         tensors: tensors by name, read on access; quantized ones as floats.
-        shapes: their shapes, in the order in which they are written.
+        shapes: their shapes, in the order of writing.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class SourceCheckpoint:
 
     @staticmethod
     def open(path: Path, scheme: Scheme) -> SourceCheckpoint:
-        """Opens a checkpoint. Raises InvalidRequest for one that the scheme does not fit."""
+        """Opens a checkpoint. Raises InvalidRequest if the scheme does not fit it."""
         config = load_config(path)
         kind = config.get("model_type")
         if check_prequantized(config):
@@ -84,7 +84,7 @@ class SourceCheckpoint:
             )
         if heads and scheme.gguf:
             raise InvalidRequest(f"{path} holds drafting heads, for which GGUF has no form here; choose int8 or int4")
-        shapes = dict(sorted(tensors.shapes.items(), key=lambda item: _place(item[0])))
+        shapes = dict(sorted(tensors.shapes.items(), key=lambda item: _order_key(item[0])))
         if config.get("tie_word_embeddings") and EMBEDDING in shapes:
             shapes.pop(HEAD, None)  # a copy of the embedding
         return SourceCheckpoint(path, {k: v for k, v in config.items() if k != "quantization_config"}, tensors, shapes)
@@ -95,14 +95,14 @@ class SourceCheckpoint:
         return EMBEDDING in self.shapes and HEAD not in self.shapes
 
     def parts(self) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
-        """Reads a layer after the other, and other tensors one by one. Yields the layer's number and the tensors."""
-        for key, names in groupby(self.shapes, key=lambda name: _place(name)[:2]):
+        """Yields the tensors of each layer with its index, and every other tensor alone with None."""
+        for key, names in groupby(self.shapes, key=lambda name: _order_key(name)[:2]):
             yield key[1] if key[0] == 1 else None, {name: self.tensors[name] for name in names}
 
     def calibration(self, text: str, scheme: Scheme) -> Calibration:
-        """Tokenizes a text. Raises InvalidRequest where it could not improve anything."""
+        """Tokenizes a text. Raises InvalidRequest if calibration cannot improve the scheme."""
         if not scheme.quantizes:
-            raise InvalidRequest(f"scheme {scheme.name!r} rounds nothing that a calibration text could improve")
+            raise InvalidRequest(f"scheme {scheme.name!r} rounds no weights, so a calibration text has no effect")
         if EMBEDDING not in self.shapes or not Decoder.supports(self.config) or not calibrates(self.config):
             raise InvalidRequest(
                 "only decoders with layers like those of Llama and Gemma are calibrated; leave --calibration out for "
@@ -112,7 +112,7 @@ class SourceCheckpoint:
         return Calibration(Architecture.of(self.config), torch.tensor(tokens, dtype=torch.long))
 
     def described(self) -> Described:
-        """Returns what a GGUF file says of it. Raises InvalidRequest for what has no form there."""
+        """Returns its description in a GGUF file. Raises InvalidRequest if GGUF has no form for it."""
         ends = next((s.eos_token_id for s in load_generation_settings(self.path) if s.eos_token_id), [])
         title = self.path.stem if is_gguf(self.path) else self.path.name
         return Described.of(self.config, load_tokenizer(self.path), ends, title)
@@ -134,8 +134,8 @@ def _stacked(a: Architecture) -> bool:
     return a.has_experts or a.latent is not None
 
 
-def _place(name: str) -> tuple[int, Any, str]:
-    """Returns the key by which tensors are ordered: the embedding, the layers, the rest."""
+def _order_key(name: str) -> tuple[int, Any, str]:
+    """Returns the sort key of a tensor: the embedding, the layers, the rest."""
     if name == EMBEDDING:
         return 0, name, name
     layer = _LAYER.match(name)

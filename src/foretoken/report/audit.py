@@ -1,4 +1,4 @@
-"""HTML page of an audit: the verdict, each check with its evidence and power, and where texts diverge."""
+"""HTML page of an audit: the verdict, each check with its evidence and power, and points of divergence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from foretoken.report.records import PageRecord, shown
 
 TONES = {"passed": "good", "failed": "bad", "inconclusive": "open"}
 HEADLINES = {"passed": "Exact, as far as it was tested", "failed": "Not exact", "inconclusive": "Inconclusive"}
-MAX_ZEROS = 16.0  # largest -log10 of a p-value on a chart
+MAX_ZEROS = 16.0  # maximum of -log10 of a p-value on a chart
 
 
 def page(audit: Mapping[str, Any]) -> str:
@@ -60,7 +60,9 @@ def _cards(checks: Sequence[PageRecord], audit: PageRecord) -> Html:
     counted = [(sum(check.get("outcome") == name for check in checks), name) for name in ("passed", "failed")]
     tokens = sum(check.record("numbers").count("tokens") for check in checks)
     finds = [
-        each.number("finds") for each in _statistics(checks) if each.get("what") == "probability moved between ranks"
+        statistic.number("finds")
+        for statistic in _statistics(checks)
+        if statistic.get("what") == "probability moved between ranks"
     ]
     smallest = min((value for value in finds if value is not None), default=None)
     figures: list[tuple[object, object]] = [(count, f"checks {name}") for count, name in counted]
@@ -71,7 +73,7 @@ def _cards(checks: Sequence[PageRecord], audit: PageRecord) -> Html:
 
 
 def _statistics(checks: Sequence[PageRecord]) -> list[PageRecord]:
-    return [each for check in checks for each in check.record("numbers").records("statistics")]
+    return [statistic for check in checks for statistic in check.record("numbers").records("statistics")]
 
 
 def _overview(checks: Sequence[PageRecord]) -> Html:
@@ -93,7 +95,7 @@ def _badge(check: PageRecord) -> Html:
 
 
 def _check(check: PageRecord) -> Html:
-    """Returns a section of everything a check recorded: charts and tables of known entries, a list of the others."""
+    """Returns a section of a check's records: charts and tables of entries with a known form, a list of the others."""
     numbers = check.record("numbers")
     parts = [draw(numbers) for key, draw in _DRAWN.items() if key in numbers]
     rest = {key: value for key, value in numbers.items() if key not in _DRAWN}
@@ -109,20 +111,22 @@ def _surprises(numbers: PageRecord) -> Html:
     if not statistics:
         return Html()
     groups: dict[str, list[Bar]] = {}
-    for each in statistics:
-        group, _, name = each.text("name").rpartition(": ")
-        groups.setdefault(group, []).append(Bar(name, _powers(each.get("p_value"))))
+    for statistic in statistics:
+        group, _, name = statistic.text("name").rpartition(": ")
+        groups.setdefault(group, []).append(Bar(name, _powers(statistic.get("p_value"))))
     level = _powers(numbers.get("level"))
     limit = None if math.isnan(level) else level
     charts = [bars(group or "statistics", items, "zeros of p", level=limit) for group, items in groups.items()]
     rows = [
         (
-            each.get("name", ""),
-            f"G = {each.figure('value')} on {each['dof']}" if each.get("dof") else f"z = {each.signed('value')}",
-            each.figure("p_value", 2),
-            _finds(each),
+            statistic.get("name", ""),
+            f"G = {statistic.figure('value')} on {statistic['dof']}"
+            if statistic.get("dof")
+            else f"z = {statistic.signed('value')}",
+            statistic.figure("p_value", 2),
+            _finds(statistic),
         )
-        for each in statistics
+        for statistic in statistics
     ]
     return join(
         element("h3", "P-values"),
@@ -151,16 +155,16 @@ def _finds(statistic: PageRecord) -> str:
 
 def _plants(numbers: PageRecord) -> Html:
     rows = []
-    for each in numbers.records("plants"):
-        detected_by = each.record("found")
+    for plant in numbers.records("plants"):
+        detected_by = plant.record("found")
         how = ", ".join(f"{name} ({figure(number(z))})" for name, z in detected_by.items())
-        if each.get("impossible"):
-            how = f"{each['impossible']} tokens of probability 0" + (f", {how}" if how else "")
-        needed = each.number("needed")
+        if plant.get("impossible"):
+            how = f"{plant['impossible']} tokens of probability 0" + (f", {how}" if how else "")
+        needed = plant.number("needed")
         missed = "not found" + (f"; about {needed:,.0f} tokens would show it" if needed else "")
         seen = badge("good", "found") if how else badge("open", "not found")
-        tokens = f"{each.count('tokens'):,}"
-        rows.append((wrapped(each.text("error")), element("td", seen, class_="name"), wrapped(how or missed), tokens))
+        tokens = f"{plant.count('tokens'):,}"
+        rows.append((wrapped(plant.text("error")), element("td", seen, class_="name"), wrapped(how or missed), tokens))
     return table(("planted error", "", "by", "tokens"), rows, names=3)
 
 
@@ -168,22 +172,27 @@ def _divergences(numbers: PageRecord) -> Html:
     divergences = numbers.records("divergences")
     rows = [
         (
-            *(each.count("prompt") + 1, each.count("position") + 1, each.figure("margin"), each.figure("moved")),
-            each.get("kind") or ("a tie" if each.get("tie") else "not a tie"),
+            *(
+                divergence.count("prompt") + 1,
+                divergence.count("position") + 1,
+                divergence.figure("margin"),
+                divergence.figure("moved"),
+            ),
+            divergence.get("kind") or ("a tie" if divergence.get("tie") else "not a tie"),
         )
-        for each in divergences
+        for divergence in divergences
     ]
     heads = ("prompt", "token", "best two apart", "passes apart", "verdict")
     texts = [
-        _divergence(each)
-        for each in divergences
-        if each.get("plain") is not None and each.get("speculative") is not None
+        _divergence(divergence)
+        for divergence in divergences
+        if divergence.get("plain") is not None and divergence.get("speculative") is not None
     ]
     return join(element("h3", "Where texts diverge"), table(heads, rows, names=0), *texts[:5]) if rows else Html()
 
 
 def _divergence(divergence: PageRecord) -> Html:
-    """Both texts, with everything after their common prefix marked."""
+    """Both texts; all after their common prefix is marked."""
     plain, other = divergence.text("plain"), divergence.text("speculative")
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(plain, other, strict=False))
     common = sum(1 for _ in equal)
@@ -207,9 +216,14 @@ def _fits(numbers: PageRecord) -> Html:
 def _parameters(numbers: PageRecord) -> Html:
     """Treatment of each parameter by an endpoint, without speculation and with it."""
     rows = [
-        (each.get("parameter", ""), _treatment(each.get("plain")), _treatment(each.get("speculative")), wrapped(how))
-        for each in numbers.records("parameters")
-        for how in [each.text("how")]
+        (
+            parameter.get("parameter", ""),
+            _treatment(parameter.get("plain")),
+            _treatment(parameter.get("speculative")),
+            wrapped(how),
+        )
+        for parameter in numbers.records("parameters")
+        for how in [parameter.text("how")]
     ]
     heads = ("parameter", "plain", "with speculation", "seen")
     return table(heads, rows, names=4, stack=True)

@@ -1,6 +1,6 @@
 """Charts as inline SVG, each with a title, a description and a table of its figures. Non-finite values are skipped.
 
-Matplotlib draws them (``svg``); colours are "C0" to "C7" for series, "k" for text and rules, and "0.5" for axes.
+Matplotlib renders them (``svg``); colours are "C0" to "C7" for series, "k" for text and rules, and "0.5" for axes.
 """
 
 from __future__ import annotations
@@ -126,18 +126,18 @@ def lines(
     low, high = _range(drawn.values(), y, [] if level is None else [level])
 
     def paint(axes: Axes) -> None:
-        for i, each in drawn.items():
-            edges = _cut_intervals(each, low, high)
+        for i, line in drawn.items():
+            edges = _cut_intervals(line, low, high)
             if len(edges) > 1:
                 xs, lower, upper = zip(*edges, strict=True)
                 ys = (*lower, *reversed(upper))
                 axes.fill((*xs, *reversed(xs)), ys, color=f"C{i % 8}", alpha=0.14, linewidth=0, clip_on=False)
-            _plot(axes, i, each, (0, (3, 4)) if each.reference else "-")
+            _plot(axes, i, line, (0, (3, 4)) if line.reference else "-")
         if level is not None:
             axes.axhline(level, **_RULE)
         _set_up(axes, x, y)
 
-    description = f"{y.label} by {x.label}: {', '.join(each.name for each in drawn.values())}"
+    description = f"{y.label} by {x.label}: {', '.join(line.name for line in drawn.values())}"
     return _series_chart(title, description, HEIGHT, paint, drawn.values(), x, y, note)
 
 
@@ -156,15 +156,15 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: flo
     drawn = _drawable(series, across, up)
     if not drawn:
         return missing(title)
-    measured = [point.x for each in drawn.values() for point in each.points]
+    measured = [point.x for line in drawn.values() for point in line.points]
     low, high = _range(drawn.values(), up, measured)
 
     def paint(axes: Axes) -> None:
         axes.set_box_aspect(1)
-        for i, each in drawn.items():
-            for at, *ends in _cut_intervals(each, low, high):
+        for i, line in drawn.items():
+            for at, *ends in _cut_intervals(line, low, high):
                 axes.plot([at, at], ends, color=f"C{i % 8}", alpha=0.65, linewidth=1.2, clip_on=False)
-            _plot(axes, i, each, "none")
+            _plot(axes, i, line, "none")
         _set_up(axes, across, up)
         start, end = min(*axes.get_xlim(), *axes.get_ylim()), max(*axes.get_xlim(), *axes.get_ylim())
         axes.set(xlim=(start, end), ylim=(start, end))
@@ -186,7 +186,7 @@ def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = N
     end = max(*(high for _, high in edges), level or 0.0, 1e-12)
 
     def paint(canvas: Figure) -> None:
-        axes = canvas.add_axes((0.0, 0.0, 0.87, 1.0))  # the rest is for the figure beside the longest bar
+        axes = canvas.add_axes((0.0, 0.0, 0.87, 1.0))  # leaves space for the figure beside the longest bar
         axes.set(xlim=(0.0, end), ylim=(len(shown) - 1 + 16 / LINE, -30 / LINE))
         axes.set_axis_off()
         for row, (bar, (low, high)) in enumerate(zip(shown, edges, strict=True)):
@@ -212,7 +212,7 @@ def timeline(title: str, parts: Sequence[str], laps: Sequence[StepLap], *, note:
     Args:
         title: Its title.
         parts: Names of the parts of a step, at most four.
-        laps: The steps. Only the first ``STEPS_PER_LANE`` * ``LANES`` are drawn.
+        laps: The steps. Only the first ``STEPS_PER_LANE`` * ``LANES`` are shown.
         note: Text below the title.
     """
     usable = [lap for lap in laps if math.isfinite(lap.total) and lap.total > 0]
@@ -245,11 +245,11 @@ def timeline(title: str, parts: Sequence[str], laps: Sequence[StepLap], *, note:
     heads = ("step", "tokens", *(f"{name} ms" for name in parts), "total ms", "result")
     rows = [(lap.number, lap.label, *(figure(s * 1e3) for s in (*lap.seconds, lap.total)), lap.note) for lap in usable]
     times = [", ".join(f"{name} {ms} ms" for name, ms in zip(parts, row[2:], strict=False)) for row in rows]
-    tips = [f"step {lap.number}: {lap.note}; {each}" for lap, each in zip(drawn, times, strict=False)]
+    tips = [f"step {lap.number}: {lap.note}; {seconds}" for lap, seconds in zip(drawn, times, strict=False)]
     line = f"{figure(span * 1e3)} ms"
     description = f"{len(drawn)} steps in {lanes[-1] + 1} lanes of {line}; parts: {', '.join(parts)}"
-    some = f"The first {len(drawn)} of {len(usable)} steps. " if len(drawn) < len(usable) else ""
-    about = f"{some}{note} A whole line is {line}.".strip()
+    shown_part = f"The first {len(drawn)} of {len(usable)} steps. " if len(drawn) < len(usable) else ""
+    about = f"{shown_part}{note} A whole line is {line}.".strip()
     return _chart(title, description, whole, paint, tips, table(heads, rows), about)
 
 
@@ -259,15 +259,15 @@ def missing(title: str, why: str = "nothing was measured") -> Html:
 
 
 def _drawable(series: Sequence[Series], x: Axis, y: Axis) -> dict[int, Series]:
-    """Returns the series that can be drawn by number: thinned to ``MAX_POINTS``, without intervals that have no end."""
+    """Returns plottable series by index: thinned to ``MAX_POINTS``, without intervals that have no end."""
     drawn = {}
-    for i, each in enumerate(series):
-        points = [point for point in each.points if x.shows(point.x) and y.shows(point.y)]
+    for i, line in enumerate(series):
+        points = [point for point in line.points if x.shows(point.x) and y.shows(point.y)]
         if len(points) > MAX_POINTS:
             points = [points[k * (len(points) - 1) // (MAX_POINTS - 1)] for k in range(MAX_POINTS)]
         if points:
             bounded = (p if _bounded(p) else replace(p, low=None, high=None) for p in points)
-            drawn[i] = replace(each, points=tuple(bounded))
+            drawn[i] = replace(line, points=tuple(bounded))
     return drawn
 
 
@@ -277,7 +277,7 @@ def _bounded(point: Point) -> bool:
 
 def _range(series: Iterable[Series], y: Axis, others: Sequence[float]) -> tuple[float, float]:
     """Returns the values that y must show: all figures, and intervals as far as they do not dwarf them."""
-    points = [point for each in series for point in each.points]
+    points = [point for line in series for point in line.points]
     values = [*(point.y for point in points), *others]
     low, high = min(values), max(values)
     span = (high - low) or abs(high)
@@ -364,14 +364,14 @@ def _series_chart(
         if legend:
             canvas.legend(loc="outside lower left")
 
-    points = [(each, point) for each in series for point in each.points]
+    points = [(line, point) for line in series for point in line.points]
     tips = [
-        f"{each.name}: {y.label} {figure(p.y)}{f' ({p.interval})' if p.interval else ''}, {x.label} {p.x:.3g}"
+        f"{line.name}: {y.label} {figure(p.y)}{f' ({p.interval})' if p.interval else ''}, {x.label} {p.x:.3g}"
         + (f", {p.note}" if p.note else "")
-        for each, p in points
-        if each.marked
+        for line, p in points
+        if line.marked
     ]
-    rows = [(each.name, f"{p.x:.3g}", figure(p.y), p.interval, p.note) for each, p in points]
+    rows = [(line.name, f"{p.x:.3g}", figure(p.y), p.interval, p.note) for line, p in points]
     columns = [0, 1, 2, *(i for i in (3, 4) if any(row[i] for row in rows))]
     heads = ("series", x.label, y.label, "interval", "note")
     figures = table([heads[i] for i in columns], [[row[i] for i in columns] for row in rows])
@@ -388,7 +388,7 @@ def _chart(
     figures: Html,
     note: str,
 ) -> Html:
-    """Returns a figure that ``paint`` draws. figures: the table below it."""
+    """Returns a figure that ``paint`` renders. figures: the table below it."""
     texts = element("title", title), element("desc", description)
     shapes = render(WIDTH, height, paint, tips)
     drawing = element("svg", *texts, shapes, viewbox=f"0 0 {compact(WIDTH)} {compact(height)}", role="img")
@@ -401,6 +401,6 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def _words(value: str, max_letters: int = 68) -> str:
-    """Returns a text on one line, without characters that cannot be drawn."""
+    """Returns a text on one line, without characters that cannot be rendered."""
     line = " ".join(printable(value).split())
     return line if len(line) <= max_letters else line[: max_letters - 1] + "…"

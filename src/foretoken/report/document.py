@@ -124,7 +124,7 @@ def folded(summary: object, *parts: object, open_: bool = False) -> Html:
 
 
 def grid(*parts: object) -> Html:
-    """Returns parts side by side where the screen is wide enough, nothing for no parts."""
+    """Returns parts side by side if the screen is wide enough, nothing for no parts."""
     content = join(*parts)
     return element("div", content, class_="grid") if content else Html()
 

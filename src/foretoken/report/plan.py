@@ -79,7 +79,7 @@ def speedups(
         x, y = row.value(key, math.nan), row.number("speedup") or math.nan
         point = Point(x, y, row.number("low"), row.number("high"), note(row))
         points.setdefault(name(row), []).append(point)
-    series = [Series(each, tuple(sorted(line, key=lambda point: point.x))) for each, line in points.items()]
+    series = [Series(proposer, tuple(sorted(line, key=lambda point: point.x))) for proposer, line in points.items()]
     plain = "The dashed line is plain decoding."
     return lines(title, series, Axis(label), Axis("speedup over plain", zero=True), level=1.0, note=plain)
 
@@ -155,12 +155,12 @@ def _remote_drafting(estimates: Sequence[PageRecord]) -> list[Html]:
     heads = ("draft", "temperature", "round trip, ms", *("here" if name == "local" else name for name in names))
     cells = [
         (
-            *(each.get("name"), each.figure("temperature"), figure(1e3 * each.value("rtt"))),
-            *map(_option_speedup, each.records("options")),
+            *(estimate.get("name"), estimate.figure("temperature"), figure(1e3 * estimate.value("rtt"))),
+            *map(_option_speedup, estimate.records("options")),
         )
-        for each in estimates
+        for estimate in estimates
     ]
-    return [table(heads, cells), bullets(each.text("verdict") for each in estimates)]
+    return [table(heads, cells), bullets(estimate.text("verdict") for estimate in estimates)]
 
 
 def _option_speedup(option: PageRecord) -> str:
@@ -202,16 +202,16 @@ def _costs(costs: PageRecord) -> Html:
     """A chart of the passes of each model and batch. costs: passes with the keys of ``costs.measured.PassCost``."""
     charts: dict[tuple[str, int], list[PageRecord]] = {}
     for name, passes in costs.items():
-        for each in records(passes):
-            charts.setdefault((name, int(each.value("batch", 1))), []).append(each)
+        for cost in records(passes):
+            charts.setdefault((name, int(cost.value("batch", 1))), []).append(cost)
     return grid(*(_cost_curves(name, batch, passes) for (name, batch), passes in charts.items()))
 
 
 def _cost_curves(name: str, batch: int, passes: Sequence[PageRecord]) -> Html:
     """A line for each context. The limit by memory bandwidth, bare matrix products, does not depend on the context."""
     groups: dict[int, list[PageRecord]] = {}
-    for each in sorted(passes, key=lambda row: (row.value("context"), row.value("rows"))):
-        groups.setdefault(each.count("context"), []).append(each)
+    for cost in sorted(passes, key=lambda row: (row.value("context"), row.value("rows"))):
+        groups.setdefault(cost.count("context"), []).append(cost)
     series = [Series(f"{context:,} tokens of context", _cost_points(rows)) for context, rows in groups.items()]
     if limit := _cost_points(next(iter(groups.values())), "floor"):
         points = tuple(Point(point.x, point.y) for point in limit)
@@ -228,17 +228,19 @@ def _cost_curves(name: str, batch: int, passes: Sequence[PageRecord]) -> Html:
 
 def _cost_points(passes: Sequence[PageRecord], key: str = "seconds") -> tuple[Point, ...]:
     points = []
-    for each in passes:
-        spread = each.record(key)
+    for cost in passes:
+        spread = cost.record(key)
         median, low, high = (spread.value(which, math.nan) * 1e3 for which in ("median", "low", "high"))
-        points.append(Point(each.value("rows", math.nan), median, low, high))
+        points.append(Point(cost.value("rows", math.nan), median, low, high))
     return tuple(point for point in points if math.isfinite(point.x) and math.isfinite(point.y))
 
 
 def _predictors(predictors: Sequence[PageRecord]) -> list[Html]:
     groups: dict[str, list[PageRecord]] = {}
-    for each in predictors:
-        groups.setdefault(f"{each.get('draft')} at temperature {each.value('temperature'):g}", []).append(each)
+    for predictor in predictors:
+        groups.setdefault(f"{predictor.get('draft')} at temperature {predictor.value('temperature'):g}", []).append(
+            predictor
+        )
     if not groups:
         return []
     about = paragraph(
@@ -249,12 +251,14 @@ def _predictors(predictors: Sequence[PageRecord]) -> list[Html]:
 
 
 def _errors(name: str, predictors: Sequence[PageRecord]) -> Html:
-    ordered = sorted(predictors, key=lambda each: each.number("error") or math.inf)
+    ordered = sorted(predictors, key=lambda predictor: predictor.number("error") or math.inf)
     items = [
-        Bar(word, 100 * each.value("error", math.nan), kind="theirs" if word == "constant" else "ours")
-        for each in ordered
-        for word in [each.text("name")]
+        Bar(word, 100 * predictor.value("error", math.nan), kind="theirs" if word == "constant" else "ours")
+        for predictor in ordered
+        for word in [predictor.text("name")]
     ]
-    rows = [(each.text("name"), each.signed("correlation"), each.percent("error")) for each in ordered]
+    rows = [
+        (predictor.text("name"), predictor.signed("correlation"), predictor.percent("error")) for predictor in ordered
+    ]
     chart = bars(name, items, "points of error", note="Error of the predicted acceptance, in points")
     return element("div", chart, folded("Correlations", table(("statistic", "correlation", "error"), rows)))

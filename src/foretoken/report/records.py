@@ -1,4 +1,4 @@
-"""Access to records that another version may have written, or a user."""
+"""Access to records that another version or a user may have written."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def page(simulation: Mapping[str, Any]) -> str:
         [
             verdict("good" if root.get("pays") else "open", root.text("verdict")),
             section("Speedup", _curves(swept) if swept else _bars(outcomes)),
-            *(section(name, _table(each)) for name, each in _tables(swept, outcomes)),
+            *(section(name, _table(rows)) for name, rows in _tables(swept, outcomes)),
         ],
         root.record("setting"),
         lead="Models are clocks here: target passes and draft steps take fixed times, and acceptance is sampled. All "
@@ -47,18 +47,18 @@ def _curves(swept: PageRecord) -> Html:
     label, scale = AXES[str(swept["by"])]
     points: dict[str, list[Point]] = {}
     for value, outcomes in zip(swept["values"], swept["outcomes"], strict=True):
-        for each in records(outcomes):
-            points.setdefault(each.text("strategy"), []).append(Point(value * scale, each.value("over_plain")))
+        for outcome in records(outcomes):
+            points.setdefault(outcome.text("strategy"), []).append(Point(value * scale, outcome.value("over_plain")))
     series = [Series(name, tuple(line), reference=name == "plain") for name, line in points.items()]
     y = Axis("speedup over plain", zero=True)
     return lines(f"Over plain decoding, by {label}", series, Axis(label), y, level=1)
 
 
 def _bars(outcomes: Sequence[PageRecord]) -> Html:
-    kinds = ["theirs" if each["strategy"] == "plain" else "ours" for each in outcomes]
+    kinds = ["theirs" if outcome["strategy"] == "plain" else "ours" for outcome in outcomes]
     items = [
-        Bar(each.text("strategy"), each.value("over_plain"), kind=kind)
-        for each, kind in zip(outcomes, kinds, strict=True)
+        Bar(outcome.text("strategy"), outcome.value("over_plain"), kind=kind)
+        for outcome, kind in zip(outcomes, kinds, strict=True)
     ]
     return bars("Over plain decoding", items, "speedup over plain", level=1.0)
 
@@ -68,17 +68,22 @@ def _tables(swept: PageRecord, outcomes: Sequence[PageRecord]) -> list[tuple[str
         return [("Figures", outcomes)]
     label, scale = AXES[str(swept["by"])]
     pairs = zip(swept["values"], swept["outcomes"], strict=True)
-    return [(f"{label} {value * scale:g}", records(each)) for value, each in pairs]
+    return [(f"{label} {value * scale:g}", records(rows)) for value, rows in pairs]
 
 
 def _table(outcomes: Sequence[PageRecord]) -> Html:
     best = max(range(len(outcomes)), key=lambda at: outcomes[at].value("over_plain"), default=0)
     rows = [
         (
-            *(each["strategy"], f"{1e3 * each['seconds'] / each['tokens']:.2f}"),
-            *(each.times("over_plain"), each.times("over_si"), each.percent("drafting"), each.percent("verifying")),
-            *(each["drafted"], each["wasted"]),
+            *(outcome["strategy"], f"{1e3 * outcome['seconds'] / outcome['tokens']:.2f}"),
+            *(
+                outcome.times("over_plain"),
+                outcome.times("over_si"),
+                outcome.percent("drafting"),
+                outcome.percent("verifying"),
+            ),
+            *(outcome["drafted"], outcome["wasted"]),
         )
-        for each in outcomes
+        for outcome in outcomes
     ]
     return table(HEADS, rows, [best])

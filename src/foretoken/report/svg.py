@@ -42,7 +42,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def render(width: float, height: float, paint: Callable[[Figure], None], tips: Iterable[str]) -> Html:
-    """Returns the shapes that ``paint`` draws, in the page's colours, without references, and with tooltips.
+    """Returns the shapes that ``paint`` renders, in the page's colours, without references, and with tooltips.
 
     Args:
         width: Width of the canvas, in the units of the drawing.

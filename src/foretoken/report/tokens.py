@@ -83,7 +83,7 @@ def _text(trace: Trace) -> Html:
 
 
 def _token(token: Token, first: bool) -> Html:
-    """Line breaks of tokens outside of the text are shown as a sign, so that they do not break its lines."""
+    """Line breaks of rejected tokens are shown as a sign, so that they do not break the text's lines."""
     outside = token.origin == REJECTED or token.cut
     text = token.text.replace("\n", "⏎") if outside else token.text
     kind = f"token {token.origin}" + (" cut" if token.cut else "") + ("" if token.text else " part")

@@ -80,7 +80,7 @@ class Trace:
     exactness: str
 
     def acceptance(self) -> list[tuple[int, int]]:
-        """Returns for each draft position how often it was accepted, and how often it was verified."""
+        """Returns the numbers of acceptances and of verifications for each draft position."""
         counts = PositionCounts()
         for step in self.steps:
             counts.add(step.verified, step.accepted)
@@ -89,7 +89,7 @@ class Trace:
 
 @dataclass(slots=True)
 class Tracer:
-    """Collects the pieces of one completion. Keeps scalars of the drafts, not rows of the vocabulary.
+    """Collects the pieces of one completion. Stores scalars of the drafts, not rows of the vocabulary.
 
     Probabilities of the target need ``logprobs`` in the request: 0 is enough, more adds alternatives.
     """
@@ -136,8 +136,12 @@ class Tracer:
             for token in emitted:
                 row = next(recorded, {})
                 if token.origin == TARGET:  # the first rejected token was verified by the same row
-                    decoded = [replace(each, text=self._decoded(each.id)) for each in rejected]
-                    tokens += [_verified(each, row if i == 0 else {}) for i, each in enumerate(decoded)]
+                    decoded = [
+                        replace(rejected_token, text=self._decoded(rejected_token.id)) for rejected_token in rejected
+                    ]
+                    tokens += [
+                        _verified(rejected_token, row if i == 0 else {}) for i, rejected_token in enumerate(decoded)
+                    ]
                     rejected = []
                 piece = detokenizer.push(token.id)
                 special = "" if piece else self._decoded(token.id)
@@ -178,8 +182,10 @@ def _drafted(draft: Draft, node: int, origin: str, step: int) -> Token:
 
 
 def _others(row: Mapping[int, Logprob], token: int) -> tuple[tuple[str, float], ...]:
-    ranked = sorted(((one.rank, one) for other, one in row.items() if other != token), key=lambda pair: pair[0])
-    return tuple((one.decoded_token, math.exp(one.logprob)) for _, one in ranked)
+    ranked = sorted(
+        ((logprob.rank, logprob) for other, logprob in row.items() if other != token), key=lambda pair: pair[0]
+    )
+    return tuple((logprob.decoded_token, math.exp(logprob.logprob)) for _, logprob in ranked)
 
 
 def wilson(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float]:

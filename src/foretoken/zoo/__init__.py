@@ -43,8 +43,8 @@ def path(name: str) -> Path:
     for model in models:
         if model.role == name:
             return model.path
-    known = ", ".join(f"{m.name} ({m.role})" for m in models) or "none in this installation"
-    raise InvalidRequest(f"no bundled model {name!r}; known: {known}")
+    names = ", ".join(f"{m.name} ({m.role})" for m in models) or "none in this installation"
+    raise InvalidRequest(f"no bundled model {name!r}; known: {names}")
 
 
 def _read(entry: Path) -> ZooModel:

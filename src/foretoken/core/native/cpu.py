@@ -74,14 +74,15 @@ def chosen() -> Level | None:
     if not name:
         return able[0] if able else None
     names = ", ".join(level.name for level in able) or "none"
-    known = {level.name: level for level in LEVELS}
-    if name not in known:
+    by_name = {level.name: level for level in LEVELS}
+    if name not in by_name:
         raise InvalidRequest(f"{VARIABLE}={name} is not known; this processor can run {names}")
-    if known[name] in able:
-        return known[name]
-    missing = ", ".join(sorted(known[name].features - features()))
+    if by_name[name] in able:
+        return by_name[name]
+    missing = ", ".join(sorted(by_name[name].features - features()))
     raise InvalidRequest(
-        f"{VARIABLE}={name} needs {missing or known[name].machines[0]}, which this processor lacks; it can run {names}"
+        f"{VARIABLE}={name} needs {missing or by_name[name].machines[0]}, which this processor lacks; "
+        f"it can run {names}"
     )
 
 
@@ -91,7 +92,7 @@ def reason() -> str:
         return f"{VARIABLE} is set"
     level = chosen()
     machine = platform.machine()
-    levels = [each for each in LEVELS if machine in each.machines]
+    levels = [candidate for candidate in LEVELS if machine in candidate.machines]
     if level is None:
         missing = levels[-1].features - features() if levels else ()
         return f"the processor lacks {', '.join(sorted(missing))}" if missing else f"no kernels for {machine}"

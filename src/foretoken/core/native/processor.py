@@ -70,8 +70,8 @@ def read_features() -> frozenset[str]:
 
 def from_cpuinfo(text: str, machine: str) -> frozenset[str]:
     """Returns the features that Linux lists in /proc/cpuinfo."""
-    wanted = "flags" if machine in X86 else "Features"
-    lines = (line.partition(":")[2] for line in text.splitlines() if line.startswith(wanted))
+    key = "flags" if machine in X86 else "Features"
+    lines = (line.partition(":")[2] for line in text.splitlines() if line.startswith(key))
     return frozenset(next(lines, "").split())
 
 
@@ -90,7 +90,7 @@ def from_cpuid(cpuid: Cpuid, saved: int) -> frozenset[str]:
     highest = cpuid(0, 0).eax
     last = cpuid(7, 0).eax if highest >= 7 else 0  # the last subleaf
     leaves = {(leaf, subleaf) for leaf, subleaf, *_ in _CPUID.values() if leaf <= highest and subleaf <= last}
-    answers = {place: cpuid(*place) for place in leaves}
+    answers = {pair: cpuid(*pair) for pair in leaves}
     return frozenset(
         name
         for name, (leaf, subleaf, register, bit, state) in _CPUID.items()

@@ -95,8 +95,8 @@ def _layout(mirrors: Iterable[type[Structure]]) -> Iterable[tuple[str, tuple[int
         name = mirror.__name__.lstrip("_")
         yield name, (0, ctypes.sizeof(mirror))
         for field, *_ in mirror._fields_:
-            place = getattr(mirror, field)
-            yield f"{name}.{field}", (place.offset, place.size)
+            member = getattr(mirror, field)
+            yield f"{name}.{field}", (member.offset, member.size)
 
 
 def _place(layout: tuple[int, int] | None) -> str:

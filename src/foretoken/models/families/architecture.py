@@ -265,8 +265,8 @@ class Architecture:
             "learned_positions": family.position_offset if names.positions else None,
             "weightless": family.weightless,
         }
-        known = {field.name for field in dataclasses.fields(Architecture)} - {"names", "alibi"}
-        described |= {name: value for name, value in stated.items() if name in known}
+        fields_of_all = {field.name for field in dataclasses.fields(Architecture)} - {"names", "alibi"}
+        described |= {name: value for name, value in stated.items() if name in fields_of_all}
         if stated.get("query_growth") is not None:
             described["query_growth"] = QueryGrowth(*stated["query_growth"])
         return Architecture(**described, names=names, alibi=Alibi(*stated["alibi"]) if "alibi" in stated else None)

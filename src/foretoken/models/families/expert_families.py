@@ -251,13 +251,15 @@ def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
         ModelLoadError: a field is missing or wrong.
     """
     family, layers = EXPERT_FAMILIES.get(c["model_type"]), range(c["num_hidden_layers"])
-    own = [family is not None and family.kind in (None, kind) for kind in c.get("layer_types") or [None] * len(layers)]
-    if family is None or _count(c) == 0 or not any(own):
+    has_kind = [
+        family is not None and family.kind in (None, kind) for kind in c.get("layer_types") or [None] * len(layers)
+    ]
+    if family is None or _count(c) == 0 or not any(has_kind):
         return (None,) * len(layers)  # without experts a Qwen3-Next or Granite is dense
     filled = {**family.defaults, **{key: value for key, value in c.items() if value is not None}}
     parsed = parse(ExpertsConfig, filled, "config.json")
     experts = _checked(_experts(family, parsed, c))
-    return tuple(experts if own[layer] and _sparse(parsed, layer) else None for layer in layers)
+    return tuple(experts if has_kind[layer] and _sparse(parsed, layer) else None for layer in layers)
 
 
 def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -> Experts:

@@ -60,15 +60,17 @@ def _sizes(c: Config) -> list[HeadSizes]:
     kv_heads, width, heads = c.get("num_key_value_heads"), head_dim(c), c["num_attention_heads"]
     listed = c.get("per_layer_config")
     if listed is None:
-        own = {"head_dim": c["global_head_dim"]}
+        full_sizes = {"head_dim": c["global_head_dim"]}
         if c.get("num_global_key_value_heads") and c.get("attention_k_eq_v", True):
-            own["num_key_value_heads"] = c["num_global_key_value_heads"]
-        listed = {number: own for number, kind in enumerate(c["layer_types"]) if kind == FULL}
-    by_layer = {int(number): own for number, own in listed.items()}
+            full_sizes["num_key_value_heads"] = c["num_global_key_value_heads"]
+        listed = {number: full_sizes for number, kind in enumerate(c["layer_types"]) if kind == FULL}
+    by_layer = {int(number): full_sizes for number, full_sizes in listed.items()}
     sizes = []
     for number in range(c["num_hidden_layers"]):
-        own = by_layer.get(number, {})
-        sizes.append(HeadSizes(own.get("num_key_value_heads") or kv_heads or heads, own.get("head_dim") or width))
+        full_sizes = by_layer.get(number, {})
+        sizes.append(
+            HeadSizes(full_sizes.get("num_key_value_heads") or kv_heads or heads, full_sizes.get("head_dim") or width)
+        )
         if heads % sizes[-1].kv_heads or sizes[-1].head_dim % 2:
             raise ModelLoadError(
                 f"config.json has {heads} query heads and {sizes[-1].kv_heads} heads of keys of {sizes[-1].head_dim} "
@@ -79,11 +81,11 @@ def _sizes(c: Config) -> list[HeadSizes]:
 
 def _sources(c: Config) -> list[int | None]:
     """Returns for each layer the last one of its kind before the layers that share; None if it does not share."""
-    kinds, own = c["layer_types"], c["num_hidden_layers"] - (c.get("num_kv_shared_layers") or 0)
-    last: Mapping[str, int] = {kind: number for number, kind in enumerate(kinds[: max(own, 0)])}
-    if own < 1 or any(kind not in last for kind in kinds):
+    kinds, unshared = c["layer_types"], c["num_hidden_layers"] - (c.get("num_kv_shared_layers") or 0)
+    last: Mapping[str, int] = {kind: number for number, kind in enumerate(kinds[: max(unshared, 0)])}
+    if unshared < 1 or any(kind not in last for kind in kinds):
         raise ModelLoadError(
             f"config.json has num_kv_shared_layers = {c['num_kv_shared_layers']}, before which not every kind of layer "
             "has keys and values of its own"
         )
-    return [None if number < own else last[kind] for number, kind in enumerate(kinds)]
+    return [None if number < unshared else last[kind] for number, kind in enumerate(kinds)]

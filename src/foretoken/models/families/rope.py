@@ -89,9 +89,9 @@ def inverse_frequencies(settings: Mapping[str, Any], head_dim: int, max_length: 
 
 def rotary_scale(settings: Mapping[str, Any]) -> float:
     """Returns the factor of cosines and sines: 1, or that of ``yarn`` and ``longrope``."""
-    kind, given, factor = settings["rope_type"], settings.get("attention_factor"), _factor(settings)
-    if kind not in ("yarn", "longrope") or given is not None:
-        return float(given) if given is not None and kind in ("yarn", "longrope") else 1.0
+    kind, stated, factor = settings["rope_type"], settings.get("attention_factor"), _factor(settings)
+    if kind not in ("yarn", "longrope") or stated is not None:
+        return float(stated) if stated is not None and kind in ("yarn", "longrope") else 1.0
     if factor <= 1.0:
         return 1.0
     if kind == "longrope":

@@ -130,7 +130,7 @@ def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[Mat
 def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -> tuple[MatrixStack, MatrixStack]:
     """Reads stacks of all experts with gate and up in one tensor: one below the other or, with biases, in turns."""
     both = _Stack.of(reader, up, (e.count, 2 * e.intermediate, hidden), e.inputs_first)
-    one = _Stack.of(reader, down, (e.count, hidden, e.intermediate), e.inputs_first)
+    down_stack = _Stack.of(reader, down, (e.count, hidden, e.intermediate), e.inputs_first)
     inner = e.intermediate
     rows = (slice(0, None, 2), slice(1, None, 2)) if e.biased else (slice(0, inner), slice(inner, None))
     biases: tuple[Tensor, ...] = ()
@@ -139,7 +139,7 @@ def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -
         biases = (bias[:, 0::2], bias[:, 1::2])
     return (
         both.stack(*rows, biases=biases),
-        one.stack(slice(None), biases=_biases(reader, ((f"{down}_bias", hidden),), e)),
+        down_stack.stack(slice(None), biases=_biases(reader, ((f"{down}_bias", hidden),), e)),
     )
 
 

@@ -128,8 +128,10 @@ class Grouped:
 
         def rows(a: int, b: int) -> Groups:
             read = self.rows(a * step, min(b * step, self.shape[0]))
-            taken = slice(first, None, step)
-            return Groups(read.codes[taken], read.scales[taken], None if read.offsets is None else read.offsets[taken])
+            outputs = slice(first, None, step)
+            return Groups(
+                read.codes[outputs], read.scales[outputs], None if read.offsets is None else read.offsets[outputs]
+            )
 
         return Grouped((len(range(first, self.shape[0], step)), self.shape[1]), self.layout, rows)
 

@@ -165,7 +165,7 @@ def _head_norm(a: Architecture, reader: TensorReader, name: str, heads: int, lay
         return NormWeight(torch.ones(head_dim))
     listed = [f"{name}.norms.{head}" for head in range(heads)]
     if f"{listed[0]}.weight" in reader.weights:  # StableLM has a module for each head
-        return NormWeight(torch.cat([reader.norm(one, head_dim) for one in listed]))
+        return NormWeight(torch.cat([reader.norm(head, head_dim) for head in listed]))
     shared = reader.get(f"{name}.weight").numel() == head_dim and a.head_norms != "all"
     return _norm(a, reader, name, head_dim if shared else heads * head_dim)
 

@@ -43,8 +43,8 @@ def free_memory(device: torch.device) -> int | None:
     """Returns the free bytes on the device; None if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    known = [free for free in (machine_memory(), _container()) if free is not None]
-    return min(known) if known else None
+    limits = [free for free in (machine_memory(), _container()) if free is not None]
+    return min(limits) if limits else None
 
 
 def check_fits(needed: int, device: torch.device, what: str) -> None:

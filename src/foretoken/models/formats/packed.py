@@ -133,9 +133,9 @@ class PackedWeights(Mapping[str, Tensor]):
         self.files: Sequence[Path] = getattr(weights, "files", ())
         self._settings = s
         suffix = {"compressed-tensors": ".weight_packed", "mxfp4": "_blocks"}.get(s.method, ".qweight")
-        own = {"mxfp4": ("_blocks", "_scales")}.get(s.method, tuple(f".{p}" for p in (*_PARTS, *_TRANSPOSED_PARTS)))
+        endings = {"mxfp4": ("_blocks", "_scales")}.get(s.method, tuple(f".{p}" for p in (*_PARTS, *_TRANSPOSED_PARTS)))
         stems = [name.removesuffix(suffix) for name in shapes if name.endswith(suffix)]
-        hidden = {stem + part for stem in stems for part in own}
+        hidden = {stem + part for stem in stems for part in endings}
         self._stems = {_plain(stem, s.method): stem for stem in stems}
         self.shapes = {name: shape for name, shape in shapes.items() if name not in hidden}
         self.shapes |= {name: self._matrix(name).shape for name in self._stems}

@@ -271,8 +271,8 @@ def _torchao(settings: Mapping[str, Any]) -> str | None:
         return f"torchao {scheme.get('_type') if isinstance(scheme, Mapping) else kinds}"
     data = _object(scheme.get("_data"))
     granularity = data.get("granularity")
-    each = granularity if isinstance(granularity, list) else [granularity]
-    per_row = all(isinstance(g, Mapping) and g.get("_type") == "PerRow" for g in each)
+    granularities = granularity if isinstance(granularity, list) else [granularity]
+    per_row = all(isinstance(g, Mapping) and g.get("_type") == "PerRow" for g in granularities)
     symmetric = _object(data.get("act_mapping_type")).get("_data") == "SYMMETRIC"
     if scheme.get("_version") != 2 or not per_row or not symmetric or data.get("weight_only_decode"):
         return "torchao's int8 with other settings"

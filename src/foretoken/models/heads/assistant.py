@@ -1,4 +1,4 @@
-"""Reads the assistants of Gemma 4, whose layers have queries alone: they read the target's keys and values."""
+"""Reads the assistants of Gemma 4. Their layers have queries alone and read the target's keys and values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AssistantConfig(Schema):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clusters:
-    """The vocabulary in clusters, of which a state chooses few: only their tokens have logits of their own.
+    """The vocabulary in clusters. A state chooses a few, and only their tokens have separate logits.
 
     Attributes:
         centroids: [clusters, H].
@@ -52,14 +52,14 @@ class AssistantHead:
     """An assistant, on the CPU.
 
     Attributes:
-        architecture: of its layers, which have no keys and values.
+        architecture: sizes of its layers, which have no keys and values.
         target_hidden: hidden size Ht of the target.
         layers: the weights of its layers.
-        norm: of their output.
+        norm: norm of their output.
         embedding: its vocabulary head [V, H].
-        into: from the target's embedding and hidden state to the layers, [H, 2 Ht].
-        back: from their normed output to a hidden state of the target, [Ht, H].
-        clusters: the vocabulary in clusters; None where all tokens have logits.
+        into: matrix from the target's embedding and hidden state to the layers' input, [H, 2 Ht].
+        back: matrix from their normed output to a hidden state of the target, [Ht, H].
+        clusters: the vocabulary in clusters; None if all tokens have logits.
     """
 
     architecture: Architecture
@@ -73,7 +73,7 @@ class AssistantHead:
 
 
 def is_assistant(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config.json is that of an assistant."""
+    """Returns whether a config.json describes an assistant."""
     return config.get("model_type") in ASSISTANTS
 
 
@@ -108,10 +108,9 @@ def read_assistant(path: Path, dtype: torch.dtype) -> AssistantHead:
 
 
 def _architecture(c: AssistantConfig, path: Path) -> Architecture:
-    """Returns the architecture of the layers. A window counts the keys of a row that has none itself.
+    """Returns the architecture of the layers. Windows are one longer than a decoder's, because a row has no key itself.
 
-    A sliding layer reads the last ``sliding_window + 1`` keys before its row, which is two less than the distance to
-    the first key that a window of a decoder with the same number would leave out.
+    A sliding layer reads the last ``sliding_window + 1`` keys before its row.
     """
     text = c.text_config
     fields = {

@@ -23,11 +23,11 @@ def load_assistant(target: Model, model: str | Path | None, path: Path | None) -
 
     Args:
         target: the target.
-        model: folder or hub id of the assistant; None for the one that comes with the target.
+        model: folder or hub id of the assistant; None for the target's.
         path: the target's folder, whose embedding the assistant shares.
 
     Raises:
-        InvalidRequest: there is no assistant, or the target does not lend its keys and values.
+        InvalidRequest: there is no assistant, or the target does not share its keys and values.
         ModelLoadError: it is damaged, or was made for another target.
     """
     folder = find_head("assistant", model, path)

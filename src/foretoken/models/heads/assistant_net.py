@@ -1,9 +1,9 @@
-"""An assistant of Gemma 4 on our runtime: its rows read the target's keys and values, and each other not at all.
+"""An assistant of Gemma 4 on our runtime: its rows read the target's keys and values, and no other row's.
 
-Every row stands at the position of the newest token, whose keys and values the target has not computed yet, and sees
-those of the tokens before it. Its input is a token, embedded by the target, and a hidden state: the target's at the
-token before the newest, or the assistant's own at the node above. So nodes of a tree are independent rows, and nothing
-is kept.
+Every row is at the position of the newest token, whose keys and values the target has not computed yet, and sees those
+of the tokens before it. Its input is a token, embedded by the target, and a hidden state: the target's at the token
+before the newest, or the assistant's at the parent node. So nodes of a tree are independent rows, and nothing is
+cached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from foretoken.models.runners.pass_plan import Part, PassPlan
 
 @dataclass(eq=False, slots=True)
 class AssistantHandle(HeadHandle):
-    """A sequence; ``slot`` is that of the target. place: the position of the newest token."""
+    """A sequence; ``slot`` is the target's. place: the position of the newest token."""
 
     place: int = 0
 
@@ -59,14 +59,12 @@ class AssistantNet(FeatureNet):
         self._scale = torch.tensor(a.embedding_scale, dtype=target.dtype)
         self._embedding, self._vocabulary = embedding.to(target.dtype), head.embedding
         cpu = torch.device("cpu")
-        self._into, self._back = (HeadProduct(each, None, cpu, each.dtype) for each in (head.into, head.back))
-        vocabulary = (
-            head.embedding if head.clusters is None else head.embedding[:1]
-        )  # clusters have logits of their own
+        self._into, self._back = (HeadProduct(matrix, None, cpu, matrix.dtype) for matrix in (head.into, head.back))
+        vocabulary = head.embedding if head.clusters is None else head.embedding[:1]  # clusters have separate logits
         ends = Ends(vocabulary, head.norm, vocabulary)
-        own = head.architecture
-        runner = BorrowingRunner(own, head.layers, ends, target.dtype, lender, lenders(own, a))
-        super().__init__(runner, own.layers, own.vocab, target.max_length)
+        architecture = head.architecture
+        runner = BorrowingRunner(architecture, head.layers, ends, target.dtype, lender, lenders(architecture, a))
+        super().__init__(runner, architecture.layers, architecture.vocab, target.max_length)
 
     def features(self, taps: Tensor) -> Tensor:
         return taps
@@ -74,7 +72,7 @@ class AssistantNet(FeatureNet):
     # sequences
 
     def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> AssistantHandle:
-        """Opens a sequence, of whose tokens only the last one's state is needed."""
+        """Opens a sequence; only the state of the last token is needed."""
         return AssistantHandle(-1, list(tokens[1:]), max(len(tokens) - 1, 0))
 
     def close(self, handle: HeadHandle) -> None:
@@ -95,9 +93,9 @@ class AssistantNet(FeatureNet):
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
         fresh = [handle.fresh[-1] for handle in handles]
         logits, states = self._step(handles, [handle.tokens[-1:] for handle in handles], torch.cat(fresh))
-        for handle, own in zip(handles, states, strict=True):
+        for handle, state in zip(handles, states, strict=True):
             handle.fresh.clear()
-            handle.cached, handle.states = len(handle.tokens), own
+            handle.cached, handle.states = len(handle.tokens), state
         return logits
 
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
@@ -105,9 +103,9 @@ class AssistantNet(FeatureNet):
         new = list(zip(handles, drafts, scored, strict=True))
         fed = torch.cat([handle.below(draft.parents[done:]) for handle, draft, done in new])
         logits, states = self._step(handles, [draft.ids[done:] for _, draft, done in new], fed)
-        for handle, draft, own in zip(handles, drafts, states, strict=True):
+        for handle, draft, state in zip(handles, drafts, states, strict=True):
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
-            handle.states = own if handle.states is None else torch.cat([handle.states, own])
+            handle.states = state if handle.states is None else torch.cat([handle.states, state])
         return logits
 
     # passes
@@ -123,7 +121,7 @@ class AssistantNet(FeatureNet):
             tokens: the token of each row, by sequence.
             states: the hidden state [rows, Ht] of each row.
         """
-        flat = torch.tensor([token for own in tokens for token in own])
+        flat = torch.tensor([token for row_tokens in tokens for token in row_tokens])
         embedded = F.embedding(flat, self._embedding) * self._scale
         features = self._into(torch.cat([embedded, states.to(self._dtype)], dim=-1))
         plan = _plan(handles, tokens, features)
@@ -133,34 +131,34 @@ class AssistantNet(FeatureNet):
         if logits is None:
             assert self._clusters is not None
             logits = clustered(normed, self._vocabulary, self._clusters)
-        counts = [len(own) for own in tokens]
+        counts = [len(row_tokens) for row_tokens in tokens]
         return list(logits.split(counts)), list(self._back(normed).split(counts))
 
 
-def lenders(own: Architecture, target: Architecture) -> list[int]:
+def lenders(assistant: Architecture, target: Architecture) -> list[int]:
     """Returns the layer of the target that each layer of an assistant reads: the last one of its kind.
 
     Raises:
         ModelLoadError: the target has none of its kind, or their sizes differ.
     """
     numbers = []
-    for layer in own.stack:
-        alike = [
+    for layer in assistant.stack:
+        same_kind = [
             number
             for number, other in enumerate(target.stack)
             if other.attention and other.source is None and bool(other.window) == bool(layer.window)
         ]
-        if not alike or target.sizes(target.stack[alike[-1]]) != own.sizes(layer):
+        if not same_kind or target.sizes(target.stack[same_kind[-1]]) != assistant.sizes(layer):
             raise ModelLoadError(
-                f"the assistant reads keys and values of {own.sizes(layer)}, which this target does not have; an "
+                f"the assistant reads keys and values of {assistant.sizes(layer)}, which this target does not have; an "
                 "assistant only fits the model that it was trained on"
             )
-        numbers.append(alike[-1])
+        numbers.append(same_kind[-1])
     return numbers
 
 
 def clustered(states: Tensor, vocabulary: Tensor, clusters: Clusters) -> Tensor:
-    """Returns logits of the tokens of the chosen clusters, and one less than the lowest of them for all others.
+    """Returns logits of the tokens of the chosen clusters; all other tokens get one less than the lowest of these.
 
     Args:
         states: normed states [rows, H].
@@ -172,24 +170,24 @@ def clustered(states: Tensor, vocabulary: Tensor, clusters: Clusters) -> Tensor:
     """
     best = (states @ clusters.centroids.t()).topk(clusters.chosen).indices
     tokens = clusters.tokens[best].flatten(1)
-    own = torch.bmm(F.embedding(tokens, vocabulary), states[:, :, None]).squeeze(-1).float()
-    lowest = own.min(dim=-1, keepdim=True).values - 1.0
-    return lowest.expand(-1, vocabulary.shape[0]).scatter(1, tokens, own)
+    logits = torch.bmm(F.embedding(tokens, vocabulary), states[:, :, None]).squeeze(-1).float()
+    lowest = logits.min(dim=-1, keepdim=True).values - 1.0
+    return lowest.expand(-1, vocabulary.shape[0]).scatter(1, tokens, logits)
 
 
 def _plan(handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], features: Tensor) -> PassPlan:
-    """Returns the pass: each row at the position of its sequence's newest token, whose place in the cache is free."""
-    places = [handle.place if isinstance(handle, AssistantHandle) else 0 for handle in handles]
+    """Returns the pass: each row at the position of its sequence's newest token, whose cache row is free."""
+    positions = [handle.place if isinstance(handle, AssistantHandle) else 0 for handle in handles]
     rows = sum(map(len, tokens))
     return PassPlan(
-        tokens=[token for own in tokens for token in own],
-        positions=[place for place, own in zip(places, tokens, strict=True) for _ in own],
+        tokens=[token for row_tokens in tokens for token in row_tokens],
+        positions=[position for position, row_tokens in zip(positions, tokens, strict=True) for _ in row_tokens],
         parts=[
-            Part(handle.slot, place, len(own), place + len(own), Draft.empty())
-            for handle, place, own in zip(handles, places, tokens, strict=True)
+            Part(handle.slot, position, len(row_tokens), position + len(row_tokens), Draft.empty())
+            for handle, position, row_tokens in zip(handles, positions, tokens, strict=True)
         ],
         outputs=list(range(rows)),
-        output_counts=[len(own) for own in tokens],
-        reach=max(places) + 1,
+        output_counts=[len(row_tokens) for row_tokens in tokens],
+        reach=max(positions) + 1,
         features=features,
     )

@@ -37,7 +37,12 @@ _NOT_COMPUTED = {  # keys of config.json, and the values with which a head is co
 }
 
 
-_DIMENSIONS = {"fc.weight": 2, "t2d": 1, "lm_head.weight": 2, "markov_head.markov_w1.weight": 2}  # sizes are read off
+_DIMENSIONS = {
+    "fc.weight": 2,
+    "t2d": 1,
+    "lm_head.weight": 2,
+    "markov_head.markov_w1.weight": 2,
+}  # sizes follow from their shapes
 
 
 class BlockSections(Schema):
@@ -73,17 +78,17 @@ class BlockHead:
 
     Attributes:
         layer: config.json of its layers, by the names of Qwen3's.
-        block: rows of a block: the newest token, and mask tokens behind it.
+        block: rows of a block: the newest token, then mask tokens.
         mask_token: the token of the other rows.
-        from_newest: whether the row of the newest token predicts the first token; else it predicts nothing.
+        from_newest: whether the row of the newest token predicts the first token; else it predicts none.
         taps: tapped layers of the target, as indices of their inputs.
-        ordered: for each layer, whether rows see none behind themselves in their block.
+        ordered: for each layer, whether rows see no later rows of their block.
         target_hidden: hidden size of the target.
         vocab: size of the target's vocabulary.
         draft_vocab: size of the head's vocabulary.
-        gated: whether the Markov head's vector of the token before is gated by the row's state.
-        confident_of: whether the confidence head reads the vector of the token before.
-        tensors: by their names in the original layout.
+        gated: whether the Markov head's vector of the previous token is gated by the row's state.
+        confident_of: whether the confidence head reads the vector of the previous token.
+        tensors: tensors by their names in the original layout.
     """
 
     layer: dict[str, Any]
@@ -106,17 +111,14 @@ class BlockHead:
 
     @property
     def hidden(self) -> int:
-        """Hidden size of the head."""
         return int(self.layer["hidden_size"])
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return int(self.layer["num_hidden_layers"])
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head."""
         return int(self.layer["head_dim"])
 
     @property
@@ -138,8 +140,8 @@ class BlockHead:
     def ids(self) -> Tensor:
         """Returns the target's token id for each of the head's, int64 [Vd]. ``d2t`` holds offsets: id = i + d2t[i]."""
         offsets = self.tensors.get("d2t")
-        own = torch.arange(self.draft_vocab)
-        return own if offsets is None else own + offsets.long()
+        indices = torch.arange(self.draft_vocab)
+        return indices if offsets is None else indices + offsets.long()
 
 
 def read_block(path: Path) -> BlockHead:
@@ -170,8 +172,10 @@ def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     kind = config.get("speculators_model_type")
     if kind not in (None, "dflash", "dspark"):
         raise ModelLoadError(f"{path} holds a speculator of the kind {kind!r}; DFlash and DSpark are read here")
-    own = {k: v for k, v in config.items() if v is not None and k not in ("model_type", "transformer_layer_config")}
-    flat = {**(config.get("transformer_layer_config") or {}), **own, **(config.get("dflash_config") or {})}
+    top_level = {
+        k: v for k, v in config.items() if v is not None and k not in ("model_type", "transformer_layer_config")
+    }
+    flat = {**(config.get("transformer_layer_config") or {}), **top_level, **(config.get("dflash_config") or {})}
     parse(BlockCheckpointConfig, flat, where)
     return flat
 
@@ -201,7 +205,7 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], path: Path, specula
     if "sliding_attention" in layer.get("layer_types", ()):
         layer["use_sliding_window"] = True
     if reason := unsupported(layer):
-        raise ModelLoadError(f"the layers in {path} have what is not computed here: {reason}")
+        raise ModelLoadError(f"the layers in {path} have a feature that is not computed here: {reason}")
     taps = _taps(flat, path, speculators)
     vocab = int(tensors["t2d"].shape[0]) if "t2d" in tensors else layer["vocab_size"]
     lm_head = tensors.get("lm_head.weight")
@@ -239,7 +243,7 @@ def _taps(flat: Mapping[str, Any], path: Path, speculators: bool) -> tuple[int, 
 
 
 def _ordered(flat: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Returns for each layer whether its rows see none behind themselves: by default those with a sliding window."""
+    """Returns for each layer whether its rows see no later rows: by default layers with a sliding window."""
     kinds = layer.get("layer_types") or ["full_attention"] * layer["num_hidden_layers"]
     stated = flat.get("is_causal") if flat.get("is_causal") is not None else flat.get("causal")
     if stated is not None:

@@ -1,7 +1,7 @@
 """Writes block drafters in the layouts of other engines.
 
-The tensors are the same in all of them. vLLM and SGLang read the originals' layout, z-lab's of DFlash and DeepSpec's of
-DSpark; speculators nests the layers' settings, counts layers by their inputs, and needs a vocabulary head.
+The tensors are the same in all of them. vLLM and SGLang read the originals' layout: z-lab's for DFlash, DeepSpec's
+for DSpark. speculators nests the layers' settings, counts layers by their inputs, and needs a vocabulary head.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def write_block(head: BlockHead, dialect: str, vocabulary: Tensor | None = None,
         return _nested(head, verifier), _with_vocabulary(head, vocabulary)
     if head.from_newest != (head.method == "dspark"):
         raise InvalidRequest(
-            "sample_from_anchor differs from what this method always has in the originals' layout; only speculators "
-            "can say so"
+            "sample_from_anchor differs from this method's fixed value in the originals' layout; only the layout of "
+            "speculators has a key for it"
         )
     return (_dspark(head) if head.method == "dspark" else _dflash(head)), dict(head.tensors)
 
@@ -58,8 +58,8 @@ def _originals(head: BlockHead, architecture: str) -> dict[str, Any]:
 
 
 def _dflash(head: BlockHead) -> dict[str, Any]:
-    own = {"mask_token_id": head.mask_token, "target_layer_ids": [tap - 1 for tap in head.taps]}
-    return {**_originals(head, "DFlashDraftModel"), "dflash_config": own}
+    section = {"mask_token_id": head.mask_token, "target_layer_ids": [tap - 1 for tap in head.taps]}
+    return {**_originals(head, "DFlashDraftModel"), "dflash_config": section}
 
 
 def _dspark(head: BlockHead) -> dict[str, Any]:

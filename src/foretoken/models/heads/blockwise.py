@@ -37,7 +37,6 @@ class BlockwiseHeads:
 
     @property
     def depth(self) -> int:
-        """Number of heads."""
         return len(self.heads)
 
 

@@ -29,7 +29,7 @@ def write_eagle(
     Args:
         head: the head.
         dialect: one of ``EAGLE_DIALECTS``.
-        taps: indices of the inputs of the tapped layers; None for the head's own.
+        taps: indices of the inputs of the tapped layers; None for the head's.
         verifier: the target's name or folder, which the speculators format contains.
 
     Raises:
@@ -55,7 +55,7 @@ def write_eagle(
 
 
 def _with_maps(head: EagleHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds both maps between the vocabularies if these differ; other engines refuse them where they are the same."""
+    """Adds both maps between the vocabularies if these differ; other engines refuse them if they are equal."""
     ids = head.ids()
     if torch.equal(ids, torch.arange(head.vocab)):
         return {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}

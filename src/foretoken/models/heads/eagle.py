@@ -64,15 +64,15 @@ class EagleHead:
         target_hidden: hidden size of the target.
         vocab: size of the target's vocabulary.
         draft_vocab: size of the head's vocabulary.
-        tensors: by their names in vLLM, with ``layers.0`` for ``midlayer``.
+        tensors: tensors by their names in vLLM, with ``layers.0`` for ``midlayer``.
         taps: ids of the tapped layers in config.json; None for the default.
-        exact: whether the ids are known to be indices of layer *inputs*.
+        exact: whether the ids are certain to be indices of layer *inputs*.
         norm_before_residual: as in vLLM.
         norm_before_fc: as in vLLM.
         fc_norm: as in vLLM.
         norm_output: as in vLLM.
-        mask_token: the token that stands for those that are not drafted yet, in heads that predict all positions at
-            once (P-EAGLE), which also have the tensor ``mask_hidden``; None for other heads.
+        mask_token: placeholder of tokens that are not yet drafted, in heads that predict all positions at once
+            (P-EAGLE), which also have the tensor ``mask_hidden``; None for other heads.
     """
 
     version: int
@@ -92,19 +92,17 @@ class EagleHead:
 
     @property
     def hidden(self) -> int:
-        """Hidden size of the head."""
         return int(self.layer["hidden_size"])
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head."""
         return int(self.layer.get("head_dim") or self.hidden // self.layer["num_attention_heads"])
 
     def ids(self) -> Tensor:
         """Returns the target's token id for each of the draft's, int64 [Vd]. ``d2t`` holds offsets: id = i + d2t[i]."""
         offsets = self.tensors.get("d2t")
-        own = torch.arange(self.draft_vocab)
-        return own if offsets is None else own + offsets.long()
+        indices = torch.arange(self.draft_vocab)
+        return indices if offsets is None else indices + offsets.long()
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
@@ -184,7 +182,7 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path:
 def _target_hidden(flat: Mapping[str, Any], tapped: int, version: int) -> int:
     """Returns the target's hidden size: config.json's, or ``tapped``, the input width of fc per tap.
 
-    EAGLE-1's features are as wide as the head itself.
+    EAGLE-1's features are as wide as the head.
     """
     return int(flat["hidden_size"] if version == 1 else flat.get("target_hidden_size") or tapped)
 
@@ -231,8 +229,8 @@ def _shapes(head: EagleHead) -> dict[str, tuple[int, ...]]:
 
 
 def _check_values(head: EagleHead, path: Path) -> None:
-    known = {*_shapes(head), *(f"layers.{i}.self_attn.{p}_proj.bias" for i in range(head.layers) for p in "qkv")}
-    odd = sorted(name for name in head.tensors if name.startswith("layers.") and name not in known)
+    expected = {*_shapes(head), *(f"layers.{i}.self_attn.{p}_proj.bias" for i in range(head.layers) for p in "qkv")}
+    odd = sorted(name for name in head.tensors if name.startswith("layers.") and name not in expected)
     if odd:
         raise ModelLoadError(f"{path} has the tensor {odd[0]!r}, of an architecture that is not computed here")
     ids = head.ids()

@@ -21,7 +21,7 @@ from foretoken.models.formats.reader import located
 from foretoken.models.formats.weight_files import INDEX, PICKLES, SINGLE
 
 MAX_HEADS = 256  # heads of a checkpoint, and layers of a head; their tensors are listed before any is read
-# Of architectures that the native decoder does not compute.
+# Names in architectures that the native decoder does not compute.
 _OTHER_NAMES = (
     TensorNames(base="transformer.", embedding="wte"),
     TensorNames(base="model.decoder.", embedding="embed_tokens"),
@@ -30,10 +30,10 @@ TAPS_KEY = "foretoken_taps"  # our key in config.json: the tapped layers, as ind
 
 
 def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
-    """Returns the folder of the heads to use: ``model``, or the heads that come with the target.
+    """Returns the folder of the heads to use: ``model``, or the target's heads.
 
-    ``model`` is a folder, the name of a bundled model, or a hub id. A target's own heads are in its folder under
-    ``heads/<role>``; those of the bundled target are in the zoo.
+    ``model`` is a folder, the name of a bundled model, or a hub id. A target's heads are in its folder under
+    ``heads/<role>``; heads of the bundled target are in the zoo.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no such heads.
@@ -43,9 +43,9 @@ def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
         bundled = any(m.name == str(model) for m in zoo.list_models()) and not Path(model).exists()
         return zoo.path(str(model)) if bundled else resolve(model)
     if target is not None:
-        own = target / HEADS_FOLDER / role
-        if (own / "config.json").is_file():
-            return own
+        shipped = target / HEADS_FOLDER / role
+        if (shipped / "config.json").is_file():
+            return shipped
         if target.resolve() == zoo.path("target").resolve() and any(m.role == role for m in zoo.list_models()):
             return zoo.path(role)
     raise InvalidRequest(
@@ -78,7 +78,7 @@ def open_head(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
 
 
 def ends_of(path: Path) -> tuple[Mapping[str, Tensor], str, str]:
-    """Returns a target's tensors, and the names of its embedding and its vocabulary head, whether it has them or not.
+    """Returns a target's tensors, and the names of its embedding and its vocabulary head, which it may lack.
 
     Raises:
         ModelLoadError: the checkpoint is damaged.

@@ -10,13 +10,13 @@ from foretoken.models.heads.mtp import has_mtp
 
 MTP = "mtp"
 SHIPPED = ("dspark", "eagle3", MTP, "dflash", "medusa", "blockwise")
-"""Heads that a target's folder may contain, those that accepted most tokens first."""
+"""Heads that a target's folder may contain, by falling acceptance."""
 
 
 def shipped_methods(target: Path) -> list[str]:
-    """Returns the methods that draft with what ``target`` ships: its MTP layers, then heads in its folder."""
+    """Returns the methods of the drafting heads in a target's folder: its MTP layers, then other heads."""
     try:
         layers = [MTP] if has_mtp(target) else []
-    except ModelLoadError:  # weights that only transformers' modules read
+    except ModelLoadError:  # weights that only transformers' modules can read
         layers = []
     return layers + [role for role in SHIPPED if (target / HEADS_FOLDER / role / "config.json").is_file()]

@@ -1,4 +1,4 @@
-"""Loads EAGLE heads and block drafters: checks that they fit the target, and finds out the meaning of their taps."""
+"""Loads EAGLE heads and block drafters: checks that they fit the target, and measures the meaning of their taps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoadedEagle:
     Attributes:
         net: the network.
         taps: indices of the inputs of the tapped layers of the target.
-        convention: the measured meaning of the ids in config.json; None if there was no doubt.
+        convention: the measured meaning of the ids in config.json; None if config.json states it.
     """
 
     net: EagleNet
@@ -44,7 +44,7 @@ def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Pa
     Args:
         target: the target.
         tokenizer: the target's tokenizer, or None.
-        model: folder or hub id of the head; None for the one that comes with the target.
+        model: folder or hub id of the head; None for the target's.
         path: the target's folder.
 
     Raises:
@@ -81,7 +81,7 @@ def load_block(role: str, target: Model, model: str | Path | None, path: Path | 
     Args:
         role: "dflash" or "dspark", which the head must be.
         target: the target.
-        model: folder or hub id of the head; None for the one that comes with the target.
+        model: folder or hub id of the head; None for the target's.
         path: the target's folder.
 
     Raises:
@@ -101,7 +101,7 @@ def load_block(role: str, target: Model, model: str | Path | None, path: Path | 
 
 
 def check_width(what: str, folder: Path, hidden: int, target: Model) -> None:
-    """Raises ModelLoadError for heads that were made for another hidden size."""
+    """Raises ModelLoadError for heads of another hidden size."""
     if hidden != target.hidden_size:
         raise ModelLoadError(
             f"the {what} in {folder} was made for a target with hidden size {hidden}, this one has "
@@ -110,7 +110,7 @@ def check_width(what: str, folder: Path, hidden: int, target: Model) -> None:
 
 
 def check_vocabulary(what: str, folder: Path, vocab: int, target: Model) -> None:
-    """Raises ModelLoadError for heads that were made for another vocabulary."""
+    """Raises ModelLoadError for heads of another vocabulary."""
     if vocab != target.vocab_size:
         raise ModelLoadError(
             f"the {what} in {folder} was made for a vocabulary of {vocab}, this target has {target.vocab_size}; "
@@ -136,9 +136,9 @@ def _check_taps(what: str, folder: Path, taps: Sequence[int], target: Model) -> 
 def _embedding(
     what: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], folder: Path, target: Path | None
 ) -> Tensor:
-    """Returns the head's own embedding [V, H], else the target's, read from the target's checkpoint."""
-    if (own := tensors.get("embed_tokens.weight")) is not None:
-        return own
+    """Returns the head's embedding [V, H]; without one the target's, read from its checkpoint."""
+    if (embedding := tensors.get("embed_tokens.weight")) is not None:
+        return embedding
     weights, name = ends_of(target)[:2] if target is not None else ({}, "")
     shared = weights.get(name)
     if shared is None or tuple(shared.shape) != shape:

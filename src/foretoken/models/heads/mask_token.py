@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 
-MASK_KEYS = ("pard_token", "ptd_token_id")  # as PARD and vLLM name it
+MASK_KEYS = ("pard_token", "ptd_token_id")  # PARD's and vLLM's names
 
 
 def mask_token(config: Mapping[str, Any], vocab: int, path: Path) -> int | None:

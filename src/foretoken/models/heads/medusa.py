@@ -1,7 +1,7 @@
 """Medusa checkpoints (2401.10774), by the names of the original and of vLLM.
 
 Head i: x <- x + SiLU(W x + b) once or more, then a vocabulary head: its own, one that all heads share, or the target's.
-It predicts the token i + 2 positions after x's row; the target's own head predicts the next one.
+It predicts the token i + 2 positions after x's row; the target's head predicts the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ORIGINAL = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|
 
 
 class MedusaCheckpointConfig(Schema):
-    """The fields of config.json that are not sizes."""
+    """The fields of config.json other than sizes."""
 
     original_lm_head: bool | None = None
     base_model_name_or_path: str | None = None
@@ -38,7 +38,7 @@ class MedusaHeads:
     Attributes:
         hidden: hidden size of the target.
         vocab: size of the target's vocabulary.
-        blocks: by head and layer, W [H, H] and b [H] or None.
+        blocks: W [H, H] and b [H] or None, by head and layer.
         vocabulary: vocabulary heads [V', H]: one for each head, a single shared one, or none for the target's.
         tokens: token ids of the rows of the vocabulary heads, int64 [V']; None for the whole vocabulary in order.
         base: the target, if the checkpoint names it.
@@ -53,11 +53,10 @@ class MedusaHeads:
 
     @property
     def depth(self) -> int:
-        """Number of heads."""
         return len(self.blocks)
 
     def with_vocabulary(self, matrix: Tensor) -> MedusaHeads:
-        """Returns the heads with the target's vocabulary head [V, H] as their own, unless they have one.
+        """Returns the heads with the target's vocabulary head [V, H], unless they have one.
 
         Raises:
             InvalidRequest: the matrix has another shape.
@@ -174,7 +173,6 @@ def _named(heads: MedusaHeads, name: Callable[[int, int, str], str]) -> dict[str
 
 
 def _canonical(name: str, names: Mapping[str, Any] | Sequence[str]) -> str:
-    """Returns vLLM's name of a tensor."""
     match = _ORIGINAL.fullmatch(name)
     if match is None:
         return name

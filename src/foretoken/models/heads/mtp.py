@@ -1,6 +1,6 @@
 """Reads multi-token-prediction layers (DeepSeek-V3, 2412.19437, section 2.2) in the layouts of several families.
 
-All of them compute proj([norm(embedding of token i + 1), norm(hidden state i)]), a decoder layer of the family, a norm,
+They compute proj([norm(embedding of token i + 1), norm(hidden state i)]), a decoder layer of the family, a norm,
 and the target's vocabulary head. They differ in names, and in the order of the two halves.
 """
 
@@ -27,7 +27,7 @@ from foretoken.models.formats.reader import TensorReader, located
 from foretoken.models.formats.weights import LayerWeights, NormWeight
 from foretoken.models.heads.files import MAX_HEADS
 
-HIDDEN_KEY = "foretoken_mtp"  # our key in config.json: which hidden states the layers were trained on
+HIDDEN_KEY = "foretoken_mtp"  # our key in config.json: the hidden states that the layers were trained on
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class MtpLayout:
         projection: the matrix of both, [H, 2H].
         norm: norm before the vocabulary head, which may be the target's.
         hidden_first: whether the projection's input has the hidden state first.
-        appended: whether the names count from the number of the target's layers on, below the prefix of its own.
+        appended: whether the layers are numbered after the target's, under the same prefix.
     """
 
     layer: str
@@ -118,7 +118,7 @@ def has_mtp(path: Path) -> bool:
     config = _config(path)
     if unsupported(config) is not None:
         return False
-    return bool(_found(unpacked(open_weights(path), config), Architecture.of(config)))
+    return bool(_listed(unpacked(open_weights(path), config), Architecture.of(config)))
 
 
 def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
@@ -136,11 +136,11 @@ def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
     if reason is not None:
         raise ModelLoadError(f"the MTP layers in {path} are not computed here: {reason}")
     weights, a = unpacked(open_weights(path), config), Architecture.of(config)
-    places = _found(weights, a)
+    places = _listed(weights, a)
     if not places:
         projections = (layout.projection.format(a.layers if layout.appended else 0) for layout in LAYOUTS)
-        known = ", ".join(dict.fromkeys(f"{name}.weight" for name in projections))
-        raise ModelLoadError(f"{path} has no multi-token-prediction layers; their projections are named {known}")
+        names = ", ".join(dict.fromkeys(f"{name}.weight" for name in projections))
+        raise ModelLoadError(f"{path} has no multi-token-prediction layers; their projections are named {names}")
     reader = Source(weights, a, dtype).reader
     return [_layer(reader, a, layout, prefix, number) for layout, prefix, number in places]
 
@@ -151,14 +151,14 @@ def check_mtp_fits(path: Path, dtype: torch.dtype, device: torch.device) -> None
     if config.get("quantization_config") or unsupported(config) is not None:
         return
     weights = open_weights(path)
-    prefixes = tuple(p + layout.layer.format(n) for layout, p, n in _found(weights, Architecture.of(config)))
-    copies = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's, which are not read
+    prefixes = tuple(p + layout.layer.format(n) for layout, p, n in _listed(weights, Architecture.of(config)))
+    copies = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's, which are not read
     shapes = {n: s for n, s in weights.shapes.items() if n.startswith(prefixes) and not n.endswith(copies)}
     check_fits(weight_bytes(shapes, dtype, bits=None), device, f"MTP in {path}")
 
 
 def hidden_states_of(path: Path) -> dict[str, bool]:
-    """Returns what config.json says about the hidden states that the layers were trained on; see ``mtp_states.py``.
+    """Returns config.json's statement of the hidden states that the layers were trained on; see ``mtp_states.py``.
 
     Raises:
         ModelLoadError: a value is not valid.
@@ -167,7 +167,7 @@ def hidden_states_of(path: Path) -> dict[str, bool]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(v, bool) for v in value.values()):
-        raise ModelLoadError(f"{path / 'config.json'} should say true or false in {HIDDEN_KEY}, got {value!r}")
+        raise ModelLoadError(f"{path / 'config.json'} must have true or false in {HIDDEN_KEY}, got {value!r}")
     return dict(value)
 
 
@@ -190,8 +190,8 @@ def _config(path: Path) -> dict[str, Any]:
     return text_part(config) or config
 
 
-def _found(weights: Container[str], a: Architecture) -> list[tuple[MtpLayout, str, int]]:
-    """Returns layout, prefix of all names, and number in them of each MTP layer in ``weights``."""
+def _listed(weights: Container[str], a: Architecture) -> list[tuple[MtpLayout, str, int]]:
+    """Returns layout, prefix of names, and number of each MTP layer in ``weights``."""
     base, _ = located(weights, a.names)
     for layout in LAYOUTS:
         first = a.layers if layout.appended else 0
@@ -201,20 +201,20 @@ def _found(weights: Container[str], a: Architecture) -> list[tuple[MtpLayout, st
                 places.append((layout, prefix, first + len(places)))
                 if len(places) > MAX_HEADS:
                     break
-            own = (layout.projection, layout.norm)
-            if places and all(_holds(weights, f"{prefix}{name.format(first)}") for name in own):
+            names = (layout.projection, layout.norm)
+            if places and all(_holds(weights, f"{prefix}{name.format(first)}") for name in names):
                 return places
     return []
 
 
 def _norm_of(a: Architecture) -> str:
-    """Returns the name of a norm that layers with attention have."""
+    """Returns the name of a norm of layers with attention."""
     before = any(layer.norms.mixer for layer in a.stack if layer.attention)
     return a.names.norm if before else a.names.after_mixer
 
 
 def _holds(weights: Container[str], name: str) -> bool:
-    """Returns whether there is a weight of this name, or one that torchao quantized."""
+    """Returns whether a weight has this name, plain or quantized by torchao."""
     return any(f"{name}.{part}" in weights for part in ("weight", "_weight_qdata"))
 
 
@@ -223,11 +223,11 @@ def _layer(reader: TensorReader, a: Architecture, layout: MtpLayout, prefix: str
         return prefix + template.format(number)
 
     at = name(layout.layer)
-    own = replace(a, stack=(_kind(a, reader.weights, at),), recurrence=None, vocab=1, tied=False)
+    single = replace(a, stack=(_kind(a, reader.weights, at),), recurrence=None, vocab=1, tied=False)
     projection = floats(reader.matrix(name(layout.projection), a.hidden, 2 * a.hidden), reader.dtype)
     return MtpLayer(
-        architecture=own,
-        weights=layer_at(own, reader, at, 0),
+        architecture=single,
+        weights=layer_at(single, reader, at, 0),
         embedding_norm=reader.norm(name(layout.embedding_norm), a.hidden),
         hidden_norm=reader.norm(name(layout.hidden_norm), a.hidden),
         projection=projection.roll(a.hidden, 1).contiguous() if layout.hidden_first else projection,
@@ -236,10 +236,10 @@ def _layer(reader: TensorReader, a: Architecture, layout: MtpLayout, prefix: str
 
 
 def _kind(a: Architecture, weights: Mapping[str, Tensor], at: str) -> Layer:
-    """Returns what an MTP layer computes: what the target's last layer with full attention does.
+    """Returns the kind of an MTP layer: that of the target's last layer with full attention.
 
-    Its MLP is dense or has experts by the names of its tensors. Where full attention has no rotary positions (EXAONE),
-    the layer has them and a window, as vLLM computes it.
+    The names of its tensors decide whether its MLP is dense or has experts. If full attention has no rotary positions
+    (EXAONE), the layer has them and a window, as in vLLM.
 
     Raises:
         ModelLoadError: the target has no such layer.

@@ -1,4 +1,4 @@
-"""Loads MTP layers for a target: finds them, checks that they fit, and finds out which hidden states they read."""
+"""Loads MTP layers for a target: finds them, checks that they fit, and measures which hidden states they read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoadedMtp:
     Attributes:
         net: the network.
         taps: the tapped layer of the target.
-        states: which hidden states are read.
+        states: the hidden states that are read.
     """
 
     net: MtpNet | MtpStack
@@ -36,7 +36,7 @@ class LoadedMtp:
 
 
 def find_mtp(model: str | Path | None, target: Path | None) -> Path:
-    """Returns the folder of the MTP layers to use: ``model``, the target's own, or one that comes with it.
+    """Returns the folder of the MTP layers to use: ``model``, or the target's.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has none.
@@ -64,8 +64,8 @@ def load_mtp(
         tokenizer: the target's tokenizer, or None.
         model: folder or hub id of the layers; None for those in the target's checkpoint or beside it.
         path: the target's folder.
-        normed: whether they read the target's hidden state after the final norm; None to measure that.
-        chained_normed: whether they read their own output after the last norm; None to measure that.
+        normed: whether they read the target's hidden state after the final norm; None to measure it.
+        chained_normed: whether they read their own output after the last norm; None to measure it.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no MTP layers.
@@ -83,9 +83,9 @@ def load_mtp(
         MtpNet(layer, embedding, target.unembed, target.dtype, target.device, target.max_length) for layer in layers
     ]
     net = nets[0] if len(nets) == 1 else MtpStack(nets)
-    known = hidden_states_of(folder)
-    normed = known.get("normed") if normed is None else normed
-    chained_normed = known.get("chained_normed") if chained_normed is None else chained_normed
+    stated = hidden_states_of(folder)
+    normed = stated.get("normed") if normed is None else normed
+    chained_normed = stated.get("chained_normed") if chained_normed is None else chained_normed
     states = measure_states(net, target, tokenizer, normed, chained_normed)
     _log.info("%s: %s", folder, states)
     net.normed = states.chained_normed

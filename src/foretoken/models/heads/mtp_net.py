@@ -53,7 +53,6 @@ class MtpNet(FeatureNet):
 
     @property
     def normed(self) -> bool:
-        """Whether children read the layer's output after its last norm."""
         return self._state == _NORMED
 
     @normed.setter

@@ -1,8 +1,8 @@
 """Measures which hidden states MTP layers were trained on.
 
 Engines differ: a layer may read the target's last hidden state after the final norm (vLLM, transformers) or before it,
-and, where it is chained, its own output after its last norm (vLLM for Qwen3-Next, transformers) or before it (vLLM for
-DeepSeek-V3). config.json says neither, so both are tried on a short text that the target generates.
+and, if it is chained, its own output after its last norm (vLLM for Qwen3-Next, transformers) or before it (vLLM for
+DeepSeek-V3). config.json states neither, so both are measured on a short text that the target generates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foretoken.models.heads.taps import TOKENS, accuracy, generated, measurable
 
 @dataclass(frozen=True, slots=True)
 class MtpStates:
-    """The measured meaning of hidden states. Accuracies are shares of right top tokens; None where not measured.
+    """The measured meaning of hidden states. Accuracies are fractions of correct top tokens; None if not measured.
 
     Attributes:
         normed: whether the layer reads the target's state after the final norm.
@@ -43,8 +43,8 @@ class MtpStates:
 
     def __str__(self) -> str:
         target = f"the target's hidden states are read {_place(self.normed)} the final norm"
-        own = f"the layer's own {_place(self.chained_normed)} its last norm"
-        return f"{target}{_rates(self.after, self.before)}; {own}{_rates(self.chained_after, self.chained_before)}"
+        chained = f"the layer's own {_place(self.chained_normed)} its last norm"
+        return f"{target}{_rates(self.after, self.before)}; {chained}{_rates(self.chained_after, self.chained_before)}"
 
 
 @torch.inference_mode()
@@ -57,21 +57,21 @@ def measure_states(
 ) -> MtpStates:
     """Measures the layer's accuracy on the target's greedy text with both meanings of both states.
 
-    Where the text does not fit the target's context window, states are those after the norms.
+    If the text does not fit the target's context window, states after the norms are assumed.
 
     Args:
         net: the layers.
         target: the target.
         tokenizer: the target's tokenizer; None for prompts of arbitrary tokens.
-        normed: whether it reads the target's state after the final norm; None to measure that.
-        chained_normed: whether it reads its own output after its last norm; None to measure that.
+        normed: whether it reads the target's state after the final norm; None to measure it.
+        chained_normed: whether it reads its own output after its last norm; None to measure it.
     """
     last = target.num_layers
     if normed is None and not target.taps_before_norm:
         normed = True
     if normed is not None and chained_normed is not None:
         return MtpStates(normed, chained_normed)
-    if not measurable(target, tokenizer):  # as most checkpoints were trained
+    if not measurable(target, tokenizer):  # most checkpoints were trained this way
         return MtpStates(normed is not False, chained_normed is not False)
     both = (last, last + 1)
     texts, taps = generated(target, tokenizer, both if normed is None else (both[not normed],))
@@ -80,24 +80,24 @@ def measure_states(
         after, before = (accuracy(net, texts, taps, (tap,)) for tap in both)
         normed = after >= before
     if chained_normed is None:
-        states = [own[both[not normed]] for own in taps]
+        states = [by_layer[both[not normed]] for by_layer in taps]
         chained_after, chained_before = (_chained(net, texts, states, choice) for choice in (True, False))
         chained_normed = chained_after >= chained_before
     return MtpStates(normed, chained_normed, after, before, chained_after, chained_before)
 
 
 def _chained(net: MtpNet | MtpStack, texts: Sequence[list[int]], states: Sequence[Tensor], normed: bool) -> float:
-    """Returns the share of the target's tokens that are the top token two steps ahead."""
+    """Returns the fraction of the target's tokens that are the top token two steps ahead."""
     kept, net.normed = net.normed, normed
     handles = [net.open() for _ in texts]
     right = 0
     try:
         for step in range(TOKENS - 2):
             actual = []
-            for handle, text, own in zip(handles, texts, states, strict=True):
+            for handle, text, hidden in zip(handles, texts, states, strict=True):
                 at = len(text) - TOKENS + step  # the newest token of a sequence that is being continued
-                known = len(handle.tokens)
-                net.extend(handle, text[known + 1 : at + 1], net.features(own[known:at]))
+                computed = len(handle.tokens)
+                net.extend(handle, text[computed + 1 : at + 1], net.features(hidden[computed:at]))
                 actual.append(text[at + 1 : at + 3])
             net.catch_up(handles)
             logits = net.grow(handles, [Draft.chain(tokens[:1]) for tokens in actual])

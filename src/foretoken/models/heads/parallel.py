@@ -24,7 +24,7 @@ class ParallelNet(Protocol):
     depth: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns logits [rows, depth, V]; -inf for tokens that a head does not have.
+        """Returns logits [rows, depth, V]; -inf for tokens outside a head's vocabulary.
 
         Args:
             x: the target's normed last states [rows, H].

@@ -2,7 +2,7 @@
 
 config.json lists layer ids, and engines differ in their meaning: the input of the layer (vLLM, speculators,
 transformers' ``hidden_states[id]``), or its output, which is one more (SGLang). The wrong meaning loses nearly all
-acceptance without an error, so both are tried on a short text that the target generates.
+acceptance without an error, so both are measured on a short text that the target generates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPTS = ("def main():\n", "The first thing to know about", "import os\n\nclass
 
 
 class TeacherForced(Protocol):
-    """A network whose top tokens are compared with a text."""
+    """A network whose top tokens can be compared with a text."""
 
     def features(self, taps: Tensor) -> Tensor:
         """Returns features of the target's concatenated hidden states."""
@@ -58,10 +58,10 @@ class TapConvention:
         return tuple(i + shift for i in self.ids)
 
     def __str__(self) -> str:
-        taken = "outputs" if self.outputs > self.inputs else "inputs"
+        meaning = "outputs" if self.outputs > self.inputs else "inputs"
         return (
-            f"ids {list(self.ids)} are read as the {taken} of those layers: as inputs {self.inputs:.0%} of the head's "
-            f"top tokens are right, as outputs {self.outputs:.0%}"
+            f"ids {list(self.ids)} are read as the {meaning} of those layers: as inputs {self.inputs:.0%} of the "
+            f"head's top tokens are right, as outputs {self.outputs:.0%}"
         )
 
 
@@ -96,8 +96,10 @@ def measurable(target: Model, tokenizer: Any) -> bool:
 
 
 def generated(target: Model, tokenizer: Any, layers: Sequence[int]) -> tuple[list[list[int]], list[dict[int, Tensor]]]:
-    """Returns prompts with greedy continuations of ``TOKENS`` tokens, and the target's hidden states by layer, at all
-    but each last token.
+    """Returns prompts with greedy continuations of ``TOKENS`` tokens, and the target's hidden states by layer.
+
+    The last token of each has no hidden states.
+
     """
     prompts = _prompts(tokenizer, target.vocab_size)
     handles = [target.open(prompt) for prompt in prompts]
@@ -108,19 +110,19 @@ def generated(target: Model, tokenizer: Any, layers: Sequence[int]) -> tuple[lis
             scores = target.score(handles, [Draft.empty()] * len(handles), layers)
             best = [[int(score.logits[-1].argmax())] for score in scores]
             target.commit(handles, best)
-            for text, own, token, score in zip(texts, seen, best, scores, strict=True):
+            for text, passes, token, score in zip(texts, seen, best, scores, strict=True):
                 text += token
-                own.append(score.taps)
+                passes.append(score.taps)
     finally:
         for handle in handles:
             target.close(handle)
-    return texts, [{i: torch.cat([taps[i] for taps in own]) for i in layers} for own in seen]
+    return texts, [{i: torch.cat([taps[i] for taps in passes]) for i in layers} for passes in seen]
 
 
 def accuracy(
     net: TeacherForced, texts: Sequence[list[int]], taps: Sequence[dict[int, Tensor]], ids: Sequence[int]
 ) -> float:
-    """Returns the share of the target's tokens that are the head's top token one step ahead."""
+    """Returns the fraction of the target's tokens that are the head's top token one step ahead."""
     right = total = 0
     for text, states in zip(texts, taps, strict=True):
         features = net.features(torch.cat([states[i] for i in ids], dim=-1))

@@ -51,7 +51,7 @@ def layer_weights(
 
 
 def norm_weight(tensors: Mapping[str, Tensor], name: str) -> NormWeight | None:
-    """Returns a norm without a bias; None if there is none of this name."""
+    """Returns a norm without a bias; None if no tensor has this name."""
     weight = tensors.get(f"{name}.weight")
     return None if weight is None else NormWeight(weight.float())
 
@@ -59,13 +59,13 @@ def norm_weight(tensors: Mapping[str, Tensor], name: str) -> NormWeight | None:
 class HeadProduct:
     """A linear layer, ``x @ weight.T + bias``.
 
-    The compiled kernels compute it where they can: torch's threads, once woken, wait actively for more work on the
-    cores that the kernels need, which made the target's next pass an eighth longer (two Zen 5 cores, 1.2 B parameters).
+    The compiled kernels compute it if they can. torch's threads spin after their work on the cores that the kernels
+    need, which made the target's next pass an eighth longer (two Zen 5 cores, 1.2 B parameters).
 
     Args:
         weight: [out, in].
         bias: [out]; None for none.
-        device: where it is computed.
+        device: device of the computation.
         dtype: dtype of weight, bias and result.
     """
 

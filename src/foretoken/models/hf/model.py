@@ -1,7 +1,7 @@
 """A causal model of transformers behind the model contract: its own module with our KV cache and masks.
 
 The module sees an ordinary padded batch, explicit positions and a 4-D mask. Its cache writes go to our slots, and its
-cache reads return the rows of the sequences in the pass. Attention is the module's own, so the model is not
+cache reads return the rows of the sequences in the pass. Attention is the module's, so the model is not
 batch-invariant.
 """
 
@@ -41,7 +41,7 @@ class HFModel(WrappedModule):
 
     Args:
         module: the live module; it is shared, not copied.
-        max_length: maximum length of a sequence in tokens; None for the module's own.
+        max_length: maximum length of a sequence in tokens; None for the module's.
 
     Raises:
         ModelLoadError: the module is an encoder-decoder, keeps a state that cannot be rewound (Mamba and other
@@ -60,9 +60,9 @@ class HFModel(WrappedModule):
         self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
         head = module.get_output_embeddings()
         self.vocab_size = config.vocab_size if head is None else head.weight.shape[0]
-        known = max(0, getattr(config, "max_position_embeddings", None) or 0) or max_length or 1 << 20
-        limit = min(max_length or known, known)
-        self.max_length = known
+        module_length = max(0, getattr(config, "max_position_embeddings", None) or 0) or max_length or 1 << 20
+        limit = min(max_length or module_length, module_length)
+        self.max_length = module_length
         self.batch_invariant = False
         self._slots = Slots()
         self._cache = Cache(layer_class_to_replicate=self._slots.new_layer)
@@ -170,25 +170,25 @@ class HFModel(WrappedModule):
     def _run(
         self, handles: Sequence[Handle], drafts: Sequence[Draft], done: Sequence[int], taps: Sequence[int]
     ) -> tuple[Any, int]:
-        """Runs one padded pass. Returns the module's output, and the row that its logits begin with."""
-        place = Placement.of(handles, drafts, done)
-        if place.reach > self.max_length:
+        """Runs one padded pass. Returns the module's output, and the first row of its logits."""
+        placement = Placement.of(handles, drafts, done)
+        if placement.reach > self.max_length:
             raise InvalidRequest(
-                f"a sequence reaches {place.reach} tokens, beyond the {self.max_length} this model was opened with; "
-                "shorten the prompt, lower max_tokens, or raise max_model_len"
+                f"a sequence reaches {placement.reach} tokens, beyond the {self.max_length} this model was opened "
+                "with; shorten the prompt, lower max_tokens, or raise max_model_len"
             )
-        return self._pass(place, taps), min(place.roots) if self._keeps_rows else 0
+        return self._pass(placement, taps), min(placement.roots) if self._keeps_rows else 0
 
-    def _pass(self, place: Placement, taps: Sequence[int]) -> Any:
+    def _pass(self, placement: Placement, taps: Sequence[int]) -> Any:
         """Runs the module. Returns its output."""
         keep = {}
         if self._keeps_rows:
-            keep["logits_to_keep"] = torch.arange(min(place.roots), place.width, device=self.device)
-        with self._slots.serving(place, self.device), _evaluating(self.module), self._rope.applied():
+            keep["logits_to_keep"] = torch.arange(min(placement.roots), placement.width, device=self.device)
+        with self._slots.serving(placement, self.device), _evaluating(self.module), self._rope.applied():
             return self.module(
-                input_ids=place.tokens.to(self.device),
-                attention_mask=self._masks(place),
-                position_ids=place.positions.to(self.device),
+                input_ids=placement.tokens.to(self.device),
+                attention_mask=self._masks(placement),
+                position_ids=placement.positions.to(self.device),
                 past_key_values=self._cache,
                 use_cache=True,
                 output_hidden_states=bool(taps),
@@ -204,11 +204,11 @@ class HFModel(WrappedModule):
     def _move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         self._slots.move(slot, destination, sources)
 
-    def _masks(self, place: Placement) -> Tensor | dict[str, Tensor]:
-        """Returns the additive 4-D mask, or one for each kind of layer if the module has several kinds."""
+    def _masks(self, placement: Placement) -> Tensor | dict[str, Tensor]:
+        """Returns the additive 4-D mask, or one for each kind of layer if there are several."""
 
         def additive(window: int) -> Tensor:
-            seen = place.visible(window).unsqueeze(1).to(self.device)
+            seen = placement.visible(window).unsqueeze(1).to(self.device)
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
             return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)
 
@@ -236,7 +236,7 @@ class _Unchecked(HFModel):
 
 
 def _cached_values(layer: Any) -> int:
-    """Returns how many numbers the keys and values of one token are in the layer that this configuration describes."""
+    """Returns the number of elements of one token's keys and values in the layer that this configuration describes."""
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
     return 2 * int(heads * width)

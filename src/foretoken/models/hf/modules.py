@@ -1,4 +1,4 @@
-"""Modules of transformers: reading them from checkpoints, and what is checked before and after."""
+"""Modules of transformers: reading them from checkpoints, and checks before and after."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foretoken.models.formats.checkpoint import open_weights
 from foretoken.models.formats.memory import check_fits
 from foretoken.models.formats.weight_files import is_finite
 
-MAX_GROWTH = 2  # parameters of the module per number in the checkpoint; conversions on loading change the number
+MAX_GROWTH = 2  # parameters of the module per element of the checkpoint; conversions on loading change the number
 SLACK = 2**16  # parameters by which small modules may exceed that
 MAX_REASON = 300  # characters
 _ATTENTION = ("eager", "sdpa")
@@ -84,15 +84,15 @@ def check_size(config: Any, path: Path) -> None:
 
 
 def check_parameters(module: Any, path: Path) -> None:
-    """Checks the loaded parameters; a rank checks its own part.
+    """Checks the loaded parameters; a rank checks its part.
 
     Raises:
         ModelLoadError: a parameter holds NaN or infinity; in float16, possibly only after the conversion.
     """
     for name, parameter in module.named_parameters():
-        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        if not is_finite(own.detach()):
-            half = own.dtype == torch.float16
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if not is_finite(local.detach()):
+            half = local.dtype == torch.float16
             raise ModelLoadError(
                 f"the tensor {name!r} of {path} holds numbers that are NaN or infinite{' in float16' * half}; download "
                 f"or save the checkpoint again{', or use bfloat16 or float32' * half}"

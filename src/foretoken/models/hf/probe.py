@@ -4,7 +4,7 @@ Without it, a module that builds its own masks or positions would give wrong tex
 ragged batch with draft trees for two steps, and compares every logit with a plain pass of the module over that path.
 
 It runs twice. A tiny random copy (``tiny_random.py``) runs it with texts longer than every attention window and every
-length at which rotary factors change. The module itself runs it with a few tokens, in its own precision and on its own
+length at which rotary factors change. The module itself runs it with a few tokens, in its precision and on its
 device. So the class and its attention layout are checked at all lengths, the weights at short lengths only.
 """
 
@@ -42,7 +42,7 @@ _ADVICE = "run it with transformers alone, or take another model: Llama, Mistral
 
 
 class WrappedModule(Model):
-    """A model that is a transformers module, which can also run by itself."""
+    """A wrapped transformers module, which can also run without our cache and masks."""
 
     module: Any
 
@@ -83,7 +83,7 @@ def check(model: WrappedModule, max_length: int, wrap: Callable[[Any], WrappedMo
 
 @torch.inference_mode()
 def agrees(model: WrappedModule, lengths: Sequence[int], steps: int = 2, trees: bool = True) -> bool:
-    """Returns whether texts of these lengths get the module's own logits in one batch, each with a draft.
+    """Returns whether texts of these lengths, each with a draft, get the module's plain logits in one batch.
 
     Args:
         model: the model to run.
@@ -108,7 +108,7 @@ def agrees(model: WrappedModule, lengths: Sequence[int], steps: int = 2, trees: 
 
 
 def _failure(model: WrappedModule) -> str:
-    """Returns the reason why a copy does not agree with its own plain passes; an empty string if it agrees."""
+    """Returns the reason that a copy does not agree with its plain passes; an empty string if it agrees."""
     if agrees(model, _RAGGED):
         return ""
     return next((text for lengths, trees, text in _STAGES if not agrees(model, lengths, trees=trees)), _STAGES[-1][2])
@@ -141,7 +141,7 @@ def _step(model: WrappedModule, handles: Sequence[Handle], trees: bool) -> bool:
 def _close(batched: Tensor, alone: Tensor, dtype: torch.dtype) -> bool:
     """Returns whether logits differ by rounding only.
 
-    Rounding errors are small compared with the spread of the logits; a wrong mask changes them by a share of it.
+    Rounding errors are small compared with the spread of the logits; a wrong mask changes them by a fraction of it.
     """
     tolerance = (1e-3 if dtype in (torch.float32, torch.float64) else 0.1) * float(alone.std())
     return float((batched - alone).abs().max()) <= max(tolerance, 1e-5)

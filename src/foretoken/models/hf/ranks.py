@@ -1,6 +1,6 @@
 """The processes (ranks) that share a model: the first one is the leader, the others follow its orders.
 
-torchrun starts them. Orders are JSON over a process group of their own, so waiting for an order neither keeps an
+torchrun starts them. Orders are JSON over a separate process group, so waiting for an order neither keeps an
 accelerator busy nor hits the timeout of a collective operation.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 LEADER = 0
-_FIRST_BYTES = 1024  # of an order; the remainder of a longer one follows in a second message
-_LOADING = timedelta(hours=2)  # how far apart ranks may be when they load their parts
+_FIRST_BYTES = 1024  # bytes of an order; the remainder of a longer one follows in a second message
+_LOADING = timedelta(hours=2)  # maximum difference between ranks in loading their parts
 _FOREVER = timedelta(days=3650)  # an idle server sends no orders
 
 
@@ -34,7 +34,7 @@ class RankGroup:
         rank: number of this process.
         size: number of processes.
         device: this rank's device.
-        owned: whether this object destroys the process group in the end.
+        owned: whether this object destroys the process group at the end.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, owned: bool) -> None:
@@ -58,7 +58,7 @@ class RankGroup:
                 f"for instance: torchrun --nproc-per-node {size} -m foretoken generate PROMPT -m MODEL "
                 f"--tensor-parallel-size {size}"
             )
-        device = _own(device)
+        device = _device_of_rank(device)
         if not initialized:
             cuda = device.type == "cuda"
             backend, device_id = ("nccl", device) if cuda else ("gloo", None)
@@ -72,7 +72,7 @@ class RankGroup:
 
     @contextmanager
     def doing(self, order: str, **details: Any) -> Iterator[None]:
-        """Context manager of the leader: sends ``order`` to the other ranks. The leader does its own part inside.
+        """Context manager of the leader: sends ``order`` to the other ranks. The leader's part runs inside.
 
         Raises:
             ForetokenError: an earlier order failed.
@@ -85,7 +85,7 @@ class RankGroup:
         self._in_step = True
 
     def receive(self) -> dict[str, Any] | None:
-        """Waits for the leader's next order. Returns it with its details; None if there will be no more."""
+        """Waits for the leader's next order. Returns it with its details; None if it has left."""
         try:
             message = self._receive()
         except RuntimeError:  # the leader has left
@@ -131,7 +131,7 @@ class RankGroup:
         return message[:length]
 
 
-def _own(device: torch.device) -> torch.device:
+def _device_of_rank(device: torch.device) -> torch.device:
     """Returns this rank's device. Raises InvalidRequest for one that transformers would not use, or that is missing."""
     accelerated = torch.cuda.is_available()
     if device != torch.device("cuda" if accelerated else "cpu"):
@@ -142,8 +142,8 @@ def _own(device: torch.device) -> torch.device:
         )
     if not accelerated:
         return device
-    local, known = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= known:
-        raise InvalidRequest(f"rank {local} of this machine has no device of its own: torch finds {known}; use fewer")
+    local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= devices:
+        raise InvalidRequest(f"rank {local} of this machine has no device of its own: torch finds {devices}; use fewer")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)

@@ -24,7 +24,7 @@ class FixedRope:
 
     LongRoPE takes its long factors if ``max_length`` exceeds the original maximum length, and its short factors
     otherwise. Dynamic NTK scaling keeps its original frequencies: they change only beyond ``max_position_embeddings``,
-    and no sequence is longer. Between passes the module is as its owner left it, because the owner may run it too.
+    and no sequence is longer. Between passes the module is unchanged, because its owner may run it too.
 
     Args:
         module: the transformers module.
@@ -56,7 +56,7 @@ class FixedRope:
 
 
 def longrope_length(settings: Any) -> int:
-    """Returns the original maximum length in LongRoPE's ``rope_parameters``; 0 for any other kind of them."""
+    """Returns the original maximum length in LongRoPE's ``rope_parameters``; 0 for any other kind."""
     if not isinstance(settings, Mapping):
         return 0
     if settings.get("rope_type") == LONGROPE:
@@ -77,7 +77,7 @@ def _settled(rope_type: Any) -> Any:
 
 
 def _tables(part: Any, max_length: int) -> dict[str, Tensor]:
-    """Returns the frequencies to use by the names of their buffers; nothing for a part whose own never change."""
+    """Returns the frequencies to use by the names of their buffers; empty for a part whose frequencies never change."""
     rope_type = getattr(part, "rope_type", None)
     kinds = rope_type if isinstance(rope_type, dict) else {None: rope_type}
     tables = {}

@@ -1,6 +1,6 @@
 """Tensor parallelism: a causal model of transformers whose matrices are divided among processes.
 
-transformers defines the division (``base_model_tp_plan``), and every rank reads its own part of the checkpoint. Only
+transformers defines the division (``base_model_tp_plan``), and every rank reads its part of the checkpoint. Only
 the first rank has an engine, a draft and a controller. The other ranks compute their part of its passes and make no
 decisions, so differences of clocks, random numbers or rounding cannot make ranks disagree.
 """
@@ -35,7 +35,7 @@ class ShardedModel(HFModel):
     Args:
         module: this rank's part of the module.
         ranks: the group of ranks.
-        max_length: maximum length of a sequence in tokens; None for the module's own.
+        max_length: maximum length of a sequence in tokens; None for the module's.
     """
 
     def __init__(self, module: Any, ranks: RankGroup, max_length: int | None = None) -> None:
@@ -62,7 +62,7 @@ class ShardedModel(HFModel):
             device: type of device.
             size: number of ranks.
             shapes: shapes of the checkpoint's tensors.
-            max_length: maximum length of a sequence in tokens; None for the module's own.
+            max_length: maximum length of a sequence in tokens; None for the module's.
 
         Raises:
             SystemExit: on the other ranks, once the first one has ended.
@@ -114,9 +114,9 @@ class ShardedModel(HFModel):
 
     # the leader's part, with orders to the others
 
-    def _pass(self, place: Placement, taps: Sequence[int]) -> Any:
-        with self._ranks.doing("pass", place=placement_to_json(place), used=self._slots.used):
-            return super()._pass(place, taps)
+    def _pass(self, placement: Placement, taps: Sequence[int]) -> Any:
+        with self._ranks.doing("pass", place=placement_to_json(placement), used=self._slots.used):
+            return super()._pass(placement, taps)
 
     def plain(self, texts: Tensor) -> Tensor:
         with self._ranks.doing("plain", texts=texts.tolist()):
@@ -185,12 +185,12 @@ def read_part(path: Path, dtype: torch.dtype, size: int) -> Any:
     return read_module(path, dtype, distributed_config=DistributedConfig(tp_size=size, tp_plan="auto")).eval()
 
 
-def placement_to_json(place: Placement) -> dict[str, Any]:
-    """Returns a placement as JSON values. Of a draft it keeps the tree, which is all that a pass needs."""
+def placement_to_json(placement: Placement) -> dict[str, Any]:
+    """Returns a placement as JSON values. A draft is reduced to its tree, which is enough for a pass."""
     return {
-        **{name: getattr(place, name).tolist() for name in ("tokens", "positions")},
-        **{name: getattr(place, name) for name in _TUPLES},
-        "drafts": [[draft.ids, draft.parents] for draft in place.drafts],
+        **{name: getattr(placement, name).tolist() for name in ("tokens", "positions")},
+        **{name: getattr(placement, name) for name in _TUPLES},
+        "drafts": [[draft.ids, draft.parents] for draft in placement.drafts],
     }
 
 

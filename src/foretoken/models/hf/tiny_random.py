@@ -1,7 +1,7 @@
 """Tiny random copies of transformers modules: the same class and attention layout, at sizes that are cheap to run.
 
-How a class uses masks, positions and its cache does not depend on the width of its matrices. So it can be checked on a
-copy, with windows that are short enough to be crossed.
+A class uses masks, positions and its cache in the same way at every width. So it can be checked on a copy, with windows
+short enough to be crossed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def boundaries(config: Any, max_length: int) -> dict[str, int]:
 
     Args:
         config: configuration of the text model.
-        max_length: length of the longest sequence. Boundaries that it does not exceed are left out.
+        max_length: length of the longest sequence. Boundaries that it does not exceed are omitted.
     """
     lengths = {name: value for name, value in vars(config).items() if _BOUNDARY.search(name) and _whole(value)}
     lengths[_ORIGINAL] = longrope_length(vars(config).get("rope_parameters"))
@@ -130,8 +130,8 @@ def _parts(config: Any) -> Iterator[Any]:
 def _drop_layers(config: Any) -> None:
     """Keeps the first layer of each kind, and at least two layers.
 
-    Layers are of one kind if all per-layer lists say the same of them. The last ``num_kv_shared_layers``, which reuse
-    keys and values of earlier layers, are kinds of their own.
+    Layers are of one kind if all per-layer lists have equal entries for them. The last ``num_kv_shared_layers``, which
+    reuse keys and values of earlier layers, are separate kinds.
     """
     count, shared = _number(config, "num_hidden_layers"), _number(config, "num_kv_shared_layers")
     if count <= 2:
@@ -182,7 +182,7 @@ def _shorten_rope(settings: dict[str, Any]) -> None:
 
 
 def _number(config: Any, name: str) -> int:
-    """Returns a size, also by the configuration's own name for it; 0 if there is none or one for each layer."""
+    """Returns a size, also by the configuration's alias; 0 if it has none or one for each layer."""
     try:
         value = getattr(config, name, 0)
     except Exception:  # transformers: AmbiguousGlobalPerLayerAttributeError

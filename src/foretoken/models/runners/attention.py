@@ -3,8 +3,8 @@
 ``scaled_dot_product_attention`` splits its work by the numbers of queries and keys, so its rows change with both. In
 bf16, two batched products around a float32 softmax do not change, if the keys are padded to a multiple of 64 under a
 mask, the heads of a group are folded into the rows, and sums over keys run in blocks of 256. In float32, every product
-chooses its kernel by the numbers of rows and keys, and the path of a tree lies in other rows than in plain decoding. So
-there the sums over keys run in float64, which the cache holds, and their order does not reach float32.
+chooses its kernel by the numbers of rows and keys, and the path of a tree has other cache rows than in plain decoding.
+So sums over keys run in float64, the type of the cache then, and their order does not affect the float32 result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Geometry:
         positions: the position of each row [R].
         rows: the cache row of each row [R].
         slots: the slot of each row [R].
-        places: the index of each row in [S * width], [R]; None if no padding is needed.
+        places: the index of each row in [S * width], [R]; None without padding.
         low: the lowest slot of the pass.
         high: the highest slot, plus one.
         width: rows per sequence, padding included.
@@ -110,7 +110,7 @@ class Geometry:
         """Returns the layout with biases in the masks, [S, kv_heads = 1, width, heads, keys]: ALiBi.
 
         Args:
-            table: biases [heads, positions], of which differences are taken; see ``families.architecture.Alibi``.
+            table: biases [heads, positions], whose differences are used; see ``families.architecture.Alibi``.
             plan: the plan of the pass.
         """
         keys = torch.arange(self.keys).repeat(self.high - self.low, 1)
@@ -119,8 +119,8 @@ class Geometry:
         for part in plan.parts:
             depths = torch.tensor(part.draft.depths, dtype=torch.long)
             keys[part.slot - self.low, part.nodes_at : part.nodes_at + len(depths)] = part.nodes_at - 1 + depths
-            own = plan.positions[at : at + part.count]
-            rows[part.slot - self.low, : part.count] = torch.tensor(own)
+            row_positions = plan.positions[at : at + part.count]
+            rows[part.slot - self.low, : part.count] = torch.tensor(row_positions)
             at += part.count
         biases = (table[:, keys][:, :, None] - table[:, rows][..., None]).permute(1, 2, 0, 3)[:, None]
         return replace(self, masks={view: mask + biases.to(mask.device) for view, mask in self.masks.items()})
@@ -147,13 +147,13 @@ def _mask(
         if count and not part.draft.is_chain:
             tail = visible[part.nodes_at + first_node - part.first :][: count - first_node]
             tail[:, part.nodes_at : part.nodes_at + count] = part.draft.ancestors[first_node:]
-        if window:  # negative for chunks
+        if window:  # negative: chunks
             key_positions = torch.arange(keys)
             key_positions[part.nodes_at : part.nodes_at + count] = torch.tensor(
                 [part.nodes_at - 1 + d for d in part.draft.depths], dtype=torch.int64
             )
-            own = torch.tensor(positions[at : at + part.count])
-            first = own + 1 - window if window > 0 else own // -window * -window
+            row_positions = torch.tensor(positions[at : at + part.count])
+            first = row_positions + 1 - window if window > 0 else row_positions // -window * -window
             visible &= key_positions >= first[:, None]
         seen[part.slot - low, : part.count] = visible
         at += part.count
@@ -170,11 +170,11 @@ def attend(
     mask: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Writes the new keys and values to the cache, if there are any, then computes attention under ``mask``.
+    """Writes new keys and values to the cache, if any, then computes attention under ``mask``.
 
     Args:
         layer: index of the layer in the cache.
-        queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads those of another one.
+        queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads another layer's keys.
         values: [R, kv_heads, head_dim], or [R, 0, head_dim].
         g: layout of the pass.
         a: sizes of the attention.
@@ -228,7 +228,7 @@ def look_up(
     queries = queries.reshape(sequences * kv_heads, g.width * group, dim).to(keys.dtype)
     count = keys.shape[2]
     scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)).view(sequences, kv_heads, g.width, group, count)
-    if mask.shape[3] > 1:  # of every query head
+    if mask.shape[3] > 1:  # masks of query heads differ
         mask = mask.view(sequences, g.width, kv_heads, group, count).transpose(1, 2)
     sink = None if sinks is None else sinks.view(kv_heads, 1, group, 1)
     weights = _soft(scores, mask, a, sink).to(values.dtype)

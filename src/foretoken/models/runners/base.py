@@ -34,8 +34,8 @@ class Pass:
         logits: float32 [outputs, V]; None if they were not requested.
         taps: hidden states [rows, H] of all rows by layer. Index i is the input of layer i, the number of layers stands
             for the normed output, and one more for the output before the norm.
-        argmax: the argmax of each output's logits, where the plan allows it in their place.
-        ranked: [outputs, ranks], the likeliest tokens of each output, where the plan asks for them.
+        argmax: the argmax of each output's logits, if the plan allows it to replace them.
+        ranked: [outputs, ranks], the likeliest tokens of each output, if the plan requests them.
     """
 
     logits: Tensor | None
@@ -45,10 +45,10 @@ class Pass:
 
 
 class BasicRunner:
-    """Base class of runners. By itself it computes neither LoRA adapters nor whole chains.
+    """Base class of runners without LoRA adapters and chains.
 
     Attributes:
-        not_compiled: why the compiled kernels do not compute the model.
+        not_compiled: the reason that the compiled kernels do not compute the model.
         computes_chains: see ``Runner``.
     """
 
@@ -84,7 +84,7 @@ class BasicRunner:
 
 
 class DecoderOnly(BasicRunner):
-    """Base class of runners without an encoder, and with nothing but a KV cache."""
+    """Base class of runners without an encoder, whose only state is a KV cache."""
 
     @property
     def state_bytes(self) -> int:
@@ -107,7 +107,7 @@ class Runner(Protocol):
         batch_invariant: see ``Model``.
         chunk_invariant: see ``Model``.
         joint_rows: a sequence with more pending rows than this is prefilled by itself.
-        pass_rows: about the most rows of a pass that several sequences share.
+        pass_rows: approximate maximum of rows of a pass that several sequences share.
         computes_chains: whether ``chains`` may be called.
     """
 
@@ -123,7 +123,7 @@ class Runner(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's recurrent state, whatever its length; 0 if there is none."""
+        """Bytes of a sequence's recurrent state, at any length; 0 for none."""
 
     def acquire(
         self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
@@ -154,14 +154,14 @@ class Runner(Protocol):
         """Returns an adapter for ``add_adapter``. Passes may run in another thread meanwhile.
 
         Args:
-            layers: what it adds to each layer.
+            layers: its matrices by layer.
 
         Raises:
             InvalidRequest: the runner computes no adapters.
         """
 
     def add_adapter(self, name: str, adapter: Any) -> None:
-        """Adds a packed adapter under a name that no other has had."""
+        """Adds a packed adapter under a name that was never used before."""
 
     def remove_adapter(self, name: str) -> None:
         """Removes an adapter that no slot has."""
@@ -182,7 +182,7 @@ class Runner(Protocol):
         """Prepares a slot for a pass that follows its first ``rows`` rows.
 
         Returns:
-            How many of these rows the pass can follow; it computes the others again, to the same bits.
+            Number of these rows that the pass can follow; it computes the others again, to the same bits.
         """
 
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
@@ -194,11 +194,11 @@ class Runner(Protocol):
     def first(self, architecture: Any, norm: Tensor | None) -> Runner:
         """Returns a runner of the first ``architecture.layers`` layers and the same head.
 
-        It shares the weights and has slots of its own.
+        It shares the weights and has separate slots.
 
         Args:
             architecture: sizes of the first layers.
-            norm: weight of the norm before the head, float32 [H]; None for the model's own.
+            norm: weight of the norm before the head, float32 [H]; None for the model's.
         """
 
     def injector(self) -> Runner:

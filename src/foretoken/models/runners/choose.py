@@ -39,13 +39,13 @@ def build_runner(
 
     Args:
         architecture: sizes and operations of the decoder.
-        layers: weights of each layer. They are read one layer at a time, so that only one layer is held twice, and
-            again from the start if the compiled kernels turn out not to support them.
+        layers: weights of each layer. They are read one layer at a time, so that only one layer is in memory twice,
+            and again from the start if the compiled kernels do not support them.
         ends: embedding, last norm and vocabulary head.
         dtype: dtype of the computation.
         device: device of weights and KV cache.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
-        cache: where packed weights are kept on disk; None for nowhere.
+        cache: disk cache of packed weights; None for none.
         weight_format: one of ``options.WEIGHT_FORMATS``.
         kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.
 
@@ -67,7 +67,7 @@ def build_runner(
     if has_kernels(device):
         refuse_int8_latents(architecture, kv_cache_dtype)
         return CudaRunner(architecture, layers, ends, dtype, device, entry, kv_cache_dtype=kv_cache_dtype)
-    check_cached_as(kv_cache_dtype, dtype, not_compiled)
+    check_cache_dtype(kv_cache_dtype, dtype, not_compiled)
     runner = TorchRunner(architecture, layers, ends, dtype, device, entry)
     runner.not_compiled = not_compiled
     return runner
@@ -89,8 +89,8 @@ def check_packed(weight_format: str, dtype: torch.dtype, device: torch.device) -
         )
 
 
-def check_cached_as(kv_cache_dtype: str, dtype: torch.dtype, not_compiled: str) -> None:
-    """Raises InvalidRequest for a KV cache of another dtype than the model's, which torch operators do not have."""
+def check_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype, not_compiled: str) -> None:
+    """Raises InvalidRequest for a KV cache of another dtype than the model's, which torch operators lack."""
     if kv_cache_dtype != "auto" and str(dtype) != f"torch.{kv_cache_dtype}":
         raise InvalidRequest(
             f"kv_cache_dtype={kv_cache_dtype!r} needs the compiled kernels, which do not compute this {dtype} model: "
@@ -99,7 +99,7 @@ def check_cached_as(kv_cache_dtype: str, dtype: torch.dtype, not_compiled: str) 
 
 
 def fall_back(weight_format: str, reason: KernelsUnavailable) -> None:
-    """Says why torch operators take the place of the compiled kernels, unless these are switched off.
+    """Reports the reason that torch operators replace the compiled kernels, unless these are switched off.
 
     Raises:
         InvalidRequest: ``weight_format`` needs the kernels.
@@ -112,7 +112,7 @@ def fall_back(weight_format: str, reason: KernelsUnavailable) -> None:
 
 @functools.cache
 def report_fallback(reason: str) -> None:
-    """Says once in this process, on standard error unless logging is set up, why the compiled kernels are not used."""
+    """Warns once per process that the compiled kernels are not used, on standard error unless logging is set up."""
     _log.warning("torch operators compute the model, several times slower than the compiled kernels: %s", reason)
 
 
@@ -123,7 +123,7 @@ def cached_runner(
     cache: WeightCache | None,
     kv_cache_dtype: str = "auto",
 ) -> Runner | None:
-    """Returns a runner on the packed weights that ``cache`` keeps; None if there are none for this device."""
+    """Returns a runner on the packed weights in ``cache``; None if it has none for this device."""
     if cache is None or device.type != "cpu":
         return None
     try:

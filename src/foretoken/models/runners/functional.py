@@ -78,13 +78,13 @@ def clamped_gate(x: Tensor, limit: float, slope: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, paired: bool = False) -> Tensor:
-    """Applies the rotary embedding to the first numbers of each head.
+    """Applies the rotary embedding to the first elements of each head.
 
     Args:
         x: [..., head_dim].
-        cos: cosines, broadcast to [..., rotated numbers]: each half of it, or each of a pair, is the same.
-        sin: sines, with the sign that the other number of the pair takes.
-        paired: whether numbers 2i and 2i + 1 are rotated together; otherwise i and i + half.
+        cos: cosines, broadcast to [..., rotated elements]: equal halves, or equal pairs.
+        sin: sines, with the sign of the pair's other element.
+        paired: whether elements 2i and 2i + 1 are rotated together; otherwise i and i + half.
     """
     if x.ndim == 3 and has_kernels(x.device):
         return kernels().rotate_heads(x, cos, sin, paired)
@@ -98,7 +98,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, paired: bool = False) -> Tensor:
 
 
 def rotary_table(a: Architecture, number: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cosines and signed sines for ``rotate``, float32 [positions, rotated numbers]."""
+    """Returns cosines and signed sines for ``rotate``, float32 [positions, rotated elements]."""
     angles = torch.outer(positions.float(), a.frequencies[number])
     scale = a.rotary_scales[number] if a.rotary_scales else 1.0
     cos, sin = angles.cos() * scale, angles.sin() * scale

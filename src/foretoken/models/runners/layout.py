@@ -1,4 +1,4 @@
-"""What the operations of a layer need to know of a pass: its rows, and the sizes of its attention."""
+"""A pass as the operations of a layer see it: its rows, and the sizes of its attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foretoken.models.runners.triton_kernels.steps import Steps
 
 
 class Layout(Protocol):
-    """The rows of a pass, as the operations of a layer need to know them."""
+    """The rows of a pass as the operations of a layer see them."""
 
     @property
     def tokens(self) -> Tensor:
@@ -25,7 +25,7 @@ class Layout(Protocol):
 
     @property
     def counts(self) -> Tensor | None:
-        """Number of keys of each row, integers [R], 0 for padding; None where no row is padding."""
+        """Number of keys of each row, integers [R], 0 for padding; None if no row is padding."""
 
     @property
     def steps(self) -> Steps | None:
@@ -40,14 +40,14 @@ class Layout(Protocol):
         view: tuple[int, bool],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Writes the new keys and values to the cache, if there are any, then computes attention.
+        """Writes new keys and values to the cache, if any, then computes attention.
 
         Args:
             layer: index of the layer in the cache.
-            queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads those of another.
+            queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer without keys.
             values: [R, kv_heads, head_dim], or [R, 0, head_dim].
             a: sizes of the attention.
-            view: which keys a row sees; see ``families.layers.Layer.view``.
+            view: the keys that a row sees; see ``families.layers.Layer.view``.
             sinks: scores [heads] of a key without a value; None for none.
 
         Returns:
@@ -91,6 +91,6 @@ class AttentionSizes:
 
     @staticmethod
     def of(a: Architecture, layer: Layer) -> AttentionSizes:
-        """Returns those of a layer of a decoder."""
+        """Returns the sizes and factors of a decoder's layer."""
         sizes = a.sizes(layer)
         return AttentionSizes(a.heads, sizes.kv_heads, sizes.head_dim, a.scale, a.attention_softcap)

@@ -35,7 +35,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def can_multiply_int8(weight: Tensor) -> bool:
     """Returns whether torch's int8 product takes a weight [out, in], and is exact.
 
-    On CPUs without VNNI, or where oneDNN may not use it, intermediate sums may saturate; on CUDA, cuBLAS takes
+    Without VNNI on the CPU, or if oneDNN may not use it, intermediate sums may saturate. On CUDA, cuBLAS takes
     multiples of 8.
     """
     if weight.device.type == "cuda":
@@ -45,7 +45,7 @@ def can_multiply_int8(weight: Tensor) -> bool:
 
 @cache
 def _int8_sums_are_exact() -> bool:
-    """Returns whether oneDNN sums products of int8 exactly. ONEDNN_MAX_CPU_ISA may forbid what the processor has."""
+    """Returns whether oneDNN sums products of int8 exactly. ONEDNN_MAX_CPU_ISA may forbid instructions."""
     if not torch.backends.mkldnn.is_available() or not torch.cpu._is_vnni_supported():
         return False
     largest = torch.full((2, EXACT_TERMS), 127, dtype=torch.int8)
@@ -75,7 +75,7 @@ class Product(Protocol):
 
         Args:
             x: the input.
-            alone: whether these rows are always computed together, so that the kernel may depend on their number.
+            alone: whether these rows are always computed together. The kernel may then depend on their number.
         """
 
 
@@ -148,7 +148,7 @@ class Int8Linear:
 
 
 class GroupedLinear:
-    """Weights quantized in groups. The first product dequantizes them to its input's dtype, and they stay so."""
+    """Weights quantized in groups. The first product dequantizes them to its input's dtype for good."""
 
     __slots__ = ("_bias", "_linear", "_weight")
 

@@ -44,10 +44,10 @@ class PassPlan:
         outputs: the rows whose logits are needed, ascending.
         output_counts: number of outputs of each sequence.
         reach: the highest cache row in use, plus one.
-        features: [rows, H], for a model whose input are features; see ``weights.Entry``.
+        features: [rows, H], for a model whose inputs are features; see ``weights.Entry``.
         replay: the steps of recurrent layers, which the CUDA runner adds; None without them.
-        argmax_only: whether a runner may return the argmax of each output in place of its logits.
-        ranks: number of the likeliest tokens of each output that a runner may return beside that; 0 for none.
+        argmax_only: whether a runner may return the argmax of each output instead of its logits.
+        ranks: number of the likeliest tokens of each output that it may return with the argmax; 0 for none.
     """
 
     tokens: list[int]

@@ -22,8 +22,8 @@ from foretoken.models.runners.triton_kernels.available import expert_kernels, ha
 class TorchExperts:
     """The experts of a layer on the device, with packed matrices.
 
-    Rows are grouped by expert. What an expert returns for a row, and the order in which a row adds up its experts, do
-    not depend on the other rows.
+    Rows are grouped by expert. An expert's output for a row, and the order in which a row adds up its experts, do not
+    depend on other rows.
     """
 
     experts: Experts
@@ -36,7 +36,7 @@ class TorchExperts:
     shared_gate: Tensor | None
     router_norm: NormWeight | None
     expert_scales: Tensor | None
-    stacks: tuple[Any, Any] | None  # ``triton_kernels.experts.ExpertStack`` of up and down, where kernels compute them
+    stacks: tuple[Any, Any] | None  # ``triton_kernels.experts.ExpertStack`` of up and down, if kernels compute them
 
     @staticmethod
     def of(device: torch.device, w: ExpertWeights) -> TorchExperts:
@@ -75,8 +75,8 @@ class TorchExperts:
             a: the architecture.
             x: input of the experts [R, H].
             alone: see ``Product``.
-            hidden: the residual stream [R, H], of which the router has a norm of its own; None if it reads ``x``.
-            counts: 0 for padding [R], where rows are computed by kernels; see ``triton_kernels.rows.PassRows``.
+            hidden: the residual stream [R, H], for a router with a separate norm; None if it reads ``x``.
+            counts: 0 for padding [R], if kernels compute the rows; see ``triton_kernels.rows.PassRows``.
         """
         routed = x.float() if hidden is None else normalize(a, hidden.float(), self.router_norm)
         chosen, weights = choose(self.experts, self.router(routed, alone), self.correction)
@@ -110,10 +110,10 @@ class TorchExperts:
         outputs = x.new_empty(*chosen.shape, x.shape[1])
         for expert in chosen.unique().tolist():
             rows, ranks = (chosen == expert).nonzero(as_tuple=True)
-            taken = rows if len(rows) > 1 else rows.repeat(2)  # a single row may take another kernel
-            inputs = x[taken]
+            padded_rows = rows if len(rows) > 1 else rows.repeat(2)  # a single row may take another kernel
+            inputs = x[padded_rows]
             if self.experts.scaled_inputs:
-                inputs = inputs * weights[taken, ranks if len(rows) > 1 else ranks.repeat(2), None].to(x.dtype)
+                inputs = inputs * weights[padded_rows, ranks if len(rows) > 1 else ranks.repeat(2), None].to(x.dtype)
             inner = self._activate(a, self.up[expert](inputs, alone))
             outputs[rows, ranks] = self.down[expert](inner, alone)[: len(rows)]
         if self.experts.scaled_inputs:
@@ -132,12 +132,12 @@ def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tenso
     """Chooses the experts of each row.
 
     Args:
-        e: how they are chosen.
-        logits: of the router, float32 [R, experts].
+        e: the experts.
+        logits: the router's logits, float32 [R, experts].
         correction: float32 [experts], or None.
 
     Returns:
-        Numbers of experts [R, chosen], the best first, and their weights, float32 [R, chosen].
+        Indices of experts [R, chosen], the best first, and their weights, float32 [R, chosen].
     """
     scores = logits.softmax(-1) if e.scoring == "softmax" else logits.sigmoid()
     ranked = logits if correction is None else scores + correction
@@ -155,12 +155,12 @@ def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tenso
 
 
 def _largest(numbers: Tensor, count: int) -> Tensor:
-    """Returns the places of the largest numbers of each row in order; of equal ones the lowest place is first."""
+    """Returns the indices of the largest values of each row in order, the lowest index first on ties."""
     return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _stacks(w: ExpertWeights, device: torch.device) -> tuple[Any, Any] | None:
-    """Returns the matrices of all experts as one tensor each, where kernels take them: float weights on CUDA."""
+    """Returns the matrices of all experts as one tensor each if kernels take them: float weights on CUDA."""
     if not has_kernels(device):
         return None
     stacks = []

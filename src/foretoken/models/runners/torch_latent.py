@@ -45,9 +45,9 @@ def _multiply(matrices: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchLatent:
-    """The weights of a layer's latent attention on the device. Each head has products of its own.
+    """The weights of a layer's latent attention on the device. Each head has separate products.
 
-    The cache has latents and rotary keys twice, as keys and as values.
+    Latents and rotary keys are cached twice, as keys and as values.
     """
 
     sizes: LatentAttention
@@ -82,7 +82,7 @@ class TorchLatent:
         g: Layout,
         alone: bool,
     ) -> Tensor:
-        """Returns what layer ``number``'s attention computes of the normed rows ``x`` [R, H]."""
+        """Returns the output of layer ``number``'s attention for the normed rows ``x`` [R, H]."""
         s, layer = self.sizes, a.stack[number]
         first = self.into(x, alone)
         queries, latents, keys = first.split((first.shape[1] - s.rank - s.rotated, s.rank, s.rotated), dim=1)

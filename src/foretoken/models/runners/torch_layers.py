@@ -72,7 +72,7 @@ class TorchRecurrent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchLayerInput:
-    """What one layer does with its input."""
+    """The weights for one layer's input."""
 
     gate: Product
     up: Product
@@ -85,7 +85,7 @@ class TorchLayerInput:
         return TorchLayerInput(gate, up, NormWeight(w.norm.to(device)))
 
     def __call__(self, a: Architecture, hidden: Tensor, inputs: Tensor, alone: bool) -> Tensor:
-        """Returns what is added to the residual stream [rows, H] for inputs [rows, width]."""
+        """Returns the addition to the residual stream [rows, H] for inputs [rows, width]."""
         gated = activate(a, self.gate(hidden, alone), gated=False) * inputs
         return normalize(a, self.up(gated, alone), self.norm)
 
@@ -109,8 +109,8 @@ class TorchLayerInputs:
     def __call__(self, a: Architecture, tokens: Tensor, embedded: Tensor, alone: bool) -> Tensor:
         """Returns the inputs [rows, layers, width] for tokens [rows] and their scaled embeddings [rows, H]."""
         projected = (self._projection(embedded, alone) * a.hidden**-0.5).unflatten(-1, (-1, self._width))
-        own = (F.embedding(tokens, self._table) * self._scale).view_as(projected)
-        return (normalize(a, projected, self._norm) + own) * 0.5**0.5
+        by_token = (F.embedding(tokens, self._table) * self._scale).view_as(projected)
+        return (normalize(a, projected, self._norm) + by_token) * 0.5**0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,5 +222,4 @@ def _mlp(device: torch.device, weights: DenseMlpWeights | ExpertWeights | None) 
 
 
 def moved_norm(norm: NormWeight | None, device: torch.device) -> NormWeight | None:
-    """Returns a norm on ``device``; None without one."""
     return None if norm is None else NormWeight(norm.weight.to(device), moved(norm.bias, device))

@@ -142,7 +142,7 @@ class TorchRunner(DecoderOnly):
         )
 
     def _reserve_positions(self, count: int) -> None:
-        """Makes the rotary tables anew where they have fewer than ``count`` positions."""
+        """Extends rotary tables of fewer than ``count`` positions."""
         if self._architecture.frequencies and (not self._tables or self._tables[0][0].shape[0] < count):
             self._tables = [self._table(number, count) for number in range(len(self._architecture.frequencies))]
 
@@ -175,7 +175,7 @@ class TorchRunner(DecoderOnly):
         return normalize(a, hidden, self._embedding_norm)
 
     def _begin(self, features: Tensor, rows: int) -> Tensor:
-        """Returns the start of a residual stream of features. A single row is doubled, as its token is."""
+        """Returns the start of a residual stream of features. A single row is doubled."""
         hidden = features.to(self._device, self._dtype).expand(rows, -1)
         return normalize(self._architecture, hidden, self._feature_norm) if self._entry.norm_first else hidden
 
@@ -253,8 +253,8 @@ class TorchRunner(DecoderOnly):
             queries_keys = self._norm_heads(queries_keys, mixer)
         if a.query_growth is not None and not (a.query_growth.unrotated and layer.rope >= 0):
             queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
-        place = number if layer.source is None else layer.source
-        mixed = g.attend(place, queries_keys, values, sizes, layer.view, mixer.sinks)
+        cache_layer = number if layer.source is None else layer.source
+        mixed = g.attend(cache_layer, queries_keys, values, sizes, layer.view, mixer.sinks)
         return mixer.out(mixed * gates.flatten(1).sigmoid() if a.gated_attention else mixed, alone)
 
     def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:
@@ -288,13 +288,13 @@ class TorchRunner(DecoderOnly):
         return logits.div(cap).tanh_().mul_(cap) if cap else logits
 
     def _table(self, number: int, count: int) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin for ``count`` positions, [count, 1, rotated numbers]; see ``rotate``."""
+        """Returns cos and sin for ``count`` positions, [count, 1, rotated elements]; see ``rotate``."""
         cos, sin = rotary_table(self._architecture, number, torch.arange(count))
         return cos.to(self._device, self._dtype)[:, None], sin.to(self._device, self._dtype)[:, None]
 
 
 def cached_sizes(a: Architecture) -> list[HeadSizes | None]:
-    """Returns the sizes of the heads that each layer caches; None for a layer without keys and values of its own."""
+    """Returns the sizes of the heads that each layer caches; None for a layer that reads another layer's."""
     return [a.sizes(layer) if layer.attention and layer.source is None else None for layer in a.stack]
 
 

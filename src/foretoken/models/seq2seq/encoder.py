@@ -1,4 +1,4 @@
-"""What both runtimes of encoder-decoders share: a cache of the encoder's outputs, and the sources of slots."""
+"""Components of both runtimes of encoder-decoders: a cache of the encoder's outputs, and the sources of slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SOURCES = 32  # cached outputs, for other completions of a request and for a
 
 
 class Encoder:
-    """Encodes one source at a time, so that its output depends on nothing else, and caches outputs.
+    """Encodes one source at a time, so that its output does not depend on others, and caches outputs.
 
     Args:
         compute: returns the output for a source, [source, H].
@@ -38,7 +38,7 @@ class SourceSlots:
     """The source of each slot, which is encoded before the slot's first pass.
 
     Args:
-        longest: tokens that the encoder reads.
+        longest: maximum number of tokens of a source.
     """
 
     def __init__(self, longest: int) -> None:

@@ -44,13 +44,13 @@ def norm_of(norm: NormWeight, eps: float, device: torch.device) -> Normalize:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Returns x: in place of a norm that a model does not have."""
+    """Returns x; replaces a norm that a model does not have."""
     return x
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Self-attention or cross-attention with the norm before it, or behind the sum.
+    """Self-attention or cross-attention with the norm before it, or after the sum.
 
     Attributes:
         into: projection to queries, keys and values; in cross-attention, to queries alone.
@@ -135,7 +135,7 @@ def branch(first: bool, norm: Normalize, hidden: Tensor, part: Callable[[Tensor]
 def build(
     a: Seq2SeqArchitecture, device: torch.device, weights: Iterable[LayerWeights]
 ) -> tuple[list[Seq2SeqLayer], list[RelativeBias]]:
-    """Returns a stack's layers and its tables of relative positions: none, one for all layers, or one each."""
+    """Returns a stack's layers and its tables of relative positions: none, one for all layers, or one per layer."""
     made: list[Seq2SeqLayer] = []
     tables: list[RelativeBias] = []
     for layer in weights:

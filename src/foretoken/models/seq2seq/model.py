@@ -16,7 +16,7 @@ from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.reader import TensorReader
 from foretoken.models.options import check_kv_cache_dtype, check_quantization, check_weight_format
-from foretoken.models.runners.choose import check_cached_as, check_packed, fall_back
+from foretoken.models.runners.choose import check_cache_dtype, check_packed, fall_back
 from foretoken.models.runners.native.weight_format import packs
 from foretoken.models.seq2seq.native import NativeSeq2SeqRunner
 from foretoken.models.seq2seq.runner import Seq2SeqRunner
@@ -88,5 +88,5 @@ def build_seq2seq_runner(
         except KernelsUnavailable as reason:
             fall_back(weight_format, reason)
             not_compiled = str(reason)
-    check_cached_as(kv_cache_dtype, dtype, not_compiled)
+    check_cache_dtype(kv_cache_dtype, dtype, not_compiled)
     return Seq2SeqRunner(weights, dtype, device)

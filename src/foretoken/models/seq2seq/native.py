@@ -1,5 +1,7 @@
-"""Encoder-decoders on the compiled kernels: the encoder is a stack whose rows see all others, and each layer of the
-decoder attends to the encoder's states, whose keys and values are computed once per source (csrc/mixer_cross.hpp).
+"""Encoder-decoders on the compiled kernels.
+
+The encoder is a stack whose rows see all others. Each layer of the decoder attends to the encoder's states, whose keys
+and values are computed once per source (csrc/mixer_cross.hpp).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class NativeSeq2SeqRunner(NativeRunner):
         weights: reads the checkpoint's tensors.
         dtype: float32 or bfloat16.
         compress: whether bfloat16 matrices are stored in 12 bits, without loss.
-        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``, for the decoder's keys and values and those of sources.
+        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``, for keys and values of the decoder and of sources.
 
     Raises:
         KernelsUnavailable: the kernels do not support the processor or the model.
@@ -90,7 +92,7 @@ class NativeSeq2SeqRunner(NativeRunner):
         super().release(slot)
 
     def enable_prefix_cache(self, max_bytes: int) -> bool:
-        return False  # the keys and values of a text depend on its source
+        return False  # keys and values depend on the source
 
     def check(self) -> None:
         super().check()
@@ -135,7 +137,7 @@ class StackRunner(NativeRunner):
         dtype: float32 or bfloat16.
         compress: see ``NativeSeq2SeqRunner``.
         decoder: the specification of the decoder, whose embedding the encoder has.
-        owner: what holds their memory.
+        owner: object that keeps their memory alive.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ def buckets(count: int, farthest: int, both_ways: bool) -> Tensor:
 
     Args:
         count: number of buckets.
-        farthest: distance from which on all distances share a bucket.
+        farthest: distance beyond which all distances share a bucket.
         both_ways: whether rows see keys after them (encoder). In a decoder such distances count as 0.
     """
     distance = torch.arange(-farthest, farthest + 1)

@@ -1,6 +1,6 @@
 """The runner of encoder-decoders: batch-invariant passes of a decoder with cross-attention.
 
-The source's keys and values lie in a cache of their own, beside the text's, and are never moved.
+The source's keys and values have a separate cache and are never moved.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class AttentionMasks:
     """The masks of a pass, which are added to the scores.
 
     Attributes:
-        self_attention: by layer, or one for all layers; relative positions included.
-        cross_attention: of all layers.
+        self_attention: one per layer, or one for all layers; relative positions included.
+        cross_attention: one for all layers.
         keys: number of source rows that are read.
     """
 

@@ -22,7 +22,7 @@ from foretoken.models.formats.weights import (
 )
 from foretoken.models.seq2seq.positions import buckets
 
-_SAMPLE = 1024  # numbers of each tensor that the fingerprint of an encoder covers
+_SAMPLE = 1024  # elements of each tensor that the fingerprint of an encoder covers
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Seq2SeqWeights:
         return converted(f"{name}.weight", stored, self._reader.dtype, copy=True)
 
     def head(self, embedding: Tensor) -> tuple[Matrix, Tensor | None]:
-        """Returns the vocabulary head [V, H] and its bias [V]. Without a head in the checkpoint it is the embedding."""
+        """Returns the vocabulary head [V, H] and its bias [V]. It is the embedding if the checkpoint has no head."""
         a, bias = self.architecture, None
         if "final_logits_bias" in self._reader.weights:
             stored = self._reader.floats("final_logits_bias", (1, a.vocab)).flatten()
@@ -142,8 +142,8 @@ class Seq2SeqWeights:
     ) -> LayerWeights:
         """Reads a layer: norms of its two or three parts, queries, keys, values and output of each attention."""
         reader, hidden, first = self._reader, self.architecture.hidden, self.architecture.norm_first
-        each = [self._norm(name) for name in norms]
-        before, after = [[norm if first == early else None for norm in each] for early in (True, False)]
+        weights = [self._norm(name) for name in norms]
+        before, after = [[norm if first == early else None for norm in weights] for early in (True, False)]
         up, down = mlp
         qkv, out = tuple(attention[:3]), attention[3]
         return LayerWeights(

@@ -76,31 +76,31 @@ def source(stored: StoredTensor, a: Architecture, part: str, interleaved: bool, 
         ValueError: its shape does not fit the architecture.
     """
     name, _, suffix = part.rpartition(".") if part.endswith((".weight", ".bias")) else (part, "", "")
-    found = ChangedTensor(stored, stored.shape)
+    result = ChangedTensor(stored, stored.shape)
     if suffix == "weight" and name.endswith("norm") and name != _STATE_NORM:
-        found = replace(found, offset=a.norm_offset)
+        result = replace(result, offset=a.norm_offset)
     if name in _TAPS and suffix == "weight":
-        found = replace(found, shape=(stored.shape[0], 1, *stored.shape[1:]))
+        result = replace(result, shape=(stored.shape[0], 1, *stored.shape[1:]))
     if a.names.transposed and len(stored.shape) == 2 and name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
-        found = replace(found, shape=stored.shape[::-1], transposed=True)
+        result = replace(result, shape=stored.shape[::-1], transposed=True)
     rows = stored.shape[0]
     if interleaved and name in ("attn_q", "attn_k"):
-        return replace(found, order=_pairs(rows, a.heads if name == "attn_q" else a.kv_heads))
+        return replace(result, order=_pairs(rows, a.heads if name == "attn_q" else a.kv_heads))
     if a.names.by_group and name == "attn_qkv":
         order = np.argsort(group_order(a.heads, a.kv_heads, a.head_dim).numpy())
         if len(order) != rows:
             raise ValueError(f"where {a.heads} and {a.kv_heads} heads have {len(order)} rows")
-        return replace(found, order=order)
+        return replace(result, order=order)
     r = a.recurrence
     if not tiled or r is None or r.value_heads == r.key_heads:
-        return found
+        return result
     if name == "ssm_out":
         if stored.shape[-1] % r.value_heads:
             raise ValueError(f"which {r.value_heads} heads do not divide")
-        return replace(found, columns=_tiles(r, 1))
+        return replace(result, columns=_tiles(r, 1))
     if name in ("attn_gate", "attn_qkv", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt", "ssm_conv1d"):
-        return replace(found, order=_values_last(r, rows))
-    return found
+        return replace(result, order=_values_last(r, rows))
+    return result
 
 
 def _pairs(rows: int, heads: int) -> Order:

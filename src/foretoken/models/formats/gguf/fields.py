@@ -134,9 +134,9 @@ def by_sigmoid(m: Metadata) -> dict[str, Any]:
 
 def _check_scoring(m: Metadata, kind: int) -> None:
     """Raises ModelLoadError for a file that names another kind of expert_gating_func."""
-    if (found := m.get("expert_gating_func", default=kind)) != kind:
+    if (scoring := m.get("expert_gating_func", default=kind)) != kind:
         raise ModelLoadError(
-            f"{m.header.path} has {m.architecture}.expert_gating_func = {found}; of this architecture {kind} is "
+            f"{m.header.path} has {m.architecture}.expert_gating_func = {scoring}; of this architecture {kind} is "
             "computed here"
         )
 

@@ -55,8 +55,8 @@ class Metadata:
 
     def first_number(self, *keys: str) -> float:
         """Returns the first of these numbers that the file has. Raises ModelLoadError if it has none of them."""
-        found = next((value for value in map(self.number, keys) if value is not None), None)
-        return self.need(keys[0], (float, int)) if found is None else found
+        first = next((value for value in map(self.number, keys) if value is not None), None)
+        return self.need(keys[0], (float, int)) if first is None else first
 
     def by_layer(self, key: str) -> list[int]:
         """Returns a number for each layer, which the file may store once for all; [] without one.

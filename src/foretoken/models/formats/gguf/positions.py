@@ -53,12 +53,12 @@ def _scaling(m: Metadata, rotated: int) -> dict[str, Any] | None:
 
 def _yarn(m: Metadata) -> dict[str, Any]:
     """Returns the settings of YaRN (2309.00071). llama.cpp rounds its bounds, except in gpt-oss."""
-    given = {
+    keys = {
         "attention_factor": "yarn_attn_factor",
         "beta_fast": "yarn_beta_fast",
         "beta_slow": "yarn_beta_slow",
     }
-    settings = {name: m.number(f"rope.scaling.{key}") for name, key in given.items()}
+    settings = {name: m.number(f"rope.scaling.{key}") for name, key in keys.items()}
     every = m.number("rope.scaling.yarn_log_multiplier")
     if every is not None and m.architecture == "deepseek2":
         every = round(every / 0.1, 6)  # the file stores a tenth of config.json's value

@@ -107,11 +107,11 @@ class Names:
         Raises:
             KeyError: it is unknown, or a bias that llama.cpp does not read in all architectures.
         """
-        ends = {known: at for at, known in self.ends.items()}
+        ends = {checkpoint_name: at for at, checkpoint_name in self.ends.items()}
         if name in ends:
             return ends[name]
         match = re.fullmatch(re.escape(self.prefix).replace(r"\{\}", "([0-9]+)") + r"(.+)(\.weight|\.bias)", name)
-        parts = {known: part for part, known in self.parts.items()}
+        parts = {checkpoint_name: part for part, checkpoint_name in self.parts.items()}
         if match is None or match[2] not in parts or (match[3] == ".bias" and not parts[match[2]].startswith("attn_")):
             raise KeyError(name)
         return f"blk.{match[1]}.{parts[match[2]]}{match[3]}"
@@ -135,7 +135,7 @@ def _ends(a: Architecture) -> Iterator[tuple[str, str]]:
 
 def _parts(a: Architecture) -> Iterator[tuple[str, str]]:
     """Yields the parts of layers without experts, and without parts that all families share."""
-    n, norms = a.names, {place for layer in a.stack for place in _places(layer.norms)}
+    n, norms = a.names, {position for layer in a.stack for position in _places(layer.norms)}
     if a.recurrence is not None:
         yield from ((part, n.recurrent + name) for part, name in _RECURRENT.items())
         yield "ssm_in", n.recurrent + ("in_proj_qkvz" if n.recurrent == "linear_attn." else "in_proj")
@@ -165,7 +165,7 @@ def _parts(a: Architecture) -> Iterator[tuple[str, str]]:
 
 
 def _places(norms: object) -> list[str]:
-    return [place for place in ("mixer", "after_mixer", "mlp", "after_mlp") if getattr(norms, place)]
+    return [position for position in ("mixer", "after_mixer", "mlp", "after_mlp") if getattr(norms, position)]
 
 
 def _exact(a: Architecture) -> Iterator[tuple[str, str]]:

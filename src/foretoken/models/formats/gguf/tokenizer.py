@@ -272,12 +272,12 @@ def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> Iterator[tuple[
     Only normal tokens are merged: user-defined ones are split off before.
     """
     pieces = {i: token for i, token in enumerate(vocabulary.tokens) if vocabulary.kinds[i] == _NORMAL}
-    known = set(pieces.values())
+    texts = set(pieces.values())
     for i in sorted(pieces, key=lambda i: -scores[i]):
         token = pieces[i]
         for at in range(len(token) - 1, 0, -1):
             left, right = token[:at], token[at:]
-            if left in known and right in known:
+            if left in texts and right in texts:
                 yield left, right
 
 

@@ -125,17 +125,17 @@ def _sources(header: Header) -> dict[str, ChangedTensor]:
     names, sources = Names.of(a, family.renamed, header.tensors), {}
     for name, stored in _separated(header, a):
         try:
-            known = names.checkpoint(name)
+            checkpoint_name = names.checkpoint(name)
         except KeyError:
             raise ModelLoadError(
                 f"{header.path} has the tensor {shortened(name)}, which its architecture does not have here"
             ) from None
-        if known is None:
+        if checkpoint_name is None:
             continue
         _check_type(header.path, stored)
         part = name.split(".", 2)[2] if name.startswith("blk.") else name
         try:
-            sources[known] = source(stored, a, part, family.interleaved, family.tiled)
+            sources[checkpoint_name] = source(stored, a, part, family.interleaved, family.tiled)
         except ValueError as error:
             raise ModelLoadError(f"{header.path} has {name} {stored.shape}, {error}") from None
     return sources
@@ -159,8 +159,8 @@ def _separated(header: Header, a: Architecture) -> Iterator[tuple[str, StoredTen
         if sum(rows) != stored.shape[0]:
             raise ModelLoadError(f"{header.path} has {name} {stored.shape}, but its keys say {sum(rows)} rows")
         for part, (first, last) in zip("qkv", pairwise(accumulate(rows, initial=0)), strict=True):
-            own = f"blk.{fused[1]}.attn_{part}.{fused[2]}"
-            yield own, stored.rows(own, first, last)
+            part_name = f"blk.{fused[1]}.attn_{part}.{fused[2]}"
+            yield part_name, stored.rows(part_name, first, last)
 
 
 def _check_type(path: Path, stored: StoredTensor) -> None:

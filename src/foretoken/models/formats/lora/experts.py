@@ -1,7 +1,7 @@
 """The matrices that an adapter adds to parameters with the matrices of all experts (PEFT's ``target_parameters``).
 
 PEFT flattens both halves: A is [experts * rank, in], with an expert's rows beside each other, and B is
-[out, rank * experts], with a column of each expert in turns. Where it took inputs for outputs, A and B change roles.
+[out, rank * experts], with a column of each expert in turns. If it mistook inputs for outputs, A and B are swapped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ExpertParameter:
     Attributes:
         module: name of the module of all experts, relative to the prefix of a decoder's names.
         name: the parameter's.
-        kind: which product of the experts it is.
+        kind: the experts' product that it belongs to.
         rows: outputs.
         columns: inputs.
         count: number of experts.
         in_turns: whether rows of gate and up are stored in turns (gpt-oss).
         layout: ``module`` relative to its layer's prefix.
-        inputs_first: whether PEFT would take it for [experts, out, in] though it is [experts, in, out].
+        inputs_first: whether PEFT treats it as [experts, out, in] though it is [experts, in, out].
     """
 
     module: str
@@ -45,51 +45,51 @@ class ExpertParameter:
 
     @property
     def full_name(self) -> str:
-        """Its name as ``target_parameters`` has it."""
+        """Its name in ``target_parameters``."""
         return f"{self.module}.{self.name}"
 
 
 def expert_parameters(a: Architecture, number: int) -> list[ExpertParameter]:
-    """Returns the parameters of a layer's experts, under each name that their module may have."""
+    """Returns the parameters of a layer's experts, under each possible name of their module."""
     e, at = a.stack[number].experts, a.names.layer.format(number)
     if e is None:
         return []
     up, inner = ("gate_up_proj", 2 * e.intermediate) if e.gated else ("up_proj", e.intermediate)
-    taken = e.inputs_first and not e.biased  # gpt-oss's module says how it is stored
-    found = []
+    inputs_first = e.inputs_first and not e.biased  # gpt-oss's module states its layout
+    parameters = []
     for name in expert_names(e):
-        of = (e.count, e.biased, taken, name)
-        found.append(ExpertParameter(at + name, up, "expert_up", inner, a.hidden, *of))
-        found.append(ExpertParameter(at + name, "down_proj", "expert_down", a.hidden, e.intermediate, *of))
-    return found
+        of = (e.count, e.biased, inputs_first, name)
+        parameters.append(ExpertParameter(at + name, up, "expert_up", inner, a.hidden, *of))
+        parameters.append(ExpertParameter(at + name, "down_proj", "expert_down", a.hidden, e.intermediate, *of))
+    return parameters
 
 
 def stored_parameters(
     file: AdapterFile, prefix: str, settings: LoraSettings, parameters: list[ExpertParameter]
 ) -> dict[ExpertParameter, str]:
-    """Returns the parameters of one module that an adapter changes, with the names under which their matrices are.
+    """Returns the parameters of one module that an adapter changes, with the names of their matrices.
 
-    Modules of PEFT are nested if it changes several parameters, so only shapes tell which matrices are whose.
+    PEFT nests modules if it changes several parameters, so only shapes identify the matrices of a parameter.
 
     Raises:
         ModelLoadError: a pair of matrices fits no parameter.
     """
-    found: dict[ExpertParameter, str] = {}
+    result: dict[ExpertParameter, str] = {}
     module = prefix + parameters[0].module
     for stored in (module, f"{module}.base_layer"):
         if stored not in file.modules:
             continue
         columns, rows = file.shape(stored, "A")[-1], file.shape(stored, "B")[0]
-        fitting = [p for p in parameters if p not in found and {p.rows, p.columns} == {rows, columns}]
+        fitting = [p for p in parameters if p not in result and {p.rows, p.columns} == {rows, columns}]
         fitting.sort(key=lambda p: (rows, columns) != _halves(p, settings))
         if not fitting:
             raise file.wrong(f"matrices of {stored!r} for {columns} inputs and {rows} outputs, which no parameter has")
-        found[fitting[0]] = stored
-    return found
+        result[fitting[0]] = stored
+    return result
 
 
 def _halves(p: ExpertParameter, settings: LoraSettings) -> tuple[int, int]:
-    """Returns the outputs of B and the inputs of A as the library that wrote the adapter chose them."""
+    """Returns the outputs of B and the inputs of A by the rules of the library that wrote the adapter."""
     return (p.columns, p.rows) if _swapped(p, settings) else (p.rows, p.columns)
 
 

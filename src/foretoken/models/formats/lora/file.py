@@ -27,7 +27,7 @@ class AdapterFile:
         modules: names of the modules that have matrices.
 
     Raises:
-        ModelLoadError: there are no tensors, or some that are no matrices of linear layers.
+        ModelLoadError: there are no tensors, or some are not matrices of linear layers.
     """
 
     def __init__(self, folder: Path, file: Any) -> None:
@@ -63,12 +63,12 @@ class AdapterFile:
         tensor: Tensor = self._file.get_tensor(name)
         if not tensor.is_floating_point():
             raise self.wrong(f"{name!r} of {tensor.dtype}; expected floats")
-        tensor = tensor.float()  # first, because numbers of float64 may be too large
+        tensor = tensor.float()  # first, because values of float64 may be too large
         check_finite(name, tensor, str(self._folder))
         return tensor
 
     def wrong(self, what: str) -> ModelLoadError:
-        """Returns the error for something that the adapter has."""
+        """Returns the error for a defect of the adapter."""
         return ModelLoadError(f"the adapter in {self._folder} has {what}")
 
 

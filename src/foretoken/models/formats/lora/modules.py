@@ -22,8 +22,8 @@ from foretoken.models.formats.recurrent import convolution_ranges, delta_ranges,
 Attention = Literal["qkv", "query_up", "out"]
 Mlp = Literal["up", "down", "router", "shared_gate", "shared_up", "shared_down"]
 Recurrent = Literal["recurrent_in", "recurrent_gates", "recurrent_out"]
-Stack = Literal["absorb", "expand", "expert_up", "expert_down"]  # products of each head, or of each expert
-LayerInput = Literal["input_gate", "input_up", "input_projection"]  # the last one, of all layers, is the first one's
+Stack = Literal["absorb", "expand", "expert_up", "expert_down"]  # products with a matrix for each head or expert
+LayerInput = Literal["input_gate", "input_up", "input_projection"]  # the projection for all layers is the first one's
 Product = Literal[Attention, Mlp, Recurrent, LayerInput, Stack]
 Ranges = list[tuple[int, int]]
 
@@ -36,7 +36,7 @@ class LinearModule:
         name: its name, relative to the prefix of a decoder's names.
         rows: outputs.
         columns: inputs.
-        layout: checkpoints of a family have the modules of one of several layouts; empty if all have this one.
+        layout: the layout of a family's checkpoints that has this module; empty if all have it.
     """
 
     name: str
@@ -50,10 +50,10 @@ class LoraProduct:
     """A product of the runtime, and the modules that are its parts.
 
     Attributes:
-        kind: which product of a layer.
-        modules: in the order in which ``arrange`` takes their matrices.
-        arrange: returns matrices [out, rank] of the modules as the runtime has their outputs.
-        expert: number of the expert whose product it is; None for a product of all rows.
+        kind: the product of a layer.
+        modules: its modules, in the order of ``arrange``.
+        arrange: returns matrices [out, rank] of the modules in the runtime's order of outputs.
+        expert: index of its expert; None for a product of all rows.
     """
 
     kind: Product
@@ -99,7 +99,7 @@ def _attention(a: Architecture, layer: Layer, at: str) -> Iterator[LoraProduct]:
 
 
 def keys_and_values(a: Architecture, number: int) -> LinearModule | None:
-    """Returns the module that makes keys and values of latents, whose outputs are those of heads; None without one."""
+    """Returns the module from latents to keys and values by head; None without one."""
     if a.latent is None or not a.stack[number].attention:
         return None
     rows = a.heads * (a.latent.plain + a.latent.value)
@@ -117,8 +117,8 @@ def _latent(s: LatentAttention, heads: int, at: str, hidden: int) -> Iterator[Lo
     yield LoraProduct("out", (LinearModule(f"{at}o_proj", hidden, heads * s.value),))
 
 
-# Names in transformers' modules where those of checkpoints differ. Not every adapter has modules of routers and of
-# experts, which were linear layers once, and are parameters now.
+# Names in transformers' modules if those of checkpoints differ. Routers and experts were linear layers once and are
+# parameters now, so not every adapter has modules of them.
 _EXPERTS, _ROUTERS = ("mlp.experts", "block_sparse_moe.experts"), ("mlp.gate", "block_sparse_moe.router")
 
 
@@ -182,7 +182,7 @@ _RECURRENT: dict[RecurrentMixer, Callable[[Recurrence, str, int], Iterator[LoraP
 
 
 def _ranges(ranges: Ranges) -> Callable[[tuple[Matrix, ...]], tuple[Matrix, ...]]:
-    """Returns a function that takes these ranges of the only module's outputs."""
+    """Returns a function that selects these ranges of the only module's outputs."""
     return lambda parts: _joined(tuple(slices(parts[0], ranges)))
 
 
@@ -193,6 +193,6 @@ def _joined(parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
 def _modules(
     at: str, names: tuple[str, ...], rows: list[int], columns: int, layout: str = ""
 ) -> tuple[LinearModule, ...]:
-    """Returns the modules of a product that is stored in as many parts as there are names: all of them, or one."""
+    """Returns the modules of a product: one per name."""
     rows = rows if len(names) == len(rows) else [sum(rows)]
     return tuple(LinearModule(at + name, count, columns, layout) for name, count in zip(names, rows, strict=True))

@@ -18,7 +18,7 @@ MAX_RANK = 8192
 
 Rank = Annotated[int, Field(ge=1, le=MAX_RANK)]
 
-# What a field stands for that changes the computation in a way that is not supported, if it is set.
+# Unsupported features by the fields that request them.
 _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that were trained whole (modules_to_save)",
@@ -37,19 +37,19 @@ _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 class LoraSettings(Schema):
-    """The fields of adapter_config.json that say what an adapter computes.
+    """The fields of adapter_config.json that define an adapter's computation.
 
     Attributes:
         r: rank.
         lora_alpha: the product is scaled by alpha / rank, or by alpha / sqrt(rank) with ``use_rslora``.
-        target_modules: names of the modules, their last parts, or one regular expression; None if it is not said.
-        exclude_modules: the same, of modules without an adapter.
+        target_modules: names of the modules, their last parts, or one regular expression; None if it is missing.
+        exclude_modules: likewise, modules without an adapter.
         layers_to_transform: numbers of the layers, if ``target_modules`` is a list.
         layers_pattern: the part of a name that precedes the layer's number.
         rank_pattern: ranks by regular expression of the end of a name.
-        alpha_pattern: alphas, in the same way.
+        alpha_pattern: alphas, likewise.
         target_parameters: names of parameters, or their last parts, such as the stacked matrices of experts.
-        peft_version: of the library that wrote the adapter; None before 0.18.
+        peft_version: version of the library that wrote the adapter; None before 0.18.
     """
 
     peft_type: str | None = None
@@ -86,19 +86,19 @@ class LoraSettings(Schema):
 
     @property
     def outputs_first(self) -> bool:
-        """Whether PEFT knew that stacks of matrices are stored as [experts, out, in]: from 0.19 on."""
+        """Whether PEFT treated stacks of matrices as [experts, out, in]: from 0.19 on."""
         version = re.match(r"(\d+)\.(\d+)", self.peft_version or "")
         return version is not None and (int(version[1]), int(version[2])) >= (0, 19)
 
     def _is_target(self, module: str) -> bool:
-        wanted = self.target_modules
-        if wanted is None or (self.exclude_modules and _named(self.exclude_modules, module)):
+        targets = self.target_modules
+        if targets is None or (self.exclude_modules and _named(self.exclude_modules, module)):
             return False
-        if isinstance(wanted, str):
-            return wanted.lower() == "all-linear" or _named(wanted, module)
-        if module in wanted:
+        if isinstance(targets, str):
+            return targets.lower() == "all-linear" or _named(targets, module)
+        if module in targets:
             return True
-        return _named(wanted, module) and self._is_layer(module)
+        return _named(targets, module) and self._is_layer(module)
 
     def _is_layer(self, module: str) -> bool:
         layers = self.layers_to_transform
@@ -127,7 +127,7 @@ def read_settings(folder: Path) -> LoraSettings:
 
 
 def _refused(settings: LoraSettings, content: Mapping[str, Any]) -> str | None:
-    """Returns what of the settings is not supported; None if all of it is."""
+    """Returns the first unsupported setting; None if all are supported."""
     if settings.peft_type != "LORA":
         return f"an adapter of the type {shortened(settings.peft_type)}, not 'LORA'"
     if settings.bias != "none":
@@ -155,12 +155,12 @@ def _check_patterns(settings: LoraSettings, file: Path) -> None:
 
 
 def _named(names: list[str] | str, module: str) -> bool:
-    """Returns whether a regular expression or one of several names, or last parts of names, stands for a module."""
+    """Returns whether a regular expression, or one of several names or last parts of names, matches a module."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Returns the value of the first pattern that fits the end of a module's name."""
+    """Returns the value of the first pattern that matches the end of a module's name."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)

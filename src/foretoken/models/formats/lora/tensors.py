@@ -37,8 +37,8 @@ class LowRank:
     """A low-rank product that is added to one of a layer's: up (down x).
 
     Attributes:
-        down: float32 [rank, in]; the rank is the sum of those of the product's modules.
-        up: float32 [out, rank] in parts, as the matrices of the product; the scale is in it.
+        down: float32 [rank, in]; the rank is the sum of the modules' ranks.
+        up: float32 [out, rank] in the product's parts, scale included.
     """
 
     down: Tensor
@@ -50,11 +50,11 @@ AdapterLayer = Mapping[Product, LowRank | Sequence[LowRank | None]]
 
 
 def read_adapter(folder: Path, architecture: Architecture) -> list[AdapterLayer]:
-    """Reads an adapter in PEFT's format for a decoder. Returns what it adds to each layer.
+    """Reads an adapter in PEFT's format for a decoder. Returns its matrices by layer.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, its weights are pickles, or they do not fit the model. Nothing
-            that the adapter has is left out.
+        ModelLoadError: a file is missing or damaged, its weights are pickles, or they do not fit the model. No
+            part of the adapter is ignored.
     """
     settings = read_settings(folder)
     if architecture.multiplied:
@@ -89,30 +89,32 @@ class _Reader:
         self._check_names()
 
     def layers(self) -> list[AdapterLayer]:
-        """Returns what the adapter adds to each layer."""
+        """Returns the adapter's matrices by layer."""
         return [self._layer(number) for number in range(self._a.layers)]
 
     def _layer(self, number: int) -> AdapterLayer:
-        found: dict[Product, LowRank | list[LowRank | None]] = {}
+        products: dict[Product, LowRank | list[LowRank | None]] = {}
         for product in self._products[number]:
             added = self._product(product)
             if added is not None and product.expert is None:
-                if product.kind in found:
+                if product.kind in products:
                     raise self._twice(product.modules[0].name)
-                found[product.kind] = added
+                products[product.kind] = added
             elif added is not None:
-                self._add_expert(found, number, product.kind, product.expert or 0, added)
+                self._add_expert(products, number, product.kind, product.expert or 0, added)
         for parameter, stored in self._stored[number].items():
             for expert, added in enumerate(self._experts(parameter, stored)):
-                self._add_expert(found, number, parameter.kind, expert, added)
+                self._add_expert(products, number, parameter.kind, expert, added)
         module = self._heads[number]
         if module is not None and (pair := self._pair(module)) is not None:
-            found["absorb"], found["expand"] = self._by_head(*pair)
-        return found
+            products["absorb"], products["expand"] = self._by_head(*pair)
+        return products
 
-    def _add_expert(self, found: dict[Product, Any], number: int, kind: Product, expert: int, added: LowRank) -> None:
+    def _add_expert(
+        self, products: dict[Product, Any], number: int, kind: Product, expert: int, added: LowRank
+    ) -> None:
         experts = self._a.stack[number].experts
-        stack = found.setdefault(kind, [None] * (0 if experts is None else experts.count))
+        stack = products.setdefault(kind, [None] * (0 if experts is None else experts.count))
         if stack[expert] is not None:
             raise self._twice(f"an expert of layer {number}")
         stack[expert] = added
@@ -121,7 +123,7 @@ class _Reader:
         return self._file.wrong(f"the matrices of {name!r} twice, under different names")
 
     def _by_head(self, down: Tensor, up: Tensor) -> tuple[list[LowRank | None], list[LowRank | None]]:
-        """Returns what is added to ``LatentWeights.absorb`` and ``expand``, of an adapter of the matrix of both."""
+        """Returns the additions to ``LatentWeights.absorb`` and ``expand`` of an adapter for the matrix of both."""
         s = self._a.latent
         assert s is not None
         back = down.t().contiguous()
@@ -135,14 +137,14 @@ class _Reader:
             yield LowRank(down, tuple(self._scaled(stored, part, scale) for part in up))
 
     def _stored_parameters(self, parameters: list[ExpertParameter]) -> dict[ExpertParameter, str]:
-        found: dict[ExpertParameter, str] = {}
+        result: dict[ExpertParameter, str] = {}
         for module in dict.fromkeys(p.module for p in parameters):
-            own = [p for p in parameters if p.module == module]
-            found |= stored_parameters(self._file, self._prefix, self._settings, own)
-        return found
+            of_module = [p for p in parameters if p.module == module]
+            result |= stored_parameters(self._file, self._prefix, self._settings, of_module)
+        return result
 
     def _check_names(self) -> None:
-        """Raises ModelLoadError if the tensors are not those that the settings name."""
+        """Raises ModelLoadError unless the tensors are those that the settings name."""
         stored, settings, prefix = self._file.modules, self._settings, self._prefix
         for module in stored:
             if self._prefix_of(module) != prefix:
@@ -152,14 +154,14 @@ class _Reader:
         parameters = {prefix + p.full_name: p for layer in self._stored for p in layer}
         modules = {module for module in stored if module.removeprefix(prefix) in self._known}
         layouts = {"", *(self._known[name.removeprefix(prefix)].layout for name in modules)}
-        known = [prefix + name for name, module in self._known.items() if module.layout in layouts]
-        wanted = settings.targets(known) | {name for name in known if settings.names_parameter(f"{name}.weight")}
+        names = [prefix + name for name, module in self._known.items() if module.layout in layouts]
+        expected = settings.targets(names) | {name for name in names if settings.names_parameter(f"{name}.weight")}
         layouts = {p.layout for p in parameters.values()}
         every = [p for layer in self._parameters for p in layer if p.layout in layouts]
-        wanted |= {name for p in every if settings.names_parameter(name := prefix + p.full_name)}
-        if missing := sorted(wanted - modules - parameters.keys()):
+        expected |= {name for p in every if settings.names_parameter(name := prefix + p.full_name)}
+        if missing := sorted(expected - modules - parameters.keys()):
             raise self._file.wrong(f"no tensors of {missing[0]!r}, which target_modules names; is it complete?")
-        if extra := sorted((modules | parameters.keys()) - wanted):
+        if extra := sorted((modules | parameters.keys()) - expected):
             raise self._file.wrong(f"tensors of {extra[0]!r}, which target_modules does not name")
 
     def _prefix_of(self, module: str) -> str:
@@ -199,7 +201,7 @@ class _Reader:
         return down, self._scaled(name, up, self._settings.scale(self._parameter(name)))
 
     def _parameter(self, name: str) -> str:
-        """Returns by which name the patterns of ranks know a module: that of its parameter, where PEFT changed that."""
+        """Returns a module's name in the patterns of ranks: that of its parameter if PEFT changed that."""
         return f"{name}.weight" if self._settings.names_parameter(f"{name}.weight") else name
 
     def _scaled(self, name: str, up: Tensor, scale: float) -> Tensor:

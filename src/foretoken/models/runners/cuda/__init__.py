@@ -1,1 +1,1 @@
-"""The runner for CUDA: layouts of passes, CUDA graphs, and what they launch."""
+"""The runner for CUDA: layouts of passes, CUDA graphs, and the paged KV cache."""

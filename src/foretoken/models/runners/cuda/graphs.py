@@ -19,7 +19,7 @@ States = dict[int, Tensor]
 class Capture(Protocol):
     """Captures functions as graphs.
 
-    The graphs of one object share memory, so the result of one is read before another is replayed.
+    The graphs of one object share memory, so a graph's result must be read before another one is replayed.
     """
 
     def capture(self, function: Callable[[], States]) -> Callable[[], States]:
@@ -59,12 +59,12 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a pass reads.
+    """Inputs of a pass.
 
     Attributes:
-        table: of ``layout.fill``.
+        table: result of ``layout.fill``.
         features: [R, H] with zeros for the rows of padding; None for a model that takes tokens alone.
-        steps: table of ``steps.fill_steps``; None for a model without recurrent layers.
+        steps: result of ``steps.fill_steps``; None for a model without recurrent layers.
     """
 
     table: Tensor
@@ -76,7 +76,7 @@ class Inputs:
         return Inputs(self.table.to(device), self.features, None if self.steps is None else self.steps.to(device))
 
     def idle(self, device: torch.device) -> Inputs:
-        """Returns copies without any step: what is computed of them, however often, changes no recurrent state."""
+        """Returns copies without steps: passes over them change no recurrent state."""
         return Inputs(
             self.table.to(device, copy=True),
             None if self.features is None else self.features.clone(),
@@ -84,20 +84,20 @@ class Inputs:
         )
 
     def overwrite(self, other: Inputs) -> None:
-        """Takes the content of ``other``, which has the same parts."""
+        """Copies the contents of ``other``, which has the same fields."""
         pairs = (self.table, other.table), (self.features, other.features), (self.steps, other.steps)
-        for own, new in pairs:
-            if own is not None and new is not None:
-                own.copy_(new, non_blocking=True)
+        for old, new in pairs:
+            if old is not None and new is not None:
+                old.copy_(new, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured graph and what it reads.
+    """A captured graph and its inputs.
 
     Attributes:
-        inputs: what changes from pass to pass.
-        positions: tables by position, which are kept here, because longer ones take their place.
+        inputs: inputs that change from pass to pass.
+        positions: tables by position, kept alive here after longer ones replace them.
         replay: computes the pass.
     """
 

@@ -21,14 +21,14 @@ from foretoken.models.state.pages import PAGE
 
 MIN_KEYS, MIN_DEPTH = 512, 8  # doubled until all rows, or all trees, fit
 
-# Rows of the table: what ``rows.PassRows`` describes, and, in OUTPUTS, indices of rows of the pass. Pages are behind
-# the paths.
+# Rows of the table: the fields of ``rows.PassRows``, and, in OUTPUTS, indices of rows of the pass. Pages follow the
+# paths.
 TOKENS, POSITIONS, COUNTS, ENDS, PLACES, PREFIXES, TILES, SIZES, OUTPUTS, PATHS = range(10)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What a CUDA graph depends on.
+    """Properties of a pass that a CUDA graph depends on.
 
     Attributes:
         rows: rows of the pass, padding included.
@@ -70,9 +70,9 @@ class RowLayout:
     Attributes:
         tokens: the token of each row, int64 [R].
         positions: the position of each row, int64 [R].
-        rows: where the rows lie and what they see.
+        rows: cache rows and visible keys of the rows.
         cache: the KV cache.
-        biases: of ALiBi; see ``attention.attend_rows``.
+        biases: ALiBi's biases; see ``attention.attend_rows``.
         steps: the steps of recurrent layers; None without them.
     """
 
@@ -136,7 +136,7 @@ def fill(plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pin
     Args:
         plan: the plan.
         bucket: the bucket that holds it.
-        pages: where each sequence's pages are (``PageCache.reserve``).
+        pages: positions of each sequence's pages (``PageCache.reserve``).
         tile: rows of a tile, at most.
         pinned: whether the memory is pinned.
     """
@@ -150,13 +150,13 @@ def fill(plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pin
     at = 0
     tiles: list[tuple[int, int]] = []
     for part, held in zip(plan.parts, pages, strict=True):
-        own = table[:, at : at + part.count]
-        own[ENDS] = part.end if part.mutual else own[COUNTS]
-        own[PREFIXES] = part.end
-        own[PLACES] = range(part.first, part.end)
-        own[PATHS + bucket.depth :][: len(held)] = held[:, None]
+        columns = table[:, at : at + part.count]
+        columns[ENDS] = part.end if part.mutual else columns[COUNTS]
+        columns[PREFIXES] = part.end
+        columns[PLACES] = range(part.first, part.end)
+        columns[PATHS + bucket.depth :][: len(held)] = held[:, None]
         if not part.draft.is_chain:
-            nodes = own[:, part.count - len(part.draft) + max(0, part.first - part.nodes_at) :]
+            nodes = columns[:, part.count - len(part.draft) + max(0, part.first - part.nodes_at) :]
             nodes[PREFIXES] = part.nodes_at
             nodes[PATHS : PATHS + bucket.depth] = paths(part, bucket.depth).T
         step = tile if part.draft.is_chain else 1

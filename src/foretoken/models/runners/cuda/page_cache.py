@@ -1,7 +1,8 @@
 """The KV cache on a device in pages, which sequences with a common prefix share (``models/state/pages.py``).
 
-Pages are never moved, and a pass is told where each of its sequences has them. So a CUDA graph stays valid while the
-cache grows, and a sequence takes the memory of its own tokens.
+Pages are never moved, and a pass gets the positions of each sequence's pages. So a CUDA graph stays valid while the
+cache
+grows, and a sequence takes the memory of its own tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from foretoken.models.state.replay import ReplayPlan, Rows
 
 
 class DeviceMemory:
-    """Zeroed memory, freed when it is given back, or with this object.
+    """Zeroed memory, freed by ``free`` or with this object.
 
     Args:
-        device: where the memory is.
+        device: device of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +50,7 @@ class DeviceMemory:
             self._part(to, size).copy_(self._part(source, size))
 
     def block(self, address: int) -> Tensor:
-        """Returns the bytes that ``allocate`` returned the address of."""
+        """Returns the memory at an address from ``allocate``."""
         return self._blocks[address]
 
     def _part(self, address: int, size: int) -> Tensor:
@@ -65,15 +66,15 @@ class PageCache:
     """Keys and values of all sequences.
 
     A page holds 64 tokens of all layers, in blocks [64, width of a head]: keys, then values, of all heads of a layer.
-    Layers whose heads have the same width are side by side, so that few copies move a token. Scales of int8 are behind
-    all numbers, [64] for each block.
+    Layers whose heads have the same width are side by side, so that few copies move a token. Scales of int8 follow
+    all elements, [64] for each block.
 
     Args:
-        sizes: sizes of each layer's heads; None for a layer without keys and values of its own.
+        sizes: sizes of each layer's heads; None for a layer that reads another layer's.
         dtype: type of keys and values; int8 ones have a scale for each head and token.
         device: device of the cache.
         shape: sizes of the recurrent state beside keys and values; None for none.
-        rank: with latent attention the values are so many numbers of the keys, and not kept again; 0 without.
+        rank: number of the keys' elements that are also the values (latent attention); 0 if values are stored.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class PageCache:
         sides = 1 if rank else 2
         numbers = sum(sides * heads * dim for dim, _, heads in order)
         self.token_bytes = numbers * self._item + scaled * SCALE * sum(sides * heads for *_, heads in order)
-        self._parts: list[tuple[int, int, int]] = []  # where blocks of one width begin, their number, bytes of a row
+        self._parts: list[tuple[int, int, int]] = []  # start of blocks of one width, their number, bytes of a row
         self._layers: dict[int, LayerPages] = {}
         block = self._memory.block(base)
         typed, scales = block.view(dtype), block.view(torch.float32)
@@ -121,24 +122,24 @@ class PageCache:
         self._parts.append((start, blocks, row))
 
     def layer(self, number: int) -> LayerPages:
-        """Returns where pages hold what a layer wrote."""
+        """Returns the positions of a layer's keys and values in pages."""
         return self._layers[number]
 
     def reserve(self, slot: int, first: int, rows: int) -> Places:
-        """Allocates pages for ``rows`` rows, of which those from ``first`` on will be written.
+        """Allocates pages for ``rows`` rows; rows from ``first`` on will be written.
 
         Returns:
-            Where their pages are, in ``UNIT`` bytes from ``LayerPages.base``.
+            Positions of their pages, in ``UNIT`` bytes from ``LayerPages.base``.
         """
         self._pages.reserve(slot, first, rows)
         held = np.array(self._pages.held(slot)[: -(-rows // PAGE)], dtype=np.int64)
         places: Places = (held - self._base) // UNIT
         return places
 
-    # what recurrent layers need besides; see ``state.pages.Pages``
+    # for recurrent layers; see ``state.pages.Pages``
 
     def resume(self, slot: int, rows: int) -> int:
-        """Returns how many of a slot's first ``rows`` rows the next pass can follow."""
+        """Returns the number of a slot's first ``rows`` rows that the next pass can follow."""
         return self._pages.resume(slot, rows)
 
     def plan(self, parts: Sequence[Rows]) -> ReplayPlan | None:
@@ -146,7 +147,7 @@ class PageCache:
         return self._pages.plan(parts)
 
     def finish(self) -> None:
-        """Records that the pass that was planned last has run."""
+        """Records that the last planned pass has run."""
         self._pages.finish()
 
     # the interface of ``state.kv.SlotCache``
@@ -177,10 +178,10 @@ class PageCache:
         for row, source in enumerate(sources, destination):
             if row == source:
                 continue
-            to, whence = (self._memory.block(held[each // PAGE]) for each in (row, source))
+            to, whence = (self._memory.block(held[index // PAGE]) for index in (row, source))
             for start, blocks, size in self._parts:
                 part = slice(start, start + blocks * PAGE * size)
-                new, old = (each[part].view(blocks, PAGE, size) for each in (to, whence))
+                new, old = (page[part].view(blocks, PAGE, size) for page in (to, whence))
                 new[:, row % PAGE] = old[:, source % PAGE]
 
     def nbytes(self) -> int:

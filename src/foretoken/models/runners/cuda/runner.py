@@ -2,7 +2,7 @@
 
 A graph reads and writes fixed addresses, so the layout of a pass is one table (``layout.py``). No row's logits depend
 on what shares the pass: attention and norms are computed by programs of single rows, and products by calls of a fixed
-number of rows (``linear.py``). So they depend neither on where a prompt is cut nor on what the prefix cache has of it.
+number of rows (``linear.py``). So they depend neither on the chunks of a prefill nor on prefix-cache hits.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from foretoken.models.runners.triton_kernels.rows import rows_per_tile
 from foretoken.models.runners.triton_kernels.steps import fill_steps
 from foretoken.models.state.recurrent import StateShape
 
-MAX_ROWS = 256  # with more rows, a GPU's time goes into products, which hide the launches
-LOGITS = -1  # beside the layers of taps
+MAX_ROWS = 256  # with more rows, products take longer than launches
+LOGITS = -1  # key of the logits, beside the layers of taps
 MAX_GRAPHS = 128  # graphs hold memory; beyond this number all are dropped
 
 
@@ -49,7 +49,7 @@ class CudaRunner(TorchRunner):
     """
 
     chunk_invariant = True
-    joint_rows = MAX_ROWS  # any cut gives the same bits: the last chunk of a prompt shares the pass of the first step
+    joint_rows = MAX_ROWS  # chunk-invariant: the last chunk of a prompt shares the pass of the first step
     pass_rows = 4096  # bounds the memory of a pass
 
     def __init__(
@@ -68,7 +68,7 @@ class CudaRunner(TorchRunner):
         super().__init__(architecture, layers, ends, dtype, device, entry)
         self.batch_invariant = True
         self._new_capture = capture or CudaCapture
-        # Where experts are computed by products, their numbers of rows are read on the host.
+        # Experts computed by products need their numbers of rows on the host.
         self._captured = not any(isinstance(e.mlp, TorchExperts) and e.mlp.stacks is None for e in self._layers)
         groups = [architecture.heads // size.kv_heads for size in cached_sizes(architecture) if size is not None]
         self._tile = min(map(rows_per_tile, groups), default=1)
@@ -126,7 +126,7 @@ class CudaRunner(TorchRunner):
         return Pass(fetched(computed[LOGITS][: len(plan.outputs)]) if logits else None, tapped)
 
     def _inputs_of(self, plan: PassPlan, bucket: Bucket, pages: Sequence[Places]) -> Inputs:
-        """Returns what the pass reads, its tables in the host's memory."""
+        """Returns the inputs of the pass, in the host's memory."""
         pinned = self._device.type == "cuda"
         features = None if plan.features is None else self._padded(plan.features, bucket.rows)
         steps = None
@@ -135,7 +135,7 @@ class CudaRunner(TorchRunner):
         return Inputs(fill(plan, bucket, pages, self._tile, pinned), features, steps)
 
     def _compute(self, inputs: Inputs, bucket: Bucket) -> States:
-        """Computes the hidden states of the taps, of all rows of the bucket, and logits, the plan's outputs first."""
+        """Computes the taps of all rows of the bucket, and logits, the plan's outputs first."""
         layout = RowLayout.of(inputs.table, bucket, self._pages, self._biases, inputs.steps)
         states = self._states(layout, bucket.taps, features=inputs.features)
         computed = self._tapped(states, bucket.taps, slice(None))
@@ -154,14 +154,14 @@ class CudaRunner(TorchRunner):
         """Returns the bucket's graph. It is captured on first use, with these inputs."""
         graphs = self._graphs
         if graphs is None or (bucket not in graphs.known and len(graphs.known) >= MAX_GRAPHS):
-            self._graphs = graphs = None  # frees the memory of the old ones first
+            self._graphs = graphs = None  # frees the memory of the old graphs first
             self._graphs = graphs = Graphs(self._new_capture(self._device))
-        known = graphs.known
-        if bucket not in known:
-            own = inputs.idle(self._device)
-            replay = graphs.capture.capture(lambda: self._compute(own, bucket))
-            known[bucket] = Graph(own, (self._tables, self._biases), replay)
-        return known[bucket]
+        by_bucket = graphs.known
+        if bucket not in by_bucket:
+            graph_inputs = inputs.idle(self._device)
+            replay = graphs.capture.capture(lambda: self._compute(graph_inputs, bucket))
+            by_bucket[bucket] = Graph(graph_inputs, (self._tables, self._biases), replay)
+        return by_bucket[bucket]
 
 
 def fetched(logits: Tensor) -> Tensor:

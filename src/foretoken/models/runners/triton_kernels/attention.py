@@ -2,10 +2,10 @@
 
 A program computes all query heads of one key head, for one row or for a few rows that follow each other in a sequence,
 over one stretch of their keys ("split-KV", as in Flash Decoding, https://pytorch.org/blog/flash-decoding/). It is the
-same program however many rows there are, and a key that a row does not see adds 0 to the row's sums. Keys are taken in
-the order of their positions wherever they lie in the cache: committed ones at the row of their position, and those of a
-draft tree's path where ``paths`` says. So the path of a tree, a chain and plain decoding add up the same numbers in the
-same order. A second kernel merges the stretches, again in order.
+same program for any number of rows, and a key that a row does not see adds 0 to the row's sums. Keys are processed in
+the order of their positions, wherever they are in the cache: committed ones at the row of their position, and those of
+a draft tree's path at the rows in ``paths``. So the path of a tree, a chain and plain decoding add up the same values
+in the same order. A second kernel merges the stretches, again in order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from foretoken.models.runners.triton_kernels.rows import EDGE, STRETCH, UNIT, La
 from foretoken.models.state.pages import PAGE
 
 PARTIAL = 2**28  # bytes of the sums over stretches at once
-TILE = 2**14  # bytes of the keys of one step; of what was tried on an H200, the fastest that fits smaller GPUs too
+TILE = 2**14  # bytes of the keys of one step; the fastest size on an H200 that also fits smaller GPUs
 WARPS, STAGES = 4, 2
 FLOAT = 4  # bytes
 
 
 @triton.jit
 def _first_key(count, WINDOW: tl.constexpr):
-    """Returns the first position that the row sees: of a window, or of a chunk where ``WINDOW`` is negative."""
+    """Returns the first position that the row sees: of a window, or of a chunk if ``WINDOW`` is negative."""
     if WINDOW > 0:
         first = tl.maximum(count - WINDOW, 0)
     elif WINDOW < 0:
@@ -48,10 +48,10 @@ def _attend(
     LENGTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
-    PARTS: tl.constexpr = (GROUP + PART - 1) // PART  # of the query heads of a key head
-    WIDTH: tl.constexpr = DIM + EXTRA  # of a key: values may be without its last numbers
+    PARTS: tl.constexpr = (GROUP + PART - 1) // PART  # parts of the query heads of a key head
+    WIDTH: tl.constexpr = DIM + EXTRA  # width of a key: values may lack its last elements
     kv_head, kv_heads = tl.program_id(1) // PARTS, tl.num_programs(1) // PARTS
-    slot = tl.arange(0, BLOCK_HEADS)  # of a row and a query head
+    slot = tl.arange(0, BLOCK_HEADS)  # a row and a query head
     lead = tl.load(tiles + tile).to(tl.int32)
     row, member = lead + slot // PART, tl.program_id(1) % PARTS * PART + slot % PART
     valid = (slot // PART < tl.load(sizes + tile)) & (row >= begin) & (row < until) & (member < GROUP)
@@ -165,13 +165,13 @@ def _merge(
 
 @triton.jit
 def _finite(numbers):
-    """Returns float32 numbers with 0 in place of NaN and infinity, as ``state.kv.finite``."""
+    """Returns float32 values with 0 in place of NaN and infinity, as ``state.kv.finite``."""
     return tl.where(tl.abs(numbers) < float("inf"), numbers, 0.0)
 
 
 @triton.jit
 def _write(numbers, to, scale_to, inside, SCALED: tl.constexpr):
-    """Writes a key or value, rounded to int8 with a scale of its own if ``SCALED``."""
+    """Writes a key or value, rounded to int8 with its scale if ``SCALED``."""
     if SCALED:
         largest = tl.max(tl.abs(numbers))
         rounded = numbers * tl.where(largest < 1e-30, 0.0, 127.0 / tl.maximum(largest, 1e-30))
@@ -205,7 +205,7 @@ def _store(
 
 
 def store(keys: Tensor, values: Tensor, cache: LayerPages, rows: PassRows) -> None:
-    """Writes keys and values [R, heads, D] to the cache; padding is not written, nor values that are parts of keys."""
+    """Writes keys and values [R, heads, D] to the cache; padding is not written, nor values that are part of keys."""
     count, heads, dim = keys.shape
     assert all(each.stride(2) == 1 and each.stride(1) == dim for each in (keys, values))
     _store[(count, heads)](
@@ -231,14 +231,14 @@ def attend_rows(
 
     Args:
         queries: [R, heads, width of a key]; a row's heads lie one after another.
-        cache: where the keys and values of the layer are; it holds the rows' own already.
-        rows: what each row sees.
+        cache: positions of the layer's keys and values, which include the rows' own.
+        rows: the keys that each row sees.
         scale: factor of the scores.
-        window: number of keys up to the row's own that it sees; 0 for all; negative for chunks of so many.
+        window: number of keys up to the row's own that it sees; 0 for all; negative for chunks of that length.
         softcap: cap of the scores; 0 for none.
         sinks: scores [heads] of a key without a value; None for none.
-        biases: float32 [heads, positions]; the score of a key is raised by how much that of its position is above that
-            of the row's own (``families.architecture.Alibi``). None for none.
+        biases: float32 [heads, positions]; the score of a key is raised by the bias of its position less that of the
+            row's (``families.architecture.Alibi``). None for none.
 
     Returns:
         [R, heads, width of a value]; zeros for padding.
@@ -275,7 +275,7 @@ def _attend_part(
     mixed = queries.new_empty((until - begin, heads, splits, dim), dtype=torch.float32)
     best, total = (queries.new_empty((until - begin, heads, splits), dtype=torch.float32) for _ in "ab")
     extra = width - dim
-    part = min(group, EDGE) if extra else group  # of heads; wide ones have room for so many
+    part = min(group, EDGE) if extra else group  # heads per program; fewer if they are wide
     _attend[(len(rows.tiles), cache.heads * triton.cdiv(group, part), splits)](
         queries, cache.base, cache.scales, rows.counts, rows.ends, rows.tiles, rows.sizes,
         rows.pages, rows.prefixes, rows.paths, best if biases is None else biases, mixed, best, total,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-CAPABILITY = (8, 0)  # of the GPU: products of bfloat16
+CAPABILITY = (8, 0)  # required of the GPU, for products of bfloat16
 
 
 @functools.cache
@@ -20,28 +20,28 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def kernels() -> Any:
-    """Returns the module of the row-wise kernels. Triton is imported only where they run."""
+    """Returns the module of the row-wise kernels. Triton is imported on first use."""
     from foretoken.models.runners.triton_kernels import rowwise
 
     return rowwise
 
 
 def attention_kernels() -> Any:
-    """Returns the module of the attention's kernels, likewise."""
+    """Returns the module of the attention's kernels."""
     from foretoken.models.runners.triton_kernels import attention
 
     return attention
 
 
 def expert_kernels() -> Any:
-    """Returns the module of the experts' kernels, likewise."""
+    """Returns the module of the experts' kernels."""
     from foretoken.models.runners.triton_kernels import experts
 
     return experts
 
 
 def recurrent_kernels() -> Any:
-    """Returns the module of the recurrent layers' kernels, likewise."""
+    """Returns the module of the recurrent layers' kernels."""
     from foretoken.models.runners.triton_kernels import recurrent
 
     return recurrent

@@ -1,7 +1,7 @@
 """Experts of single rows: a row's result does not depend on what other rows were routed to.
 
-A program computes a block of outputs of one expert, for all rows that chose it, a tile of them at a time. A row alone
-is in a tile of the same size. So a pass reads the weights of an expert once for few rows, and once a tile for many.
+A program computes a block of outputs of one expert, for all rows that chose it, a tile of them at a time. A single row
+has a tile of the same size. So a pass reads the weights of an expert once for few rows, and once a tile for many.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from foretoken.models.runners.triton_kernels.rows import EDGE
 
-OUTPUTS, INPUTS = 64, 256  # outputs, and bytes of inputs, of one step of a program: the fastest tried on an H200
-PAIRS = 1024  # of one step of the search
+OUTPUTS, INPUTS = 64, 256  # outputs, and bytes of inputs, of one step of a program: the fastest sizes on an H200
+PAIRS = 1024  # pairs of one step of the search
 
 
 @triton.jit
@@ -77,12 +77,12 @@ def _combine(outputs, weights, result, TOP: tl.constexpr, SIZE: tl.constexpr, BL
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """Which pairs of a row and one of its experts belong to each expert.
+    """Pairs of a row and one of its experts, by expert.
 
     Attributes:
         shape: rows, and experts of each row.
-        pairs: numbers of the pairs, int32 [experts, rows * experts of each row].
-        sizes: how many there are, int32 [experts].
+        pairs: indices of the pairs, int32 [experts, rows * experts of each row].
+        sizes: number of pairs, int32 [experts].
     """
 
     shape: tuple[int, int]
@@ -94,7 +94,7 @@ class Routes:
         """Finds the pairs.
 
         Args:
-            chosen: numbers of experts, int64 [R, top].
+            chosen: indices of experts, int64 [R, top].
             counts: integers [R]; rows with 0 are padding, which belongs to no expert.
             experts: number of experts.
         """
@@ -117,7 +117,7 @@ class ExpertStack:
 
         Args:
             x: [R, in], or [R, top, in] with an input for each of a row's experts.
-            routes: who chose which.
+            routes: pairs of rows and experts.
 
         Returns:
             [R, top, out]; zeros for padding.

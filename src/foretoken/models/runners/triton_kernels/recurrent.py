@@ -1,8 +1,9 @@
 """Recurrent token mixers: gated DeltaNet (2412.06464), Mamba-2 (2405.21060) and short convolutions.
 
 A program walks the steps of one sequence in their order (``models/state/replay.py``), for some columns of one head. Its
-part of the state stays in registers; it is read where a step begins anew, and written where a later one needs it.
-Prompts, drafts, replays and plain decoding run the same program, a row at a time, so they compute the same bits.
+part of the state stays in registers; it is read at a step that starts from a stored state, and written if a later pass
+needs it. Prompts, drafts, replays and plain decoding run the same program, a row at a time, so they compute the same
+bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps
 
-TILE = 1024  # numbers of the state of one program, which is one warp: then nothing waits for other threads
+TILE = 1024  # elements of the state of one program, which is one warp, so that no thread waits
 COLUMNS = 1024  # channels of one program that copies or convolves
 NOTHING = tl.constexpr(-(2**31))  # as in ``replay``
 OWN, ZEROS = tl.constexpr(-1), tl.constexpr(-2)  # as in ``replay``
@@ -29,7 +30,7 @@ def _log(logs, log_rows, sequence, layer, INPUTS: tl.constexpr):
 
 @triton.jit
 def _input(fresh, kept, code, inside):
-    """Returns inputs of an encoded row, float32: of the pass, of the log, or zeros before the first row."""
+    """Returns inputs of an encoded row, float32: from the pass, from the log, or zeros before the first row."""
     new = tl.load(fresh, mask=inside & (code >= 0), other=0.0).to(tl.float32)
     old = tl.load(kept, mask=inside & (code < 0) & (code > NOTHING), other=0.0)
     return tl.where(code >= 0, new, old)
@@ -92,7 +93,7 @@ def _step(
     step, prepared, sources, targets, saves, inputs, queries, keys, values, head, of_keys, of_values,
     TAPS: tl.constexpr, WIDTH: tl.constexpr, VALUE_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Returns what a step reads: places of states, the row of the pass, query, key, value, decay and strength."""
+    """Returns a step's inputs: indices of states, the row of the pass, query, key, value, decay and strength."""
     x = prepared + step * WIDTH
     source, target, save = tl.load(sources + step), tl.load(targets + step), tl.load(saves + step)
     row = tl.load(inputs + step * TAPS)
@@ -108,7 +109,7 @@ def _recur(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DELTA: tl.constexpr, SKIP: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Takes some columns of a head's state, [values, keys], through all steps of a sequence."""
+    """Applies all steps of a sequence to some columns of a head's state, [values, keys]."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     STATE: tl.constexpr = VALUE_HEADS * VALUE_DIM * KEY_DIM
     WIDTH: tl.constexpr = 2 * VALUE_HEADS + CHANNELS
@@ -131,7 +132,7 @@ def _recur(
         TAPS, WIDTH, VALUE_HEADS,
     )  # fmt: skip
     for step in range(first, end):
-        following = tl.minimum(step + 1, end - 1)  # is read meanwhile
+        following = tl.minimum(step + 1, end - 1)  # is loaded meanwhile
         source_, target_, save_, row_, query_, key_, value_, decay_, strength_ = _step(
             following, prepared, sources, targets, saves, inputs, queries, keys, values, head, of_keys, of_values,
             TAPS, WIDTH, VALUE_HEADS,
@@ -215,7 +216,7 @@ def _gate(
     WIDTH: tl.constexpr, GATE_AT: tl.constexpr, SIZE: tl.constexpr, NORMED: tl.constexpr, FIRST: tl.constexpr,
     BY_GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norms one group of numbers of a row, before or after they are multiplied by their gates."""
+    """Norms one group of elements of a row, before or after multiplication by their gates."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -235,13 +236,13 @@ def _gate(
 
 
 def mix(layer: RecurrentLayer, rows: Tensor, gates: Tensor, steps: Steps) -> Tensor:
-    """Computes what a recurrent layer adds to each row, before its last matrix, and changes states and logs.
+    """Computes a recurrent layer's output before its last matrix, and changes states and logs.
 
     Args:
-        layer: what is computed.
+        layer: the layer.
         rows: [R, channels of the inputs, then the output's gate].
-        gates: gates of heads, [R, 2 * heads] of DeltaNet, [R, heads] of Mamba-2, anything of a convolution.
-        steps: the order.
+        gates: gates of heads, [R, 2 * heads] of DeltaNet, [R, heads] of Mamba-2, unused for a convolution.
+        steps: the steps of the pass.
 
     Returns:
         [R, out], in the dtype of ``rows``; zeros for rows of no step.
@@ -268,7 +269,7 @@ def mix(layer: RecurrentLayer, rows: Tensor, gates: Tensor, steps: Steps) -> Ten
 
 
 def _changed(layer: RecurrentLayer, rows: Tensor, gates: Tensor, steps: Steps) -> Tensor:
-    """Changes the states. Returns what they add to each row, float32 [R, out]; zeros for rows of no step."""
+    """Changes the states. Returns their addition to each row, float32 [R, out]; zeros for rows of no step."""
     s, count, sequences = layer.sizes, len(steps.sources), len(steps.states)
     sizes = {"KEY_HEADS": s.key_heads, "VALUE_HEADS": s.value_heads, "KEY_DIM": s.key_dim, "VALUE_DIM": s.value_dim}
     sizes |= {"TAPS": layer.conv.shape[0], "CHANNELS": s.channels, "DELTA": layer.kind == "delta"}
@@ -293,7 +294,7 @@ def _changed(layer: RecurrentLayer, rows: Tensor, gates: Tensor, steps: Steps) -
 
 
 def _gated(layer: RecurrentLayer, mixed: Tensor, rows: Tensor) -> Tensor:
-    """Norms and gates what the state adds, [R, out]; the result has the dtype of ``rows``."""
+    """Norms and gates the state's addition, [R, out]; the result has the dtype of ``rows``."""
     s = layer.sizes
     groups = s.value_heads if layer.kind == "delta" else s.key_heads
     size = s.out // groups

@@ -70,7 +70,7 @@ def _rotate(
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, paired: bool) -> Tensor:
-    """Returns ``functional.rotate`` of [R, heads, D] by cos and sin [R, 1, turned numbers]."""
+    """Returns ``functional.rotate`` of [R, heads, D] by cos and sin [R, 1, rotated elements]."""
     rows, heads, dim = x.shape
     result = torch.empty((rows, heads, dim), dtype=x.dtype, device=x.device)
     _rotate[(rows, heads)](

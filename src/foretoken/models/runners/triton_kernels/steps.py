@@ -14,9 +14,9 @@ from foretoken.models.families.layers import RecurrentMixer
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.state.replay import NOWHERE, OWN, ZEROS, ReplayPlan
 
-ON = -3  # beside the places of ``replay``: a step goes on with the state that the one before it has made
+ON = -3  # beside the indices of ``replay``: a step continues with the state of the step before it
 MIN_SEQUENCES, MIN_STEPS = 8, 64  # doubled until all fit
-COUNTS = 2  # numbers before the arrays of a table
+COUNTS = 2  # integers before the arrays of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class StepSizes:
 
     Attributes:
         sequences: sequences of the pass.
-        steps: steps of all sequences, or rows whose inputs are copied, where these are more.
+        steps: steps of all sequences, or rows whose inputs are copied, if they are more.
         taps: rows that a convolution reads.
-        copies: states of each sequence that branches of trees leave behind.
+        copies: states of each sequence that branches of trees store.
     """
 
     sequences: int
@@ -58,7 +58,7 @@ class Steps:
     """The steps of a pass, int64; see ``replay.ReplayPlan``.
 
     Attributes:
-        copies: states of each sequence that are left behind.
+        copies: stored states of each sequence.
         counts: [2]. Number of steps, and of rows whose inputs are copied.
         firsts: [sequences]. The first step of each sequence.
         ends: [sequences]. The step after its last one.
@@ -67,7 +67,7 @@ class Steps:
         log_rows: [sequences]. Rows of its log of one layer.
         sequences: [steps]. The sequence of each step.
         sources: [steps]. The state that it reads, or ``ON``.
-        targets: [steps]. Where its state is written; most are not.
+        targets: [steps]. The state that it writes; most steps write none.
         saves: [steps]. Address of the snapshot that it also writes; 0 for none.
         inputs: [steps, taps]. Encoded rows: of the step, then the rows before it.
         moved: encoded rows whose inputs are copied.
@@ -101,13 +101,13 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentLayer:
-    """What a recurrent layer computes between its products; see ``formats.recurrent.RecurrentWeights``.
+    """Computation of a recurrent layer between its products; see ``formats.recurrent.RecurrentWeights``.
 
     Attributes:
         kind: kind of the mixer.
         sizes: sizes of the mixer.
         number: index among the recurrent layers.
-        eps: of the norm.
+        eps: epsilon of the norm.
     """
 
     kind: RecurrentMixer
@@ -156,7 +156,7 @@ def fill_steps(plan: ReplayPlan, sizes: StepSizes, pinned: bool) -> Tensor:
 
 
 def transfers(plan: ReplayPlan) -> tuple[list[int], list[int]]:
-    """Returns the state that each step reads, and the one that it writes, without what a program keeps itself."""
+    """Returns the states that each step reads and writes, without states that stay in registers."""
     sources, targets = list(plan.sources), list(plan.targets)
     for first, end in pairwise(plan.first_step):
         read = {OWN}
