@@ -21,8 +21,9 @@ LINE_LENGTH = 120
 PENDING = (
     *(f"src/foretoken/{name}" for name in ("control", "costs", "engine", "propose", "speculation.py", "llm.py")),
     *(f"src/foretoken/{name}" for name in ("audit", "bench", "cli", "plan", "probe", "serve", "train")),
-    *(f"src/foretoken/{name}" for name in ("core", "interop.py", "interop_vllm.py", "models", "outputs.py")),
-    *(f"src/foretoken/{name}" for name in ("params.py", "quantize", "report", "verify", "zoo")),
+    *(f"src/foretoken/core/{name}" for name in ("native", "distributions.py", "sampling.py")),
+    *(f"src/foretoken/models/{name}" for name in ("decoder.py", "heads/feature_net.py", "runners/native", "state")),
+    "src/foretoken/verify",
     *("tests", "benchmarks", "docs/explanation/control.md", "CHANGELOG.md"),
 )
 

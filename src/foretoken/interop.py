@@ -122,12 +122,10 @@ class GenerationRow:
 
     @property
     def generated(self) -> list[int]:
-        """The generated tokens."""
         return self.ids[len(self.law.prompt) :]
 
     @property
     def tokens_left(self) -> int:
-        """Number of tokens that may still be generated."""
         limit = self.criteria.max_length
         return UNBOUNDED if limit is None else limit - len(self.ids)
 

@@ -47,7 +47,6 @@ class ToyModel(Model):
 
     @property
     def num_open(self) -> int:
-        """Number of open sequences."""
         return len(self._open)
 
     def perturbed(self, strength: float, seed: int = 1) -> Self:

@@ -71,7 +71,6 @@ class Described:
 
     @property
     def family(self) -> GGUFFamily:
-        """The architecture in GGUF."""
         return FAMILIES[self.name]
 
     @property
@@ -154,7 +153,6 @@ class FileWriter:
         """Does nothing: all tensors are written."""
 
     def close(self) -> None:
-        """Closes the file."""
         self._writer.close()
 
 

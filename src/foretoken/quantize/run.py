@@ -180,6 +180,5 @@ def _destination(out: Path, source: Path, scheme: Scheme, force: bool) -> Destin
 
 
 def _weight_bytes(path: Path) -> int:
-    """Returns the bytes of a checkpoint's weights."""
     files = [path] if path.is_file() else path.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)

@@ -49,7 +49,6 @@ class Axis:
     high: float | None = None
 
     def shows(self, value: float) -> bool:
-        """Whether the axis can show a value."""
         return math.isfinite(value) and (value > 0 or not self.log)
 
 
@@ -79,7 +78,6 @@ class Series:
 
     @property
     def marked(self) -> bool:
-        """Whether the points have markers."""
         return not self.reference or len(self.points) == 1
 
 
@@ -112,7 +110,6 @@ class StepLap:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(self.seconds)
 
 

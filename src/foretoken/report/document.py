@@ -66,7 +66,6 @@ def verdict(tone: str, headline: object, *parts: object) -> Html:
 
 
 def badge(tone: str, word: object) -> Html:
-    """Returns a word in a coloured badge."""
     return element("span", word, class_=f"badge {tone}".strip())
 
 

@@ -30,7 +30,6 @@ def text(value: object) -> Html:
 
 
 def join(*parts: object) -> Html:
-    """Concatenates parts."""
     return Html("".join(map(text, parts)))
 
 

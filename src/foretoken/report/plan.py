@@ -53,7 +53,6 @@ def page(plan: Mapping[str, Any]) -> str:
 
 
 def name_of(row: PageRecord) -> str:
-    """Returns the name of a row's proposer."""
     return str(row.get("name") or row.get("method") or "?")
 
 

@@ -17,19 +17,15 @@ class PageRecord(dict[str, Any]):
         return cls(value) if isinstance(value, Mapping) else cls()
 
     def record(self, key: str) -> PageRecord:
-        """Returns the record at ``key``."""
         return PageRecord.of(self.get(key))
 
     def records(self, key: str) -> list[PageRecord]:
-        """Returns the records of the list at ``key``."""
         return records(self.get(key))
 
     def items_of(self, key: str) -> list[Any]:
-        """Returns the items of the list at ``key``."""
         return _items(self.get(key))
 
     def text(self, key: str) -> str:
-        """Returns the entry as text."""
         return str(self.get(key, ""))
 
     def number(self, key: str) -> float | None:
@@ -42,23 +38,18 @@ class PageRecord(dict[str, Any]):
         return default if result is None else result
 
     def count(self, key: str) -> int:
-        """Returns the entry as an integer."""
         return int(self.value(key))
 
     def figure(self, key: str, digits: int = 3) -> str:
-        """Returns a number with significant digits."""
         return figure(self.number(key), digits)
 
     def times(self, key: str) -> str:
-        """Returns a ratio such as 2.41x."""
         return times(self.number(key))
 
     def percent(self, key: str) -> str:
-        """Returns a fraction in per cent."""
         return percent(self.number(key))
 
     def signed(self, key: str) -> str:
-        """Returns a number with its sign."""
         result = self.number(key)
         return "–" if result is None else f"{result:+.2f}"
 
@@ -69,7 +60,6 @@ class PageRecord(dict[str, Any]):
 
 
 def records(value: Any) -> list[PageRecord]:
-    """Returns the records of a list."""
     return [PageRecord(item) for item in _items(value) if isinstance(item, Mapping)]
 
 

@@ -23,7 +23,6 @@ class Compilation:
         self._watchers: list[Watcher] = []
 
     def begin(self, files: int) -> None:
-        """Adds files that will be compiled."""
         with self._lock:
             first, self._files = self._files == 0, self._files + files
         if first and not self._watchers:
@@ -31,7 +30,6 @@ class Compilation:
         self._report()
 
     def finish(self) -> None:
-        """Counts one more file as finished."""
         with self._lock:
             self._finished += 1
         self._report()

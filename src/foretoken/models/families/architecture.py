@@ -151,7 +151,6 @@ class Architecture:
     multiplied: bool = False
 
     def sizes(self, layer: Layer) -> HeadSizes:
-        """Returns the sizes of a layer's attention."""
         return layer.sizes or HeadSizes(self.kv_heads, self.head_dim)
 
     @property
@@ -188,12 +187,10 @@ class Architecture:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return len(self.stack)
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts."""
         return any(layer.experts is not None for layer in self.stack)
 
     @property
@@ -203,7 +200,6 @@ class Architecture:
 
     @property
     def views(self) -> tuple[tuple[int, bool], ...]:
-        """``Layer.view`` by layer."""
         return tuple(layer.view for layer in self.stack)
 
     @property
@@ -219,7 +215,6 @@ class Architecture:
         return 1 + g.factor * torch.log(1 + torch.floor((positions.float() + g.ahead) / g.length))
 
     def first(self, layers: int) -> Architecture:
-        """Returns the architecture of the first ``layers`` layers."""
         return replace(self, stack=self.stack[:layers])
 
     @staticmethod

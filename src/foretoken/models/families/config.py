@@ -58,7 +58,6 @@ def read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any], dict[str, A
 
 
 def stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rotates: bool) -> tuple[Layer, ...]:
-    """Returns the layers of a config.json."""
     window = (c.get("sliding_window") or 0) if c.get("use_sliding_window") else 0
     ropes = stated.get("rope", [0] * c["num_hidden_layers"])
     chunk = c.get("attention_chunk_size") or 0

@@ -32,12 +32,10 @@ class Stack:
 
     @property
     def kv_heads(self) -> int:
-        """Number of heads of keys and values."""
         return self.heads
 
     @property
     def width(self) -> int:
-        """Width of all heads together."""
         return self.heads * self.head_dim
 
 

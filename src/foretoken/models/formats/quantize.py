@@ -29,7 +29,6 @@ class Int8:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)"""
         return self.values.shape[0], self.values.shape[1]
 
     def to(self, device: torch.device) -> Int8:

@@ -58,7 +58,6 @@ class ShardReader:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return set(self._weights)
 
     def get(self, name: str) -> Tensor:

@@ -74,7 +74,6 @@ class PlainTokenizer:
         return PlainTokenizer(Tokenizer.from_file(str(path / "tokenizer.json")), settings.get("eos_token"), full)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of ``text``."""
         return encode(self._fast, text, add_special_tokens)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:

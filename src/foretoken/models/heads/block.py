@@ -106,7 +106,6 @@ class BlockHead:
 
     @property
     def method(self) -> Method:
-        """The method that drafts with it."""
         return "dspark" if self.markov_rank or self.confident else "dflash"
 
     @property

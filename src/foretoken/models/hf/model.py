@@ -180,7 +180,6 @@ class HFModel(WrappedModule):
         return self._pass(placement, taps), min(placement.roots) if self._keeps_rows else 0
 
     def _pass(self, placement: Placement, taps: Sequence[int]) -> Any:
-        """Runs the module. Returns its output."""
         keep = {}
         if self._keeps_rows:
             keep["logits_to_keep"] = torch.arange(min(placement.roots), placement.width, device=self.device)

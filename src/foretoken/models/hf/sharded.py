@@ -195,7 +195,6 @@ def placement_to_json(placement: Placement) -> dict[str, Any]:
 
 
 def placement_from_json(written: dict[str, Any]) -> Placement:
-    """Returns the placement that ``placement_to_json`` wrote."""
     lists = {name: tuple(written[name]) for name in _TUPLES}
     drafts = (Draft(torch.tensor(ids, dtype=torch.int64), tuple(parents)) for ids, parents in written["drafts"])
     tokens, positions = torch.tensor(written["tokens"]), torch.tensor(written["positions"])

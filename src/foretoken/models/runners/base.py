@@ -58,7 +58,6 @@ class BasicRunner:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """No adapters."""
         return ()
 
     def pack_adapter(self, layers: Sequence[AdapterLayer]) -> Any:
@@ -88,7 +87,6 @@ class DecoderOnly(BasicRunner):
 
     @property
     def state_bytes(self) -> int:
-        """No recurrent state."""
         return 0
 
     def resume(self, slot: int, rows: int) -> int:

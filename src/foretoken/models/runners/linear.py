@@ -63,7 +63,6 @@ def by_fixed_rows(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    """Returns a tensor on ``device``; None without one."""
     return None if tensor is None else tensor.to(device)
 
 

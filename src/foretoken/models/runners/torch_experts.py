@@ -40,7 +40,6 @@ class TorchExperts:
 
     @staticmethod
     def of(device: torch.device, w: ExpertWeights) -> TorchExperts:
-        """Packs the weights for ``device``."""
         stacks = _stacks(w, device)
         up, down = (_products(w.up, device), _products(w.down, device)) if stacks is None else map(_views, stacks)
         return TorchExperts(

@@ -61,7 +61,6 @@ class TorchLatent:
 
     @staticmethod
     def of(device: torch.device, w: LatentWeights, sizes: LatentAttention) -> TorchLatent:
-        """Packs the weights for ``device``."""
         return TorchLatent(
             sizes=sizes,
             into=product(stacked(w.into).to(device), moved(w.into_bias, device)),

@@ -40,7 +40,6 @@ class TorchRecurrent:
 
     @staticmethod
     def of(device: torch.device, a: Architecture, number: int, w: RecurrentWeights) -> TorchRecurrent:
-        """Packs the weights of layer ``number`` for ``device``."""
         kind, sizes = a.stack[number].recurrent, a.recurrence
         assert kind is not None and sizes is not None
         return TorchRecurrent(
@@ -80,7 +79,6 @@ class TorchLayerInput:
 
     @staticmethod
     def of(device: torch.device, w: LayerInputWeights) -> TorchLayerInput:
-        """Packs the weights for ``device``."""
         gate, up = product(w.gate.to(device)), product(w.up.to(device))
         return TorchLayerInput(gate, up, NormWeight(w.norm.to(device)))
 
@@ -126,7 +124,6 @@ class TorchAttention:
 
     @staticmethod
     def of(device: torch.device, w: SelfAttentionWeights) -> TorchAttention:
-        """Packs the weights for ``device``."""
         return TorchAttention(
             qkv=product(stacked(w.qkv).to(device), moved(w.qkv_bias, device)),
             q_norm=moved_norm(w.q_norm, device),
@@ -146,7 +143,6 @@ class TorchMlp:
 
     @staticmethod
     def of(device: torch.device, w: DenseMlpWeights) -> TorchMlp:
-        """Packs the weights for ``device``."""
         return TorchMlp(
             up=product(stacked(w.up).to(device), moved(w.up_bias, device)),
             down=product(w.down.to(device), moved(w.down_bias, device)),
@@ -168,7 +164,6 @@ class TorchBeside:
 
     @staticmethod
     def of(device: torch.device, w: BesideWeights) -> TorchBeside:
-        """Packs the weights for ``device``."""
         norms = [moved_norm(norm, device) for norm in (w.norm, w.after, w.after_experts)]
         return TorchBeside(norms[0], TorchMlp.of(device, w.mlp), *norms[1:])
 
@@ -190,7 +185,6 @@ class TorchLayer:
 
     @staticmethod
     def of(device: torch.device, a: Architecture, number: int, weights: LayerWeights) -> TorchLayer:
-        """Packs the weights of layer ``number`` for ``device``."""
         recurrent = weights.recurrent
         return TorchLayer(
             norm=moved_norm(weights.norm, device),

@@ -65,13 +65,11 @@ class Attention:
 
     @staticmethod
     def of(w: SelfAttentionWeights, norm: Normalize, device: torch.device) -> Attention:
-        """Packs the weights of self-attention for ``device``."""
         into = product(stacked(w.qkv).to(device), _to(w.qkv_bias, device))
         return Attention(norm, into, None, product(w.out.to(device), _to(w.out_bias, device)))
 
     @staticmethod
     def across(w: CrossAttentionWeights, norm: Normalize, device: torch.device) -> Attention:
-        """Packs the weights of cross-attention for ``device``."""
         queries = product(w.queries.to(device), _to(w.queries_bias, device))
         keys_values = product(stacked(w.keys_values).to(device), _to(w.keys_values_bias, device))
         return Attention(norm, queries, keys_values, product(w.out.to(device), _to(w.out_bias, device)))
@@ -89,7 +87,6 @@ class MLP:
 
     @staticmethod
     def of(w: DenseMlpWeights, norm: Normalize, a: Seq2SeqArchitecture, device: torch.device) -> MLP:
-        """Packs the weights for ``device``."""
         up = product(stacked(w.up).to(device), _to(w.up_bias, device))
         down = product(w.down.to(device), _to(w.down_bias, device))
         return MLP(norm, up, down, _ACTIVATIONS[a.activation], a.gated)
@@ -112,8 +109,6 @@ class Seq2SeqLayer:
 
     @staticmethod
     def of(a: Seq2SeqArchitecture, device: torch.device, w: LayerWeights) -> Seq2SeqLayer:
-        """Packs a layer's weights for ``device``."""
-
         def norm(before: NormWeight | None, after: NormWeight | None) -> Normalize:
             chosen = before or after
             return unchanged if chosen is None else norm_of(chosen, a.eps, device)

@@ -136,7 +136,6 @@ class Slots:
         return self.used - 1
 
     def release(self, slot: int) -> None:
-        """Frees a slot."""
         heapq.heappush(self._free, slot)
 
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:

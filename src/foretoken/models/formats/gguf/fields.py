@@ -40,7 +40,6 @@ def caps(m: Metadata) -> dict[str, Any]:
 
 
 def gemma2(m: Metadata) -> dict[str, Any]:
-    """Returns the fields of Gemma 2 and 3."""
     layers, heads = m.layers, m.need("attention.head_count")
     big = layers == _GEMMA_27B[m.architecture]
     scalar = m.need("embedding_length") / heads if big else m.head_dim
@@ -49,7 +48,6 @@ def gemma2(m: Metadata) -> dict[str, Any]:
 
 
 def gemma3(m: Metadata) -> dict[str, Any]:
-    """Returns the fields of Gemma 3."""
     fields = {"attn_logit_softcapping": None, "final_logit_softcapping": None} | gemma2(m)
     return fields | {"rope_local_base_freq": m.number("rope.freq_base_swa") or 1e4}
 
@@ -185,7 +183,6 @@ def llama4(m: Metadata) -> dict[str, Any]:
 
 
 def mamba(m: Metadata) -> dict[str, Any]:
-    """Returns the sizes of Mamba-2."""
     inner, heads = m.need("ssm.inner_size"), m.need("ssm.time_step_rank")
     return {
         "mamba_d_conv": m.need("ssm.conv_kernel"),
@@ -282,7 +279,6 @@ def clip(m: Metadata) -> dict[str, Any]:
 
 
 def mpt(m: Metadata) -> dict[str, Any]:
-    """Returns the fields of MPT."""
     bias = m.number("attention.max_alibi_bias") or 0.0
     if not 0 <= bias <= _MAX_ALIBI:
         raise m.wrong("attention.max_alibi_bias", bias, f"0 to {_MAX_ALIBI}")
@@ -290,7 +286,6 @@ def mpt(m: Metadata) -> dict[str, Any]:
 
 
 def logit_scale(m: Metadata) -> dict[str, Any]:
-    """Returns the factor of the logits."""
     return {"logit_scale": m.number("logit_scale") or 1.0}
 
 

@@ -115,7 +115,6 @@ class Metadata:
         return [float(value) for value in np.fromfile(stored.path, np.float32, count, offset=stored.start)]
 
     def wrong(self, key: str, value: Any, expected: str) -> ModelLoadError:
-        """Returns the error for a key's value."""
         return ModelLoadError(
             f"{self.header.path} has {self.architecture}.{key} = {shortened(value)}; expected {expected}"
         )

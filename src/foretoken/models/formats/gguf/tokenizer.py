@@ -195,7 +195,6 @@ class _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
-    """Returns a byte-level BPE."""
     name = header.metadata.get("tokenizer.ggml.pre")
     pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
@@ -226,7 +225,6 @@ def splits(pre: PreTokenizer) -> dict[str, Any]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
-    """Returns a SentencePiece BPE."""
     vocabulary = vocabulary.spelled()
     scores = header.array("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(vocabulary.tokens):

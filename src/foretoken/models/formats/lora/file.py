@@ -68,7 +68,6 @@ class AdapterFile:
         return tensor
 
     def wrong(self, what: str) -> ModelLoadError:
-        """Returns the error for a defect of the adapter."""
         return ModelLoadError(f"the adapter in {self._folder} has {what}")
 
 

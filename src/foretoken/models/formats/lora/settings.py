@@ -68,11 +68,9 @@ class LoraSettings(Schema):
     init_lora_weights: bool | str | None = True
 
     def rank(self, module: str) -> int:
-        """Returns the rank of a module."""
         return _of_pattern(self.rank_pattern or {}, module, self.r)
 
     def scale(self, module: str) -> float:
-        """Returns the factor of a module's product."""
         rank, alpha = self.rank(module), _of_pattern(self.alpha_pattern or {}, module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -81,7 +79,6 @@ class LoraSettings(Schema):
         return {module for module in modules if self._is_target(module)}
 
     def names_parameter(self, parameter: str) -> bool:
-        """Returns whether ``target_parameters`` names a parameter."""
         return _named(self.target_parameters or [], parameter)
 
     @property

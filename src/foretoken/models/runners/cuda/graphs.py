@@ -72,7 +72,6 @@ class Inputs:
     steps: Tensor | None = None
 
     def to(self, device: torch.device) -> Inputs:
-        """Returns the inputs on ``device``."""
         return Inputs(self.table.to(device), self.features, None if self.steps is None else self.steps.to(device))
 
     def idle(self, device: torch.device) -> Inputs:

@@ -27,21 +27,18 @@ def kernels() -> Any:
 
 
 def attention_kernels() -> Any:
-    """Returns the module of the attention's kernels."""
     from foretoken.models.runners.triton_kernels import attention
 
     return attention
 
 
 def expert_kernels() -> Any:
-    """Returns the module of the experts' kernels."""
     from foretoken.models.runners.triton_kernels import experts
 
     return experts
 
 
 def recurrent_kernels() -> Any:
-    """Returns the module of the recurrent layers' kernels."""
     from foretoken.models.runners.triton_kernels import recurrent
 
     return recurrent

@@ -23,7 +23,6 @@ OWN, ZEROS = tl.constexpr(-1), tl.constexpr(-2)  # as in ``replay``
 
 @triton.jit
 def _log(logs, log_rows, sequence, layer, INPUTS: tl.constexpr):
-    """Returns the log of a sequence in a layer."""
     start = layer * tl.load(log_rows + sequence) * INPUTS
     return tl.load(logs + sequence).to(tl.pointer_type(tl.float32)) + start
 
