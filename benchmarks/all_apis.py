@@ -147,7 +147,7 @@ class Traffic:
             assert (await self.client.delete(f"/v1/responses/{name}")).json()["deleted"]
 
     async def small(self) -> None:
-        """What needs no text."""
+        """Requests that generate no text."""
         await self.client.get("/v1/models")
         tokens = (await self.client.post("/tokenize", json={"prompt": self.rng.choice(FUNCTIONS)})).json()["tokens"]
         assert (await self.client.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
@@ -229,7 +229,7 @@ async def run(traffic: Traffic, process: int, minutes: float, concurrency: int, 
 
 
 async def drained(client: httpx.AsyncClient) -> str:
-    """Returns what is left in the server when nothing is asked of it any more; empty if it is idle and well."""
+    """Returns a description of sequences that still run, or of bad health; empty if the server is idle and well."""
     for _ in range(1200):
         await asyncio.sleep(0.1)
         state = (await client.get("/v1/speculation")).json()

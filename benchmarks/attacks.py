@@ -39,7 +39,7 @@ from servers import Answer, ask, serving, talking
 HEALTH_SECONDS, SLOWER, GROWTH = 0.25, 2.0, 0.05
 PROBE = 0.01  # seconds between two requests for /health
 PAUSE = 0.5  # seconds between two sends, and after the last one
-MIN_CHUNKS, PATIENCE = 10, 60.0  # a period lasts until so many chunks arrived, at most for so many seconds more
+MIN_CHUNKS, PATIENCE = 10, 60.0  # chunks until which a period lasts, and the most seconds that it waits for them
 SERVER = ("--max-model-len", "4096", "--kv-cache-memory-bytes", "128MiB")
 WARM: tuple[dict[str, Any], ...] = (
     {"guided_choice": ["a", "b"]},

@@ -2,8 +2,8 @@
 
     python benchmarks/deciding.py --output deciding.json
 
-Two proposers for the bundled target: its draft model, which pays off, and the target itself, which never does, so that
-nothing is drafted. Each batch of requests runs to its end; the first repeat is not counted.
+Two proposers for the bundled target: its draft model, which is profitable, and the target itself, which never is, so
+that nothing is drafted. Each batch of requests runs to its end; the first repeat is not counted.
 """
 
 from __future__ import annotations

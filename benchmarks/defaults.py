@@ -1,4 +1,4 @@
-"""The default beside configurations chosen by hand, in turns of a few steps, so that a slow minute hits all alike.
+"""The default beside configurations chosen by hand, in turns of a few steps, so that a slow minute slows all of them.
 
     python benchmarks/defaults.py --prompts humaneval.jsonl --temperature 0 --temperature 1
     python benchmarks/defaults.py --batch 8 --count 8

@@ -2,7 +2,7 @@
 
 Tokens per second from the prompt to the last token, the encoder's pass included. Every system generates as many tokens
 as the expected output has, so that none is faster by ending early. Only ours has batches of 8: transformers drafts for
-one sequence. Beside them, passes of the decoder alone and their floor: the same matrix products and nothing else.
+one sequence. Beside them, passes of the decoder alone and their lower bound: the same matrix products alone.
 """
 
 from __future__ import annotations

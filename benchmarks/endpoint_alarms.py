@@ -1,4 +1,4 @@
-"""How often does the audit of a server fail one that decodes plainly? Twenty audits of a server without speculation.
+"""False alarms of the audit of a server: twenty audits of a server without speculation.
 
     python benchmarks/endpoint_alarms.py --engine foretoken --output alarms.json
     python benchmarks/endpoint_alarms.py --engine vllm --minutes 3 --output alarms_vllm.json  # goes on when repeated

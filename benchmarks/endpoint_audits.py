@@ -1,4 +1,4 @@
-"""What does the audit find in servers and engines of others, each with a draft model beside the same without it?
+"""Audits of servers and engines of others, each with a draft model beside the same without it.
 
     python benchmarks/endpoint_audits.py --engine foretoken --engine llamacpp --output audits.json
     python benchmarks/endpoint_audits.py --engine vllm --engine "vllm in process" --engine openvino

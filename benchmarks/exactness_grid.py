@@ -114,7 +114,7 @@ def named(config: Config, heads: bool = False) -> Config:
 
     Args:
         config: a speculative_config.
-        heads: whether methods with heads are told the folder of the bundled ones, because the target is not the
+        heads: whether methods with heads get the folder of the bundled ones, because the target is not the
             bundled folder itself.
     """
     result = {

@@ -1,9 +1,9 @@
-"""How long one decode step of each dense family takes on our runtime and through transformers.
+"""Time of one decode step of each dense family on our runtime and through transformers.
 
     python benchmarks/family_speed.py [family ...]
 
 Every family of the table is built with random weights at about 0.3 billion parameters, in bfloat16, saved, and loaded
-twice: by the compiled runtime, as ``LLM`` loads it (weights in 12 bits where that pays), and by the wrapper around
+twice: by the compiled runtime, as ``LLM`` loads it (weights in 12 bits where that is faster), and by the wrapper around
 transformers' module. Steps of one row after 64 tokens alternate between the two; medians are printed as a Markdown
 table. Families that the wrapper refuses have no time for it.
 """

@@ -1,4 +1,4 @@
-"""What a start costs: seconds to load and to the first token, and memory, with packed weights made anew and from disk.
+"""Cost of a start: seconds to load and to the first token, and memory, with packed weights made anew and from disk.
 
     python benchmarks/loading.py --model llama-3b-q4_0.gguf --draft-model DRAFT
 

@@ -113,7 +113,7 @@ def copied_source() -> Iterator[Path]:
 
 
 def first_failure(tests: Sequence[str], source: Path) -> str | None:
-    """Returns the first of ``tests`` that fails with the package in ``source``, None where all pass."""
+    """Returns the first of ``tests`` that fails with the package in ``source``, None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-q", "-p", "no:cacheprovider", *tests]
     own = {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     # Loading every installed plugin takes longer than most of the tests; the options of pyproject.toml need xdist.

@@ -1,4 +1,4 @@
-"""How far is a plan of ``foretoken plan --endpoint`` from the server's speed at other draft lengths and concurrencies?
+"""Error of ``foretoken plan --endpoint`` at draft lengths and concurrencies that the plan did not measure.
 
     python benchmarks/plan_endpoint.py --engine vllm --output plan_vllm.json
     python benchmarks/plan_endpoint.py --engine llamacpp --output plan_llamacpp.json
@@ -6,7 +6,7 @@
 
 The plan is made at two draft lengths and a few concurrencies. Then the server runs at other draft lengths and
 concurrencies beside plain decoding, and the measured speedups are compared with those of the plan. The prompts are the
-same, so that the prediction is judged and not the difference between two samples of texts, which is several percent for
+same, so that the prediction is tested and not the difference between two samples of texts, which is several percent for
 so few; ``--unseen`` takes others. A server that can choose the draft length for a request is measured as it is; others
 are started once for each length, and what the longer draft length alone predicts is compared as well.
 """
@@ -61,7 +61,7 @@ class ComparedSpeed:
 
 @dataclass(frozen=True)
 class PlanRun:
-    """What every plan of one engine shares. points: the seconds and tokens of passes that each run measured."""
+    """Settings that all plans of one engine share. points: the seconds and tokens of passes that each run measured."""
 
     prompts: Sequence[str]
     compared: Sequence[str]
@@ -115,7 +115,7 @@ class PlanRun:
 
 
 def compared(plan: EndpointPlan, basis: str, measured: dict[tuple[int, int], float]) -> list[ComparedSpeed]:
-    """Returns what the plan predicted beside what was measured."""
+    """Returns the speedups of the plan beside the measured ones."""
     if plan.predictor is None:
         return []
     rows = {at: plan.predictor.own(*at) for at in sorted(measured)}

@@ -5,7 +5,7 @@
 
 The planner gets --count prompts, the measurement --unseen others. A measured speedup is tokens per second of decoding
 over those of plain decoding at the same time. All configurations alternate, a few tokens each, between the steps of the
-plan, so that drift of the machine's speed affects all equally. Steps that hold a prompt are left out. Finished requests
+plan, so that drift of the machine's speed affects all equally. Steps that hold a prompt are skipped. Finished requests
 are replaced by waiting ones, so that batches stay full. Errors are relative to the measured speedup. Default: the
 bundled target widened to 0.7b with its heads.
 """

@@ -1,4 +1,4 @@
-"""What a scheme costs in accuracy: held-out loss and total variation from bfloat16, on the runtime itself.
+"""Accuracy of each scheme: held-out loss and total variation from bfloat16, on the runtime itself.
 
     python benchmarks/quantization.py --output quantization.json
 
@@ -46,7 +46,7 @@ FILES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "Q3_K_M")
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One way to store the model; bytes are None where nothing was written."""
+    """One way to store the model; bytes are None if nothing was written."""
 
     scheme: str
     rounding: str
@@ -74,7 +74,7 @@ def distance(model: Model, windows: torch.Tensor, exact: list[torch.Tensor]) -> 
 
 
 def calibration_text(corpus: Corpus, characters: int) -> str:
-    """Returns the beginnings of training files, all together of so many characters."""
+    """Returns the beginnings of training files, ``characters`` in total."""
     return "\n".join(text[:4000] for text in corpus.train)[:characters]
 
 

@@ -131,7 +131,7 @@ def configured(config: Config, draft: Path) -> Config:
 
 
 def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, Any]:
-    """Returns random sampling parameters for one request; each is left out about half of the time."""
+    """Returns random sampling parameters for one request; each is omitted about half of the time."""
 
     def some(options: Sequence[Any], chance: float = 0.3) -> Any:
         return rng.choice(options) if rng.random() < chance else None

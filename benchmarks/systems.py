@@ -1,4 +1,4 @@
-"""Systems that decode the same requests in turns of a few steps, so that drift of the machine affects all alike.
+"""Systems that decode the same requests in turns of a few steps, so that drift of the machine affects all equally.
 
 A stream of requests has three parts, which alternate. completion: functions to complete freely. editing: a function,
 then the same function with a rename and a fix, with the original as the client's prediction. repetition: one pattern
@@ -128,7 +128,7 @@ def fixed_engine(builder: Builder, config: Mapping[str, Any], depth: int | None 
 class Task:
     """One request, in token ids.
 
-    output: the text that is forced; None where the target generates freely at ``temperature``.
+    output: the text that is forced; None if the target generates freely at ``temperature``.
     beside: prompts that are completed in the same batch, each with as many tokens.
     """
 

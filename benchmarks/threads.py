@@ -94,7 +94,7 @@ def busy_program() -> Iterator[None]:
 
 @contextmanager
 def quota_of_one() -> Iterator[Path | None]:
-    """A control group with a quota of one processor; None where it cannot be made."""
+    """A control group with a quota of one processor; None if it cannot be made."""
     group = GROUPS / f"foretoken-{os.getpid()}"
     try:
         group.mkdir()

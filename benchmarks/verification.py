@@ -43,22 +43,22 @@ SEEDS = 64  # texts that are verified in turn
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of request. drawn: whether draft tokens are sampled, so that their distribution travels with them."""
+    """One kind of request. sampled: whether draft tokens are sampled, so that their distribution travels with them."""
 
     law: str
     grade: Exactness = Exactness.DISTRIBUTION
-    drawn: bool = False
+    sampled: bool = False
 
     @property
     def rule(self) -> str:
         if self.grade is Exactness.TRAJECTORY:
             return "coupled"
-        return "block" if self.drawn else "walk"
+        return "block" if self.sampled else "walk"
 
 
 CASES = (
     Case("greedy"),
-    *(Case(law, drawn=drawn) for law in list(LAWS)[1:] for drawn in (True, False)),
+    *(Case(law, sampled=sampled) for law in list(LAWS)[1:] for sampled in (True, False)),
     *(Case(law, Exactness.TRAJECTORY) for law in list(LAWS)[1:]),
 )
 
@@ -93,7 +93,7 @@ def made_logits(rows: int, vocabulary: int, slope: float, generator: torch.Gener
 
 
 def draft_step(context: Context, law: SamplingLaw, logits: Tensor, index: int) -> tuple[int, Tensor | None]:
-    """Returns one token as a draft model draws it, and the distribution it was drawn from (None if it is an argmax)."""
+    """Returns one token as a draft model samples it, and its distribution (None if it is an argmax)."""
     rows = NodeDistributions(law, logits, lambda row: context.history())
     certain = rows.certain(0)
     if certain is not None:
@@ -107,10 +107,10 @@ def draft_step(context: Context, law: SamplingLaw, logits: Tensor, index: int) -
 def new_input(case: Case, logits: Tensor, near: Tensor, seed: int) -> VerificationInput:
     """Drafts a chain after a short text. A fixed candidate is the draft's argmax, or its draw from the shared noise."""
     context = Context(seed, [1, 2, 3], 3, LAWS[case.law], Streams(seed), case.grade)
-    law = LAWS[case.law] if case.drawn or case.grade is Exactness.TRAJECTORY else LAWS["greedy"]
+    law = LAWS[case.law] if case.sampled or case.grade is Exactness.TRAJECTORY else LAWS["greedy"]
     steps = [draft_step(context, law, near[i : i + 1], i) for i in range(len(near) - 1)]
     rows = [row for _, row in steps if row is not None]
-    made_by = Sampled(torch.stack(rows)) if case.drawn and rows else PointMass()
+    made_by = Sampled(torch.stack(rows)) if case.sampled and rows else PointMass()
     return VerificationInput(context, Draft.chain([token for token, _ in steps], made_by), logits)
 
 

@@ -7,7 +7,7 @@ The bundled heads, or those that are named, are converted with `foretoken conver
 build (`make peers`) with the bundled target. Compared are tokens per pass of the target on the same prompts. Greedy
 texts in bf16 diverge after some tokens, so the figures differ slightly. Block drafters draft their whole block, which
 vLLM would compute shorter otherwise. vLLM runs DSpark's kernels on CPUs in Triton's interpreter, a second a pass. Our
-MTP layers load in vLLM only beside a Qwen3.5 target, so they are left out.
+MTP layers load in vLLM only beside a Qwen3.5 target, so they are skipped.
 """
 
 from __future__ import annotations

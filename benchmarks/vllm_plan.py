@@ -1,4 +1,4 @@
-"""How far are predictions of `foretoken plan --engine vllm` from vLLM's speed on prompts that the plan has not seen?
+"""Error of `foretoken plan --engine vllm` on prompts that the plan has not seen.
 
     python benchmarks/vllm_plan.py --output vllm_plan.json
     python benchmarks/vllm_plan.py --prompts humaneval.jsonl --count 82

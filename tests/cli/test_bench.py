@@ -166,7 +166,7 @@ def test_costs_are_tabled_beside_their_floor(run, tiny_pair):
     small = ("--rows", "1,2", "--context", "16,32", "--turns", "2")
     result = run("bench", "costs", *models, *small, "--parts", "passes,transformers,startup")
     assert result.code == 0, result.err
-    for word in ("x floor", "transformers ms", "start to first token", "processor"):
+    for word in ("x limit", "transformers ms", "start to first token", "processor"):
         assert word in result.out
     assert [line.split(":")[0] for line in result.err.splitlines()] == [
         "passes",

@@ -142,7 +142,7 @@ def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
         (("--generator", "wrk"), "unknown --generator 'wrk'; known: foretoken, vllm"),
         (("--concurrency", "0"), "--concurrency must be positive integers"),
         (("--url", "http://127.0.0.1:1"), "does not answer as OpenAI's API does"),
-        (("--url", "http://x", "--server-options", "-h"), "leave out --url"),
+        (("--url", "http://x", "--server-options", "-h"), "omit --url"),
         (("--server-options", "--model /no/such"), "the server did not start: foretoken: error:"),
     ],
 )

@@ -14,7 +14,7 @@ def test_a_table_and_a_sentence(run, tmp_path):
     file = tmp_path / "found.json"
     result = run(*SHORT, "--target-ms", "30", "--draft-ms", "5", "--lookahead", "5", "--output", str(file))
     assert result.code == 0, result.err
-    for words in ("plain", "si", "dsi", "pearl", "dsd", "over plain", "Pipelining pays here"):
+    for words in ("plain", "si", "dsi", "pearl", "dsd", "over plain", "Pipelining is profitable here"):
         assert words in result.out
     record = json.loads(file.read_text())
     assert record["pays"] and record["sweep"] is None and record["setting"]["verifiers"] == 2
@@ -58,7 +58,7 @@ def test_a_sweep_says_where_pipelining_pays_and_draws_it(run, tmp_path):
         str(files[1]),
     )
     assert result.code == 0, result.err
-    assert "Pipelining pays from 0 to" in result.out and "of 0 to 200 tried" in result.out
+    assert "Pipelining is profitable from 0 to" in result.out and "of 0 to 200 tried" in result.out
     record = json.loads(files[0].read_text())
     assert record["sweep"]["values"] == [0.0, 0.1, 0.2]
     page = files[1].read_text()
@@ -70,7 +70,7 @@ def test_every_value_that_can_be_swept(run, tmp_path):
         file = tmp_path / f"{by}.html"
         result = run(*SHORT, "--sweep", by, "--values", values, "--html", str(file))
         assert result.code == 0, result.err
-        assert "Pipelining pays" in result.out and "<svg" in file.read_text()
+        assert "Pipelining is profitable" in result.out and "<svg" in file.read_text()
     assert run(*SHORT, "--acceptance", "0.9", "--acceptance", "0.5", "--html", str(tmp_path / "plain.html")).code == 0
 
 

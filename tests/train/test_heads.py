@@ -100,7 +100,7 @@ def test_windows_that_are_too_short_are_refused_before_any_text_is_made(
 @pytest.mark.slow
 def test_the_formats_are_those_that_proposers_read(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     for role in SETTINGS:
-        train(role, tmp_path / role, target, corpus, lessons=tmp_path / "lessons")
+        train(role, tmp_path / role, target, corpus, dataset=tmp_path / "lessons")
     eagle = read_eagle(tmp_path / "eagle3")
     assert (eagle.version, eagle.taps, eagle.exact, eagle.draft_vocab) == (3, (2, 2, 1), True, 100)
     assert len(eagle.ids().unique()) == 100
@@ -259,13 +259,13 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(
 
     monkeypatch.setattr(heads, "head_loss", counted)
     config, data = replace(CONFIG, steps=30), replace(DATA, acceptance_share=0.0)
-    train("eagle3", tmp_path / "a", target, corpus, config, data=data, lessons=tmp_path / "lessons")
+    train("eagle3", tmp_path / "a", target, corpus, config, data=data, dataset=tmp_path / "lessons")
     assert torch.stack(values[-4:]).mean() < 0.9 * torch.stack(values[:4]).mean()
 
     with pytest.raises(KeyboardInterrupt):
-        train("eagle3", tmp_path / "b", target, corpus, config, data=data, lessons=tmp_path / "lessons")
+        train("eagle3", tmp_path / "b", target, corpus, config, data=data, dataset=tmp_path / "lessons")
     assert (tmp_path / "b.checkpoint").exists()
-    train("eagle3", tmp_path / "b", target, corpus, config, data=data, lessons=tmp_path / "lessons", resume=True)
+    train("eagle3", tmp_path / "b", target, corpus, config, data=data, dataset=tmp_path / "lessons", resume=True)
     whole, resumed = (load_file(tmp_path / n / "model.safetensors") for n in "ab")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -354,9 +354,9 @@ def test_settings_of_the_data_out_of_range_are_refused(wrong: dict[str, float]) 
 
 @pytest.mark.slow
 def test_text_of_another_seed_is_refused(target: Path, corpus: Corpus, tmp_path: Path) -> None:
-    train("medusa", tmp_path / "m", target, corpus, lessons=tmp_path / "lessons")
+    train("medusa", tmp_path / "m", target, corpus, dataset=tmp_path / "lessons")
     with pytest.raises(InvalidRequest, match="choose another folder"):
-        train("medusa", tmp_path / "n", target, corpus, replace(CONFIG, seed=1), lessons=tmp_path / "lessons")
+        train("medusa", tmp_path / "n", target, corpus, replace(CONFIG, seed=1), dataset=tmp_path / "lessons")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["lessons", "m"]
 
 

@@ -69,7 +69,7 @@ def find_error(work: AuditTask, error: str, subject: Audited, max_tokens: int) -
 
 
 def plant_of(error: str, tally: TokenTally, level: float) -> Plant:
-    """Returns what the tests, together at ``level``, found of an error in sampled tokens."""
+    """Returns whether the tests, together at ``level``, found an error in sampled tokens, and their power."""
     statistics, level = leveled(tally, level)
     significant = tuple(one for one in statistics if one.p_value < level)
     return Plant(

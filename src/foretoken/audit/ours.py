@@ -42,7 +42,7 @@ class Foretoken:
         depth: Configured number of draft tokens, for steps in which the engine's controller is bypassed.
         ends: End-of-sequence token ids.
         facts: Description for the report.
-        float32: Loads the same engine in float32, None where that is impossible.
+        float32: Loads the same engine in float32, None if that is impossible.
         start: First decoder tokens of an encoder-decoder, whose encoder receives the prompts.
         method: Name of the proposer that drafts, where the engine has several.
     """
@@ -124,7 +124,7 @@ class Foretoken:
         return (self._start, prompt) if self._start else (prompt, ())
 
     def _text(self, context: Context, steps: Sequence[StepOutput], rows: list[Tensor] | None) -> AuditedCompletion:
-        """Builds the completion. ``q`` is left out where drafting and verification share random numbers."""
+        """Builds the completion. ``q`` is None if drafting and verification share random numbers."""
         known = context.exactness is Exactness.DISTRIBUTION
         audited = tuple(
             AuditStep(

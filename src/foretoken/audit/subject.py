@@ -16,7 +16,7 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class CompletionSettings:
-    """How to complete prompts.
+    """Settings of completions.
 
     Attributes:
         law: The sampling parameters.
@@ -47,7 +47,7 @@ class AuditStep:
         position: Tokens generated before the step.
         drafted: Depth of the draft.
         whole: Whether a path of that depth was accepted.
-        q: [V], the distribution of the first draft token (one-hot for a fixed candidate). None where it is unknown or
+        q: [V], the distribution of the first draft token (one-hot for a fixed candidate). None if it is unknown or
             where drafting and verification shared random numbers.
     """
 
@@ -74,7 +74,7 @@ class Audited(Protocol):
         batch: Number of sequences that it can complete at once.
         seeded: Whether it has the trajectory grade: one text per seed.
         open: Whether its decode steps are visible.
-        depth: Draft tokens per step to request, None where that cannot be requested.
+        depth: Draft tokens per step to request, None if that cannot be requested.
         ends: End-of-sequence token ids.
     """
 
@@ -87,7 +87,7 @@ class Audited(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What is audited, for the report."""
+        """The audited engine and models, for the report."""
         ...
 
     @property
@@ -116,9 +116,9 @@ class Audited(Protocol):
         ...
 
     def self_drafting(self) -> Audited | None:
-        """Returns the subject with its target as its own draft, None where that is impossible."""
+        """Returns the subject with its target as its own draft, None if that is impossible."""
         ...
 
     def in_float32(self) -> Audited | None:
-        """Returns the subject in float32, None where it is already or where that is impossible."""
+        """Returns the subject in float32, None if it is already or if that is impossible."""
         ...

@@ -1,4 +1,4 @@
-"""Timing of tasks in one run, interleaved so that drift of the machine affects all alike, and of single methods."""
+"""Timing of tasks in one run, interleaved so that drift of the machine affects all equally, and of single methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost of a forward pass by rows and context, compared with its memory-bound floor and with transformers."""
+"""Cost of a forward pass by rows and context, compared with its memory bandwidth limit and with transformers."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def chain(rows: int) -> Draft:
 
 
 def _bare(loaded: Loaded) -> list[Callable[[int], float | None]]:
-    """Returns the available bare products: the compiled runner's and oneDNN's. The faster is the floor."""
+    """Returns the available bare products, the compiled runner's and oneDNN's, of which the faster bounds a pass."""
     own = getattr(getattr(loaded.model, "runner", None), "floor", None)
     products: list[Callable[[int], float | None]] = [] if own is None else [own]
     if loaded.model.device.type == "cpu" and not loaded.quantization and not loaded.model.has_experts:

@@ -38,7 +38,7 @@ class Pairing:
     weights: str = "bf16"
 
     def setup(self, peer: Peer, method: str) -> Setup:
-        """Returns what a process of ``peer`` loads for ``method``."""
+        """Returns the setup of a process of ``peer`` for ``method``."""
         return Setup(
             system=peer.name,
             method=method,
@@ -84,7 +84,7 @@ def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
 def peers(
     pairing: Pairing, configs: Sequence[Config], candidates: Sequence[Peer], say: Callable[[str], None]
 ) -> list[Entrant]:
-    """Returns each peer, plain and with the methods that it shares. ``say`` receives the reason why one is left out."""
+    """Returns each peer, plain and with the methods that it shares. ``say`` receives the reason why one is skipped."""
     entrants: list[Entrant] = []
     depths: dict[str, tuple[int, ...]] = {}
     for config in configs:  # a peer has one way to use a method, so it races at the first configuration's depths

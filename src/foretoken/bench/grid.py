@@ -52,7 +52,7 @@ class GridCell:
 
     @property
     def name(self) -> str:
-        """What a reader calls it."""
+        """Its display name."""
         return f"{self.prompts}, T={self.temperature:g}, {self.quantization or 'bf16'}, batch {self.batch}"
 
     def has(self, parts: str) -> bool:
@@ -73,7 +73,7 @@ CELLS: tuple[GridCell, ...] = (
 
 @dataclass(frozen=True)
 class GridTask:
-    """What every cell runs.
+    """Work of every cell.
 
     Attributes:
         count: Prompts of a batch of one; larger batches run one batch of that size.
@@ -197,7 +197,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Summary:
-    """The fastest of each kind in one cell, None where nothing ran.
+    """The fastest of each kind in one cell, None if nothing ran.
 
     Attributes:
         default: Ours without a choice.

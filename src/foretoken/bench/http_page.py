@@ -30,7 +30,7 @@ def load_table(results: Sequence[LoadResult]) -> Table:
 
 
 def speedup_lines(results: Sequence[LoadResult]) -> list[str]:
-    """Returns what a shared beginning gained, in words."""
+    """Returns sentences on the speedup of a shared beginning."""
     return [
         f"agents on one beginning, {concurrency} at once: first token {ratio:.1f}x sooner than cold"
         for concurrency, ratio in prefix_speedups(list(results)).items()

@@ -18,7 +18,7 @@ _COLD = 2  # beginnings that are sent one by one, each of which takes the whole 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is sent.
+    """Numbers of requests and tokens to send.
 
     Attributes:
         concurrencies: Requests at once, one run for each.
@@ -78,7 +78,7 @@ def own(text: str) -> str:
 
 
 def task(number: int) -> str:
-    """Returns what an agent adds to the common beginning."""
+    """Returns the text that an agent adds to the common beginning."""
     return f"\n\n\n# agent {number}\n{FUNCTIONS[number % len(FUNCTIONS)]}"
 
 

@@ -75,7 +75,7 @@ def label(row: RaceRow) -> str:
 
 
 def weights(row: RaceRow) -> str:
-    """Returns how the row's system stores the target, in parentheses, if not as the race names it."""
+    """Returns the row's own weight format in parentheses, if the race names it otherwise."""
     return "" if row.weights.lower() == row.quantization.lower() else f" ({row.weights})"
 
 

@@ -1,4 +1,4 @@
-"""The race: all systems take turns in rotating order, so that drift of the machine affects all of them alike."""
+"""The race: all systems take turns in rotating order, so that drift of the machine affects all of them equally."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def with_sampling_bias(
 ) -> list[RaceRow]:
     """Adds the sampling bias to the rows that sampled, plain and at their best depth.
 
-    Systems that quantize to four bits in their own way have another target, and are left out. ``load`` returns ours.
+    Systems that quantize to four bits in their own way have another target, and are skipped. ``load`` returns ours.
     """
     groups = {task.temperature: task.groups for task in tasks}
     weights = {row.weights.lower() for row in rows if row.system == OURS.name}

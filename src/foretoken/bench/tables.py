@@ -41,7 +41,7 @@ def passes(costs: Sequence[PassCost]) -> Table:
     """Returns a table with one line per context and row count."""
     first = {cost.context: cost.seconds.median for cost in reversed(costs)}
     return figures(
-        ("context", "rows", "ms", "spread", "x first", "floor ms", "x floor", "x floor and KV", "KV MB"),
+        ("context", "rows", "ms", "spread", "x first", "limit ms", "x limit", "x limit and KV", "KV MB"),
         [
             (
                 *(cost.context, cost.rows, ms(cost.seconds.median), _spread(cost.seconds)),

@@ -44,7 +44,7 @@ class Implementation(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReportOptions(ReportOptions):
-    """Where the verdicts go."""
+    """Destinations of the verdicts."""
 
     color: Annotated[ColorMode, typer.Option(help="Colours of the verdicts.")] = ColorMode.AUTO
 

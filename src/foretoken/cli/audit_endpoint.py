@@ -51,7 +51,7 @@ def audit_server(
     """Audits a server, after its costs were shown. Raises InvalidRequest and ForetokenError."""
     arguments = options.pair.arguments()
     if models.draft_model is not None or models.speculative_config is not None:
-        raise InvalidRequest("the endpoint chooses its own draft; leave out --draft-model and --speculative-config")
+        raise InvalidRequest("the endpoint chooses its own draft; omit --draft-model and --speculative-config")
     tokens, seconds = budget(compared.budget)
     if models.model is None:
         raise InvalidRequest("--endpoint needs --model, the model's name on that server")

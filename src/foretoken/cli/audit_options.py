@@ -37,7 +37,7 @@ class AuditOptions:
 
 
 def costs(plan: Mapping[str, Any]) -> str:
-    """Returns what an audit will cost and find, in one line."""
+    """Returns the cost and the power of an audit in one line."""
     sent = plan["sent"]
     return (
         f"about {plan['requests']:,} requests, {plan['prompt_tokens']:,} prompt tokens and {plan['tokens']:,} "

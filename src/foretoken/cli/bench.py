@@ -47,7 +47,7 @@ class PairOptions(BenchmarkModels):
 
 @dataclass(frozen=True, kw_only=True)
 class RaceOptions:
-    """What is raced."""
+    """Prompts and settings of a race."""
 
     prompts: Annotated[
         str | None, typer.Option(help='JSON lines with a "prompt" each, or the word ragged. [our own functions]')

@@ -1,4 +1,4 @@
-"""What the commands of ``foretoken bench`` share: the peers, and the pair of models."""
+"""Options that the commands of ``foretoken bench`` share: the peers, and the pair of models."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What is asked of the server, and how often."""
+    """Requests to send, and their number."""
 
     workloads: Annotated[str, typer.Option(help="Comma-separated: short, long, shared, agents.")] = (
         "short,long,shared,agents"
@@ -87,7 +87,7 @@ def bench_serve(
     from foretoken.bench.setting import setting
 
     if url is not None and server_options:
-        raise InvalidRequest("--server-options are for a server that is started; leave out --url or them")
+        raise InvalidRequest("--server-options are for a server that is started; omit --url or them")
     load.check()
     chosen, plan = _chosen(load.workloads), load.plan()
     notes, results = wide_console(report.color, stderr=True), []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOptions:
-    """What every cell runs."""
+    """Work of every cell."""
 
     fixed: Annotated[
         list[str] | None,

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """What answers are wanted."""
+    """Sampling parameters of the answers."""
 
     method: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME|JSON", help="Another way to speculate, to be had by /method; may be repeated."),
     ] = None
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None
+    system: Annotated[str | None, typer.Option(help="System message before the conversation.")] = None
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja in the place of the tokenizer's chat template.")
     ] = None

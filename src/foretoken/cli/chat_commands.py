@@ -216,7 +216,7 @@ COMMANDS = {
     "speculative": Command("/speculative on|off|DEPTH", "draft, do not draft, or set the draft length", _speculative),
     "method": Command("/method NAME", "draft with another of the loaded methods", _method),
     "temperature": Command("/temperature T", "0 is greedy", _temperature),
-    "system": Command("/system TEXT", "what the model is told before the conversation; without text: nothing", _system),
+    "system": Command("/system TEXT", "system message before the conversation; without text: none", _system),
     "stats": Command("/stats", "settings, and figures over all answers", _stats),
     "rejected": Command("/rejected on|off", "show drafted tokens that were refused", _rejected),
     "reset": Command("/reset", "forget the conversation, not the system message", _reset),

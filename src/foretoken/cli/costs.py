@@ -39,7 +39,7 @@ def costs(
     output: Output = None,
     color: Color = ColorMode.AUTO,
 ) -> None:
-    """Time passes beside their floor and transformers' step, the parts of a step, and the way to the first token."""
+    """Time passes beside their lower bound and transformers' step, the parts of a step, and the first token."""
     from foretoken import zoo
     from foretoken.bench.setting import cores, setting
     from foretoken.core.errors import InvalidRequest

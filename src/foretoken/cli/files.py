@@ -16,7 +16,7 @@ from foretoken.core.files import atomic_file
 
 
 def standard_input(read: Callable[[], str]) -> str:
-    """Returns what ``read`` reads of standard input. Raises InvalidRequest for bytes that are not text."""
+    """Returns the text that ``read`` gets from standard input. Raises InvalidRequest for bytes that are not text."""
     try:
         text = read()
         text.encode()  # half of a surrogate pair stands for a byte that could not be decoded

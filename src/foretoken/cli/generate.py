@@ -38,7 +38,7 @@ LOGPROBS = 5  # of the most probable tokens, for the page
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """What text is wanted."""
+    """Sampling parameters of the text."""
 
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
@@ -68,7 +68,7 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRuntimeOptions(RuntimeOptions):
-    """How the models are computed."""
+    """Number formats and devices of the models."""
 
     max_model_len: MaxModelLen = None
     tensor_parallel_size: TensorParallel = 1

@@ -106,7 +106,7 @@ class PositionalModelOptions(ModelOptions, PositionalTarget):
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions:
-    """How the models are computed, by the names of the arguments of ``LLM``."""
+    """Number formats and devices of the models, by the names of the arguments of ``LLM``."""
 
     dtype: Dtype = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
@@ -117,7 +117,7 @@ class RuntimeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Where the result goes."""
+    """Destinations of the result."""
 
     as_json: Json = False
     output: Output = None

@@ -32,7 +32,7 @@ def plan(
     """Predict tokens per step and speedup of every way to speculate, and recommend one, or none.
 
     The target writes a sample after the prompts; every candidate is evaluated on it, and steps are timed here. With
-    --endpoint, of any OpenAI-compatible server, from outside; exit code 3 says that nothing can be told, and why.
+    --endpoint, of any OpenAI-compatible server, from outside; exit code 3: no plan is possible, with the reason.
     """
     if server.endpoint is not None:
         check_served(

@@ -70,8 +70,7 @@ class ServeOptions:
             return
         if models.model or models.draft_model or named.served_model_name or named.lora_modules:
             raise InvalidRequest(
-                "--model-config names the models; leave out --model, --draft-model, --served-model-name and "
-                "--lora-modules"
+                "--model-config names the models; omit --model, --draft-model, --served-model-name and --lora-modules"
             )
         if divided or self.replicas.replicas is not None:
             raise InvalidRequest("--model-config cannot be combined with --replicas or --tensor-parallel-size")

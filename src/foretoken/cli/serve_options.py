@@ -23,7 +23,7 @@ METHODS = "prediction,ngram,suffix"  # take no memory until a request asks for t
 
 @dataclass(frozen=True, kw_only=True)
 class OfferOptions:
-    """What is served beside the model."""
+    """Further models and methods."""
 
     model_config: Annotated[
         Path | None, typer.Option(help="JSON file that lists several models to serve, each with its own options.")
@@ -40,7 +40,7 @@ class OfferOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AccessOptions:
-    """Who may use the server."""
+    """API keys and their rights."""
 
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="FORETOKEN_API_KEY", help="A key that clients need; may be repeated.")
@@ -81,7 +81,7 @@ class AccessOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormatOptions:
-    """What the model is called, and how it writes and reads conversations."""
+    """Names of the model, and the formats of its conversations."""
 
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; may be repeated. [--model]")
@@ -99,7 +99,7 @@ class ChatFormatOptions:
     ] = None
 
     def names(self, model: str | None) -> tuple[str, ...]:
-        """Returns what clients call the model."""
+        """Returns the names of the model."""
         return tuple(self.served_model_name or [model or "foretoken"])
 
     def adapters(self, model: str | None) -> dict[str, str]:
@@ -184,7 +184,7 @@ class LimitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRuntimeOptions(RuntimeOptions):
-    """How the models are computed."""
+    """Number formats, devices and random numbers of the models."""
 
     weight_format: WeightFormat = "raw"
     backend: Annotated[str, typer.Option(help="auto, native or hf.")] = "auto"
@@ -198,7 +198,7 @@ class ServerRuntimeOptions(RuntimeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseOptions:
-    """What becomes of requests and answers."""
+    """Storage of responses, and strictness."""
 
     response_store: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""What ``foretoken serve`` writes to standard error: its address, warnings and log."""
+"""Standard error of ``foretoken serve``: its address, warnings and log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """What is written and sent about requests."""
+    """Logs and traces of requests."""
 
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info"
     log_format: Annotated[str, typer.Option(help=f"{' or '.join(FORMATS)}.")] = TEXT

@@ -84,7 +84,7 @@ def simulate(
 ) -> None:
     """Simulate speculation across workers: plain, sequential, distributed (DSI), parallel (PEARL), edge-cloud (DSD).
 
-    Reports the speedup of each over plain decoding, and where pipelining starts to pay.
+    Reports the speedup of each over plain decoding, and from which values on pipelining is profitable.
     """
     from foretoken.plan.simulation import simulate as workers
     from foretoken.report.simulate import page
@@ -187,14 +187,13 @@ def _whether(outcomes: Sequence[SimulationResult]) -> str:
     best = pays(outcomes)
     if best is not None:
         gain = best.over_plain / sequential_speedup(outcomes)
-        return (
-            f"Pipelining pays here: {best.strategy} is {best.over_plain:.2f}x plain, {gain:.2f}x the best that waits."
-        )
-    return "Pipelining does not pay here: nothing that overlaps drafting and verifying beats the best that waits."
+        fast = f"{best.strategy} is {best.over_plain:.2f}x plain, {gain:.2f}x the best that waits"
+        return f"Pipelining is profitable here: {fast}."
+    return "Pipelining is not profitable here: nothing that overlaps drafting and verifying beats the best that waits."
 
 
 def _where(result: Sweep) -> str:
-    """Returns a sentence with the ranges of values in which pipelining pays."""
+    """Returns a sentence with the ranges of values in which pipelining is profitable."""
     from foretoken.plan.simulation.simulate import pays
 
     scale, unit = UNITS[result.by]
@@ -207,11 +206,11 @@ def _where(result: Sweep) -> str:
             spans = [*spans[:-1], (spans[-1][0], value)] if open_ else [*spans, (value, value)]
         open_ = here
     if not spans:
-        return f"Pipelining pays nowhere from {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g}{unit}."
+        return f"Pipelining is profitable nowhere from {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g}{unit}."
     if spans == [(pairs[0][0], pairs[-1][0])]:
-        return f"Pipelining pays everywhere from {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g}{unit}."
+        return f"Pipelining is profitable everywhere from {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g}{unit}."
     named = " and ".join(f"from {low * scale:g} to {high * scale:g}" for low, high in spans)
-    return f"Pipelining pays {named}{unit}, of {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g} tried."
+    return f"Pipelining is profitable {named}{unit}, of {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g} tried."
 
 
 def _record(

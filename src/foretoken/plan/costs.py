@@ -20,7 +20,7 @@ _FORMAT = 1  # of the file; another number measures again
 
 
 def known(loaded: Loaded) -> MeasuredCosts:
-    """Returns what was kept of this checkpoint on this machine."""
+    """Returns the saved costs of this checkpoint on this machine."""
     return MeasuredCosts.load(loaded.path.name, identify(loaded))
 
 
@@ -32,7 +32,7 @@ def measured(
     turns: int = TURNS,
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> MeasuredCosts:
-    """Returns what was kept, and measures and keeps what is missing.
+    """Returns the saved costs; missing ones are measured and saved.
 
     Args:
         loaded: The checkpoint.
@@ -54,7 +54,7 @@ def measured(
 
 
 def has_room(loaded: Loaded) -> bool:
-    """Returns whether there is memory for a second copy of the weights, which the bandwidth floor may need."""
+    """Returns whether there is memory for a second copy of the weights, to measure the bandwidth limit."""
     return memory("MemAvailable") > 2 * loaded.file_bytes
 
 

@@ -1,7 +1,7 @@
 """Predictors of a request's acceptance from cheap statistics of two models, fitted on the user's data.
 
 A request is a text with both models' distributions at its tokens. Every statistic is averaged over the request.
-Acceptance is regressed on it over requests. Its error is that of predicting a request that was left out of the fit.
+Acceptance is regressed on it over requests. Its error is that of predicting a request that was not in the fit.
 """
 
 from __future__ import annotations

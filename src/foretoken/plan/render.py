@@ -79,7 +79,7 @@ def _verdict(choice: Choice) -> Text:
     text = f"best: {row.name}, {depth} tokens, {row.speedup:.2f}x decoding, {row.end_to_end:.2f}x with the prompt"
     if choice.sure:
         return Text(text, style="green")
-    return Text(f"{text}; may not pay, the interval reaches below 1", style="yellow")
+    return Text(f"{text}; may be unprofitable, the interval reaches below 1", style="yellow")
 
 
 def _predictors(plan: Plan) -> Iterator[Text]:

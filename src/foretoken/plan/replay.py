@@ -5,7 +5,7 @@ without a forward pass. For a greedy text, and for fixed candidates, the result 
 continues its text whatever is proposed, and walk verification samples y from p at each node and descends to y. The text
 consists of such samples, so the paths through fixed candidates have the probabilities of any other run.
 
-Drawn trees, and proposers that learn from the target's logits, run with the target. Chains of a draft model: see
+Sampled trees, and proposers that learn from the target's logits, run with the target. Chains of a draft model: see
 ``chains``.
 """
 

@@ -37,7 +37,7 @@ class PlanRow:
         config: The speculative_config to paste.
         temperature: Sampling temperature.
         batch: Sequences at once.
-        tokens_per_pass: Emitted tokens over target passes, prefill left out.
+        tokens_per_pass: Emitted tokens over target passes, without prefill.
         tokens_per_pass_low: Lower end of its interval.
         tokens_per_pass_high: Upper end of its interval.
         speedup: Speedup of decoding over plain decoding in the same batch.
@@ -91,7 +91,7 @@ class PlanRow:
 
 
 def vllm(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns vLLM's ``speculative_config``, None where vLLM lacks the method. A tree becomes a chain."""
+    """Returns vLLM's ``speculative_config``, None if vLLM lacks the method. A tree becomes a chain."""
     method = config["method"]
     if method not in _VLLM:
         return None
@@ -102,7 +102,7 @@ def vllm(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def transformers(config: Mapping[str, Any]) -> str | None:
-    """Returns a call of transformers' ``generate``, None where transformers lacks the method.
+    """Returns a call of transformers' ``generate``, None if transformers lacks the method.
 
     The defaults of transformers end a draft early at low confidence and adapt its length. Both are switched off.
     """

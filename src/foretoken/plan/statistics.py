@@ -55,7 +55,7 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], l
 
     Args:
         numerators: One per request, for example tokens.
-        denominators: One per request, for example steps. Requests where both are 0 are left out.
+        denominators: One per request, for example steps. Requests in which both are 0 are skipped.
         level: Confidence level.
 
     Raises:
@@ -168,7 +168,7 @@ def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[
 
 
 def _ratio(top: Reals, bottom: Reals) -> UncertainValue:
-    """R = sum y / sum x. Leaving out request i changes it by -(y_i - R x_i) / (sum x - x_i)."""
+    """R = sum y / sum x. Omitting request i changes it by -(y_i - R x_i) / (sum x - x_i)."""
     estimate = float(top.sum() / bottom.sum())
     others = bottom.sum() - bottom
     if len(top) < 2 or not others.min() > 0.0:
@@ -177,13 +177,13 @@ def _ratio(top: Reals, bottom: Reals) -> UncertainValue:
 
 
 def _jackknife(shifts: Reals) -> float:
-    """Returns the standard error from the changes of the estimate when each request is left out."""
+    """Returns the standard error from the changes of the estimate when each request is omitted."""
     count = len(shifts)
     return float(np.sqrt((count - 1) / count * np.square(shifts).sum()))
 
 
 def _freedom(sizes: Reals) -> float:
-    """Returns the degrees of freedom of the jackknife variance v, 2 E[v]^2 / Var[v], if requests' ratios vary alike.
+    """Returns the degrees of freedom of the jackknife variance v, 2 E[v]^2 / Var[v], for ratios of one variance.
 
     With shares w, v is a quadratic form r' M' D M r in the ratios r, with M = I - 1 w' and D the diagonal of
     (w / (1 - w))^2. Its degrees of freedom are tr(D M M')^2 / tr((D M M')^2).
@@ -200,7 +200,7 @@ def _relative(spread: UncertainValue) -> UncertainValue:
 
 
 def _paired(a: Reals, b: Reals, c: Reals, d: Reals) -> UncertainValue:
-    """Returns log (sum a / sum b) / (sum c / sum d). The jackknife leaves out a request on both sides."""
+    """Returns log (sum a / sum b) / (sum c / sum d). The jackknife omits a request on both sides."""
     used = (a != 0.0) | (b != 0.0) | (c != 0.0) | (d != 0.0)
     columns = [column[used] for column in (a, b, c, d)]
     estimate = _log_ratio(*(column.sum() for column in columns))

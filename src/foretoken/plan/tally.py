@@ -67,7 +67,7 @@ class AcceptanceEstimate:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Emitted tokens over target passes, prefill left out. 1 where there are no steps."""
+        """Emitted tokens over target passes, without prefill. 1 if there are no steps."""
         return sum(self.tokens) / sum(self.steps) if self.steps else 1.0
 
     @property

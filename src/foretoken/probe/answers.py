@@ -72,7 +72,7 @@ def summed(counts: Iterable[DraftCounts | None]) -> DraftCounts | None:
 
 @dataclass(frozen=True, slots=True)
 class ServerCounters:
-    """Counters of a Prometheus page since the server started, None where the page has none."""
+    """Counters of a Prometheus page since the server started, None if the page has none."""
 
     speculation: DraftCounts | None = None
     generated: float | None = None  # tokens of all requests

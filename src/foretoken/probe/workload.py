@@ -307,7 +307,7 @@ class Measurement:
         for concurrency in self.measured:
             cells = [self.waves.get((side.depth, concurrency), []) for side in self.sides]
             if any(sum(bool(wave.streams) for wave in waves) < 2 for waves in cells):
-                why = "the server does not decode so many at once, or texts are too short; see --max-tokens"
+                why = "the server does not decode all of them at once, or texts are too short; see --max-tokens"
                 self._drop(concurrency, why)
         if not self.waves:
             raise CannotTellError("; ".join(self.notes) or "nothing was measured", later=True)

@@ -119,7 +119,7 @@ def _by(key: str | None) -> str:
 
 
 class SpeculationChange(Body):
-    """Body of PATCH and POST /v1/speculation. Fields that are left out keep their value.
+    """Body of PATCH and POST /v1/speculation. Omitted fields keep their value.
 
     Args:
         enabled: Whether drafts are made. Holds at once, for all requests.

@@ -159,7 +159,7 @@ class CompletionWriter(ChoicesWriter):
             tokens: The tokens of ``text``.
             logprobs: An entry for each token, or None.
             last: The last of its pieces.
-            first: The first of its pieces; None where ``last`` has the whole output.
+            first: The first of its pieces; None if ``last`` has the whole output.
         """
         if not self._shown:
             text, tokens, logprobs = "", (), ()

@@ -188,7 +188,7 @@ def _editing(file: Path, missing_ok: bool = False) -> Iterator[list[KeyRecord]]:
 
 
 def _write(file: Path, records: Sequence[KeyRecord]) -> None:
-    """Writes the records. Values of None are left out."""
+    """Writes the records. Values of None are omitted."""
     entries = [{name: value for name, value in asdict(record).items() if value is not None} for record in records]
     file = file.resolve()  # a link stays one
     try:

@@ -205,7 +205,7 @@ def identified(scope: Scope) -> dict[str, Any]:
 
 
 def key_of(scope: Scope) -> str | None:
-    """Returns the digest of the request's API key; None where the server asks for none."""
+    """Returns the digest of the request's API key; None if the server asks for none."""
     key: str | None = scope.get("state", {}).get(_KEY)
     return key
 

@@ -86,7 +86,7 @@ class ThinkingBlock(Loose):
 
 
 class RedactedThinkingBlock(Loose):
-    """Reasoning that only Anthropic can read. It is left out."""
+    """Reasoning that only Anthropic can read. It is omitted."""
 
     type: Literal["redacted_thinking"]
 

@@ -41,7 +41,7 @@ _REMEMBERED = 65_536  # sequences whose last step is remembered; aborted ones ar
 class SpeculationRecord:
     """Statistics of one request's speculation, in vLLM's format.
 
-    Steps without a draft are left out. Accepted tokens are draft tokens that were emitted, without those that a stop
+    Steps without a draft are not counted. Accepted tokens are draft tokens that were emitted, without those that a stop
     string cuts off an accepted block. Every node of a draft tree counts as drafted.
 
     Args:
@@ -53,7 +53,7 @@ class SpeculationRecord:
     _drafted: list[int] = field(default_factory=list)
 
     def add(self, step: StepOutput) -> None:
-        """Counts one step; a step without a draft is left out."""
+        """Counts one step unless it has no draft."""
         if len(step.draft):
             self._accepted.append(step.accepted)
             self._drafted.append(len(step.draft))
@@ -349,7 +349,7 @@ def replica_metrics(families: Mapping[str, Iterable[Metric]], failovers: Mapping
     """
     count = GaugeMetricFamily(PREFIX + "replicas", "Replicas that answer.", value=len(families))
     continued = CounterMetricFamily(
-        PREFIX + "failovers", "Requests whose replica was lost, by what became of them.", labels=["outcome"]
+        PREFIX + "failovers", "Requests whose replica was lost, by outcome.", labels=["outcome"]
     )
     for outcome, number in failovers.items():
         continued.add_metric([outcome], number)

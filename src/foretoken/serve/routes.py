@@ -142,7 +142,7 @@ def stored_routes(service: Service) -> APIRouter:
     async def retrieve(response_id: str, request: Request, stream: bool = False) -> Response:
         """Return a stored response."""
         if stream:
-            raise invalid("only background responses are streamed again, and they are not served; leave out stream")
+            raise invalid("only background responses are streamed again, and they are not served; omit stream")
         stored = service.responses.get(response_id, key_of(request.scope))
         return Response(stored.response, media_type="application/json")
 

@@ -322,7 +322,7 @@ class Generate(Sampling):
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "stream_options is only allowed with stream: true")
         if self.prompt_logprobs is not None and self.stream:
-            raise field_error("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
+            raise field_error("prompt_logprobs", "prompt_logprobs cannot be streamed; omit stream")
         return self
 
 

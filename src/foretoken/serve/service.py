@@ -100,7 +100,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def read_large(self, kind: type[Body], body: bytes, request: Request) -> PreparedRequest[Any] | None:
-        """Prepares a large body in the side process; None where there is none. Raises ApiError or Overloaded."""
+        """Prepares a large body in the side process; None if there is none. Raises ApiError or Overloaded."""
         if self.side_process is None:
             return None
         try:

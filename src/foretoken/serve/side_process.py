@@ -64,7 +64,7 @@ class SideProcess:
     async def prepare(
         self, kind: type[Body], body: bytes, earlier: StoredContent | None = None
     ) -> PreparedRequest[Any] | None:
-        """Returns the result of ``RequestPreparer.prepare``; None where no process can be started.
+        """Returns the result of ``RequestPreparer.prepare``; None if no process can be started.
 
         Raises:
             ApiError: The body is invalid; the error is the one that the server itself would raise.

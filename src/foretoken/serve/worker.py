@@ -1,7 +1,7 @@
 """Connects the event loop to the thread that runs the engine.
 
-The loop hands over requests by a queue; the thread hands back pieces, and wakes the loop once a step. Neither waits for
-the other.
+The loop hands over requests by a queue; the thread hands back pieces, and notifies the loop once a step. Neither waits
+for the other.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _mtp_rows(mtp: dict[str, Any]) -> list[tuple[str, str]]:
 def corpus_line(corpus: str) -> str:
     """Returns the sentence about the training text."""
     if "standard library" in corpus:
-        return f"Trained on the source of the {corpus}, which is under the PSF licence; its tests were left out."
+        return f"Trained on the source of the {corpus}, which is under the PSF licence; its tests were excluded."
     return f"Trained on {corpus}."
 
 

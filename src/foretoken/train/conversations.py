@@ -40,7 +40,7 @@ def turns_of(tokenizer: Any, ends: list[int]) -> tuple[Turns, str]:
         if request[0] in ends and opening:
             marked = [answer[0]] if tokenizer.decode([answer[0]], skip_special_tokens=True) == "" else []
             return Turns(opening, answer, request, tuple({*ends, *marked})), "conversations"
-    except (InvalidRequest, ValueError, IndexError):  # no template, or one that leaves out earlier turns
+    except (InvalidRequest, ValueError, IndexError):  # no template, or one that omits earlier turns
         pass
     start = tuple(tokenizer.encode("", add_special_tokens=True)) or tuple(ends[:1]) or (0,)
     return Turns(start, ends=tuple(ends)), "documents"

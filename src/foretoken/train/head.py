@@ -51,7 +51,7 @@ class Head(nn.Module, ABC):
         """Returns logits [B, T - depths, Vd] for every depth: index i of depth j is for token i + 2 + j.
 
         A head that computes some rows alone (``Drafted.roots``) returns [B, R, Vd]; in evaluation they are the same at
-        all depths, ascending. In training, later depths may be left out.
+        all depths, ascending. In training, later depths may be missing.
         """
 
     def drafted(self, batch: TrainBatch) -> Drafted:

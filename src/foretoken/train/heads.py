@@ -63,7 +63,7 @@ def train_head(
     settings: Any = None,
     config: TrainConfig | None = None,
     data: HeadConfig | None = None,
-    lessons: Path | None = None,
+    dataset: Path | None = None,
     hold: float | None = None,
     start: Path | None = None,
 ) -> dict[str, float]:
@@ -77,7 +77,7 @@ def train_head(
         settings: Settings of the head, by default those of its role.
         config: Training configuration. Its ``minutes`` include sampling text and computing hidden states.
         data: Settings of data and loss.
-        lessons: Folder of text and hidden states, which are reused or created there and kept. None removes them after
+        dataset: Folder of text and hidden states, which are reused or created there and kept. None removes them after
             the run.
         hold: Trains the target too, with this weight of the penalty on changes of its distribution, and writes it to
             ``out/target``. None leaves the target as it is.
@@ -95,11 +95,11 @@ def train_head(
     config = config or replace(HEAD_CONFIG, learning_rate=settings.learning_rate)
     started = time.monotonic()
     inputs = (target, start, *corpus.paths)
-    run = TrainingRun(options, heads_of("eagle3" if role == "peagle" else role), (*inputs, lessons))
-    if lessons is not None:
-        Destination.checked(lessons, TRAINING_TEXT, inputs, force=True)
+    run = TrainingRun(options, heads_of("eagle3" if role == "peagle" else role), (*inputs, dataset))
+    if dataset is not None:
+        Destination.checked(dataset, TRAINING_TEXT, inputs, force=True)
     source, target = target, checkpoint_folder(target)
-    with processes.joined(resolve_device(options.device)) as where, run.text_folder(lessons) as folder:
+    with processes.joined(resolve_device(options.device)) as where, run.text_folder(dataset) as folder:
         frozen = FrozenTarget(target, where, config.compile)
         _check_window(HEADS[role](settings, frozen, torch.ones(frozen.vocab)), config)  # before any work
         text = prepare_windows(target, where, corpus, folder, config, data, source)

@@ -154,7 +154,7 @@ def _acceptance(head: Head, batch: TrainBatch, greedy: bool, skip: int) -> Tenso
     return torch.stack(columns, dim=-1)[:, first:]
 
 
-def evaluated(head: Head, greedy: HiddenStateDataset, drawn: HiddenStateDataset, skip: int) -> dict[str, float]:
+def evaluated(head: Head, greedy: HiddenStateDataset, sampled: HiddenStateDataset, skip: int) -> dict[str, float]:
     """Returns expected acceptance lengths (tokens per target pass) at temperatures 0 and 1, and acceptance by position.
 
     ``greedy_k`` and ``drawn_k`` are the acceptance of position k given that all before it were accepted.
@@ -162,12 +162,12 @@ def evaluated(head: Head, greedy: HiddenStateDataset, drawn: HiddenStateDataset,
     Args:
         head: The head.
         greedy: Text that the target sampled at temperature 0.
-        drawn: Text that the target sampled at temperature 1.
+        sampled: Text that the target sampled at temperature 1.
         skip: Positions to skip at the beginning of each window.
     """
     chains = {
         "greedy": chain_acceptance(head, greedy, True, skip),
-        "drawn": chain_acceptance(head, drawn, False, skip),
+        "drawn": chain_acceptance(head, sampled, False, skip),
     }
     result = {f"length_{name}": 1 + sum(accepted) for name, accepted in chains.items()}
     for name, accepted in chains.items():

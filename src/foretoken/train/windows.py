@@ -56,7 +56,7 @@ def prepare_windows(
 ) -> dict[str, Tensor]:
     """Returns windows of text, int64 [N, T], by name.
 
-    "train" is for training. "greedy" and "drawn" are sampled by the target from prefixes of held-out files at
+    "train" is for training. ``"greedy"`` and ``"drawn"`` are sampled by the target from prefixes of held-out files at
     temperatures 0 and 1. "text" is cut from held-out files. Without a corpus, the target writes everything, see
     ``conversations``. Windows in ``folder`` for the same target, corpus and settings are reused.
 

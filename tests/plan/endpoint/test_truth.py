@@ -127,7 +127,7 @@ def test_crowds_that_fail_are_left_out_with_the_reason(monkeypatch):
     sender = SimulatedSender(engine, 64, slots=4)
     plan = planned(monkeypatch, engine, sender=sender)
     assert {row.concurrency for row in plan.rows} == {1, 4}
-    assert "8 requests at once are skipped, because the server does not decode so many" in plan.notes[0]
+    assert "8 requests at once are skipped, because the server does not decode all of them" in plan.notes[0]
 
 
 class PlainCrowds(SimulatedSender):

@@ -86,7 +86,7 @@ def _config(genai: Any, body: dict[str, Any]) -> Any:
 
 
 def _counts(result: Any) -> dict[str, int]:
-    """Returns what the pipeline counted of its drafts; without a draft model it counts nothing."""
+    """Returns the pipeline's counts of draft tokens; without a draft model it counts none."""
     known = result.extended_perf_metrics
     if known is None:
         return {"num_draft_tokens": 0}

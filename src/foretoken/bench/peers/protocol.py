@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process loads, once.
+    """Models and settings that a process loads once.
 
     Attributes:
         method: "plain", or a speculation method.
@@ -90,7 +90,7 @@ class ApiRequest:
 
 @dataclass(frozen=True)
 class ApiAnswer:
-    """What ``/v1/completions`` would answer, one for each body; ``{"error": reason}`` where the engine refuses."""
+    """Answers of ``/v1/completions``, one for each body; ``{"error": reason}`` if the engine refuses."""
 
     answers: list[dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""Acceptance of each verification rule, from the distributions: p of the target, q that the draft was drawn from.
+"""Acceptance of each verification rule, from the distributions: p of the target, q that the draft was sampled from.
 
 Rows are torch or numpy, [..., V], with broadcastable leading dimensions. Results are float64 tensors [...]: the
 probability that at least one of a node's children is accepted. One-hot rows give temperature 0.
@@ -22,7 +22,7 @@ from foretoken.verify.typical import DELTA, EPSILON
 Rows = Tensor | NDArray[np.floating[Any]]
 
 _TOLERANCE = 1e-2  # largest deviation from 1 of the sum of a row in half precision
-_MAX_BRANCHES = 1 << 24  # largest number of values held at once when drawn siblings are enumerated
+_MAX_BRANCHES = 1 << 24  # largest number of values held at once when sampled siblings are enumerated
 _QUADRATURE_NODES = 128  # nodes of the quadrature over the winner's waiting time
 
 
@@ -43,7 +43,7 @@ def total_variation(p: Rows, q: Rows) -> Tensor:
 
 
 def token(p: Rows, q: Rows) -> Tensor:
-    """Token rejection of one drawn token: sum min(p, q) = 1 - TV (2211.17192, theorem 3.5), the optimum."""
+    """Token rejection of one sampled token: sum min(p, q) = 1 - TV (2211.17192, theorem 3.5), the optimum."""
     return torch.minimum(normalized(p), normalized(q)).sum(-1)
 
 
@@ -80,7 +80,7 @@ def coupled(p: Rows, q: Rows, children: int = 1) -> Tensor:
 
 
 def recursive(p: Rows, q: Rows, siblings: int, replace: bool = False) -> Tensor:
-    """Recursive rejection over drawn siblings, i.i.d. (2305.09781) or without replacement (2402.12374).
+    """Recursive rejection over sampled siblings, i.i.d. (2305.09781) or without replacement (2402.12374).
 
     After a rejection p <- norm((p - q)+), and without replacement q[x] <- 0, renormalized. One level of traversal
     verification accepts the same. Without replacement q depends on the earlier siblings, so all V^(siblings - 1)
@@ -113,7 +113,7 @@ def recursive(p: Rows, q: Rows, siblings: int, replace: bool = False) -> Tensor:
 
 
 def greedy_multi(p: Rows, q: Rows, siblings: int) -> Tensor:
-    """Greedy multi-draft: the top ``siblings`` - 1 tokens T of q and one drawn from q' = q outside T (2502.18779).
+    """Greedy multi-draft: the top ``siblings`` - 1 tokens T of q and one sampled from q' = q outside T (2502.18779).
 
     p(T) + sum over the other tokens of min(p, q'): the optimal-transport bound, which the rule attains.
     """
@@ -193,7 +193,7 @@ def _both(p: Rows, q: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _safely_normalized(rows: Tensor) -> Tensor:
-    """Divides each row by its sum. Rows of zeros, from which nothing can be drawn, stay."""
+    """Divides each row by its sum. Rows of zeros, from which nothing can be sampled, stay."""
     sums = rows.sum(-1, keepdim=True)
     return torch.where(sums > 0, rows / sums, 0.0)
 

@@ -142,7 +142,7 @@ def conditional_acceptance(accepted: Sequence[int], drafted: Sequence[int]) -> f
         drafted: Draft tokens of each step.
 
     Returns:
-        None where no token was verified.
+        None if no token was verified.
     """
     total, rejections = sum(accepted), 0
     for kept, length in _steps(accepted, drafted):
@@ -158,7 +158,7 @@ def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int]) -> l
         drafted: Draft tokens of each step.
 
     Returns:
-        One per position of the longest draft, None where no step verified it.
+        One per position of the longest draft, None if no step verified it.
     """
     counts = PositionCounts()
     for kept, length in _steps(accepted, drafted):
@@ -167,7 +167,7 @@ def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int]) -> l
 
 
 def text_survival(p: Tensor, q: Tensor, depth: int, block: bool = False) -> Tensor:
-    """Returns S_k of a drawn chain for steps that begin at each token of a text that the target sampled.
+    """Returns S_k of a sampled chain for steps that begin at each token of a text that the target sampled.
 
     Entry (t, k-1) is the probability, given the text, that a step beginning at t accepts at least k tokens. Token
     rejection: prod_j min(1, q_j/p_j). Block verification: w_k prod_j q_j/p_j with w_k = min(1, w_{k-1} p_k/q_k). Its

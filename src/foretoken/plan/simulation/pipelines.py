@@ -18,7 +18,7 @@ MAX_WINDOW = 32  # greatest draft length that ``best_window`` considers
 
 
 def plain_seconds(target: float) -> float:
-    """Plain decoding: one pass per token. Streamed tokens pay the round trip once, not each."""
+    """Plain decoding: one pass per token. Streamed tokens take the round trip once, not each."""
     _times(target=target)
     return target
 

@@ -27,7 +27,7 @@ class DraftingOption:
 
     Args:
         strategy: ``LOCAL``, as timed, or one of ``STRATEGIES``.
-        depth: Draft length, None where the strategy chooses its own.
+        depth: Draft length, None if the strategy chooses its own.
         speedup: Speedup of decoding over plain decoding here.
     """
 
@@ -69,7 +69,7 @@ class RemoteDraftingEstimate:
         there = best.strategy + ("" if best.depth is None else f", {best.depth} tokens")
         where = f"{self.name} at temperature {self.temperature:g}"
         if max(best.speedup, local.speedup) <= 1.0:
-            return f"{where}: plain decoding; drafting pays neither here nor {1e3 * self.rtt:g} ms away"
+            return f"{where}: plain decoding; drafting is profitable neither here nor {1e3 * self.rtt:g} ms away"
         if best.speedup > MARGIN * local.speedup:
             return f"{where}: draft there ({there}): {best.speedup:.2f}x plain, {local.speedup:.2f}x by drafting here"
         return f"{where}: draft here: {local.speedup:.2f}x plain, {best.speedup:.2f}x at best there ({there})"

@@ -17,7 +17,7 @@ from foretoken.core.errors import InvalidRequest
 STRATEGIES = ("plain", "si", "dsi", "pearl", "dsd")
 PIPELINED = ("dsi", "pearl")
 SWEEPS = {"rtt": "rtt", "acceptance": "acceptance", "verifiers": "verifiers", "draft-ms": "draft"}
-MARGIN = 1.01  # speedup over the best sequential strategy from which pipelining is said to pay
+MARGIN = 1.01  # speedup over the best sequential strategy from which pipelining is called profitable
 MAX_TOKENS = 1_000_000
 
 

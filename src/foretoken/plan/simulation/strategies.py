@@ -77,7 +77,7 @@ class SimulatedRequest:
         yield self.env.timeout(rtt / 2)
 
     def agreed(self, depth: int) -> int:
-        """Returns how many of the next ``depth`` draft tokens are accepted."""
+        """Returns the number of the next ``depth`` draft tokens that are accepted."""
         count = 0
         while count < depth and self.tape.accepts(self.tokens + count, count):
             count += 1
@@ -85,7 +85,7 @@ class SimulatedRequest:
 
 
 def plain(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
-    """Plain decoding. Tokens are streamed, so the round trip is paid once."""
+    """Plain decoding. Tokens are streamed, so the round trip counts once."""
     yield work.env.timeout(rtt)
     while not work.done.triggered:
         yield from work.verify(target, 0.0)

@@ -347,7 +347,7 @@ class JsonBody:
                 raise ValueError("no JSON object")
 
     def _read(self, call: _Call) -> str | None:
-        """Returns the text behind the object, or from where it is malformed. None where it is not complete."""
+        """Returns the text behind the object, or from the malformed place on. None if it is not complete."""
         try:
             return call.push(self._held)
         except ValueError:
@@ -377,7 +377,7 @@ class _Call:
         self.name: str | None = None
 
     def push(self, text: str) -> str | None:
-        """Returns the text behind the object, None where it is not complete. Raises ValueError."""
+        """Returns the text behind the object, None if it is not complete. Raises ValueError."""
         self.unread += text
         while True:
             if self._end is not None:

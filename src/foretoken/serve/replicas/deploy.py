@@ -57,7 +57,7 @@ class RayReplicas:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise ReplicaLost("a replica was told to stop") from None
+            raise ReplicaLost("a replica was stopped") from None
         except RayTaskError as error:
             cause = getattr(error, "cause", None)
             raise cause if isinstance(cause, ReplicaLost) else ReplicaLost(f"a replica failed: {error}") from error

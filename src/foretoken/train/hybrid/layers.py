@@ -89,7 +89,7 @@ class SparseMlp(nn.Module):
         self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns outputs, and the loss that keeps all experts in use, 1 where they are used alike (2101.03961, eq. 4).
+        """Returns outputs, and the loss that keeps all experts in use, 1 if they are used equally (2101.03961, eq. 4).
 
         As in Switch Transformer, but of the routed experts, and by layer: transformers adds the layers up.
         """
