@@ -36,8 +36,8 @@ gc.disable()
 # A shell that starts the tests in the background has them ignore Ctrl-C, and their children with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long drawing an input takes says how busy the machine is, not whether a test is right; and a change is judged by
-# the same inputs as the one before it. `--hypothesis-profile default` draws new ones.
+# The time to generate an input depends on the machine's load, and every change is tested with the same inputs.
+# `--hypothesis-profile default` generates new ones.
 settings.register_profile("same", suppress_health_check=[HealthCheck.too_slow], deadline=None, derandomize=True)
 settings.load_profile("same")
 
@@ -52,7 +52,7 @@ _SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTIL
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where slow tests are left out, files that have no others are not imported either."""
+    """Skips files of slow tests alone, without importing them, if slow tests are deselected."""
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return True if _SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) else None
@@ -113,7 +113,7 @@ def _one_reading_of_certificates() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _patient_clients() -> Iterator[None]:
-    """httpx waits 5 s for each part of an answer unless told otherwise, which a busy machine may take."""
+    """httpx waits 5 s for each part of an answer by default, which a busy machine may take."""
     import httpx
 
     usual = inspect.signature(httpx.get).parameters["timeout"].default

@@ -88,7 +88,7 @@ def program(folder: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 user.connect(str(address))
-            except (FileNotFoundError, ConnectionRefusedError):  # nobody needed it yet, or nobody any more
+            except (FileNotFoundError, ConnectionRefusedError):  # not started yet, or ended
                 _start(address, launcher)
                 user.connect(str(address))
         user.sendall(_USER)
@@ -113,7 +113,7 @@ def _start(address: Path, launcher: Path) -> None:
 
 
 def serve(listening: socket.socket) -> Callable[[], None] | None:
-    """Forks for every request until nobody is left. Returns what to run in a child, None in this process."""
+    """Forks for every request until no client is left. Returns the function to run in a child, None in this process."""
     selector, children, users = selectors.DefaultSelector(), dict[int, socket.socket](), list[socket.socket]()
     selector.register(listening, selectors.EVENT_READ, ("request", 0))
     while True:
@@ -151,7 +151,7 @@ def serve(listening: socket.socket) -> Callable[[], None] | None:
                     selector.unregister(connection)
                 with suppress(OSError), connection:
                     connection.sendall(status.to_bytes(8, "big"))
-            elif pid in children:  # whoever started it is gone
+            elif pid in children:  # its client is gone
                 selector.unregister(key.fileobj)
                 os.kill(pid, signal.SIGKILL)
 

@@ -43,8 +43,8 @@ def write(
     return texts
 
 
-def test_its_own_layer_drafts_unless_told_otherwise_and_is_worth_it() -> None:
-    """A floor far under what the card says, so that a broken layer is noticed."""
+def test_its_mtp_layer_drafts_by_default_and_is_accepted_often() -> None:
+    """A bound far below the card's figure, so that a broken layer is noticed."""
     llm = opened("float32")
     assert llm.speculative_config is not None and llm.speculative_config.method == "mtp"
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True, speculative_tokens=3)

@@ -26,7 +26,7 @@ PARAMS = [
 
 
 class Failure(Exception):
-    """Not an error that anybody expects."""
+    """An error of no expected type."""
 
 
 def broken(proposer: Proposer, member: str) -> None:

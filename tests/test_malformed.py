@@ -1,4 +1,4 @@
-"""Whatever a checkpoint's JSON files hold, it loads and generates, or one line says what is wrong.
+"""A checkpoint with any values in its JSON files loads and generates, or one line names the error.
 
 FORETOKEN_FUZZ_VALUES sets how many values every field takes, 1 by default; 100 is all of them. FORETOKEN_FUZZ_SEED
 chooses others.
@@ -48,7 +48,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def outcome(case: Case, kind: Kind, folder: Path, target: Path) -> str | None:
-    """What is wrong with how the case ended, None where nothing is."""
+    """Returns the fault of the case's outcome; None if it has none."""
     malformed.apply(case, kind.folder, folder)
     before = peak()
     try:

@@ -25,14 +25,14 @@ def test_banned_tokens_are_those_of_a_loop_over_all_words(words, text, path):
     assert set(BadWords.of(words).banned(text, tuple(path)).tolist()) == expected
 
 
-def test_the_law_takes_words_with_and_without_an_index():
+def test_bad_words_are_accepted_with_and_without_an_index():
     words = ((1, 2), (3,))
     law = SamplingLaw(bad_words=BadWords.of(words))
     assert law == SamplingLaw(bad_words=words) and law.with_temperature(0.5).bad_words is law.bad_words
     assert law.probs(torch.zeros(1, 5), [History([1], 1)])[0].nonzero().flatten().tolist() == [0, 1, 4]
 
 
-def test_a_row_takes_the_same_time_whatever_the_number_of_words():
+def test_the_time_of_a_row_does_not_depend_on_the_number_of_words():
     words = [(i % 500, i // 500, i % 7) for i in range(200_000)] + [(i,) for i in range(1_000)]
     law = SamplingLaw(bad_words=tuple(words))
     history, logits = History(list(range(400)), 1), torch.zeros(1, 2_000)

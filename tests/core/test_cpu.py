@@ -79,13 +79,13 @@ def test_levels_of_aarch64(features: str, name: str, why: str, monkeypatch: pyte
     assert why in cpu.reason()
 
 
-def test_an_architecture_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_without_kernels_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(KernelsUnavailable, match="no kernels for riscv64"):
         require()
 
 
-def test_without_levels_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_is_reported_without_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "LEVELS", cpu.LEVELS[:1])
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(cpu, "features", frozenset)

@@ -67,7 +67,7 @@ def test_the_empty_draft():
 
 
 @given(trees())
-def test_derived_views_agree(draft):
+def test_paths_depths_and_masks_of_a_tree_agree(draft):
     mask = draft.ancestors
     for node in range(len(draft)):
         path = draft.path(node)

@@ -45,7 +45,7 @@ def test_without_limits_the_machine_counts(tmp_path):
     assert FreeMemory(torch.device("cpu"), proc, groups)() == Memory(4 * GIB, 8 * GIB)
 
 
-def test_where_nothing_is_told_nothing_is_known(tmp_path, monkeypatch):
+def test_free_memory_is_none_on_systems_that_do_not_report_it(tmp_path, monkeypatch):
     assert FreeMemory(torch.device("cpu"), tmp_path, tmp_path)() is None
     real = FreeMemory(torch.device("cpu"))()
     assert real is None or real.free >= 0

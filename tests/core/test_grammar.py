@@ -1,4 +1,4 @@
-"""What a grammar does to one row of a law."""
+"""Grammars of a sampling law: masked logits, distributions and refusals of single rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_histories_are_needed():
         law.probs(LOGITS, [])
 
 
-def test_nothing_brings_back_what_is_refused():
+def test_other_parameters_do_not_allow_forbidden_tokens():
     bias = ((0, 100.0),)
     for extra in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 1e-6}, {"frequency_penalty": -2.0}):
         law = SamplingLaw(logit_bias=bias, grammar=Only({1, 4}), **extra)
@@ -77,7 +77,7 @@ def test_min_tokens_give_way_where_only_the_end_is_left():
     assert support(SamplingLaw(min_tokens=3, end_ids=(4, 5), grammar=Only({1, 4, 5}))) == [1]
 
 
-def test_what_forbids_everything_is_named():
+def test_parameters_that_forbid_every_token_are_named():
     law = SamplingLaw(bad_words=((1,), (4,)), grammar=Only({1, 4}))
     assert law.probs(LOGITS, HERE).isnan().all()
     assert replace(law, temperature=0.0).best(LOGITS, HERE) == [-1]
@@ -96,7 +96,7 @@ def test_logits_that_are_not_finite_are_named():
         assert SamplingLaw(temperature=0.0).best(logits, HERE) == [-1]
 
 
-def test_a_row_that_knows_no_allowed_token_is_uniform():
+def test_a_row_without_logits_of_allowed_tokens_is_uniform():
     """As that of a draft with a smaller vocabulary."""
     logits = LOGITS.clone()
     logits[0, 3:] = -torch.inf

@@ -28,7 +28,7 @@ def test_schemas_are_found_and_data_is_not() -> None:
     ]
 
 
-def test_what_is_no_schema_has_none() -> None:
+def test_other_values_have_no_subschemas() -> None:
     assert not list(subschemas(True)) and not list(subschemas([{"type": "object"}]))
 
 

@@ -44,7 +44,7 @@ def test_a_slow_thread_loses_the_rest_of_its_share_to_others(cases, threads):
     assert cases.sums(threads, 50, 64, 1, 13) == 0
 
 
-def test_threads_that_are_asked_for_take_part(cases):
+def test_requested_threads_take_part(cases):
     counts = [1]
     while max(counts) == 1 and len(counts) < 500:  # on a busy machine the others may come when all is done
         counts.append(cases.computing(4, 40))
@@ -69,7 +69,7 @@ def test_an_exception_ends_the_team_and_the_next_one_works(cases, threads):
         (17, Status.INTERNAL, "an exception without a text"),
     ],
 )
-def test_an_exception_of_any_thread_becomes_a_status_with_a_text(cases, threads, how, status, text):
+def test_an_exception_of_any_thread_becomes_a_status_with_a_message(cases, threads, how, status, text):
     assert cases.fails(threads, 100, 7, how) == status
     assert cases.foretoken_problem().decode() == text
 

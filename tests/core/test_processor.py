@@ -35,7 +35,7 @@ def best(features: frozenset[str], machine: str) -> str:
 @pytest.mark.parametrize(
     ("answers", "machine", "level"), [(M1, "arm64", "neon-dotprod"), (INTEL_MAC, "x86_64", "avx2")]
 )
-def test_macos_is_asked_by_sysctl(answers: dict[str, int], machine: str, level: str) -> None:
+def test_features_of_macos_are_read_by_sysctl(answers: dict[str, int], machine: str, level: str) -> None:
     assert best(from_sysctl(answers.get), machine) == level
 
 
@@ -46,13 +46,13 @@ def test_on_windows_a_level_needs_the_registers_that_the_system_saves(saved: int
     assert best(from_cpuid(lambda *place: ZEN_4[place], saved), "AMD64") == level
 
 
-def test_an_old_processor_is_not_asked_for_what_it_does_not_know() -> None:
+def test_old_processors_are_not_asked_for_unknown_leaves() -> None:
     known = {(0, 0): Leaf(2, 0, 0, 0), (1, 0): Leaf(0, 0, 0, 0)}
     assert from_cpuid(lambda *place: known[place], WITH_AVX) == frozenset()
 
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="compares with Linux's list")
-def test_the_instruction_itself_tells_what_linux_lists() -> None:
+def test_cpuid_reports_the_features_that_linux_lists() -> None:
     try:
         memory = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     except OSError:
@@ -66,7 +66,7 @@ def test_the_instruction_itself_tells_what_linux_lists() -> None:
 @pytest.mark.parametrize(
     ("system", "features"), [("darwin", {"asimd", "asimddp"}), ("win32", set()), ("linux", {"fp", "asimd"})]
 )
-def test_each_system_is_asked_in_its_own_way(
+def test_features_are_read_in_the_way_of_each_system(
     system: str, features: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     info = tmp_path / "cpuinfo"

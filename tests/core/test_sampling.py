@@ -298,13 +298,13 @@ def test_rows_that_are_not_read_are_not_computed():
     assert asked == [2]
 
 
-def test_the_certain_token_knows_its_own_history():
+def test_the_certain_token_depends_on_its_history():
     law = SamplingLaw(temperature=0.0, bad_words=((2, 3),))
     rows = NodeDistributions(law, torch.tensor([[0.0, 0.0, 0.0, 9.0]] * 2), lambda row: History([1], 1, (2,) * row))
     assert [rows.certain(0), rows.certain(1)] == [3, 0]
 
 
-def test_other_sampling_laws_have_rows_too():
+def test_other_sampling_parameters_have_rows_too():
     class Plain:
         greedy, needs_history = True, True
 

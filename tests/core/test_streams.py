@@ -103,7 +103,7 @@ LAW = torch.tensor([0.5, 0.0, 0.25, 0.15, 0.1])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["private", "race"])
-def test_categorical_draws_have_the_given_law(kind, dtype):
+def test_categorical_draws_have_the_given_distribution(kind, dtype):
     weights = LAW.to(dtype) * 3  # need not be normalized
     of = (lambda i: Streams(i).private(Purpose.DRAFT, 3)) if kind == "private" else (lambda i: Streams(i).shared(3))
     counts = Counter(of(i).categorical(weights, 1) for i in range(DRAWS))
@@ -113,7 +113,7 @@ def test_categorical_draws_have_the_given_law(kind, dtype):
     assert stats.power_divergence(observed, expected, lambda_="log-likelihood").pvalue > LEAST
 
 
-def test_bernoulli_draws_have_the_given_law():
+def test_bernoulli_draws_have_the_given_probability():
     hits = sum(Streams(i).private(Purpose.VERIFY, 0).bernoulli(0.3, 0) for i in range(DRAWS))
     assert stats.binomtest(hits, DRAWS, 0.3).pvalue > LEAST
 
@@ -190,7 +190,7 @@ def test_the_extreme_numbers_are_inside_the_open_interval(bits):
     assert 0.0 < u < 1.0
 
 
-def test_a_law_without_mass_is_an_error():
+def test_a_distribution_without_mass_is_an_error():
     for stream in (Streams(0).private(Purpose.VERIFY, 0), Streams(0).shared(0)):
         for weights in (torch.zeros(3), torch.full((3,), torch.nan)):
             with pytest.raises(ValueError, match="cannot draw"):
@@ -248,7 +248,7 @@ def test_the_winner_is_that_of_the_whole_race(weights, size, seeds):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_token_at_the_very_bound_is_not_left_out(dtype):
+def test_a_token_at_the_bound_can_win(dtype):
     """Its weight over the bound equals the best score so far, and its id is lower: it wins the tie."""
     noise = np.array([module.EARLY, 0.5 * module.EARLY])
     early = (np.array([1]), noise[1:])

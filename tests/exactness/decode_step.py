@@ -29,7 +29,7 @@ from .enumerate import Law as TextLaw
 Table = Callable[[Text], Tensor]  # all tokens so far -> logits [V]
 Propose = Callable[[Context, int], Draft]
 Cut = Callable[[Text, Text], Text]  # (text so far, what a verdict adds) -> what is emitted of it
-Shape = Callable[[Text, Text], int]  # (path to a node, everything drawn so far) -> its children
+Shape = Callable[[Text, Text], int]  # (path to a node, all tokens sampled so far) -> its number of children
 PROMPT: Text = (0, 1)
 PLAIN = SamplingLaw()
 
@@ -69,7 +69,7 @@ def _row(model: Table, law: Law, tokens: Text, prompt_length: int, path: Text) -
 
 @dataclass(frozen=True)
 class Pair:
-    """What one enumeration needs; mistakes are planted by replacing one of its parts."""
+    """Inputs of one enumeration; mistakes are planted by replacing one of them."""
 
     target: Table
     propose: Propose
@@ -107,14 +107,14 @@ class Pair:
         return self.cut(text, (*(draft.ids[i] for i in verdict.path), verdict.token))
 
     def text(self, seed: int, length: int) -> Text:
-        """What one request with ``seed`` reads, through the real ``Streams``."""
+        """The text of one request with ``seed``, through the real ``Streams``."""
         text: Text = ()
         while len(text) < length:
             text += self.emit(text, Streams(seed))
         return text[:length]
 
     def reference(self, length: int, ended: Callable[[Text], bool] = lambda text: False) -> TextLaw:
-        """What the target alone would emit: every token judged with all before it committed."""
+        """The target's distribution without drafts: every token follows committed ones."""
 
         def row(text: Text) -> Tensor:
             tokens = [*PROMPT, *text]
@@ -128,7 +128,7 @@ class Pair:
 
 
 def target_rows(context: Context, draft: Draft, target: Table) -> Tensor:
-    """[n+1, V]: the target's logits at the root and every node, each judged with its own history."""
+    """[n+1, V]: the target's logits at the root and every node, each with its own history."""
     return _rows(target, context.law, tuple(context.tokens), context.prompt_length, draft.ids, draft.parents)
 
 
@@ -149,7 +149,7 @@ def node_logits(context: Context, draft: Draft, target: Table) -> Tensor:
 
 
 def drawn(model: Table, law: Law | None = None, stop: Callable[[Tensor], bool] = lambda q: False) -> Propose:
-    """A chain drawn from the draft; ``stop`` may end it early, judging q before anything is drawn from it."""
+    """A chain sampled from the draft; ``stop`` may end it early, by q before anything is sampled from it."""
 
     def propose(context: Context, budget: int) -> Draft:
         stream = context.streams.private(Purpose.DRAFT, context.generated)
@@ -184,12 +184,12 @@ def fixed_tree(tokens: Sequence[int], parents: Sequence[int]) -> Propose:
 
 
 def drawn_tree(model: Table, widths: Sequence[int], replace: bool, law: Law | None = None) -> Propose:
-    """``widths[d]`` siblings below every node of depth d, drawn i.i.d. or one after another without replacement."""
+    """``widths[d]`` siblings below every node of depth d, sampled i.i.d. or one after another without replacement."""
     return shaped_tree(model, _by_level(widths), replace, law)
 
 
 def shaped_tree(model: Table, shape: Shape, replace: bool, law: Law | None = None) -> Propose:
-    """As ``drawn_tree``, with as many siblings below a node as ``shape`` says before any of them is drawn."""
+    """As ``drawn_tree``; ``shape`` gives the number of siblings below a node before any of them is sampled."""
 
     def children(q: Tensor, width: int, draw: Callable[[Tensor], int]) -> list[int]:
         tokens: list[int] = []
@@ -204,7 +204,7 @@ def shaped_tree(model: Table, shape: Shape, replace: bool, law: Law | None = Non
 
 
 def top_plus_tree(model: Table, widths: Sequence[int], law: Law | None = None) -> Propose:
-    """All but the last of the siblings are the most probable tokens, the last is drawn from the rest."""
+    """All but the last of the siblings are the most probable tokens, the last is sampled from the rest."""
 
     def children(q: Tensor, width: int, draw: Callable[[Tensor], int]) -> list[int]:
         tokens = _top(q, width - 1)
@@ -239,7 +239,7 @@ def _grown(
     kind: type[Sampled] | type[WithoutReplacement] | type[TopPlusSampled],
     law: Law | None,
 ) -> Propose:
-    """Breadth first, node by node; row i + 1 of q is node i's, -1 where nothing was drawn from it."""
+    """Breadth first, node by node; row i + 1 of q is node i's, -1 if nothing was sampled from it."""
 
     def propose(context: Context, budget: int) -> Draft:
         stream = context.streams.private(Purpose.DRAFT, context.generated)

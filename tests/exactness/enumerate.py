@@ -54,7 +54,7 @@ class Branching:
         return BranchingStream(self, Purpose.SHARED, position)
 
     def check_shared(self, before: int) -> None:
-        """Shared noise of a position not yet reached would be drawn again in the next step."""
+        """Shared noise of a position not yet reached would be used again in the next step."""
         for purpose, position, *_ in self.used:
             if purpose is Purpose.SHARED and position >= before:  # type: ignore[operator]
                 raise AddressReused(f"shared noise of position {position} drawn in a round that ends at {before}")
@@ -82,7 +82,7 @@ class Branching:
 
 @dataclass(frozen=True)
 class Rest(Generic[T]):
-    """What is left of a run: all its branches go on from the draws made before."""
+    """The remainder of a run: all its branches continue from the earlier draws."""
 
     run: Callable[[Branching], T]
 
@@ -122,7 +122,7 @@ class BranchingStream:
 
     def uniform(self, index: int) -> BranchingUniform:
         address = self._address(index, "bernoulli")
-        self.streams.branch(address, [(0, 1.0)])  # taken: nobody else may have this number
+        self.streams.branch(address, [(0, 1.0)])  # in use: no other draw may have this number
         return BranchingUniform(self.streams, address)
 
     def categorical(self, weights: Tensor, index: int) -> int:

@@ -1,4 +1,4 @@
-"""The likelihood-ratio test of drawn texts against an exact law, with its power.
+"""The likelihood-ratio test of sampled texts against an exact distribution, with its power.
 
 n draws from a law at total variation delta have noncentrality at least 4 n delta^2 (Cauchy-Schwarz: the sum of
 (a - b)^2 / b is at least the square of the sum of |a - b|). So ``draws_needed`` holds for every wrong law at
@@ -73,6 +73,6 @@ def draws_for(law: Mapping[Hashable, float], delta: float, smallest: float = 5.0
 
 
 def _cells(law: Mapping[Hashable, float], draws: int, smallest: float) -> int:
-    """Cells of a test of so many draws."""
+    """Number of cells of a test of ``draws`` draws."""
     alone = sum(draws * p >= smallest for p in law.values())
     return alone + any(0.0 < draws * p < smallest for p in law.values())

@@ -27,7 +27,7 @@ from .enumerate import Text
 
 
 def argmax_with_softmax_q(model: Table) -> Propose:
-    """The draft's argmax, verified as if it had been drawn from the softmax."""
+    """The draft's argmax, verified as if it had been sampled from the softmax."""
 
     def propose(context: Context, budget: int) -> Draft:
         draft = argmax(model)(context, budget)
@@ -38,7 +38,7 @@ def argmax_with_softmax_q(model: Table) -> Propose:
 
 
 def reports_another_law(model: Table, drew: Law, reports: Law) -> Propose:
-    """Drawn under ``drew``, reported under ``reports``: another temperature, or a top-k applied in silence."""
+    """Sampled under ``drew``, reported under ``reports``: another temperature, or a top-k applied in silence."""
 
     def propose(context: Context, budget: int) -> Draft:
         draft = drawn(model, drew)(context, budget)
@@ -49,7 +49,7 @@ def reports_another_law(model: Table, drew: Law, reports: Law) -> Propose:
 
 
 def reports_in_bfloat16(model: Table) -> Propose:
-    """Drawn from float64 rows, reported after a trip through bfloat16."""
+    """Sampled from float64 rows, reported after rounding to bfloat16."""
 
     def propose(context: Context, budget: int) -> Draft:
         draft = drawn(model)(context, budget)
@@ -63,7 +63,7 @@ def reports_in_bfloat16(model: Table) -> Propose:
 
 
 def drops_unlikely_tokens(model: Table, least: float) -> Propose:
-    """The chain is cut before the first drawn token whose own probability is under ``least``."""
+    """The chain is cut before the first sampled token whose probability is under ``least``."""
 
     def keeps(draft: Draft, q: Tensor, i: int) -> bool:
         return float(q[i, draft.ids[i]]) >= least
@@ -72,7 +72,7 @@ def drops_unlikely_tokens(model: Table, least: float) -> Propose:
 
 
 def drops_illegal_tokens(model: Table, illegal: int) -> Propose:
-    """The chain is cut before the first drawn token that a grammar forbids."""
+    """The chain is cut before the first sampled token that a grammar forbids."""
     return _truncated(drawn(model), lambda draft, q, i: draft.ids[i] != illegal)
 
 
@@ -88,7 +88,7 @@ def _truncated(propose: Propose, keeps: Callable[[Draft, Tensor, int], bool]) ->
 
 
 def prunes_unlikely_children(model: Table, least: float) -> Propose:
-    """Two children drawn without replacement, of which those that q found unlikely are dropped again."""
+    """Two children sampled without replacement; those unlikely under q are dropped again."""
 
     def propose(context: Context, budget: int) -> Draft:
         draft = drawn_tree(model, (2,), replace=False)(context, budget)
@@ -100,7 +100,7 @@ def prunes_unlikely_children(model: Table, least: float) -> Propose:
 
 
 def top_children_with_softmax_q(model: Table, kind: type[Sampled] | type[WithoutReplacement]) -> Propose:
-    """The two most probable children of the root, verified as if they had been drawn from the softmax."""
+    """The two most probable children of the root, verified as if they had been sampled from the softmax."""
 
     def propose(context: Context, budget: int) -> Draft:
         q = row_of(model, context.law, context)
@@ -110,7 +110,7 @@ def top_children_with_softmax_q(model: Table, kind: type[Sampled] | type[Without
 
 
 def reports_replacement(model: Table) -> Propose:
-    """Siblings drawn without replacement, verified as if they were independent."""
+    """Siblings sampled without replacement, verified as if they were independent."""
 
     def propose(context: Context, budget: int) -> Draft:
         draft = drawn_tree(model, (2, 1), replace=False)(context, budget)
@@ -136,7 +136,7 @@ def bonus_without_parameters(context: Context, draft: Draft, target: Table) -> T
 
 
 def rows_with_one_history(context: Context, draft: Draft, target: Table) -> Tensor:
-    """Penalties, bad words and min_tokens judged with the root's history at every node."""
+    """Penalties, bad words and min_tokens with the root's history at every node."""
     return context.law.probs(node_logits(context, draft, target), [context.history()] * (len(draft) + 1))
 
 
@@ -243,8 +243,8 @@ def traversal_rule(
     below: Callable[[float, float], float] = lambda pa, ratio: min(1.0, pa * ratio),
     exclude: bool = True,
 ) -> Callable[[Draft, Tensor, Stream], Verdict]:
-    """Traversal verification of a tree drawn without replacement, leaf by leaf as the paper tells it, with replaceable
-    parts; as it stands it is the right rule."""
+    """Traversal verification of a tree sampled without replacement, leaf by leaf as in the paper, with replaceable
+    parts; unchanged it is the right rule."""
 
     def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
         q = [row.clone() for row in drawn_rows(draft, probs)]
@@ -299,7 +299,7 @@ def verifying_with_the_drafts_numbers(exactness: Exactness, streams: Streams, po
 
 
 def drafting_with_shared_noise(model: Table) -> Propose:
-    """Drawn from the noise of the trajectory grade, verified as an independent draw."""
+    """Sampled with the noise of the trajectory grade, verified as an independent draw."""
 
     def propose(context: Context, budget: int) -> Draft:
         stream = context.streams.shared(context.generated)

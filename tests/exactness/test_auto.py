@@ -1,4 +1,4 @@
-"""The output distribution is the target's under the default method and its controller, and a late floor is caught."""
+"""The output distribution is the target's under the default method and its controller, and a late stop is caught."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def law(learned: tuple[Goodput, Auto]) -> tuple[dict[Text, float], set[str]]:
 def test_law_of_auto(learned: tuple[Goodput, Auto], request: pytest.FixtureRequest) -> None:
     result, drafts = law(learned)
     if "mixture" in request.node.name:
-        assert {"1 Sampled", "2 Sampled", "3 Sampled"} <= drafts, drafts  # the floor ends some chains
+        assert {"1 Sampled", "2 Sampled", "3 Sampled"} <= drafts, drafts  # early stops end some chains
     assert any("Sampled" in draft for draft in drafts), drafts
     assert total_variation(result, reference(TARGET, LAW, LENGTH, None)) < LIMIT
 
 
 class Late(growers.Chain):
-    """Decides by the drawn token whether it stays."""
+    """Decides by the sampled token whether it stays."""
 
     def extend(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         super().extend(logits, hidden)

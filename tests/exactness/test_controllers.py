@@ -168,7 +168,7 @@ class Remembering(Branching):
 
 
 class Peeking(Controller):
-    """Drafts only where the token that is going to be drawn is likely under the draft."""
+    """Drafts only if the next sampled token is likely under the draft."""
 
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         return [min(left, self.peek(context)) for context, left in zip(contexts, max_draft_tokens, strict=True)]

@@ -59,7 +59,7 @@ def test_texts_follow_the_targets_law(proposer):
 @pytest.mark.parametrize("proposer", [name for name in PROPOSERS if not name.startswith("drawn tree")])
 @pytest.mark.slow
 def test_texts_of_the_trajectory_grade_follow_it_too(proposer):
-    """Where a tree's candidates are to be drawn, this grade ranks them: one of them stands for all."""
+    """In this grade a sampled tree ranks its candidates: one proposer stands for all."""
     holds(proposer, Exactness.TRAJECTORY, "plain")
 
 

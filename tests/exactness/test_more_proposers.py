@@ -1,4 +1,4 @@
-"""Token recycling, drafts with another tokenizer and mixtures: enumerated through the whole loop, and drawn."""
+"""Token recycling, drafts with another tokenizer and mixtures: enumerated through the whole loop, and sampled."""
 
 from __future__ import annotations
 

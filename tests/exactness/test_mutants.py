@@ -230,7 +230,7 @@ def test_exit_mass_by_subtraction_in_trees(trees):
 
 
 def test_exit_mass_by_subtraction_in_blocks():
-    """Where p = q the residual is empty, but one minus a float32 row's sum is not: a draw from nothing."""
+    """For p = q the residual is empty, but one minus a float32 row's sum is not: a draw from nothing."""
     row = torch.tensor([0.3, 0.3, 0.4]) * (1 - 6e-8)  # sums to a little under 1, as a float32 softmax may
     first = torch.tensor([0.2, 0.2, 0.6])
     p, q = torch.stack([first, row, row]), torch.stack([first.flip(0), row])
@@ -250,7 +250,7 @@ def test_exit_mass_by_subtraction_in_blocks():
 
 
 def test_verifying_with_the_drafts_numbers():
-    """A rejected draw came from the low end of the numbers, and the residual is then drawn from that end too."""
+    """A rejected draw came from the low end of the random numbers, and the residual then uses that end too."""
     p, q = constant(0.2, 0.3, 0.3, 0.2), constant(0.7, 0.1, 0.1, 0.1)
     honest = Pair(p, drawn(q), rejection="token", budget=lambda g: 1)
     mutant = replace(honest, stream=mutants.verifying_with_the_drafts_numbers)

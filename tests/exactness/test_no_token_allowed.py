@@ -98,7 +98,7 @@ def test_law_of_what_comes_before_the_error(case, proposer):
 
 
 class Dropping(Chain):
-    """A mistake: the whole draft is dropped where it reaches a node at which no token can come."""
+    """A mistake: all of a draft is dropped if it reaches a node at which no token is possible."""
 
     __slots__ = ()
 

@@ -67,7 +67,7 @@ EOS = 1
 
 
 def until_eos(text: Text, added: Text) -> Text:
-    """What a verdict adds, up to the first EOS."""
+    """The tokens of a verdict up to the first EOS."""
     return added[: added.index(EOS) + 1] if EOS in added else added
 
 

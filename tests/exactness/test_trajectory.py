@@ -21,7 +21,7 @@ GRADE = Exactness.TRAJECTORY
 
 
 def shared(model) -> Propose:
-    """A chain drawn with the noise that the target will use."""
+    """A chain sampled with the noise that the target will use."""
 
     def propose(context: Context, budget: int) -> Draft:
         stream = context.streams.shared(context.generated)

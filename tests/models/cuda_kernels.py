@@ -226,7 +226,7 @@ def test_a_path_in_any_cache_rows_has_the_bits_of_plain_decoding(dtype: torch.dt
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_rows_have_the_same_bits_whatever_shares_the_pass_and_however_long_the_cache_is(scaled: bool) -> None:
+def test_bits_of_a_row_do_not_depend_on_other_rows_and_the_length_of_the_cache(scaled: bool) -> None:
     counts, slots = [300, 0, 9, 300], [0, 0, 1, 2]
     keys, values = cached()
     cache, queries = Paged(keys, values, scaled), numbers(4, HEADS, DIM, seed=2)
@@ -340,7 +340,7 @@ def test_experts_of_rows(own_inputs: bool) -> None:
     torch.testing.assert_close(combine(outputs, shares), (outputs * shares[..., None]).sum(1))
 
 
-def test_a_row_has_the_same_bits_however_many_share_its_experts() -> None:
+def test_a_row_has_the_same_bits_for_any_number_of_rows_of_its_experts() -> None:
     weights, x = numbers(3, 40, 48), numbers(20, 48, seed=2)
     chosen, counts = torch.tensor([[1, 2]] * 20, device=DEVICE), ints([1] * 20)
     together = ExpertStack(weights, None)(x, Routes.of(chosen, counts, 3))  # a tile and a part of one

@@ -52,7 +52,7 @@ def compiled(tools: Toolchain, folder: Path, main: str = "cases.cpp", optimize: 
 
 
 def output(level: cpu.Level, tools: Toolchain | None = None, emulator: Sequence[str] = ()) -> str:
-    """Returns what the cases print with kernels of a level. ``tools``, ``emulator``: None and () for this machine."""
+    """Returns the cases' output with kernels of a level. ``tools``, ``emulator``: None and () for this machine."""
     own = tools or build.toolchain()
     products = [
         PRODUCTS,

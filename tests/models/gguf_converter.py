@@ -155,7 +155,7 @@ def multiplied(config: Config, name: str, tensor: Tensor) -> Tensors:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the converter's class of an architecture does beyond what all do."""
+    """Rules of the converter's class of one architecture."""
 
     keys: Sequence[Keys] = ()
     changes: Sequence[Change] = ()

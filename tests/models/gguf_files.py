@@ -285,7 +285,7 @@ def write_settings(writer: Any, config: Any, architecture: str) -> None:
 
 
 def llama3_factors(rope: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Returns what each rotary frequency is divided by (llama.cpp's converter, ``generate_extra_tensors``)."""
+    """Returns the divisors of the rotary frequencies (llama.cpp's converter, ``generate_extra_tensors``)."""
     size = SIZES["head_dim"]
     frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, size, 2) / size)
     length, low, high = (rope[n] for n in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))

@@ -35,7 +35,7 @@ def field(config: Config, *names: str) -> Any:
 
 
 def put(writer: Any, key: str, value: Any) -> None:
-    """Writes one key of the architecture in the type that its value has; None is left out."""
+    """Writes one key of the architecture in its value's type; None is skipped."""
     if value is None:
         return
     name = f"{writer.arch}.{key}"
@@ -121,7 +121,7 @@ def llama4(writer: Any, config: Config) -> None:
 
 
 def rope_factors(config: Config) -> list[tuple[str, Tensor]]:
-    """What the rotary frequencies of a Llama 3 or 4 are divided by, as the file's tensor of them."""
+    """The file's tensor of divisors of a Llama 3's or 4's rotary frequencies."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") != "llama3":
         return []

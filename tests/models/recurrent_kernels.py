@@ -87,7 +87,7 @@ class Sequences:
         return Handle(self._opened - 1, list(prompt))
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft]) -> list[Tensor]:
-        """Returns what the layers add at the outputs of each sequence, [outputs, layers * out]."""
+        """Returns the layers' results at the outputs of each sequence, [outputs, layers * out]."""
         done = [growing(handle, draft) for handle, draft in zip(handles, drafts, strict=True)]
         plan = PassPlan.of(handles, drafts, done)
         replay = self.states.plan(plan.parts, self._take)

@@ -144,7 +144,7 @@ def test_distributions_of_an_argmax() -> None:
     assert "NaN" in str(rows.refusal(1))
 
 
-def test_laws_that_change_logits_do_not_take_an_argmax() -> None:
+def test_the_argmax_is_not_used_if_parameters_change_logits() -> None:
     assert SamplingLaw(temperature=0.0).takes_argmax
     for law in (SamplingLaw(), SamplingLaw(0.0, logit_bias=((1, 1.0),)), SamplingLaw(0.0, presence_penalty=1.0)):
         assert not law.takes_argmax

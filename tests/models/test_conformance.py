@@ -275,7 +275,7 @@ def test_another_draft_replaces_the_first_and_starts_over(pair: Pair) -> None:
     pair.model.close(handle)
 
 
-def test_catching_up_after_skipped_steps(pair: Pair) -> None:
+def test_pending_rows_are_computed_after_skipped_steps(pair: Pair) -> None:
     handles = [pair.model.open(text(5, 130)), pair.model.open(text(3, 131))]
     pair.model.score(handles, [Draft.chain(text(2, 132)), Draft.empty()])
     for step in range(3):

@@ -108,7 +108,7 @@ def test_the_documentation_places_families_as_these_tests_do() -> None:
         assert own | others == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def test_the_documentation_says_what_of_a_family_is_left_to_transformers() -> None:
+def test_the_documentation_lists_features_left_to_transformers() -> None:
     rows = dict(re.findall(r"^\| `([\w.-]+)` \| (.*?) ?\|$", page(), re.MULTILINE))
     limited = {name for name, family in FAMILIES.items() if family.refuses is not supported and name in rows}
     assert limited <= {name for name, limits in rows.items() if limits}

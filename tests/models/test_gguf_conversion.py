@@ -335,7 +335,7 @@ def test_a_file_with_factors_in_its_weights_takes_no_adapter(saved: Callable[...
 
 
 @pytest.mark.parametrize("name", [*PACKED, "falcon-h1", "gemma4", "mpt", "cohere2", "ministral3"])
-def test_a_wrong_key_is_told_or_computed(name: str, saved: Callable[..., Saved]) -> None:
+def test_a_wrong_key_is_refused_or_computed(name: str, saved: Callable[..., Saved]) -> None:
     """No key of a file, missing or with whatever value, fails in another way than with an error that says so."""
     header = Header.read(saved(CASES[name]).file)
     for key in header.metadata:

@@ -1,4 +1,4 @@
-"""What the metadata of GGUF files asks for, as a configuration, and what is refused with a reason."""
+"""Metadata of GGUF files as a configuration, and refusals with their reasons."""
 
 from __future__ import annotations
 

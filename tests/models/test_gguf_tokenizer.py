@@ -165,7 +165,7 @@ def byte_level(pre: str) -> Tokenizer:
 
 
 def check_equal(ours: Any, original: Any, every: int = 1) -> None:
-    """Compares ids, texts and vocabularies. every: of so many texts one is taken."""
+    """Compares ids, texts and vocabularies. every: step through the texts."""
     assert ours.get_vocab() == original.get_vocab()
     for text in texts()[::every]:
         ids = ours.encode(text)
@@ -310,7 +310,7 @@ def test_texts_end_with_control_tokens_that_end_a_turn(
     assert [words[i] for i in eos_ids(file, load_tokenizer(file), len(words))] == sorted(ends, key=words.index)
 
 
-def test_an_id_of_no_token_is_none(tmp_path: Path) -> None:
+def test_ids_outside_the_vocabulary_count_as_absent(tmp_path: Path) -> None:
     none = {f"{role}_token_id": 2**32 - 1 for role in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     settings: dict[str, Any] = {"pre": "gpt-2", "merges": ["a b"], "add_bos_token": True, "add_eos_token": True}
     file = written(tmp_path / "model.gguf", "gpt2", ["a", "b", "ab"], [1, 1, 1], **settings, **none)
@@ -333,7 +333,9 @@ def test_an_id_of_no_token_is_none(tmp_path: Path) -> None:
         ("llama", {"eos_token_id": 3, "scores": [0.0, 0.0, 0.0]}, "eos_token_id = 3 of 3 tokens"),
     ],
 )
-def test_what_cannot_be_built_is_refused(model: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_damaged_vocabularies_and_unknown_kinds_are_refused(
+    model: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     file = written(tmp_path / "model.gguf", model, ["a", "b", "ab"], [1, 1, 1], **settings)
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_tokenizer(file)

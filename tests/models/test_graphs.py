@@ -357,7 +357,7 @@ def test_captured_work_never_needs_the_host(name: str, quantize: bool, tmp_path:
     ],
     ids=["item", "mask", "list", "index", "tensor", "to"],
 )
-def test_the_guard_itself_refuses(waits: Callable[[torch.Tensor], Any]) -> None:
+def test_the_guard_refuses_synchronizations(waits: Callable[[torch.Tensor], Any]) -> None:
     with torch.inference_mode(), pytest.raises((AssertionError, RuntimeError)), NothingListed(), NothingMixed():
         waits(torch.zeros(2, device=META))
 
@@ -471,7 +471,7 @@ def test_too_many_graphs_are_dropped(two: Two, monkeypatch: pytest.MonkeyPatch) 
 
 
 def plan(*parts: tuple[int, int, int, Draft]) -> PassPlan:
-    """Of (slot, cached, pending, draft)."""
+    """parts: (slot, cached, pending, draft)"""
     handles = [Handle(slot, [5] * (cached + pending), cached) for slot, cached, pending, _ in parts]
     return PassPlan.of(handles, [draft for *_, draft in parts], [0] * len(parts))
 

@@ -72,7 +72,7 @@ def test_int8_keys_and_values_are_those_of_transformers_rounded(device: str, fam
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_instruction_set_rounds_alike(
+def test_every_instruction_set_rounds_equally(
     instructions: str,  # noqa: F811
     dtype: torch.dtype,
     folder: Path,
@@ -138,7 +138,9 @@ def test_an_int8_cache_takes_a_byte_for_each_number_and_four_for_each_head(devic
     assert opened(folder, "bfloat16", torch.bfloat16, device).kv_bytes_per_token == 2 * numbers
 
 
-def test_what_cannot_be_kept_as_int8_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_types_of_the_kv_cache_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InvalidRequest, match="kv_cache_dtype 'fp8' is not known; known: auto, bfloat16, int8"):
         load_model(folder, kv_cache_dtype="fp8")
     with pytest.raises(InvalidRequest, match="'int8' needs the native decoder"):

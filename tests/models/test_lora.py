@@ -222,7 +222,7 @@ def assert_rows_stay_apart(
 
 
 def test_an_adapter_that_overflows_hurts_no_other_row(tmp_path: Path) -> None:
-    """Of the first adapter the kernels leave out what is zero, a column of all heads but one."""
+    """The kernels skip the zeros of the first adapter, a column of all heads but one."""
     path = ARCHITECTURES["deepseek-v3"].save(tmp_path / "model")
     own = save_adapter(tmp_path / "own", path, ["kv_b_proj"], rank=32, seed=1)
     wild = save_adapter(tmp_path / "wild", path, ["kv_b_proj"], rank=1, seed=2)
@@ -277,7 +277,7 @@ def test_an_early_exit_has_the_adapters_of_its_model(llama: Path, adapters: dict
     assert torch.equal(plain[0], adapted[0]) and not torch.equal(plain[1], adapted[1])
 
 
-def test_unknown_and_taken_names_are_refused(llama: Path, adapters: dict[str, Path]) -> None:
+def test_unknown_names_and_names_in_use_are_refused(llama: Path, adapters: dict[str, Path]) -> None:
     model = load(llama, adapters)
     with pytest.raises(InvalidRequest, match="'other' is not loaded; loaded: attention, mlp, all, some"):
         model.open([1, 2], adapter="other")
@@ -361,7 +361,9 @@ BROKEN: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_does_not_fit_is_refused_whole(llama: Path, adapters: dict[str, Path], tmp_path: Path, case: str) -> None:
+def test_adapters_that_do_not_fit_are_refused_and_change_nothing(
+    llama: Path, adapters: dict[str, Path], tmp_path: Path, case: str
+) -> None:
     change, message = BROKEN[case]
     config = json.loads((adapters["attention"] / "adapter_config.json").read_text())
     tensors = load_file(adapters["attention"] / "adapter_model.safetensors")
@@ -470,7 +472,7 @@ BROKEN_EXPERTS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN_EXPERTS)
-def test_experts_that_do_not_fit_are_refused_whole(tmp_path: Path, case: str) -> None:
+def test_adapters_of_experts_that_do_not_fit_are_refused_and_change_nothing(tmp_path: Path, case: str) -> None:
     change, message = BROKEN_EXPERTS[case]
     path = ARCHITECTURES["qwen3-moe"].save(tmp_path / "model")
     model = load(path, {})

@@ -111,7 +111,7 @@ def test_the_cache_is_left_as_drafting_by_levels_leaves_it(llama: Decoder) -> No
         assert all(torch.equal(again[i].logits[row], expected[row]) for row in range(3))
 
 
-def test_what_was_drafted_before_is_dropped(llama: Decoder) -> None:
+def test_earlier_drafts_are_dropped(llama: Decoder) -> None:
     handles = opened(llama)
     expected = chains(llama, handles)
     llama.score(handles, [Draft.chain([7, 8, 9])] * 3)
@@ -119,7 +119,7 @@ def test_what_was_drafted_before_is_dropped(llama: Decoder) -> None:
     assert chains(llama, handles) == expected
 
 
-def test_a_chain_ends_before_a_token_that_would_not_pay(llama: Decoder) -> None:
+def test_a_chain_ends_before_a_token_below_its_minimum_probability(llama: Decoder) -> None:
     handles = opened(llama)
     whole = chains(llama, handles)
     bounds, bases, slopes = (0.02, 0.9), (0.1, 0.2, 0.3), (0.5, 0.7, 0.6)
@@ -179,7 +179,7 @@ def test_tokens_beyond_the_vocabulary_are_not_drafted(llama: Decoder) -> None:
         )
 
 
-def test_drawn_tokens_travel_with_their_distributions(llama: Decoder) -> None:
+def test_sampled_tokens_come_with_their_distributions(llama: Decoder) -> None:
     handles, law = opened(llama), SamplingLaw(temperature=0.8, top_p=0.9)
     stream, shared = PrivateStream(77), SharedStream(5, 3)
     requests = [
@@ -227,7 +227,7 @@ def test_only_a_chain_that_reaches_beyond_the_window_is_refused(llama: Decoder) 
         chains(llama, handles, [3, 8])
 
 
-def test_what_the_prefix_cache_shares_stays_as_it_is(llama: Decoder) -> None:
+def test_shared_rows_of_the_prefix_cache_do_not_change(llama: Decoder) -> None:
     llama.enable_prefix_cache(1 << 24)
     prompt = text(130, 0)
     first = llama.open(prompt)

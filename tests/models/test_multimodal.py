@@ -1,4 +1,4 @@
-"""Of multimodal checkpoints the language model is loaded alone, and computes what the whole model computes of text."""
+"""The language model of a multimodal checkpoint is loaded alone, and equals the whole model on text."""
 
 from __future__ import annotations
 

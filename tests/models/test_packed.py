@@ -294,7 +294,7 @@ def test_parts_that_do_not_belong_together_are_refused(name: str) -> None:
                 opened((others, config, weights))
 
 
-def test_settings_default_to_the_tools() -> None:
+def test_missing_settings_have_the_tools_defaults() -> None:
     assert packed_settings({}) is None
     settings = packed_settings({"quantization_config": {"quant_method": "awq", "w_bit": 4, "q_group_size": 64}})
     assert settings == PackedSettings("awq", 4, 64)

@@ -76,7 +76,7 @@ def restored(matrix: Matrix) -> np.ndarray:
 
 
 def assert_restored(weight: torch.Tensor) -> bool:
-    """Packs a matrix raw and in 12 bits and compares all bits. Returns whether it was worth packing."""
+    """Packs a matrix raw and in 12 bits and compares all bits. Returns whether the packed form was chosen."""
     arena = Arena(packing_library())
     raw, packed = pack(arena, [weight]), pack(arena, [weight], compress=True)
     if packed.matrix.kind == Kind.BFLOAT16:
@@ -219,6 +219,6 @@ def test_the_last_level_cache_is_read_from_the_system(tmp_path, monkeypatch: pyt
         ({"weight_format": "packed", "backend": "hf"}, "needs the compiled decoder"),
     ],
 )
-def test_a_format_that_cannot_be_had_is_refused(options: dict[str, str], words: str) -> None:
+def test_unavailable_formats_are_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         load_model(zoo.path("draft"), **options)

@@ -28,7 +28,7 @@ class Memory:
 
 
 def rows(tokens: Sequence[int]) -> bytes:
-    """What the rows of ``tokens`` hold: each a digest of all tokens up to its own."""
+    """Contents of the rows of ``tokens``: each a digest of all tokens up to its own."""
     digests, digest = array("q"), 0
     for token in tokens:
         digest = hash((digest, token))
@@ -70,7 +70,7 @@ def test_a_prompt_reuses_the_prefix_of_an_earlier_one():
     filled(pages, slot, tokens, 0)
     pages.publish(slot, tokens, len(tokens))
     assert pages.acquire(text(1, 2, 9)) == (1, 2 * PAGE)  # while the first still runs
-    assert pages.acquire(tokens) == (2, 2 * PAGE)  # the last page is left out: one row has to be computed
+    assert pages.acquire(tokens) == (2, 2 * PAGE)  # without the last page: one row has to be computed
     for one in range(3):
         pages.release(one)
     pages.check()
@@ -197,8 +197,8 @@ def test_a_rewritten_page_is_not_followed_by_the_pages_that_followed_its_old_con
 class History:
     """Slots beside a plain dictionary of the text that was computed in each, driven as ``Handle`` drives them.
 
-    All rows of a text but the newest token's are computed. Texts are long runs of two tokens, so that many begin alike,
-    and are cut where mistakes show: at the first and the last row of a page.
+    All rows of a text but the newest token's are computed. Texts are long runs of two tokens, so that many share a
+    prefix, and are cut at the first and the last row of a page.
     """
 
     def __init__(self, seed: int) -> None:

@@ -115,7 +115,7 @@ def dequantized(weights: AnyMatrix) -> Tensor:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_products_are_those_of_float64_whatever_the_number_of_rows(
+def test_products_are_those_of_float64_for_any_number_of_rows(
     level: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(cpu.VARIABLE, level)

@@ -130,7 +130,7 @@ def test_rows_are_bit_equal_over_row_counts_and_kernels(shape: tuple[int, int], 
 
 
 @pytest.mark.slow
-def test_sums_are_exact_where_onednn_may_not_use_what_the_processor_has() -> None:
+def test_sums_are_exact_if_onednn_may_not_use_the_processors_instructions() -> None:
     code = (
         "import torch; from foretoken.models.formats.quantize import quantize, quantize_rows\n"
         "from foretoken.models.runners.linear import Int8Linear, exact_product\n"

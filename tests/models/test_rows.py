@@ -32,7 +32,7 @@ VOCAB = 256
 
 @pytest.fixture(autouse=True)
 def two_threads() -> None:
-    """Whatever share of the machine the tests have: rows are shared out among threads. ``conftest`` sets it back."""
+    """Computes with two threads, so that rows are divided among threads. ``conftest`` restores the number."""
     torch.set_num_threads(2)
 
 
@@ -271,7 +271,7 @@ def test_a_batch_is_divided_evenly(sizes: list[int], most: int, ends: list[int])
 
 
 def test_soft_caps_and_windows(kind: str) -> None:
-    """What Gemma 2 adds: capped scores and logits, windows in every other layer, norms after the parts."""
+    """Features of Gemma 2: capped scores and logits, windows in every other layer, norms after attention and MLP."""
     model = decoder(kind, model_type="gemma2", query_pre_attn_scalar=32, sliding_window=50, attn_logit_softcapping=5.0)
     prompt, continuation = tokens(100), tokens(9, seed=9)
     expected = one_by_one(model, prompt, continuation)

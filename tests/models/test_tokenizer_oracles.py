@@ -94,7 +94,7 @@ def check_equal(
         file: the GGUF file.
         expected: the reference's ids.
         decoded: the reference's text of ids.
-        skipped: texts that are left out; if not None, texts with control tokens as well.
+        skipped: texts that are not compared; if not None, texts with control tokens as well.
     """
     ours, control = load_tokenizer(file), control_tokens(file)
     vocabulary = [token.replace(SPACES[1], " ") for token in ours.get_vocab()]

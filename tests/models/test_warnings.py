@@ -32,7 +32,7 @@ SETS = {
 
 
 def errors(compiler: str, source: Path, flags: Sequence[str], output: Path) -> str:
-    """Returns what the compiler says about one source."""
+    """Returns the compiler's messages about one source."""
     program, own = COMPILERS[compiler]
     command = [*program, *build.FLAGS, *flags, *WARNINGS, *own, f"-I{build.SHARED}", str(source)]
     if "-c" in own:

@@ -47,7 +47,7 @@ class Tiny:
     family: str
     config: dict[str, Any]
     native: bool = False  # computed by our own decoder
-    eager: bool = False  # soft-capped attention, which sdpa would leave out
+    eager: bool = False  # soft-capped attention, which sdpa would ignore
     torch: bool = True  # also computed by torch operators, where it is native
 
     @property

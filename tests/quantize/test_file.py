@@ -287,7 +287,7 @@ def test_a_file_becomes_a_folder_that_transformers_loads(architecture: str, tmp_
         ("llama", {"mlp_bias": True}, "no place"),
     ],
 )
-def test_what_a_file_cannot_say_is_refused(
+def test_settings_without_a_key_in_gguf_are_refused(
     architecture: str, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     source = checkpoint(architecture, tmp_path / "source", **settings)

@@ -1,4 +1,4 @@
-"""Records as plan, audit and benchmark write them, made up, and steps of a text that nobody generated."""
+"""Invented records in the form of plan, audit and benchmark, and steps of an invented text."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class Letters:
 
 
 def pieces(tokenizer: Letters, steps: int = 12, finish: str | None = "length", words: int = 16) -> list[StreamPiece]:
-    """Chains of three that were drawn: in turn all, two, one and none of them are accepted."""
+    """Sampled chains of three: in turn all, two, one and none of them are accepted."""
     q = torch.full((4, len(tokenizer.words)), 1.0 / len(tokenizer.words))
     made: list[StreamPiece] = []
     emitted: list[int] = []

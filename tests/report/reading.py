@@ -1,4 +1,4 @@
-"""What a browser would see of a page, and that it would fetch nothing for it."""
+"""A page as a browser would show it, and a check that it fetches nothing."""
 
 from __future__ import annotations
 

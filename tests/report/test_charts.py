@@ -121,7 +121,7 @@ def test_a_chart_without_points_says_so(points):
 
 
 @pytest.mark.parametrize("y", [0.0, 1.0, -3.0, 1e-9, 1e12])
-def test_one_point(y):
+def test_a_chart_of_one_point(y):
     for axis in (X, Axis("depth", log=True), Axis("depth", zero=True)):
         root = drawn(lines("t", [Series("a", (Point(1, y, NAN, 2),))], axis, Axis("y")))
         assert len(marks(root)) == 1

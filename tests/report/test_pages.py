@@ -18,13 +18,13 @@ from .made_up import HOSTILE
 from .reading import read, words
 
 
-def test_the_shell_is_safe():
+def test_hostile_titles_and_settings_are_escaped():
     root = read(document(HOSTILE, [HOSTILE], {HOSTILE: HOSTILE, "peers": {HOSTILE: 1}}, lead=HOSTILE, footer=HOSTILE))
     assert words(root.find("body/h1")).startswith("</style><script>")
     assert root.findtext(".//dd").startswith("</style>")
 
 
-def test_a_plan():
+def test_the_page_of_a_plan():
     root = read(plan.page(made_up.plan()))
     text = words(root.find("body"))
     assert "Speculate with draft_model tiny-1m, 6 draft tokens per step" in text
@@ -61,7 +61,7 @@ def test_a_plan_may_say_do_not_speculate():
     assert "1.05x (0.97–1.13) with ngram, 4 draft tokens; its interval includes 1" in text
 
 
-def test_an_audit():
+def test_the_page_of_an_audit():
     root = read(audit.page(made_up.audit()))
     text = words(root.find("body"))
     for said in (
@@ -81,7 +81,7 @@ def test_an_audit():
     assert "Exact, as far as it was tested" in words(read(audit.page(made_up.audit("passed"))))
 
 
-def test_predictions():
+def test_the_page_of_predictions():
     text = words(read(prediction.page({"setting": made_up.SETTING, "rows": made_up.measured()})))
     assert "100.0 %within 10 % of what was measured" in text and "60pairs" in text
 

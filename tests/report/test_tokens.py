@@ -72,7 +72,7 @@ def test_hostile_texts_are_escaped():
     assert "<script>alert" in words(root.find("body"))
 
 
-def test_a_text_that_is_empty_or_breaks_off():
+def test_pages_of_empty_and_aborted_completions():
     read(page([Tracer(Letters(), [0]).trace()]), scripts=1)
     read(page([]), scripts=1)
     trace = traced(Letters(), steps=1, finish="stop")

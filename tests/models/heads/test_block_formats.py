@@ -141,7 +141,7 @@ def test_every_layout_keeps_what_is_computed(written: Any, dialect: str, tmp_pat
     assert all(again.tensors[name].equal(tensor) for name, tensor in head.tensors.items())
 
 
-def test_layouts_that_cannot_say_it_are_refused(tmp_path: Path) -> None:
+def test_layouts_without_a_key_for_the_setting_are_refused(tmp_path: Path) -> None:
     head = read_block(tiny.save(tmp_path / "a", *blocks.dflash()))
     with pytest.raises(InvalidRequest, match="--target"):
         write_block(head, "speculators")
