@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ SWITCH = "FORETOKEN_NATIVE"  # "0" disables the compiled kernels
 ANY = Level("any", (), frozenset(), ())  # of libraries that use no particular instructions
 _log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-std=c++17", "-pthread", "-ffp-contract=off", "-fno-math-errno")
+_INCLUDED = re.compile(rb'^\s*#\s*include "([^"]+)"', re.MULTILINE)
 QUIET = "-w"  # tests compile with warnings as errors; compilers of users may know others
 
 Sources = Sequence[tuple[Path, Sequence[str]]]  # C++ files, each with its flags in addition to the common ones
@@ -122,6 +124,19 @@ def shipped_name(name: str, sources: Sources, level: Level, suffix: str) -> str:
     return f"{name}-{level.name}-{_key(parts)}{suffix}"
 
 
+def _with_headers(source: Path) -> list[bytes]:
+    """Returns the contents of a source file and of all headers that it includes, directly or not, in a fixed order."""
+    contents: dict[Path, bytes] = {}
+    pending = [source]
+    while pending:
+        file = pending.pop()
+        if file not in contents:
+            contents[file] = file.read_bytes()
+            names = [match.decode() for match in _INCLUDED.findall(contents[file])]
+            pending += [path if (path := file.parent / name).is_file() else SHARED / name for name in names]
+    return list(contents.values())
+
+
 def _key(names: Iterator[str]) -> str:
     return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
@@ -135,8 +150,7 @@ class _ObjectFile(NamedTuple):
     @classmethod
     def of(cls, source: Path, flags: Sequence[str]) -> _ObjectFile:
         flags = (*FLAGS, QUIET, *flags)
-        beside = sorted({*source.parent.glob("*.hpp"), *SHARED.glob("*.hpp"), source})
-        text = b"\0".join([*(file.read_bytes() for file in beside), " ".join(flags).encode()])
+        text = b"\0".join([*_with_headers(source), " ".join(flags).encode()])
         name = f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.o"
         return cls(name, [*flags, "-c", f"-I{SHARED}", str(source)])
 
