@@ -49,6 +49,18 @@ def test_rows_are_those_of_torch(vocabulary: int) -> None:
             assert all(abs(float(ordered[count - 1]) - top_p) < 1e-5 for count in range(min(counts), max(counts)))
 
 
+@pytest.mark.parametrize("vocabulary", [513, 151_936])
+def test_a_wide_nucleus_has_the_likeliest_tokens_and_the_lowest_ids_on_ties(vocabulary: int) -> None:
+    row = (20 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))).round() / 1000
+    probs = SamplingLaw(top_p=0.7).probs(row[None], ())[0]
+    ordered = row.sort(descending=True, stable=True).indices
+    count = int((probs > 0).sum())
+    assert count > 256 and (probs[ordered[:count]] > 0).all()
+    before = row.double().softmax(-1)[ordered].cumsum(-1)
+    assert before[count - 2] < 0.7 + 1e-6 and before[count - 1] > 0.7 - 1e-6
+    assert float(probs.sum()) == pytest.approx(1.0, abs=1e-4)
+
+
 @pytest.mark.parametrize("vocabulary", [3, 5000])
 @pytest.mark.parametrize("top_k", [2**31, 2**32 + 1, 2**64 + 1, -(2**32) + 1, -1])
 def test_no_top_k_wraps(vocabulary: int, top_k: int) -> None:

@@ -5,6 +5,7 @@ This module must not import torch, so that the server's side process starts quic
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,9 +86,12 @@ class BadWords(Sequence[tuple[int, ...]]):
         """Returns the tokens forbidden after ``tokens`` followed by ``path``."""
         lookup = self.lookup
         latest = path[-1] if path else tokens[-1] if tokens else None
-        if latest is None or not len(lookup.lengths):
+        if latest is None:
             return lookup.alone
-        first, last = np.searchsorted(lookup.lengths, (latest << 32, (latest + 1) << 32)).tolist()
+        lengths = lookup.lengths.data
+        first, last = bisect_left(lengths, latest << 32), bisect_left(lengths, (latest + 1) << 32)
+        if first == last:
+            return lookup.alone
         banned: list[NDArray[Any]] = [lookup.alone]
         for length in (lookup.lengths[first:last] & 0xFFFFFFFF).tolist():
             committed = max(0, length - len(path))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
-from foretoken.core.native.sampling import Noise
+from foretoken.core.native.sampling import Noise, TokenRow
 
 
 class Law(Protocol):
@@ -59,6 +59,19 @@ class Law(Protocol):
         -1 where no token is possible, or where the row is needed.
         """
         return -1
+
+    def token_row(self, logits: Tensor, noise: Noise | None) -> TokenRow | None:
+        """Returns the request with which the kernels choose a row's token, before ``update_row``; None if they cannot.
+
+        Args:
+            logits: [1, V].
+            noise: The number of the draw; None for the most probable token.
+        """
+        return None
+
+    def update_row(self, row: TokenRow, vocabulary: int, history: History) -> None:
+        """Sets what depends on the history in a result of ``token_row``, for a law that ``needs_history``."""
+        return
 
     def refusal(self, logits: Tensor, history: History) -> InvalidRequest:
         """Returns the error that ends a request at a node where no token is possible. logits: [V]"""

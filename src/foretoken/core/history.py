@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ class TokenCounts:
     def __init__(self, prompt_length: int) -> None:
         self._prompt_length, self._num_tokens = prompt_length, 0
         self._index: dict[int, int] = {}
-        self._ids, self._counts = np.empty(0, np.int64), np.empty(0, np.int32)
+        self._ids, self._counts = array("q"), array("i")
 
     def at(self, tokens: Sequence[int], path: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Returns the unique ids of ``tokens`` and ``path``, and the number of times that each was generated.
@@ -28,27 +29,31 @@ class TokenCounts:
             tokens: The sequence's tokens. They begin with those of earlier calls.
             path: Draft tokens after them.
         """
-        for position, token in enumerate(tokens[self._num_tokens :], self._num_tokens):
-            self._add(token, position >= self._prompt_length)
-        self._num_tokens = len(tokens)
+        self._extend(tokens)
         size = len(self._index)
-        if not path:
-            return self._ids[:size], self._counts[:size]
         new = [token for token in dict.fromkeys(path) if token not in self._index]
-        ids = np.concatenate((self._ids[:size], np.array(new, np.int64)))
-        counts = np.concatenate((self._counts[:size], np.zeros(len(new), np.int32)))
+        ids = np.concatenate((np.array(self._ids, np.int64), np.array(new, np.int64)))
+        counts = np.concatenate((np.array(self._counts, np.int32), np.zeros(len(new), np.int32)))
         for token in path:
             index = self._index.get(token)
             counts[size + new.index(token) if index is None else index] += 1
         return ids, counts
 
-    def _add(self, token: int, generated: bool) -> None:
-        index = self._index.setdefault(token, len(self._index))
-        if index == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.zeros(index + 64, np.int64)))
-            self._counts = np.concatenate((self._counts, np.zeros(index + 64, np.int32)))
-        self._ids[index] = token
-        self._counts[index] += generated
+    def addresses(self, tokens: Sequence[int]) -> tuple[int, int, int]:
+        """Returns the addresses of ``at`` without a path, which hold until the next call, and the number of ids."""
+        self._extend(tokens)
+        ids, size = self._ids.buffer_info()
+        return ids, self._counts.buffer_info()[0], size
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        ids, counts, index, prompt_length = self._ids, self._counts, self._index, self._prompt_length
+        for position, token in enumerate(tokens[self._num_tokens :], self._num_tokens):
+            at = index.setdefault(token, len(ids))
+            if at == len(ids):
+                ids.append(token)
+                counts.append(0)
+            counts[at] += position >= prompt_length
+        self._num_tokens = len(tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,6 @@ from foretoken.core.grammar import Grammar
 from foretoken.core.history import History
 from foretoken.core.native import sampling as native
 
-_NO_IDS = np.empty(0, np.int64)
-_NO_COUNTS = _NO_IDS, np.empty(0, np.int32)
-
 
 @dataclass(frozen=True)
 class SamplingLaw:
@@ -122,8 +119,38 @@ class SamplingLaw:
 
     def choose(self, logits: Tensor, histories: Sequence[History], noise: native.Noise) -> int:
         """See ``Law``."""
-        scores = self._scores(logits, histories)
-        return kernels.choose(scores, self.kept, noise) if (kernels := native.for_rows(scores)) else -1
+        token = self._chosen(logits, histories, noise)
+        return -1 if token is None else token
+
+    def token_row(self, logits: Tensor, noise: native.Noise | None) -> native.TokenRow | None:
+        """See ``Law``."""
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        if not native.for_rows(logits):
+            return None
+        change = native.Adjustment.from_buffer_copy(self._unchanging) if self.adjusts else None
+        if self.greedy or noise is None:
+            return native.TokenRow.of(logits, native.TokenSource.LIKELIEST, change)
+        row = native.TokenRow.of(
+            logits, native.TokenSource.RACE if noise.races else native.TokenSource.FRACTION, change
+        )
+        row.noise, row.filter = noise.bits, self.kept.spec(logits.shape[1])
+        return row
+
+    def update_row(self, row: native.TokenRow, vocabulary: int, history: History) -> None:
+        """See ``Law``."""
+        if row.adjustment is not None:
+            self._update(row.adjustment, vocabulary, history)
+
+    def _chosen(self, logits: Tensor, histories: Sequence[History], noise: native.Noise | None) -> int | None:
+        """Returns the token of the only row, -1 where none is possible, or None where the kernels cannot choose it."""
+        row = self.token_row(logits, noise)
+        if row is None or (kernels := native.kernels()) is None:
+            return None
+        if self.needs_history:
+            self.update_row(row, logits.shape[1], histories[0])
+        kernels.choose_tokens([row], logits.shape[1])
+        return row.token
 
     @property
     def kept(self) -> native.Filter:
@@ -132,6 +159,8 @@ class SamplingLaw:
 
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
         """See ``Law``. Without kernels numpy's vectorized argmax takes NaN first, and the lowest id on ties."""
+        if len(logits) == 1 and (token := self._chosen(logits, histories, None)) is not None:
+            return [token]
         scores = self._scores(logits, histories)
         if kernels := native.for_rows(scores):
             return kernels.best(scores)
@@ -196,28 +225,54 @@ class SamplingLaw:
             vocabulary: Number of logits.
             history: History of the node; None if the law needs none.
         """
-        allowed, banned, ends, (seen, generated) = None, _NO_IDS, _NO_IDS, _NO_COUNTS
-        if history is not None and self._forbids:
-            try:
-                mask = self._allowed(vocabulary, history)
-            except InvalidRequest:  # no token is possible; the node may never be reached, see ``Law.probs``
-                mask = torch.zeros(vocabulary, dtype=torch.bool)
-            allowed = None if mask is None else mask.numpy()
-            banned = np.asarray(BadWords.of(self.bad_words).banned(history.tokens, history.path), np.int64)
-            ends = self._end_array if history.generated < self.min_tokens else _NO_IDS
-        if history is not None and self.penalizes:
-            seen, generated = history.token_counts()
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        return native.Adjustment(allowed, banned, ends, *self._bias_arrays, seen, generated, *penalties)
+        change = native.Adjustment.from_buffer_copy(self._unchanging)
+        if history is not None:
+            self._update(change, vocabulary, history)
+        return change
+
+    def _update(self, change: native.Adjustment, vocabulary: int, history: History) -> None:
+        """Sets the changes that depend on a node's history."""
+        if self._forbids:
+            mask = self._mask(vocabulary, history)
+            if mask is not None:
+                if len(mask) != vocabulary:
+                    raise ValueError(f"a mask of {len(mask)} tokens for logits of {vocabulary}")
+                change.hold(allowed=mask)
+            banned = BadWords.of(self.bad_words).banned(history.tokens, history.path)
+            change.hold(banned=banned)
+            change.banned_count = len(banned)
+            change.end_count = len(self.end_ids) if history.generated < self.min_tokens else 0
+        if self.penalizes:
+            if history.counts is not None and not history.path:
+                change.seen, change.generated, change.seen_count = history.counts.addresses(history.tokens)
+            else:
+                seen, generated = history.token_counts()
+                change.hold(seen=seen, generated=generated)
+                change.seen_count = len(seen)
+
+    def _mask(self, vocabulary: int, history: History) -> NDArray[np.bool_] | None:
+        """Returns the tokens that are allowed at a node, none where that fails; None for all."""
+        if self.grammar is None:
+            return self._listed_mask(vocabulary) if self.allowed_ids else None
+        try:
+            mask = self._allowed(vocabulary, history)
+        except InvalidRequest:  # no token is possible; the node may never be reached, see ``Law.probs``
+            return np.zeros(vocabulary, np.bool_)
+        return None if mask is None else mask.numpy()
 
     @cached_property
-    def _end_array(self) -> NDArray[np.int64]:
-        return np.array(self.end_ids, np.int64)
-
-    @cached_property
-    def _bias_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        ids, values = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
-        return np.array(ids, np.int64), np.array(values, np.float32)
+    def _unchanging(self) -> native.Adjustment:
+        """The changes that are the same at every node."""
+        ids, biases = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
+        change = native.Adjustment(
+            biased_count=len(ids),
+            repetition=self.repetition_penalty,
+            frequency=self.frequency_penalty,
+            presence=self.presence_penalty,
+        )
+        biases_and_ends = np.array(biases, np.float32), np.array(self.end_ids, np.int64)
+        change.hold(biased=np.array(ids, np.int64), biases=biases_and_ends[0], ends=biases_and_ends[1])
+        return change
 
     def _adjust(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """Applies grammar, bad words, biases and penalties row by row, in place."""
@@ -267,11 +322,16 @@ class SamplingLaw:
         """Returns which tokens the grammar and ``allowed_ids`` allow at a node: [V], or None for all."""
         allowed = None if self.grammar is None else self.grammar.allowed(history)
         if self.allowed_ids:
-            if (listed := self._listed.get(vocabulary)) is None:
-                listed = self._listed[vocabulary] = np.zeros(vocabulary, np.bool_)
-                listed[list(self.allowed_ids)] = True
+            listed = self._listed_mask(vocabulary)
             allowed = torch.from_numpy(listed if allowed is None else allowed.numpy() & listed)
         return allowed
+
+    def _listed_mask(self, vocabulary: int) -> NDArray[np.bool_]:
+        """Returns which tokens ``allowed_ids`` lists: [vocabulary]."""
+        if (listed := self._listed.get(vocabulary)) is None:
+            listed = self._listed[vocabulary] = np.zeros(vocabulary, np.bool_)
+            listed[list(self.allowed_ids)] = True
+        return listed
 
     @cached_property
     def _listed(self) -> dict[int, NDArray[np.bool_]]:

@@ -296,11 +296,15 @@ def random_seed_from(*parts: int) -> int:
 
 def stream_key(seed: int, purpose: int, position: int) -> int:
     """Returns the key, 64 bits, from which all numbers of an address are mixed."""
+    return splitmix(purpose_key(seed, purpose) ^ (position * _MIX[1][1] & _MASK))
+
+
+def purpose_key(seed: int, purpose: int) -> int:
+    """Returns the key of a seed and a purpose, into which ``stream_key`` mixes the position."""
     key = splitmix(seed & _MASK)
     if seed > _MASK:  # a derived seed has 128 bits
         key = splitmix((key + GOLDEN) ^ (seed >> 64))
-    key = splitmix(key ^ (purpose * GOLDEN & _MASK))
-    return splitmix(key ^ (position * _MIX[1][1] & _MASK))
+    return splitmix(key ^ (purpose * GOLDEN & _MASK))
 
 
 def splitmix(z: int) -> int:

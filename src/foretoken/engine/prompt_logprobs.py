@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 from foretoken.core.draft import Draft
-from foretoken.engine.sequence import Sequence, token_logprobs
+from foretoken.engine.sequence import Sequence, logprobs_of_rows
 from foretoken.models.base import Scores
 
 CHUNK = 128  # rows of logits at once
@@ -23,9 +23,7 @@ def record_prompt_logprobs(sequence: Sequence, scores: Scores) -> tuple[int, ...
     if not sequence.needs_prompt_logprobs:
         return ()
     chunk, count = _chunk(sequence), sequence.options.prompt_logprobs or 0
-    sequence.prompt_recorded += [
-        token_logprobs(row, token, count) for row, token in zip(scores.logits, chunk, strict=False)
-    ]
+    sequence.prompt_recorded += logprobs_of_rows(scores.logits[: len(chunk)], chunk, count)
     return chunk
 
 

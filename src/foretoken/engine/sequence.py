@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +31,11 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def of(row: native.TokenRow) -> TokenLogprobs:
+        """Returns the log-probabilities that the kernels computed of a row."""
+        return TokenLogprobs(row.token, row.logprob, row.rank, row.top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +129,26 @@ class Sequence:
         """Returns the largest useful number of draft tokens: the target adds one token, and the length is limited."""
         return min(self.stopping.tokens_left, max_length - len(self.context.tokens)) - 1
 
-    def emit(self, draft: Draft, verdict: Verdict, logits: Tensor, max_length: int) -> tuple[int, ...]:
-        """Returns the verdict's tokens, cut where the sequence ends. Records what ``options`` ask for."""
+    def emit(
+        self, draft: Draft, verdict: Verdict, logits: Tensor, max_length: int, computed: native.TokenRow | None = None
+    ) -> tuple[int, ...]:
+        """Returns the verdict's tokens, cut where the sequence ends. Records what ``options`` ask for.
+
+        Args:
+            draft: The step's draft.
+            verdict: The verdict on it.
+            logits: [n+1, V].
+            max_length: The target's context length.
+            computed: The results of the only row, if the kernels have computed its token.
+        """
         tokens = [*(draft.ids[node] for node in verdict.path), verdict.token]
         rows = [0, *(node + 1 for node in verdict.path)]
         if self.options.explain:
             self.explained.append(explain(self.context, draft, rows, tokens, logits))
         for count, (token, row) in enumerate(zip(tokens, rows, strict=True), start=1):
             if self.options.logprobs is not None:
-                self.recorded.append(token_logprobs(logits[row], token, self.options.logprobs))
+                known = computed and TokenLogprobs.of(computed)
+                self.recorded.append(known or token_logprobs(logits[row], token, self.options.logprobs))
             self.finish_reason = self.stopping.push(token)
             if self.finish_reason is None and len(self.context.tokens) + count >= max_length:
                 self.finish_reason = "length"
@@ -210,14 +226,34 @@ def _known(chance: float) -> float:
 
 def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     """Returns one row's log-softmax at ``token`` and at the ``count`` most probable tokens. logits: [V]"""
-    row = logits.float()
-    if kernels := native.for_rows(row[None]):
-        total, larger = kernels.log_sum(row, token)
-        ids, values = kernels.largest(row[None], count)[0], row.numpy()
-        alternatives = tuple(zip(ids.tolist(), (values[ids].astype(np.float64) - total).tolist(), strict=True))
-        return TokenLogprobs(token, float(values[token]) - total, larger + 1, alternatives)
+    (result,) = logprobs_of_rows(logits[None], [token], count)
+    return result
+
+
+def logprobs_of_rows(logits: Tensor, tokens: Many[int], count: int) -> list[TokenLogprobs]:
+    """Returns the log-softmax of each row at its token and at its ``count`` most probable tokens.
+
+    Args:
+        logits: [rows, V].
+        tokens: One token for each row.
+        count: Number of most probable tokens.
+    """
+    logits = logits.float()
+    count = min(count, logits.shape[1])
+    if kernels := native.for_rows(logits):
+        rows = [native.TokenRow.of(logits[i : i + 1], native.TokenSource.GIVEN) for i in range(len(logits))]
+        for row, token in zip(rows, tokens, strict=True):
+            row.token = token
+            row.list_top(count)
+        kernels.choose_tokens(rows, logits.shape[1])
+        return [TokenLogprobs.of(row) for row in rows]
+    return [_torch_logprobs(row, token, count) for row, token in zip(logits, tokens, strict=True)]
+
+
+def _torch_logprobs(row: Tensor, token: int, count: int) -> TokenLogprobs:
+    """Returns the log-probabilities of one row [V] by torch operators."""
     row = torch.log_softmax(row, -1)
-    top = row.topk(min(count, row.shape[0]))
+    top = row.topk(count)
     value = row[token]
     alternatives = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     return TokenLogprobs(token, float(value), int((row > value).sum()) + 1, alternatives)

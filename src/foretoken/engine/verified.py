@@ -10,6 +10,7 @@ from functools import cache, partial
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.errors import NoTokenAllowed
+from foretoken.core.native.sampling import TokenRow
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.engine.sequence import Sequence
@@ -50,6 +51,7 @@ class VerifiedDraft:
         draft: The draft.
         scores: The target's.
         verdict: The verifier's decision; None where the sequence failed.
+        computed: The row of a sequence without a draft, if the kernels have computed its token.
     """
 
     sequence: Sequence
@@ -57,10 +59,15 @@ class VerifiedDraft:
     draft: Draft
     scores: Scores
     verdict: Verdict | None
+    computed: TokenRow | None = None
 
     @staticmethod
-    def of(sequence: Sequence, budget: int, draft: Draft, scores: Scores, rule: Rule) -> VerifiedDraft:
+    def of(
+        sequence: Sequence, budget: int, draft: Draft, scores: Scores, computed: TokenRow | None, rule: Rule
+    ) -> VerifiedDraft:
         """Verifies a draft with the verifier that its law and the request's grade require."""
+        if computed is not None and computed.token >= 0:
+            return VerifiedDraft(sequence, budget, draft, scores, Verdict((), computed.token), computed)
         return VerifiedDraft(sequence, budget, draft, scores, _verdict(sequence, draft, scores, rule))
 
     def emit(self, max_length: int) -> tuple[int, ...]:
@@ -72,7 +79,7 @@ class VerifiedDraft:
         if self.verdict is None:
             return ()
         try:
-            return self.sequence.emit(self.draft, self.verdict, self.scores.logits, max_length)
+            return self.sequence.emit(self.draft, self.verdict, self.scores.logits, max_length, self.computed)
         except Exception as error:
             self.sequence.fail(error)
             return ()

@@ -26,7 +26,7 @@ from foretoken.core.verdict import Verdict
 from foretoken.verify import block, coupled, token, tree, typical, walk
 from foretoken.verify.rows import Probs
 
-__all__ = ["VERIFIERS", "Rule", "Verifier", "choose", "stream_for"]
+__all__ = ["DRAWING", "VERIFIERS", "Rule", "Verifier", "choose", "stream_for"]
 
 Verifier = Callable[[Draft, Probs, Stream], Verdict]
 """(draft, probs [n+1, V], stream) -> verdict. Row 0 is the target's distribution at the root, row i + 1 at node i."""
@@ -44,6 +44,10 @@ VERIFIERS: dict[str, Verifier] = {
     "coupled": coupled.verify,
     "typical": typical.verify,
 }
+
+
+DRAWING = {VERIFIERS["walk"], VERIFIERS["coupled"]}
+"""Verifiers whose verdict on an empty draft is one draw from the root's row, at index 0."""
 
 
 def choose(law: ProposalLaw, exactness: Exactness = Exactness.DISTRIBUTION, rejection: str = "block") -> Verifier:

@@ -11,8 +11,9 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from typing import NamedTuple
+from ctypes import POINTER, Structure, addressof, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,25 +30,11 @@ _MAX_FLOAT = torch.finfo(torch.float32).max
 _log = logging.getLogger(__name__)
 
 
-class FilterSpec(Structure):
-    """Parameters of a row for the kernels."""
-
-    _fields_ = [("inverse", c_float), ("floor", c_float), ("top_k", c_int32), ("top_p", c_float)]
-
-
 class _Distribution(Structure):
     _fields_ = [*((name, c_float) for name in ("top", "inverse", "lowest", "over")), ("last", c_int32)]
 
 
-class _Adjustment(Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("allowed", "banned", "ends", "biased", "biases", "seen", "generated")),
-        *((name, c_int64) for name in ("banned_count", "end_count", "biased_count", "seen_count")),
-        *((name, c_float) for name in ("repetition", "frequency", "presence")),
-    ]
-
-
-class Adjustment(NamedTuple):
+class Adjustment(Structure):
     """Changes of one row of logits, in the order in which they are applied. See ``SamplingLaw``.
 
     Attributes:
@@ -63,24 +50,83 @@ class Adjustment(NamedTuple):
         presence: Subtracted from the logits of generated tokens.
     """
 
-    allowed: NDArray[np.bool_] | None
-    banned: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    biased: NDArray[np.int64]
-    biases: NDArray[np.float32]
-    seen: NDArray[np.int64]
-    generated: NDArray[np.int32]
-    repetition: float
-    frequency: float
-    presence: float
+    _fields_ = [
+        *((name, c_void_p) for name in ("allowed", "banned", "ends", "biased", "biases", "seen", "generated")),
+        *((name, c_int64) for name in ("banned_count", "end_count", "biased_count", "seen_count")),
+        *((name, c_float) for name in ("repetition", "frequency", "presence")),
+    ]
 
-    def spec(self) -> _Adjustment:
-        """Returns the changes for the kernels. They point into the arrays."""
-        arrays = (self.banned, self.ends, self.biased, self.biases, self.seen, self.generated)
-        allowed = None if self.allowed is None else self.allowed.ctypes.data
-        counts = (len(self.banned), len(self.ends), len(self.biased), len(self.seen))
-        penalties = (self.repetition, self.frequency, self.presence)
-        return _Adjustment(allowed, *(array.ctypes.data for array in arrays), *counts, *penalties)
+    def hold(self, **arrays: NDArray[Any]) -> None:
+        """Sets pointers to arrays, which the object keeps alive. Their lengths are set by the caller."""
+        for name, array in arrays.items():
+            if self.__dict__.get(f"_{name}") is not array:
+                self.__dict__[f"_{name}"] = array
+                setattr(self, name, array.ctypes.data)
+
+
+class FilterSpec(Structure):
+    """Parameters of a row for the kernels."""
+
+    _fields_ = [("inverse", c_float), ("floor", c_float), ("top_k", c_int32), ("top_p", c_float)]
+
+
+class TokenSource(IntEnum):
+    """The source of a row's token, with the values of csrc/sampling.cpp."""
+
+    GIVEN = 0
+    LIKELIEST = 1
+    FRACTION = 2
+    RACE = 3
+
+
+class TokenRow(Structure):
+    """All that is read of a row of logits: its token, log-probabilities and the most probable tokens.
+
+    Attributes:
+        logits: The row.
+        changes: Address of its ``Adjustment``; None for none.
+        filter: Temperature and filters, for sources that draw.
+        noise: See ``Noise.bits``; with a position the ``streams.purpose_key`` of the draw at index 0.
+        position: Number of generated tokens before the row; -1 for noise that is complete.
+        source: A ``TokenSource``.
+        top_count: Number of most probable tokens that are listed; -1 to compute no log-probabilities.
+        top_ids: Result: the most probable tokens of the unchanged logits, lower ids first on ties.
+        top_logprobs: Result: their log-probabilities.
+        logprob: Result: log-probability of ``token`` among the unchanged logits.
+        rank: Result: its rank among them, from 1 on.
+        token: Result: the token, -1 where none is possible. Given by the caller for ``TokenSource.GIVEN``.
+    """
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "changes")),
+        ("filter", FilterSpec),
+        ("noise", c_uint64),
+        *((name, c_int32) for name in ("source", "top_count")),
+        *((name, c_void_p) for name in ("top_ids", "top_logprobs")),
+        ("logprob", c_double),
+        *((name, c_int64) for name in ("position", "rank", "token")),
+    ]
+
+    adjustment: Adjustment | None
+
+    @staticmethod
+    def of(logits: Tensor, source: TokenSource, changes: Adjustment | None = None) -> TokenRow:
+        """Returns the request for one row, which keeps ``logits`` [1, V] and ``changes`` alive."""
+        row = TokenRow(logits=logits.data_ptr(), source=source, top_count=-1, position=-1)
+        row._logits, row.adjustment = logits, changes
+        if changes is not None:
+            row.changes = addressof(changes)
+        return row
+
+    def list_top(self, count: int) -> None:
+        """Requests log-probabilities of the token and of the ``count`` most probable ones."""
+        self._ids, self._logprobs = (c_int64 * count)(), (c_double * count)()
+        self.top_count, self.top_ids, self.top_logprobs = count, addressof(self._ids), addressof(self._logprobs)
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """The most probable tokens and their log-probabilities, the most probable first."""
+        return tuple(zip(self._ids, self._logprobs, strict=True))
 
 
 class Filter(NamedTuple):
@@ -128,7 +174,7 @@ class Kernels:
     """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        check_layout(library, (FilterSpec, _Distribution, SuccessorTable, _Adjustment))
+        check_layout(library, (FilterSpec, _Distribution, SuccessorTable, Adjustment, TokenRow))
         self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
         pointer, wide, number = c_void_p, c_int64, c_int32
         logits, token = (pointer, wide, wide, wide), POINTER(c_int64)
@@ -137,17 +183,15 @@ class Kernels:
         self._rows = declare(library, "foretoken_rows", *logits, distributions, pointer, number)
         self._chances = declare(library, "foretoken_chances", *logits, distributions, token, POINTER(c_float))
         self._best = declare(library, "foretoken_best", *logits, token, number)
-        self._adjust = declare(library, "foretoken_adjust", *logits, POINTER(_Adjustment), pointer, number)
+        self._adjust = declare(library, "foretoken_adjust", *logits, POINTER(Adjustment), pointer, number)
         self._largest = declare(library, "foretoken_largest", *logits, wide, pointer, number)
-        self._log_sum = declare(library, "foretoken_log_sum", pointer, wide, wide, POINTER(c_double), token)
+        self._choose_tokens = declare(library, "foretoken_choose_tokens", pointer, wide, wide, number)
         tree = (POINTER(SuccessorTable), c_double, wide, wide, wide, pointer, pointer, pointer, token)
         self._tree = declare(library, "foretoken_heaviest_tree", *tree)
         excess = (pointer, number, pointer, c_double, pointer, wide, POINTER(c_double), number)
         self._excess = declare(library, "foretoken_excess", *excess)
         weights = (pointer, number, wide)
         self._draw = declare(library, "foretoken_draw", *weights, c_double, token, POINTER(c_double), number)
-        chosen = (pointer, wide, POINTER(FilterSpec), number, POINTER(c_uint64), pointer, token, number)
-        self._choose = declare(library, "foretoken_choose", *chosen)
         self._race = declare(library, "foretoken_race", *weights, c_uint64, token, number)
 
     def best(self, logits: Tensor) -> list[int]:
@@ -162,9 +206,7 @@ class Kernels:
     def adjusted(self, logits: Tensor, changes: Sequence[Adjustment]) -> Tensor:
         """Returns a copy of the rows with their changes. A row without a possible token is NaN."""
         out, (rows, vocabulary) = torch.empty(logits.shape), logits.shape
-        if wrong := [len(c.allowed) for c in changes if c.allowed is not None and len(c.allowed) != vocabulary]:
-            raise ValueError(f"a mask of {wrong[0]} tokens for logits of {vocabulary}")
-        specs, threads = (_Adjustment * rows)(*(change.spec() for change in changes)), torch.get_num_threads()
+        specs, threads = (Adjustment * rows)(*changes), torch.get_num_threads()
         self._adjust(logits.data_ptr(), logits.stride(0), rows, vocabulary, specs, out.data_ptr(), threads)
         return out
 
@@ -176,11 +218,10 @@ class Kernels:
         self._largest(logits.data_ptr(), logits.stride(0), rows, vocabulary, ids.shape[1], target, threads)
         return ids
 
-    def log_sum(self, row: Tensor, token: int) -> tuple[float, int]:
-        """Returns the logarithm of the sum of exponentials of a row [V], and how many logits exceed ``token``'s."""
-        total, larger = c_double(), c_int64()
-        self._log_sum(row.data_ptr(), row.shape[0], token, total, larger)
-        return total.value, larger.value
+    def choose_tokens(self, rows: Sequence[TokenRow], vocabulary: int, threads: int = 0) -> None:
+        """Computes the results of rows of ``vocabulary`` logits, all in one call. threads: 0 for torch's number."""
+        pointers = (c_void_p * len(rows))(*map(addressof, rows))
+        self._choose_tokens(pointers, len(rows), vocabulary, threads or torch.get_num_threads())
 
     def tree(
         self, table: SuccessorTable, trials: float, root: int, budget: int, max_depth: int
@@ -233,14 +274,6 @@ class Kernels:
         wide = weights.dtype == torch.float64
         self._draw(weights.data_ptr(), wide, weights.shape[0], u, token, total, torch.get_num_threads())
         return token.value, total.value
-
-    def choose(self, logits: Tensor, kept: Filter, noise: Noise) -> int:
-        """Returns ``draw`` or ``race`` of ``rows`` in one call, for the only row of ``logits``; -1 if there is none."""
-        vocabulary, token = logits.shape[1], c_int64()
-        row, filters = np.empty(vocabulary, np.float32), kept.spec(vocabulary)
-        bits, threads = c_uint64(noise.bits), torch.get_num_threads()
-        self._choose(logits.data_ptr(), vocabulary, filters, noise.races, bits, row.ctypes.data, token, threads)
-        return token.value
 
     def race(self, weights: Tensor, key: int) -> int:
         """Returns the argmax of weights / E under ``key``, lowest id on ties; -1 where all are zero."""

@@ -1,0 +1,268 @@
+// Rows of logits in the threads of a team: their distributions and tokens, with log-probabilities.
+//
+// Rows of probabilities are written only where all of them are needed.
+#pragma once
+
+#include <memory>
+
+#include "adjustment.hpp"
+#include "draws.hpp"
+#include "vocabulary.hpp"
+
+namespace {
+
+// Intermediate results of one row of n logits, by chunks of CHUNK tokens.
+struct RowScratch {
+    std::vector<Look> looks;
+    std::vector<float> groups;  // the maximum of each GROUP of tokens
+    std::vector<float> lowest;  // of those that min_p keeps
+    std::vector<double> sums;
+    std::vector<Best> races;
+    std::vector<Entry> entries;
+    std::unique_ptr<float[]> changed;  // [n]; not before `change`
+    Distribution dist;
+    bool possible = true;  // whether a token is left
+
+    RowScratch(int64_t n) : looks(chunks(n)), groups(chunks(n) * CHUNK / GROUP), lowest(chunks(n)), sums(chunks(n) * PARTS), races(runs(n)) {}
+    static constexpr int64_t PARTS = 8;  // partial sums of a chunk
+};
+
+// Calls compute(member, row, scratch) for each row of n logits: one row in one thread where there are several, else in all of
+// them. `compute` makes the same loops in each thread.
+template <class F>
+void each_row(int64_t rows, int64_t n, int threads, F compute) {
+    // Short loops: two threads take as long as one at 49,152 tokens, and longer beside other programs.
+    const int team = rows * n <= 1 << 16 ? 1 : threads;
+    const bool apart = rows >= team;
+    std::vector<RowScratch> scratch;
+    for (int64_t i = 0; i < (apart ? team : rows); i++) scratch.emplace_back(n);
+    in_parallel(team, [&](Member& member) {
+        if (!apart) {  // a thread that is late may still read a row's scratch when others are at the next row
+            for (int64_t r = 0; r < rows; r++) compute(member, r, scratch[r]);
+            return;
+        }
+        member.each(rows, 1, [&](int64_t r) {
+            Team single;
+            Member alone(single, 0);
+            compute(alone, r, scratch[member.thread]);
+        });
+    });
+}
+
+// Computes the distribution of logits x [n] in the threads of a team.
+void find_distribution(Member& member, const float* x, int64_t n, const FilterSpec& f, RowScratch& s) {
+    const bool few = f.top_k > 0 && f.top_k < n, floored = f.floor > -INFINITY && !few;
+    auto length = [&](int64_t c) { return std::min(CHUNK, n - c * CHUNK); };
+    member.each(chunks(n), 1, [&](int64_t c) {
+        s.looks[c] = look(x + c * CHUNK, length(c), f.inverse, !few && !floored, &s.groups[c * CHUNK / GROUP]);
+    });
+    member.each(1, 1, [&](int64_t) {
+        float top = -INFINITY;
+        for (const Look& each : s.looks) top = top >= each.top ? top : each.top;
+        for (const Look& each : s.looks) top = std::isnan(each.top) ? NAN : top;
+        s.dist = {top, f.inverse, -INFINITY, std::isfinite(top) ? 0.0f : NAN, INT32_MAX};
+    });
+    if (std::isnan(s.dist.over)) return;
+    if (floored)
+        member.each(chunks(n), 1, [&](int64_t c) {
+            s.lowest[c] = INFINITY;
+            s.looks[c].sum = summed(x + c * CHUNK, length(c), s.dist, f.floor, s.lowest[c]);
+        });
+    member.each(1, 1, [&](int64_t) {
+        double total = 0.0;
+        if (floored) s.dist.lowest = *std::min_element(s.lowest.begin(), s.lowest.end());
+        for (const Look& each : s.looks)
+            total += each.sum * (floored ? 1.0 : std::exp(((double)each.top - s.dist.top) * s.dist.inverse));
+        s.dist.over = (float)(1.0 / total);
+        if (few || f.top_p < 1.0f) narrow({x, n, s.groups.data()}, f, total, s.dist, s.entries);
+    });
+}
+
+// Writes the probabilities of n tokens from id `first` on, whose logits are x.
+void write_chances(const float* x, int64_t n, int64_t first, const Distribution& dist, float* out) {
+    for (int64_t v = 0; v < n; v += LANES) store_first(out + v, n - v, chances(load_first(x + v, n - v, 0.0f), first + v, dist));
+}
+
+// Computes all probabilities of each row. out: [rows][n].
+void write_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Distribution* distributions, float* out,
+                int threads) {
+    const int64_t each = chunks(n), items = rows * each;
+    in_parallel_each(sharing(rows * n, threads), items, 1, [&](int64_t i) {
+        const int64_t row = i / each, from = i % each * CHUNK;
+        write_chances(logits + row * stride + from, std::min(CHUNK, n - from), from, distributions[row], out + row * n + from);
+    });
+}
+
+// The source of a row's token.
+enum TokenSource : int32_t {
+    GIVEN,      // it is known, and only described
+    LIKELIEST,  // the largest logit
+    FRACTION,   // the token at a fraction of the total probability
+    RACE,       // the winner of a race
+};
+
+// All that is read of a row of logits: a token, its log-probability and rank among the unchanged logits, and the most probable
+// tokens.
+struct TokenRow {
+    const float* logits;        // [n]
+    const Adjustment* changes;  // null: none
+    FilterSpec filter;
+    uint64_t noise;             // the bits of the fraction, or the key of the race; with a position the key that it is mixed into
+    int32_t source;
+    int32_t top_count;          // most probable tokens that are listed; -1: no log-probabilities
+    int64_t* top_ids;           // [top_count]; result
+    double* top_logprobs;       // [top_count]; result
+    double logprob;             // result
+    int64_t position;           // number of generated tokens; -1 for noise that is complete
+    int64_t rank;               // result, from 1 on
+    int64_t token;              // result; -1 where no token is possible
+};
+
+uint64_t splitmix(uint64_t z) {
+    z = (z ^ z >> 30) * FIRST;
+    z = (z ^ z >> 27) * SECOND;
+    return z ^ z >> 31;
+}
+
+// The key of core/streams.py for the position of a row.
+uint64_t key_of(const TokenRow& row) {
+    return row.position < 0 ? row.noise : splitmix(row.noise ^ (uint64_t)row.position * SECOND);
+}
+
+double fraction_of(const TokenRow& row) {
+    double u;
+    if (row.position >= 0) return ((double)(splitmix(key_of(row) + GOLDEN) >> 12) + 0.5) * 0x1p-52;
+    std::memcpy(&u, &row.noise, sizeof u);
+    return u;
+}
+
+// Computes a TokenRow in the threads of a team.
+class TokenChoice {
+   public:
+    TokenChoice(Member& member, TokenRow& row, int64_t n, RowScratch& s) : member(member), row(row), n(n), s(s) {}
+
+    void run() {
+        if (row.source != GIVEN) choose(row.changes ? change() : row.logits);
+        if (row.top_count >= 0 && row.token >= 0) describe();
+    }
+
+   private:
+    Member& member;
+    TokenRow& row;
+    const int64_t n;
+    RowScratch& s;
+    static constexpr int64_t BLOCK = GROUP * LANES;  // tokens whose groups are one vector
+
+    // Calls f(first id, number of tokens) for the chunks of a row.
+    template <class F>
+    void each_chunk(F f) {
+        member.each(chunks(n), 1, [&](int64_t c) { f(c * CHUNK, std::min(CHUNK, n - c * CHUNK)); });
+    }
+
+    // Returns the logits with their changes.
+    const float* change() {
+        member.each(1, 1, [&](int64_t) {
+            if (!s.changed) s.changed.reset(new float[n]);
+        });
+        float* x = s.changed.get();
+        each_chunk([&](int64_t from, int64_t count) { std::memcpy(x + from, row.logits + from, count * sizeof(float)); });
+        member.each(1, 1, [&](int64_t) { s.possible = adjust(x, n, *row.changes); });
+        return x;
+    }
+
+    void choose(const float* x) {
+        const bool possible = !row.changes || s.possible;
+        if (possible && row.source == LIKELIEST) {
+            member.each(1, 1, [&](int64_t) {
+                float top;
+                row.token = argmax(x, n, top);
+            });
+            return;
+        }
+        if (possible) find_distribution(member, x, n, row.filter, s);
+        if (!possible || std::isnan(s.dist.over)) member.each(1, 1, [&](int64_t) { row.token = -1; });
+        else if (row.source == RACE) race(x);
+        else draw(x);
+    }
+
+    // Calls f(probabilities, first id, number of tokens) for runs of [from, from + count) until it returns true. Runs without any
+    // probability are left out.
+    template <class F>
+    void each_block(const float* x, int64_t from, int64_t count, F f) const {
+        alignas(64) float p[BLOCK];
+        for (int64_t at = from; at < from + count; at += BLOCK) {
+            if (!bits(greater_or_equal(load(&s.groups[at / GROUP]), floats(s.dist.lowest)))) continue;
+            const int64_t tokens = std::min(BLOCK, from + count - at);
+            write_chances(x + at, tokens, at, s.dist, p);
+            if (f(p, at, tokens)) return;
+        }
+    }
+
+    void draw(const float* x) {
+        each_chunk([&](int64_t from, int64_t count) {
+            Weigher weigher;
+            each_block(x, from, count, [&](const float* p, int64_t, int64_t tokens) { return weigher.add(p, tokens), false; });
+            s.sums[from / CHUNK] = weigher.sum();
+        });
+        member.each(1, 1, [&](int64_t) {
+            double total;
+            Place place;
+            if (place.find(s.sums.data(), chunks(n), fraction_of(row), total)) {
+                const int64_t from = place.chunk * CHUNK;
+                each_block(x, from, std::min(CHUNK, n - from),
+                           [&](const float* p, int64_t first, int64_t tokens) { return place.pass(p, tokens, first); });
+            }
+            row.token = place.token;
+        });
+    }
+
+    void race(const float* x) {
+        const uint64_t key = key_of(row);
+        member.each(runs(n), 1, [&](int64_t c) {
+            Best best;
+            each_block(x, c * RUN, std::min(RUN, n - c * RUN), [&](const float* p, int64_t first, int64_t tokens) {
+                return best = raced(p, tokens, first, key, best), false;
+            });
+            s.races[c] = best;
+        });
+        member.each(1, 1, [&](int64_t) { row.token = winner_of(s.races); });
+    }
+
+    // Computes log-probabilities: by exponentials relative to the largest logit, summed over PART tokens at a time, in order.
+    void describe() {
+        static constexpr int64_t PART = CHUNK / RowScratch::PARTS;
+        const float* x = row.logits;
+        const float chosen = x[row.token];
+        each_chunk([&](int64_t from, int64_t count) {
+            Floats top = floats(-INFINITY);
+            int64_t larger = 0;
+            for (int64_t v = from; v < from + count; v += LANES) {
+                const Floats values = load_first(x + v, n - v, -INFINITY);
+                top = largest_of(top, values);
+                larger += __builtin_popcount(bits(greater(values, floats(chosen))));
+            }
+            s.looks[from / CHUNK] = {largest_lane(top), (double)larger};
+        });
+        float top = -INFINITY;
+        double larger = 0.0;
+        for (const Look& each : s.looks) top = each.top > top ? each.top : top, larger += each.sum;
+        each_chunk([&](int64_t from, int64_t count) {
+            for (int64_t part = from; part < from + count; part += PART) {
+                Floats sum = floats(0.0f);
+                for (int64_t v = part; v < std::min(from + count, part + PART); v += LANES)
+                    sum = sum + exponential(load_first(x + v, n - v, -INFINITY) - floats(top));
+                s.sums[part / PART] = sum_of(sum);
+            }
+        });
+        member.each(1, 1, [&](int64_t) {
+            double total = 0.0;
+            for (int64_t part = 0; part * PART < n; part++) total += s.sums[part];
+            total = (double)top + std::log(total);
+            row.rank = (int64_t)larger + 1, row.logprob = (double)chosen - total;
+            largest_ids(x, n, row.top_count, row.top_ids);
+            for (int i = 0; i < row.top_count; i++) row.top_logprobs[i] = (double)x[row.top_ids[i]] - total;
+        });
+    }
+};
+
+}  // namespace
