@@ -21,18 +21,13 @@ LEARNED_OFFSET = 2  # BART's positions begin in the third row of their table
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Sizes of the encoder or the decoder. It has the properties of ``runners.layout.Heads``."""
+    """Sizes of the encoder or the decoder."""
 
     layers: int
     heads: int
     head_dim: int
     inner: int
     scale: float
-    attention_softcap: float = 0.0
-
-    @property
-    def kv_heads(self) -> int:
-        return self.heads
 
     @property
     def width(self) -> int:
@@ -49,7 +44,6 @@ class Seq2SeqArchitecture:
         layer_norm: whether norms are layer norms with mean and bias; otherwise RMS norms.
         buckets: number of buckets of T5's relative positions; 0 for learned absolute positions.
         farthest: distance beyond which all relative positions share a bucket.
-        layer_bias: whether every layer has a table of relative positions (umT5); otherwise all share the first layer's.
         embedding_scale: factor of the embeddings.
         logit_scale: factor of the hidden states before the vocabulary head.
         source_length: maximum length of a source in tokens.
@@ -68,7 +62,6 @@ class Seq2SeqArchitecture:
     eps: float
     buckets: int
     farthest: int
-    layer_bias: bool
     embedding_scale: float
     logit_scale: float
     max_length: int
@@ -169,7 +162,6 @@ def _of_t5(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
         eps=c.get("layer_norm_epsilon", 1e-6),
         buckets=c.get("relative_attention_num_buckets", 32),
         farthest=c.get("relative_attention_max_distance", 128),
-        layer_bias=family == "umt5",
         embedding_scale=1.0,
         logit_scale=hidden**-0.5 if scaled else 1.0,
         max_length=max_length or length,
@@ -199,7 +191,6 @@ def _of_bart(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitectur
         eps=1e-5,
         buckets=0,
         farthest=0,
-        layer_bias=False,
         embedding_scale=math.sqrt(hidden) if c.get("scale_embedding") else 1.0,
         logit_scale=1.0,
         max_length=min(max_length or positions, positions),

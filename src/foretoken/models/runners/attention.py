@@ -41,6 +41,7 @@ class Geometry:
         single: slot, first row and row count of the only sequence; None for several.
         masks: by view (``Layer.view``), 0 or -inf, float32 [S, 1, width, 1, keys].
         cache: the KV cache.
+        by_layer: masks of each layer in place of ``masks``; empty if none differ.
     """
 
     tokens: Tensor
@@ -55,6 +56,7 @@ class Geometry:
     single: tuple[int, int, int] | None
     masks: dict[tuple[int, bool], Tensor]
     cache: KVCache
+    by_layer: tuple[Tensor, ...] = ()
 
     @property
     def counts(self) -> None:
@@ -104,7 +106,8 @@ class Geometry:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``Layout``."""
-        return attend(layer, queries_keys, values, self, a, self.masks[view], sinks)
+        mask = self.by_layer[layer] if self.by_layer else self.masks[view]
+        return attend(layer, queries_keys, values, self, a, mask, sinks)
 
     def biased(self, table: Tensor, plan: PassPlan) -> Geometry:
         """Returns the layout with biases in the masks, [S, kv_heads = 1, width, heads, keys]: ALiBi.
@@ -113,17 +116,39 @@ class Geometry:
             table: biases [heads, positions], whose differences are used; see ``families.architecture.Alibi``.
             plan: the plan of the pass.
         """
+        rows, keys = self._positions(plan)
+        biases = (table[:, keys][:, :, None] - table[:, rows][..., None]).permute(1, 2, 0, 3)[:, None]
+        return replace(self, masks={view: mask + biases.to(mask.device) for view, mask in self.masks.items()})
+
+    def relative(self, tables: Sequence[Tensor], plan: PassPlan) -> Geometry:
+        """Returns the layout with T5's biases in the masks, [S, heads, width, 1, keys]. All layers have one view.
+
+        Args:
+            tables: for each layer biases by distance, [heads, 2 * farthest + 1]; equal ones may be the same object.
+            plan: the plan of the pass.
+        """
+        rows, keys = self._positions(plan)
+        distance = keys[:, None] - rows[:, :, None]
+        (mask,) = self.masks.values()
+        masks: dict[int, Tensor] = {}
+        for table in tables:
+            if id(table) not in masks:
+                farthest = table.shape[1] // 2
+                biases = table[:, distance.clamp(-farthest, farthest) + farthest].transpose(0, 1)[:, :, :, None]
+                masks[id(table)] = biases.to(mask.device) + mask
+        return replace(self, by_layer=tuple(masks[id(table)] for table in tables))
+
+    def _positions(self, plan: PassPlan) -> tuple[Tensor, Tensor]:
+        """Returns the positions of rows [S, width] and keys [S, keys]; a draft node's follows from its depth."""
         keys = torch.arange(self.keys).repeat(self.high - self.low, 1)
         rows = torch.zeros(self.high - self.low, self.width, dtype=torch.long)
         at = 0
         for part in plan.parts:
             depths = torch.tensor(part.draft.depths, dtype=torch.long)
             keys[part.slot - self.low, part.nodes_at : part.nodes_at + len(depths)] = part.nodes_at - 1 + depths
-            row_positions = plan.positions[at : at + part.count]
-            rows[part.slot - self.low, : part.count] = torch.tensor(row_positions)
+            rows[part.slot - self.low, : part.count] = torch.tensor(plan.positions[at : at + part.count])
             at += part.count
-        biases = (table[:, keys][:, :, None] - table[:, rows][..., None]).permute(1, 2, 0, 3)[:, None]
-        return replace(self, masks={view: mask + biases.to(mask.device) for view, mask in self.masks.items()})
+        return rows, keys
 
 
 def _mask(

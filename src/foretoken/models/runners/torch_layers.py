@@ -16,6 +16,7 @@ from foretoken.models.formats.quantize import stacked
 from foretoken.models.formats.recurrent import RecurrentWeights
 from foretoken.models.formats.weights import (
     BesideWeights,
+    CrossAttentionWeights,
     DenseMlpWeights,
     LayerWeights,
     NormWeight,
@@ -121,6 +122,7 @@ class TorchAttention:
     v_norm: NormWeight | None
     out: Product
     sinks: Tensor | None
+    relative: Tensor | None  # biases by distance on the CPU; see ``SelfAttentionWeights``
 
     @staticmethod
     def of(device: torch.device, w: SelfAttentionWeights) -> TorchAttention:
@@ -131,6 +133,28 @@ class TorchAttention:
             v_norm=moved_norm(w.v_norm, device),
             out=product(w.out.to(device), moved(w.out_bias, device)),
             sinks=moved(w.sinks, device),
+            relative=w.relative,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchCross:
+    """The weights of a layer's attention over an encoder's states on the device."""
+
+    norm: NormWeight | None
+    queries: Product
+    keys_values: Product
+    out: Product
+    after: NormWeight | None
+
+    @staticmethod
+    def of(device: torch.device, w: CrossAttentionWeights) -> TorchCross:
+        return TorchCross(
+            norm=moved_norm(w.norm, device),
+            queries=product(w.queries.to(device), moved(w.queries_bias, device)),
+            keys_values=product(stacked(w.keys_values).to(device), moved(w.keys_values_bias, device)),
+            out=product(w.out.to(device), moved(w.out_bias, device)),
+            after=moved_norm(w.after, device),
         )
 
 
@@ -176,6 +200,7 @@ class TorchLayer:
     attention: TorchAttention | TorchLatent | None
     recurrent: TorchRecurrent | None
     after_mixer: NormWeight | None
+    cross: TorchCross | None
     mlp_norm: NormWeight | None
     mlp: TorchMlp | TorchExperts | None
     after_mlp: NormWeight | None
@@ -191,6 +216,7 @@ class TorchLayer:
             attention=_attention(device, a, weights.attention),
             recurrent=None if recurrent is None else TorchRecurrent.of(device, a, number, recurrent),
             after_mixer=moved_norm(weights.after_mixer, device),
+            cross=None if weights.cross is None else TorchCross.of(device, weights.cross),
             mlp_norm=moved_norm(weights.mlp_norm, device),
             mlp=_mlp(device, weights.mlp),
             after_mlp=moved_norm(weights.after_mlp, device),

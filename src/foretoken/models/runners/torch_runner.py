@@ -134,6 +134,8 @@ class TorchRunner(DecoderOnly):
         geometry = Geometry.of(plan, cache, self._architecture.views, self._device)
         if self._architecture.alibi is not None:
             geometry = geometry.biased(self._architecture.alibi.table(cache.rows), plan)
+        if self._architecture.farthest:
+            geometry = geometry.relative([_relative(layer) for layer in self._layers], plan)
         outputs = torch.tensor(plan.outputs, device=self._device)
         alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
         states = self._states(geometry, taps, alone, plan.features)
@@ -200,18 +202,31 @@ class TorchRunner(DecoderOnly):
     ) -> Tensor:
         a, layer, start = self._architecture, self._layers[number], hidden
         if layer.attention is not None or layer.recurrent is not None:
-            x = self._mixer_input(number, hidden, g)
-        if layer.attention is not None:
-            mixed = self._attention(layer.attention, number, x, turns, g, alone)
-            hidden = hidden + _scaled(normalize(a, mixed, layer.after_mixer), a.factors.attention)
-        if layer.recurrent is not None:
-            mixed = layer.recurrent(x, g.steps, alone)
-            hidden = hidden + _scaled(normalize(a, mixed, layer.after_mixer), a.factors.recurrent)
+            hidden = self._mix(number, hidden, turns, g, alone)
         if layer.mlp is None:
             return hidden
         inner = normalize(a, start if a.stack[number].parallel else hidden, layer.mlp_norm)
         inner = self._mlp(layer, number, inner, hidden, g.counts, alone)
-        return hidden + _scaled(normalize(a, inner, layer.after_mlp), a.factors.mlp)
+        return self._added(hidden, inner, layer.after_mlp, a.factors.mlp)
+
+    def _mix(
+        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, alone: bool
+    ) -> Tensor:
+        """Returns the residual stream after a layer's token mixers, which read the same input."""
+        factors, layer, x = self._architecture.factors, self._layers[number], self._mixer_input(number, hidden, g)
+        if layer.attention is not None:
+            mixed = self._attention(layer.attention, number, x, turns, g, alone)
+            hidden = self._added(hidden, mixed, layer.after_mixer, factors.attention)
+        if layer.recurrent is not None:
+            hidden = self._added(hidden, layer.recurrent(x, g.steps, alone), layer.after_mixer, factors.recurrent)
+        return hidden
+
+    def _added(self, hidden: Tensor, branch: Tensor, norm: NormWeight | None, factor: float = 1.0) -> Tensor:
+        """Adds a branch to the residual stream. The norm is that of the branch, or of the sum (``norm_sums``)."""
+        a = self._architecture
+        if a.norm_sums:
+            return normalize(a, hidden + branch, norm)
+        return hidden + _scaled(normalize(a, branch, norm), factor)
 
     def _mlp(
         self, layer: TorchLayer, number: int, x: Tensor, hidden: Tensor, counts: Tensor | None, alone: bool
@@ -296,6 +311,11 @@ class TorchRunner(DecoderOnly):
 def cached_sizes(a: Architecture) -> list[HeadSizes | None]:
     """Returns the sizes of the heads that each layer caches; None for a layer that reads another layer's."""
     return [a.sizes(layer) if layer.attention and layer.source is None else None for layer in a.stack]
+
+
+def _relative(layer: TorchLayer) -> Tensor:
+    assert isinstance(layer.attention, TorchAttention) and layer.attention.relative is not None
+    return layer.attention.relative
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import NO_SOURCE, check_source
+from foretoken.models.runners.base import Runner
+from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.state.kv import KVCache
+from foretoken.models.state.pages import Pages
 
 MAX_SOURCES = 32  # cached outputs, for other completions of a request and for a draft that shares the encoder
+CacheT = TypeVar("CacheT", bound=KVCache | Pages)
 
 
 class Encoder:
@@ -34,17 +41,36 @@ class Encoder:
         return states
 
 
-class SourceSlots:
+def encoded(runner: Runner, layers: int, source: Sequence[int]) -> Tensor:
+    """Returns the normed states of a source, [source, H], from a runner of the encoder's ``layers`` layers."""
+    count = len(source)
+    slot, _ = runner.acquire()
+    try:
+        part = Part(slot, 0, count, count, Draft.empty(), mutual=True)
+        plan = PassPlan(list(source), list(range(count)), [part], [], [], count)
+        return runner.run(plan, (layers,), logits=False).taps[layers]
+    finally:
+        runner.release(slot)
+
+
+class SourceSlots(Generic[CacheT]):
     """The source of each slot, which is encoded before the slot's first pass.
 
     Args:
         longest: maximum number of tokens of a source.
+        cache: keys and values of sources, with the same slots as the decoder's.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, cache: CacheT) -> None:
         self.lengths: dict[int, int] = {}
+        self.cache: CacheT = cache
         self._longest = longest
         self._pending: dict[int, tuple[int, ...]] = {}
+
+    def acquire(self, slot: int) -> None:
+        """Takes the cache's slot of this number."""
+        number, _ = self.cache.acquire()
+        assert number == slot
 
     def attach(self, slot: int, source: Sequence[int]) -> None:
         """Sets a slot's source. Raises InvalidRequest if it is too long."""
@@ -62,10 +88,12 @@ class SourceSlots:
         del self._pending[slot]
 
     def release(self, slot: int) -> None:
-        """Forgets a slot's source."""
+        """Frees a slot and forgets its source."""
         self._pending.pop(slot, None)
         self.lengths.pop(slot, None)
+        self.cache.release(slot)
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping is inconsistent."""
         assert set(self._pending) <= set(self.lengths), "a pending source has no slot"
+        self.cache.check()

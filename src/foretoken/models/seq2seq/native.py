@@ -13,15 +13,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.core.draft import Draft
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, LayerWeights
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.native.bindings import ModelSpec
 from foretoken.models.runners.native.describe import Description
 from foretoken.models.runners.native.runner import NativeRunner
-from foretoken.models.runners.pass_plan import Part, PassPlan
-from foretoken.models.seq2seq.encoder import Encoder, SourceSlots
+from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.seq2seq.encoder import Encoder, SourceSlots, encoded
 from foretoken.models.seq2seq.weights import Seq2SeqWeights, StackEnds
 from foretoken.models.state.pages import PAGE, Pages
 
@@ -67,8 +66,8 @@ class NativeSeq2SeqRunner(NativeRunner):
         return StackRunner(architecture, layers, ends, dtype, compress, self._spec, (self._held, self._arena))
 
     def _forget_sources(self) -> None:
-        self._sources = Pages(self._arena.allocate, PAGE * self.kv_bytes_per_token)
-        self._slots = SourceSlots(self._longest)
+        pages = Pages(self._arena.allocate, PAGE * self.kv_bytes_per_token)
+        self._sources = SourceSlots(self._longest, pages)
 
     def first(self, architecture: Any, norm: Tensor | None) -> Self:
         view = super().first(self._architecture.first(architecture.layers), norm)
@@ -79,15 +78,13 @@ class NativeSeq2SeqRunner(NativeRunner):
         self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
     ) -> tuple[int, int]:
         slot, _ = super().acquire()
-        beside, _ = self._sources.acquire()
-        assert slot == beside
+        self._sources.acquire(slot)
         return slot, 0
 
     def attach(self, slot: int, source: Sequence[int]) -> None:
-        self._slots.attach(slot, source)
+        self._sources.attach(slot, source)
 
     def release(self, slot: int) -> None:
-        self._slots.release(slot)
         self._sources.release(slot)
         super().release(slot)
 
@@ -97,10 +94,9 @@ class NativeSeq2SeqRunner(NativeRunner):
     def check(self) -> None:
         super().check()
         self._sources.check()
-        self._slots.check()
 
     def nbytes(self) -> int:
-        return super().nbytes() + self._sources.nbytes()
+        return super().nbytes() + self._sources.cache.nbytes()
 
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         for part in plan.parts:
@@ -108,23 +104,23 @@ class NativeSeq2SeqRunner(NativeRunner):
         return super().run(plan, taps, logits)
 
     def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
-        slots = [part.slot for part in plan.parts]
+        slots, sources = [part.slot for part in plan.parts], self._sources
         return {
-            "source_pages": array("Q", [self._sources.addresses(slot) for slot in slots]),
-            "source_counts": array("i", [self._sources.count(slot) for slot in slots]),
-            "source_lengths": array("i", [self._slots.lengths[slot] for slot in slots]),
+            "source_pages": array("Q", [sources.cache.addresses(slot) for slot in slots]),
+            "source_counts": array("i", [sources.cache.count(slot) for slot in slots]),
+            "source_lengths": array("i", [sources.lengths[slot] for slot in slots]),
         }
 
     def _encode(self, slot: int) -> None:
         """Encodes the slot's source if it is pending, and keeps its keys and values for all layers."""
-        source = self._slots.pending(slot)
+        source = self._sources.pending(slot)
         if source is None:
             return
         states, count = self.encoder.states(source), len(source)
-        pages = self._sources.reserve(slot, 0, count)
-        passed = (self._spec, states.data_ptr(), count, pages, self._sources.count(slot), self._workspace, self.threads)
-        self._library.foretoken_remember(*passed)
-        self._slots.encoded(slot)
+        pages = self._sources.cache.reserve(slot, 0, count)
+        target = (pages, self._sources.cache.count(slot), self._workspace, self.threads)
+        self._library.foretoken_remember(self._spec, states.data_ptr(), count, *target)
+        self._sources.encoded(slot)
 
 
 class StackRunner(NativeRunner):
@@ -167,18 +163,7 @@ class StackRunner(NativeRunner):
 
     def states(self, source: Sequence[int]) -> Tensor:
         """Returns the normed states of a source, float32 [source, H]."""
-        count, last = len(source), self._architecture.layers
-        slot, _ = self.acquire()
-        try:
-            plan = PassPlan(
-                list(source), list(range(count)), [Part(slot, 0, count, count, Draft.empty())], [], [], count
-            )
-            return self.run(plan, (last,), logits=False).taps[last]
-        finally:
-            self.release(slot)
-
-    def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
-        return {"prefix": array("i", [plan.reach]) * len(plan.tokens)}
+        return encoded(self, self._architecture.layers, source)
 
 
 def _floats(tensor: Tensor | None) -> Tensor | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from foretoken.models.families.seq2seq import LEARNED_OFFSET, T5, Seq2SeqArchitecture, Stack
@@ -20,7 +22,6 @@ from foretoken.models.formats.weights import (
     NormWeight,
     SelfAttentionWeights,
 )
-from foretoken.models.seq2seq.positions import buckets
 
 _SAMPLE = 1024  # elements of each tensor that the fingerprint of an encoder covers
 
@@ -200,3 +201,27 @@ class Seq2SeqWeights:
 
     def _stack(self, side: str) -> Stack:
         return self.architecture.encoder if side == "encoder" else self.architecture.decoder
+
+
+def buckets(count: int, farthest: int, both_ways: bool) -> Tensor:
+    """Returns the bucket of every distance key - query from -farthest to farthest, int64 [2 farthest + 1].
+
+    Half of the buckets of a direction hold one distance each; the others grow logarithmically with the distance.
+
+    Args:
+        count: number of buckets.
+        farthest: distance beyond which all distances share a bucket.
+        both_ways: whether rows see keys after them (encoder). In a decoder such distances count as 0.
+    """
+    distance = torch.arange(-farthest, farthest + 1)
+    ahead = torch.zeros_like(distance)
+    if both_ways:
+        count //= 2
+        ahead = (distance > 0).long() * count
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = count // 2
+    # the same float32 operations as in transformers, because rounding decides the edges of buckets
+    far = exact + (torch.log(distance.float() / exact) / math.log(farthest / exact) * (count - exact)).long()
+    return ahead + torch.where(distance < exact, distance, far.clamp(max=count - 1))
