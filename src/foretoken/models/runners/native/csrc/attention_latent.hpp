@@ -31,7 +31,7 @@ struct LatentAttention : AttentionRows<kv> {
             std::memcpy(queries + q * layout.query_words, this->query(first + q / group, first_head + q % group),
                         sizeof(Word) * layout.query_words);
         for (int64_t page = first_key / PAGE; page * PAGE < end_key; page++)
-            this->score_page(pages, 0, page, queries, count, [&](int q, int key, Floats score) {
+            this->score_page(pages, 0, page, queries, count, nullptr, [&](int q, int key, Floats score) {
                 ::store(scores + q * length + page * PAGE + key, score);
             });
         float scale[TILE_QUERIES];

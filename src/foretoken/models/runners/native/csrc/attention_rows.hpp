@@ -9,6 +9,8 @@
 constexpr int TILE_QUERIES = 32;
 constexpr float no_scales[TILE_QUERIES] = {};  // scales for products without scales
 
+inline int ceiling(int n, int by) { return (n + by - 1) / by; }
+
 // Query heads that are computed together: those of a head of keys, or where they do not fit, the largest equal part of them.
 inline int heads_at_once(const ModelSpec& m, const AttentionSpec& layer) {
     const int group = m.heads / layer.kv_heads;
@@ -71,15 +73,24 @@ struct AttentionRows {
         return keys;
     }
 
-    // Scores of queries with the keys of a page: calls score(query, key, sixteen scores).
+    // Scores of queries with the keys of a page: calls score(query, key, sixteen scores). Meanwhile `next`, as many words, is
+    // prefetched; null: nothing.
     template <class Score>
-    void score_page(Word* const* pages, int kv_head, int64_t page, const Word* queries, int count, Score score) const {
-        Units whole(Share(0, PAGE / LANES / BLOCKS));
-        product<kv>(keys_of_page(pages, kv_head, page * PAGE), queries, layout.query_words, no_scales, count, whole,
-                    [score, scaled = scale()](int q, int64_t unit, Floats low, Floats high) {
-                        score(q, int(unit * BLOCKS * LANES), scaled(low));
-                        score(q, int(unit * BLOCKS * LANES + LANES), scaled(high));
-                    });
+    void score_page(Word* const* pages, int kv_head, int64_t page, const Word* queries, int count, const Word* next, Score score) const {
+        const Matrix keys = keys_of_page(pages, kv_head, page * PAGE);
+        auto store = [score, scaled = scale()](int q, int64_t unit, Floats low, Floats high) {
+            score(q, int(unit * BLOCKS * LANES), scaled(low));
+            score(q, int(unit * BLOCKS * LANES + LANES), scaled(high));
+        };
+        Units whole(Share(0, keys.units));
+        if (TILES || !next) return product<kv>(keys, queries, layout.query_words, no_scales, count, whole, store);
+        const RowTiles tiles(count, tallest(kv));
+        for (int64_t unit = 0; unit < keys.units; unit++)
+            for (int t = 0; t < tiles.count; t++) {
+                const TileOf tile{int(unit * tiles.count + t), int(keys.units * tiles.count), next, PAGE};
+                pick_tile<kv, tallest(kv)>(tiles.height(t), keys, queries + tiles.first(t) * layout.query_words, layout.query_words, no_scales,
+                                           tiles.first(t), unit, tile, store);
+            }
     }
 
     // The scores of queries with one key, by the same product as in a page, so that they are bitwise the same.

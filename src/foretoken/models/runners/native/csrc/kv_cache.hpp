@@ -85,6 +85,18 @@ INLINE void get_values(const Word* value, int at, Floats (&to)[V]) {
     for (int v = 2 * pairs; v < V; v++) to[v] = get<kv>(value, at + v * LANES);
 }
 
+// Stores N vectors as bfloat16.
+template <int N>
+INLINE void put_vectors(Word* to, const Floats (&x)[N]) {
+#ifdef __AVX512BF16__
+    each<N / 2>([&](auto i) __attribute__((always_inline)) {
+        store_ints(to + i() * LANES, (Ints)_mm512_cvtne2ps_pbh(x[2 * i() + 1], x[2 * i()]));
+    });
+#else
+    each<N>([&](auto i) __attribute__((always_inline)) { put<BF16>(to, i() * LANES, x[i()]); });
+#endif
+}
+
 #ifdef __AVX512BF16__
 // Reads V vectors of the values of two rows from number `at` on, which is a multiple of 32: words of both rows' numbers.
 template <int V>

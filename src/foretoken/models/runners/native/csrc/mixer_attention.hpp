@@ -23,7 +23,6 @@ inline void rotate(float* head, const RopeSpec& rope, int position) {
 // keys is an item. Keys of one stretch have smaller tiles instead, of LEAST_QUERIES at least, until each thread has two items.
 constexpr int FEW_ITEMS = 4, LEAST_QUERIES = 12;
 
-inline int ceiling(int n, int by) { return (n + by - 1) / by; }
 inline int stretches_of(int keys) { return ceiling(keys, STRETCH); }
 
 template <Kind kv>
