@@ -77,9 +77,8 @@ def _converted(source: Path, to: str, target: str | None) -> Written:
     from foretoken.core.artifacts import heads_method, kind_of
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.heads.block import read_block
-    from foretoken.models.heads.block_dialects import BLOCK_DIALECTS, write_block
     from foretoken.models.heads.blockwise import MODEL_TYPE
-    from foretoken.models.heads.dialects import EAGLE_DIALECTS, write_eagle
+    from foretoken.models.heads.dialects import BLOCK_DIALECTS, EAGLE_DIALECTS, write_block, write_eagle
     from foretoken.models.heads.eagle import read_eagle
     from foretoken.models.heads.files import open_head
     from foretoken.models.heads.medusa import MEDUSA_DIALECTS, read_medusa, write_medusa

@@ -11,7 +11,7 @@ from tests.models.heads import blocks, tiny
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.heads.block import read_block
-from foretoken.models.heads.block_dialects import BLOCK_DIALECTS, write_block
+from foretoken.models.heads.dialects import BLOCK_DIALECTS, write_block
 from foretoken.models.heads.eagle import read_eagle
 
 

@@ -16,15 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, Size, parse
 from foretoken.models.families.architecture import unsupported
-from foretoken.models.heads.eagle import LAYER_KEYS
-from foretoken.models.heads.files import MAX_HEADS, check_dimensions, check_shapes, number, open_head
+from foretoken.models.heads.files import (
+    MAX_HEADS,
+    check_dimensions,
+    check_shapes,
+    check_target_ids,
+    layer_settings,
+    layer_shapes,
+    number,
+    open_head,
+    target_ids,
+)
 
 Method = Literal["dflash", "dspark"]
 _LayerIds = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(min_length=1, max_length=64)]
@@ -35,14 +43,8 @@ _NOT_COMPUTED = {  # keys of config.json, and the values with which a head is co
     "input_embedding_scale": (None, 1, 1.0),
     "attention_bias": (None, False),
 }
-
-
-_DIMENSIONS = {
-    "fc.weight": 2,
-    "t2d": 1,
-    "lm_head.weight": 2,
-    "markov_head.markov_w1.weight": 2,
-}  # sizes follow from their shapes
+# dimensions of tensors whose shapes define sizes
+_DIMENSIONS = {"fc.weight": 2, "t2d": 1, "lm_head.weight": 2, "markov_head.markov_w1.weight": 2}
 
 
 class BlockSections(Schema):
@@ -137,10 +139,8 @@ class BlockHead:
         return "confidence_head.proj.weight" in self.tensors
 
     def ids(self) -> Tensor:
-        """Returns the target's token id for each of the head's, int64 [Vd]. ``d2t`` holds offsets: id = i + d2t[i]."""
-        offsets = self.tensors.get("d2t")
-        indices = torch.arange(self.draft_vocab)
-        return indices if offsets is None else indices + offsets.long()
+        """Returns the target's token id for each of the head's, int64 [Vd]."""
+        return target_ids(self.tensors, self.draft_vocab)
 
 
 def read_block(path: Path) -> BlockHead:
@@ -193,13 +193,9 @@ def _refuse(flat: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) 
 
 
 def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], path: Path, speculators: bool) -> BlockHead:
-    layer = {key: flat[key] for key in (*LAYER_KEYS, *_KINDS) if flat.get(key) is not None}
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
-        layer[key] = number(flat, path, key)
+    layer = layer_settings(flat, path, *_KINDS)
     layer["num_hidden_layers"] = number(flat, path, "num_hidden_layers", high=MAX_HEADS)
-    layer["num_key_value_heads"] = number(flat, path, "num_key_value_heads", default=layer["num_attention_heads"])
     layer.setdefault("head_dim", layer["hidden_size"] // layer["num_attention_heads"])
-    layer.setdefault("rms_norm_eps", 1e-6)
     layer |= {"model_type": "qwen3", "vocab_size": number(flat, path, "vocab_size")}
     if "sliding_attention" in layer.get("layer_types", ()):
         layer["use_sliding_window"] = True
@@ -252,9 +248,7 @@ def _ordered(flat: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[bool, .
 
 
 def _shapes(head: BlockHead) -> dict[str, tuple[int, ...]]:
-    width, inner, dim, layer = head.hidden, head.layer["intermediate_size"], head.head_dim, head.layer
-    heads, kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
-    counts = heads, kv_heads, kv_heads
+    width, dim = head.hidden, head.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (width, len(head.taps) * head.target_hidden),
         "hidden_norm.weight": (width,),
@@ -264,20 +258,10 @@ def _shapes(head: BlockHead) -> dict[str, tuple[int, ...]]:
         at = f"layers.{i}."
         shapes |= {
             f"{at}input_layernorm.weight": (width,),
-            f"{at}post_attention_layernorm.weight": (width,),
-            f"{at}self_attn.q_proj.weight": (heads * dim, width),
-            f"{at}self_attn.k_proj.weight": (kv_heads * dim, width),
-            f"{at}self_attn.v_proj.weight": (kv_heads * dim, width),
-            f"{at}self_attn.o_proj.weight": (width, heads * dim),
             f"{at}self_attn.q_norm.weight": (dim,),
             f"{at}self_attn.k_norm.weight": (dim,),
-            f"{at}mlp.gate_proj.weight": (inner, width),
-            f"{at}mlp.up_proj.weight": (inner, width),
-            f"{at}mlp.down_proj.weight": (width, inner),
+            **layer_shapes(at, head.layer, head.tensors, width),
         }
-        biases = {f"{at}self_attn.{part}_proj.bias": (n * dim,) for part, n in zip("qkv", counts, strict=True)}
-        if any(name in head.tensors for name in biases):
-            shapes |= biases
     optional = {
         "embed_tokens.weight": (head.vocab, width),
         "lm_head.weight": (head.draft_vocab, width),
@@ -304,9 +288,4 @@ def _check_values(head: BlockHead, path: Path) -> None:
         raise ModelLoadError(f"{path} has the mask token {head.mask_token}, beyond its vocabulary of {head.vocab}")
     if "d2t" not in head.tensors and head.draft_vocab != head.vocab:
         raise ModelLoadError(f"{path} predicts {head.draft_vocab} of {head.vocab} tokens, and lacks d2t to say which")
-    ids = head.ids()
-    if int(ids.min()) < 0 or int(ids.max()) >= head.vocab or len(ids.unique()) != len(ids):
-        raise ModelLoadError(
-            f"d2t in {path} leads outside the vocabulary of {head.vocab} or twice to one token; it must hold offsets: "
-            "target id = i + d2t[i]"
-        )
+    check_target_ids(path, head.ids(), head.vocab)

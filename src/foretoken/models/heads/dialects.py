@@ -1,7 +1,8 @@
-"""Writes EAGLE heads in the formats of other engines.
+"""Writes EAGLE heads and block drafters in the formats of other engines.
 
-The tensors are the same in all of them; the name of the first layer (``midlayer.*`` or ``layers.0.*``) and config.json
-differ.
+The tensors are the same in all of them. EAGLE's formats differ in the name of the first layer (``midlayer.*`` or
+``layers.0.*``) and in config.json. vLLM and SGLang read block drafters in the originals' layouts: z-lab's for DFlash,
+DeepSpec's for DSpark. speculators nests the layers' settings, and needs a vocabulary head.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.heads.block import BlockHead
 from foretoken.models.heads.eagle import MASK, EagleHead
-from foretoken.models.heads.files import TAPS_KEY
+from foretoken.models.heads.files import TAPS_KEY, check_vocabulary_head
 
 _MASK_KEYS = ("pard_token", "mask_token_id")  # vLLM's and speculators' names for the mask token
 EAGLE_DIALECTS = ("sglang", "vllm", "speculators")
@@ -103,12 +105,7 @@ def _speculators(head: EagleHead, inputs: tuple[int, ...] | None, verifier: str 
     return {
         "architectures": ["Eagle3Speculator" if head.mask_token is None else "PEagleSpeculator"],
         "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1}],
-            "verifier": {"name_or_path": verifier or "", "architectures": []},
-        },
+        "speculators_config": _proposal(kind, 4, verifier or ""),
         "transformer_layer_config": {**_common(head), "architectures": ["LlamaForCausalLM"]},
         "draft_vocab_size": head.draft_vocab,
         "target_hidden_size": head.target_hidden,
@@ -120,8 +117,119 @@ def _speculators(head: EagleHead, inputs: tuple[int, ...] | None, verifier: str 
     }
 
 
+def _proposal(algorithm: str, tokens: int, verifier: str) -> dict[str, Any]:
+    """Returns ``speculators_config`` of speculators' config.json."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}],
+        "verifier": {"name_or_path": verifier, "architectures": []},
+    }
+
+
 def _switches(head: EagleHead) -> dict[str, Any]:
     """Returns the options that are on, and P-EAGLE's mask token; other engines do not know all of them."""
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     switches: dict[str, Any] = {name: True for name in names if getattr(head, name)}
     return switches if head.mask_token is None else switches | dict.fromkeys(_MASK_KEYS, head.mask_token)
+
+
+BLOCK_DIALECTS = ("original", "vllm", "sglang", "speculators")
+
+
+def write_block(head: BlockHead, dialect: str, vocabulary: Tensor | None = None, verifier: str = "") -> Written:
+    """Returns ``head`` in the layout ``dialect``.
+
+    Args:
+        head: the head.
+        dialect: one of ``BLOCK_DIALECTS``.
+        vocabulary: the target's vocabulary head [V, H], for a head without its own.
+        verifier: the target's name or folder, which the layout of speculators contains.
+
+    Raises:
+        InvalidRequest: the layout does not support such heads.
+    """
+    if dialect not in BLOCK_DIALECTS:
+        raise InvalidRequest(f"block drafters have no dialect {dialect!r}; known: {', '.join(BLOCK_DIALECTS)}")
+    if dialect == "speculators":
+        return _nested(head, verifier), _with_vocabulary(head, vocabulary)
+    if head.from_newest != (head.method == "dspark"):
+        raise InvalidRequest(
+            "sample_from_anchor differs from this method's fixed value in the originals' layout; only the layout of "
+            "speculators has a key for it"
+        )
+    return (_dspark(head) if head.method == "dspark" else _dflash(head)), dict(head.tensors)
+
+
+def _block_layers(head: BlockHead) -> dict[str, Any]:
+    dtype = str(head.tensors["fc.weight"].dtype).removeprefix("torch.")
+    kinds = head.layer.get("layer_types") or ["full_attention"] * head.layers
+    mapped = {"draft_vocab_size": head.draft_vocab} if head.draft_vocab != head.vocab else {}
+    layer = {**head.layer, "vocab_size": head.vocab, "layer_types": kinds, "tie_word_embeddings": False, **mapped}
+    return layer | {"attention_bias": False, "torch_dtype": dtype}
+
+
+def _originals(head: BlockHead, architecture: str) -> dict[str, Any]:
+    kinds = head.layer.get("layer_types", [])
+    usual = tuple(kind == "sliding_attention" for kind in kinds) or (False,) * head.layers
+    stated = {} if head.ordered == usual else {"is_causal": head.ordered[0]}
+    return {"architectures": [architecture], **_block_layers(head), "block_size": head.block, **stated}
+
+
+def _dflash(head: BlockHead) -> dict[str, Any]:
+    section = {"mask_token_id": head.mask_token, "target_layer_ids": [tap - 1 for tap in head.taps]}
+    return {**_originals(head, "DFlashDraftModel"), "dflash_config": section}
+
+
+def _dspark(head: BlockHead) -> dict[str, Any]:
+    return {
+        **_originals(head, "Qwen3DSparkModel"),
+        "mask_token_id": head.mask_token,
+        "target_layer_ids": [tap - 1 for tap in head.taps],
+        **_heads(head),
+    }
+
+
+def _heads(head: BlockHead) -> dict[str, Any]:
+    return {
+        "markov_rank": head.markov_rank,
+        "markov_head_type": "gated" if head.gated else "vanilla",
+        "enable_confidence_head": head.confident,
+        "confidence_head_with_markov": head.confident_of,
+    }
+
+
+def _nested(head: BlockHead, verifier: str) -> dict[str, Any]:
+    name = "DSparkSpeculator" if head.method == "dspark" else "DFlashSpeculator"
+    layer = _block_layers(head)
+    dtype = layer.pop("torch_dtype")
+    return {
+        "architectures": [name],
+        "speculators_model_type": head.method,
+        "speculators_config": _proposal(head.method, head.depth, verifier),
+        "transformer_layer_config": layer,
+        "draft_vocab_size": head.draft_vocab,
+        "target_hidden_size": head.target_hidden,
+        "block_size": head.block,
+        "mask_token_id": head.mask_token,
+        "aux_hidden_state_layer_ids": list(head.taps),
+        "sample_from_anchor": head.from_newest,
+        "sliding_window_non_causal": not any(head.ordered),
+        "torch_dtype": dtype,
+        **(_heads(head) if head.method == "dspark" else {}),
+    }
+
+
+def _with_vocabulary(head: BlockHead, vocabulary: Tensor | None) -> dict[str, Tensor]:
+    """Returns the tensors with a vocabulary head, and with both maps between the vocabularies if these differ."""
+    tensors = dict(head.tensors)
+    if "lm_head.weight" not in tensors:
+        if vocabulary is None:
+            raise InvalidRequest(
+                "the layout of speculators needs a vocabulary head; name the target with --target to write it out"
+            )
+        check_vocabulary_head(vocabulary, head.vocab, head.hidden)
+        tensors["lm_head.weight"] = vocabulary.to(tensors["fc.weight"].dtype)
+    if head.draft_vocab != head.vocab and "t2d" not in tensors:
+        tensors["t2d"] = torch.zeros(head.vocab, dtype=torch.bool).index_fill_(0, head.ids(), True)
+    return tensors

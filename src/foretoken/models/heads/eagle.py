@@ -12,19 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, Size, parse
 from foretoken.models.families.architecture import supports
-from foretoken.models.heads.files import MAX_HEADS, TAPS_KEY, check_dimensions, check_shapes, number, open_head
+from foretoken.models.heads.files import (
+    MAX_HEADS,
+    TAPS_KEY,
+    check_dimensions,
+    check_shapes,
+    check_target_ids,
+    layer_settings,
+    layer_shapes,
+    number,
+    open_head,
+    target_ids,
+)
 from foretoken.models.heads.mask_token import mask_token
 
-_SIZE_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-LAYER_KEYS = (*_SIZE_KEYS, "rms_norm_eps", "hidden_act", *_ROPE_KEYS)
 MASK = "mask_hidden"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _Taps = Annotated[list[Annotated[int, Field(ge=0, le=10_000)]], Field(max_length=64)]
@@ -99,10 +106,8 @@ class EagleHead:
         return int(self.layer.get("head_dim") or self.hidden // self.layer["num_attention_heads"])
 
     def ids(self) -> Tensor:
-        """Returns the target's token id for each of the draft's, int64 [Vd]. ``d2t`` holds offsets: id = i + d2t[i]."""
-        offsets = self.tensors.get("d2t")
-        indices = torch.arange(self.draft_vocab)
-        return indices if offsets is None else indices + offsets.long()
+        """Returns the target's token id for each of the draft's, int64 [Vd]."""
+        return target_ids(self.tensors, self.draft_vocab)
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
@@ -150,11 +155,7 @@ def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path: Path) -> EagleHead:
-    layer = {key: flat[key] for key in LAYER_KEYS if flat.get(key) is not None}
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
-        layer[key] = number(flat, path, key)
-    layer.setdefault("rms_norm_eps", 1e-6)
-    layer["num_key_value_heads"] = number(flat, path, "num_key_value_heads", default=layer["num_attention_heads"])
+    layer = layer_settings(flat, path)
     layers = number(flat, path, "num_hidden_layers", default=1, high=MAX_HEADS)
     vocab = number(flat, path, "vocab_size")
     if not supports({**layer, "model_type": "llama", "vocab_size": vocab, "num_hidden_layers": layers}):
@@ -189,8 +190,7 @@ def _target_hidden(flat: Mapping[str, Any], tapped: int, version: int) -> int:
 
 def _shapes(head: EagleHead) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the required tensors by name."""
-    h, v3, inner = head.hidden, head.version == 3, int(head.layer["intermediate_size"])
-    heads, kv = (head.layer[key] * head.head_dim for key in ("num_attention_heads", "num_key_value_heads"))
+    h, v3 = head.hidden, head.version == 3
     shapes: dict[str, tuple[int, ...]] = {}
     count = len(head.taps) if head.taps else 3
     shapes["fc.weight"] = (h, count * head.target_hidden) if v3 else (h, 2 * h)
@@ -200,19 +200,7 @@ def _shapes(head: EagleHead) -> dict[str, tuple[int, ...]]:
             shapes[at + "input_layernorm.weight"] = (h,)
         if v3 and i == 0:
             shapes[at + "hidden_norm.weight"] = (h,)
-        shapes |= {
-            at + "self_attn.q_proj.weight": (heads, inputs),
-            at + "self_attn.k_proj.weight": (kv, inputs),
-            at + "self_attn.v_proj.weight": (kv, inputs),
-            at + "self_attn.o_proj.weight": (h, heads),
-            at + "post_attention_layernorm.weight": (h,),
-            at + "mlp.gate_proj.weight": (inner, h),
-            at + "mlp.up_proj.weight": (inner, h),
-            at + "mlp.down_proj.weight": (h, inner),
-        }
-        biases = {f"{at}self_attn.{part}_proj.bias": (n,) for part, n in zip("qkv", (heads, kv, kv), strict=True)}
-        if any(name in head.tensors for name in biases):
-            shapes |= biases
+        shapes |= layer_shapes(at, head.layer, head.tensors, inputs)
     if v3:
         shapes |= {"norm.weight": (h,), "lm_head.weight": (head.draft_vocab, h)}
         if head.draft_vocab != head.vocab:
@@ -233,9 +221,4 @@ def _check_values(head: EagleHead, path: Path) -> None:
     odd = sorted(name for name in head.tensors if name.startswith("layers.") and name not in expected)
     if odd:
         raise ModelLoadError(f"{path} has the tensor {odd[0]!r}, of an architecture that is not computed here")
-    ids = head.ids()
-    if int(ids.min()) < 0 or int(ids.max()) >= head.vocab or len(ids.unique()) != len(ids):
-        raise ModelLoadError(
-            f"d2t in {path} leads outside the vocabulary of {head.vocab} or twice to one token; it must hold offsets: "
-            "target id = i + d2t[i]"
-        )
+    check_target_ids(path, head.ids(), head.vocab)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foretoken import zoo
@@ -27,6 +28,9 @@ _OTHER_NAMES = (
     TensorNames(base="model.decoder.", embedding="embed_tokens"),
 )
 TAPS_KEY = "foretoken_taps"  # our key in config.json: the tapped layers, as indices of their inputs
+_SIZE_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+_LAYER_KEYS = (*_SIZE_KEYS, "rms_norm_eps", "hidden_act", *_ROPE_KEYS)
 
 
 def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
@@ -112,6 +116,70 @@ def check_dimensions(path: Path, tensors: Mapping[str, Tensor], expected: Mappin
                 f"{name} in {path} has the shape {tuple(tensors[name].shape)}; expected {dimensions} dimensions, none "
                 "of them 0"
             )
+
+
+def layer_settings(config: Mapping[str, Any], path: Path, *keys: str) -> dict[str, Any]:
+    """Returns the fields of config.json for a head's decoder layers, by Llama's names, and the fields ``keys``.
+
+    Raises:
+        ModelLoadError: a size is missing or wrong.
+    """
+    layer = {key: config[key] for key in (*_LAYER_KEYS, *keys) if config.get(key) is not None}
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
+        layer[key] = number(config, path, key)
+    layer["num_key_value_heads"] = number(config, path, "num_key_value_heads", default=layer["num_attention_heads"])
+    layer.setdefault("rms_norm_eps", 1e-6)
+    return layer
+
+
+def layer_shapes(at: str, layer: Mapping[str, Any], tensors: Container[str], inputs: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a decoder layer's tensors, without norms of its input and of heads.
+
+    Args:
+        at: prefix of the names.
+        layer: result of ``layer_settings``.
+        tensors: names of the head's tensors; biases of queries, keys and values are expected if one of them exists.
+        inputs: width of the attention's input.
+    """
+    h, inner, heads = layer["hidden_size"], layer["intermediate_size"], layer["num_attention_heads"]
+    dim = layer.get("head_dim") or h // heads
+    counts = heads, layer["num_key_value_heads"], layer["num_key_value_heads"]
+    qkv = {f"{at}self_attn.{part}_proj": count * dim for part, count in zip("qkv", counts, strict=True)}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, inputs) for name, rows in qkv.items()}
+    shapes |= {
+        at + "self_attn.o_proj.weight": (h, heads * dim),
+        at + "post_attention_layernorm.weight": (h,),
+        at + "mlp.gate_proj.weight": (inner, h),
+        at + "mlp.up_proj.weight": (inner, h),
+        at + "mlp.down_proj.weight": (h, inner),
+    }
+    biases = {f"{name}.bias": (rows,) for name, rows in qkv.items()}
+    return shapes | (biases if any(name in tensors for name in biases) else {})
+
+
+def target_ids(tensors: Mapping[str, Tensor], count: int) -> Tensor:
+    """Returns the target's token id for each of a head's, int64 [count]. ``d2t`` holds offsets: id = i + d2t[i]."""
+    offsets = tensors.get("d2t")
+    indices = torch.arange(count)
+    return indices if offsets is None else indices + offsets.long()
+
+
+def check_target_ids(path: Path, ids: Tensor, vocab: int) -> None:
+    """Raises ModelLoadError for ids outside the target's vocabulary, or equal ones."""
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) != len(ids):
+        raise ModelLoadError(
+            f"d2t in {path} leads outside the vocabulary of {vocab} or twice to one token; it must hold offsets: "
+            "target id = i + d2t[i]"
+        )
+
+
+def check_vocabulary_head(matrix: Tensor, vocab: int, hidden: int) -> None:
+    """Raises InvalidRequest unless a target's vocabulary head is [vocab, hidden]."""
+    if tuple(matrix.shape) != (vocab, hidden):
+        raise InvalidRequest(
+            f"these heads were made for a target with a vocabulary head of {vocab} x {hidden}, not of "
+            f"{' x '.join(map(str, matrix.shape))}"
+        )
 
 
 def number(config: Mapping[str, Any], path: Path, *names: str, default: int | None = None, high: int = MAX_INT) -> int:

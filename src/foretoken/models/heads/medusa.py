@@ -18,7 +18,7 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import Schema, parse
 from foretoken.models.heads.dialects import Written
-from foretoken.models.heads.files import MAX_HEADS, check_shapes, number, open_head
+from foretoken.models.heads.files import MAX_HEADS, check_shapes, check_vocabulary_head, number, open_head
 
 MEDUSA_DIALECTS = ("medusa", "vllm")
 _ORIGINAL = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
@@ -61,11 +61,7 @@ class MedusaHeads:
         Raises:
             InvalidRequest: the matrix has another shape.
         """
-        if tuple(matrix.shape) != (self.vocab, self.hidden):
-            raise InvalidRequest(
-                f"these heads were made for a target with a vocabulary head of {self.vocab} x {self.hidden}, not of "
-                f"{' x '.join(map(str, matrix.shape))}"
-            )
+        check_vocabulary_head(matrix, self.vocab, self.hidden)
         return self if self.vocabulary else replace(self, vocabulary=(matrix,))
 
 
