@@ -111,7 +111,6 @@ def read_json(file: Path, hint: str = AGAIN) -> Any:
     """Returns the content of a JSON file.
 
     Args:
-        file: Path of the file.
         hint: What to do about a file that cannot be read, for the error message.
 
     Raises:

@@ -18,9 +18,7 @@ class Grammar(Protocol):
     def allowed(self, history: History) -> Tensor | None:
         """Returns the tokens allowed at a node, bool [V] with at least one True. None allows every token.
 
-        Only generated tokens and the draft path to the node count, not the prompt.
-
-        Raises:
-            InvalidRequest: No token is allowed.
+        Only generated tokens and the draft path to the node count, not the prompt. Raises InvalidRequest if no token is
+        allowed.
         """
         ...

@@ -26,8 +26,7 @@ def auth_headers(key: str | None) -> dict[str, str]:
 def listed_models(url: str, key: str | None) -> list[dict[str, object]]:
     """Returns the entries of ``/v1/models``, one at least, each with an ``id``.
 
-    Raises:
-        ForetokenError: The server does not answer, or not as OpenAI's API does.
+    Raises ForetokenError if the server does not answer, or not as OpenAI's API does.
     """
     try:
         answer = httpx.get(f"{url}/v1/models", headers=auth_headers(key), timeout=30.0)

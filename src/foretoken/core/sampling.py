@@ -293,7 +293,6 @@ class SamplingLaw:
 
         Args:
             scores: [V].
-            history: History of the node.
         """
         allowed = self._allowed(scores.shape[-1], history)
         banned = torch.from_numpy(BadWords.of(self.bad_words).banned(history.tokens, history.path))

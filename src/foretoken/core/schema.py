@@ -91,7 +91,6 @@ def read_object(file: Path, schema: type[Schema] = Schema, hint: str = AGAIN) ->
     """Returns the JSON object in a file, including keys that the schema does not list.
 
     Args:
-        file: Path of the file.
         schema: Schema that the object must satisfy.
         hint: What to do about a file that cannot be read, for the error message.
 

@@ -36,8 +36,7 @@ class Exit:
     def load(path: Path) -> Exit:
         """Reads a trained exit: ``exit_layer`` of config.json, ``norm.weight`` and ``adapter.weight``.
 
-        Raises:
-            ModelLoadError: the checkpoint is not an exit's, or is damaged.
+        Raises ModelLoadError if the checkpoint is not an exit's, or is damaged.
         """
         config = load_config(path)
         layers, hidden = config.get("exit_layer"), config.get("hidden_size")

@@ -115,8 +115,6 @@ class FileWriter:
     """Writes tensors in the order in which they were announced.
 
     Args:
-        path: the file to write.
-        described: the model.
         mixture: a name of ``MIXTURES``.
         shapes: shapes of the tensors by their names in the checkpoint, in their order.
     """

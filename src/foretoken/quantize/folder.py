@@ -43,7 +43,6 @@ class FolderWriter:
     """Writes tensors in their order.
 
     Args:
-        folder: is written to.
         config: config.json of the source.
         scheme: a scheme that is not GGUF.
         lm_head: whether the vocabulary head is quantized.
@@ -188,7 +187,6 @@ def exported_config(config: Mapping[str, Any], path: Path, names: Collection[str
 
     Args:
         config: the file's configuration.
-        path: the file.
         names: names of the tensors.
 
     Raises:

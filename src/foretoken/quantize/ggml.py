@@ -37,7 +37,6 @@ def to_blocks(weights: Tensor, kind: GGMLQuantizationType, rounding: Rounding) -
     Args:
         weights: float32 [out, in]; the type's blocks divide the inputs.
         kind: one of ``TYPES``.
-        rounding: chooses the codes.
     """
     scales = _scales(weights, kind, rounding.importance)
     low = scales.grid.low if kind != _K.Q8_0 else -128

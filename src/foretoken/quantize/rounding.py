@@ -181,7 +181,6 @@ def gptq(weights: Tensor, grid: Grid, curvature: Curvature) -> Tensor:
     Args:
         weights: float32 [out, in].
         grid: its possible values.
-        curvature: curvature of its inputs.
 
     Returns:
         Codes, int16 [out, in].

@@ -142,12 +142,9 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: flo
     """Returns a scatter plot with the diagonal y = x, intervals of y as whiskers.
 
     Args:
-        title: Its title.
-        series: Its points.
         x: Label of the horizontal axis.
         y: Label of the vertical axis.
         within: Relative deviation from the diagonal that is shaded.
-        note: Text below the title.
     """
     across, up = Axis(x, zero=True), Axis(y, zero=True)
     drawn = _drawable(series, across, up)
@@ -207,10 +204,8 @@ def timeline(title: str, parts: Sequence[str], laps: Sequence[StepLap], *, note:
     """Returns all steps to one scale, each divided into its parts, wrapped into lanes like lines of text.
 
     Args:
-        title: Its title.
         parts: Names of the parts of a step, at most four.
         laps: The steps. Only the first ``STEPS_PER_LANE`` * ``LANES`` are shown.
-        note: Text below the title.
     """
     usable = [lap for lap in laps if math.isfinite(lap.total) and lap.total > 0]
     if not usable:

@@ -24,11 +24,7 @@ def document(
     """Returns a complete page that fetches nothing.
 
     Args:
-        title: Its title.
-        parts: Its sections.
         setting: Facts that make the figures reproducible, listed at the end.
-        lead: A paragraph below the title.
-        footer: A paragraph at the end.
         script: Name of a JavaScript file beside this one. It must not contain "<" or "&".
     """
     head = join(
@@ -91,7 +87,6 @@ def table(
     """Returns a table, nothing for no rows. A cell may be a complete ``<td>``.
 
     Args:
-        heads: Names of the columns.
         rows: The rows, of which at most ``MAX_ROWS`` are shown.
         best: Indices of highlighted rows.
         names: Number of leading columns that hold words. The others hold figures.

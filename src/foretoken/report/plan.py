@@ -66,7 +66,6 @@ def speedups(
     """Returns a chart of speedups over plain decoding.
 
     Args:
-        title: Its title.
         rows: Predictions with "speedup", "low" and "high".
         across: Label of the horizontal axis, and the key of its value.
         note: Additional text of a row.

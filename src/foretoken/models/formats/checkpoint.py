@@ -164,10 +164,7 @@ def _gguf(path: Path) -> GGUFCheckpoint:
 def load_config(path: Path) -> dict[str, Any]:
     """Returns the checkpoint's config.json; the fields that all architectures share are checked.
 
-    For a GGUF file it follows from the metadata.
-
-    Raises:
-        ModelLoadError: the file is missing or malformed.
+    For a GGUF file it follows from the metadata. Raises ModelLoadError if the file is missing or malformed.
     """
     if is_gguf(Path(path)):
         config = _gguf(path).config()
@@ -179,10 +176,8 @@ def load_config(path: Path) -> dict[str, Any]:
 def load_generation_settings(path: Path) -> list[GenerationSettings]:
     """Returns the special token ids from generation_config.json and config.json, those that exist, in that order.
 
-    The first file has precedence. For a GGUF file they come from its metadata.
-
-    Raises:
-        ModelLoadError: a field is wrong.
+    The first file has precedence. For a GGUF file they come from its metadata. Raises ModelLoadError if a field is
+    wrong.
     """
     if is_gguf(path):
         return [parse(GenerationSettings, _gguf(path).special_ids(), str(path))]
@@ -193,8 +188,7 @@ def load_generation_settings(path: Path) -> list[GenerationSettings]:
 def eos_ids(path: Path, tokenizer: Any, vocab_size: int) -> list[int]:
     """Returns the end-of-sequence ids of the checkpoint and the tokenizer that the vocabulary has.
 
-    Raises:
-        ModelLoadError: A configuration file is malformed.
+    Raises ModelLoadError if a configuration file is malformed.
     """
     ids = [token for settings in load_generation_settings(path) for token in settings.eos_token_id]
     if tokenizer.eos_token_id is not None:
@@ -205,8 +199,7 @@ def eos_ids(path: Path, tokenizer: Any, vocab_size: int) -> list[int]:
 def start_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
     """Returns the first decoder tokens of an encoder-decoder: its start token, and the forced first token, if any.
 
-    Raises:
-        ModelLoadError: The checkpoint names no start token, or an id outside its vocabulary.
+    Raises ModelLoadError if the checkpoint names no start token, or an id outside its vocabulary.
     """
     settings = load_generation_settings(path)
 
@@ -231,8 +224,7 @@ def start_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
 def open_weights(path: Path) -> Weights | GGUFWeights:
     """Returns all tensors of a checkpoint or GGUF file by name; each is read from disk on access.
 
-    Raises:
-        ModelLoadError: a file is missing or damaged, or the weights are pickles.
+    Raises ModelLoadError if a file is missing or damaged, or the weights are pickles.
     """
     return _gguf(path).weights() if is_gguf(Path(path)) else Weights(Path(path))
 
@@ -240,8 +232,7 @@ def open_weights(path: Path) -> Weights | GGUFWeights:
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer:
     """Loads the checkpoint's tokenizer, without remote code.
 
-    Raises:
-        ModelLoadError: the tokenizer cannot be loaded.
+    Raises ModelLoadError if the tokenizer cannot be loaded.
     """
     path = resolve(name)
     try:
@@ -281,8 +272,7 @@ def _tokenizer(path: Path) -> PreTrainedTokenizerBase | PlainTokenizer:
 def load_vocabulary(path: Path) -> dict[str, int] | None:
     """Returns the id of every token of a folder or GGUF file; None if it has no tokenizer.
 
-    Raises:
-        ModelLoadError: the tokenizer cannot be loaded.
+    Raises ModelLoadError if the tokenizer cannot be loaded.
     """
     if is_gguf(path):
         return _gguf(path).token_ids()
@@ -295,8 +285,7 @@ def load_vocabulary(path: Path) -> dict[str, int] | None:
 def vocabulary_size(path: Path) -> int | None:
     """Returns the number of tokens that a checkpoint's config.json names, padding included; None if it names none.
 
-    Raises:
-        ModelLoadError: the file is missing or malformed.
+    Raises ModelLoadError if the file is missing or malformed.
     """
     config = load_config(path)
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")

@@ -75,8 +75,7 @@ class ExpertWeights:
 def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> ExpertWeights:
     """Reads the experts of the layer with names below ``at``.
 
-    Raises:
-        ModelLoadError: a tensor is missing or has the wrong shape.
+    Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
     router, shared = f"{at}.{e.names.router}", f"{at}.{e.names.shared}"
     shared_up = reader.halves(tuple(f"{shared}.{part}" for part in e.names.shared_up))
@@ -190,8 +189,6 @@ class _Stack:
         """Opens a tensor.
 
         Args:
-            reader: reads it.
-            name: its name.
             shape: (experts, out, in).
             inputs_first: whether floats are stored as [experts, in, out].
 
@@ -235,8 +232,7 @@ class _Stack:
 def read_stack(reader: TensorReader, name: str, shape: tuple[int, int, int]) -> MatrixStack:
     """Reads one tensor with a matrix for each expert or head.
 
-    Raises:
-        ModelLoadError: it is missing or has another shape.
+    Raises ModelLoadError if it is missing or has another shape.
     """
     return _Stack.of(reader, name, shape).stack(slice(None))
 

@@ -34,7 +34,6 @@ class Fp8Weights(Mapping[str, Tensor]):
     """A checkpoint's tensors, with its matrices of eight-bit floats dequantized to float32.
 
     Args:
-        weights: the tensors as they are stored.
         shapes: their shapes by name.
         settings: sizes of the blocks.
 

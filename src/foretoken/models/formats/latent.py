@@ -43,11 +43,8 @@ class LatentWeights:
 def read_latent(s: LatentAttention, heads: int, reader: TensorReader, at: str, hidden: int) -> LatentWeights:
     """Reads the layer whose attention has names below ``at``.
 
-    The matrix from latents to keys and values is split by head, and its part for keys transposed; see
-    ``_by_head``.
-
-    Raises:
-        ModelLoadError: a tensor is missing or has the wrong shape.
+    The matrix from latents to keys and values is split by head, and its part for keys transposed; see ``_by_head``.
+    Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
     wide, narrow = heads * (s.plain + s.rotated), s.rank + s.rotated
     first, last, out = f"{at}q_a_proj" if s.query_rank else f"{at}q_proj", f"{at}kv_a_proj_with_mqa", f"{at}o_proj"

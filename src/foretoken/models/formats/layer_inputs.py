@@ -39,8 +39,7 @@ class LayerInputEnds:
 def read_layer_input(reader: TensorReader, at: str, inputs: LayerInputs, hidden: int) -> LayerInputWeights:
     """Reads the weights for the input of the layer with names below ``at``.
 
-    Raises:
-        ModelLoadError: a tensor is missing or has the wrong shape.
+    Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
     return LayerInputWeights(
         gate=reader.matrix(at + inputs.gate, inputs.width, hidden),
@@ -54,8 +53,7 @@ def read_layer_input_ends(
 ) -> LayerInputEnds:
     """Reads the weights that produce the inputs of all layers.
 
-    Raises:
-        ModelLoadError: a tensor is missing or has the wrong shape.
+    Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
     name, width = f"{reader.base}{inputs.table}.weight", layers * inputs.width
     return LayerInputEnds(

@@ -71,8 +71,7 @@ def read_layer(source: Source, index: int) -> LayerWeights:
 def layer_at(a: Architecture, reader: TensorReader, at: str, index: int) -> LayerWeights:
     """Reads layer ``index`` of an architecture, whose names begin with ``at``.
 
-    Raises:
-        ModelLoadError: a tensor is missing or has the wrong shape.
+    Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
     names, layer = a.names, a.stack[index]
     beside = None if layer.experts is None else layer.experts.beside
@@ -129,7 +128,6 @@ def in_runtime_order(a: Architecture, parts: tuple[Matrix, ...], dtype: torch.dt
     """Returns the rows of queries, keys and values as ``SelfAttentionWeights.qkv`` has them.
 
     Args:
-        a: the architecture.
         parts: the matrices as they are stored.
         dtype: dtype of rows that have to be dequantized.
     """

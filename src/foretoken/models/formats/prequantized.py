@@ -72,8 +72,7 @@ class Fp8Quantization(Schema):
 def check_prequantized(config: Mapping[str, Any]) -> bool:
     """Returns whether the checkpoint's weights are int8 with a scale per channel.
 
-    Raises:
-        ModelLoadError: they are quantized in a way that is not supported.
+    Raises ModelLoadError if they are quantized in a way that is not supported.
     """
     settings = config.get("quantization_config")
     if not settings or packed_settings(config) is not None or fp8_settings(config) is not None:
@@ -89,8 +88,7 @@ def check_prequantized(config: Mapping[str, Any]) -> bool:
 def packed_settings(config: Mapping[str, Any]) -> PackedSettings | None:
     """Returns the packing of the checkpoint's matrices; None if they are not packed.
 
-    Raises:
-        ModelLoadError: they are packed in a way that is not supported.
+    Raises ModelLoadError if they are packed in a way that is not supported.
     """
     settings = config.get("quantization_config")
     if not settings:
@@ -123,8 +121,7 @@ def packed_settings(config: Mapping[str, Any]) -> PackedSettings | None:
 def fp8_settings(config: Mapping[str, Any]) -> Fp8Settings | None:
     """Returns the scaling of the checkpoint's eight-bit floats; None if it has none.
 
-    Raises:
-        ModelLoadError: they are scaled in a way that is not supported.
+    Raises ModelLoadError if they are scaled in a way that is not supported.
     """
     settings = config.get("quantization_config")
     if not settings:
@@ -165,8 +162,7 @@ def unpacked(
 ) -> Weights | GGUFWeights | PackedWeights | Fp8Weights:
     """Returns the tensors of a checkpoint, with packed matrices and eight-bit floats under plain names.
 
-    Raises:
-        ModelLoadError: they are packed in a way that is not supported, or are damaged.
+    Raises ModelLoadError if they are packed in a way that is not supported, or are damaged.
     """
     if (scales := fp8_settings(config)) is not None:
         floats = Fp8Weights(weights, weights.shapes, scales)
@@ -193,8 +189,7 @@ def rounded(tensors: Mapping[str, Tensor]) -> bool:
 def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:
     """Returns the weight of the linear layer ``name``; None if it is not quantized.
 
-    Raises:
-        ModelLoadError: it is not int8 with one scale per output channel and without zero points.
+    Raises ModelLoadError if it is not int8 with one scale per output channel and without zero points.
     """
     if f"{name}._weight_qdata" in weights:
         values, scales = weights[f"{name}._weight_qdata"], weights.get(f"{name}._weight_scale")

@@ -148,7 +148,6 @@ def is_plain(path: Path, config: Any) -> bool:
     True if the folder has only files and settings that are known not to change the ids.
 
     Args:
-        path: the checkpoint's folder.
         config: the content of tokenizer_config.json.
     """
     files = ("special_tokens_map.json", "added_tokens.json")  # chat templates are left to transformers

@@ -51,8 +51,7 @@ def check_finite(name: str, tensor: Tensor, where: str) -> None:
 def converted(name: str, tensor: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
     """Returns a finite tensor in ``dtype``.
 
-    Raises:
-        ModelLoadError: the tensor holds numbers beyond the range of float16.
+    Raises ModelLoadError if the tensor holds numbers beyond the range of float16.
     """
     result = tensor.to(dtype, copy=copy)
     if dtype == torch.float16 and result.dtype != tensor.dtype and not is_finite(result):

@@ -80,8 +80,7 @@ def is_assistant(config: Mapping[str, Any]) -> bool:
 def read_assistant(path: Path, dtype: torch.dtype) -> AssistantHead:
     """Reads the checkpoint in ``path``, its matrices in ``dtype``.
 
-    Raises:
-        ModelLoadError: it is incomplete, inconsistent, or no assistant.
+    Raises ModelLoadError if it is incomplete, inconsistent, or no assistant.
     """
     config, weights = open_head(path)
     if not is_assistant(config):

@@ -22,7 +22,6 @@ def load_assistant(target: Model, model: str | Path | None, path: Path | None) -
     """Loads an assistant and checks it against the target.
 
     Args:
-        target: the target.
         model: folder or hub id of the assistant; None for the target's.
         path: the target's folder, whose embedding the assistant shares.
 

@@ -39,9 +39,7 @@ class AssistantNet(FeatureNet):
     """The network of an assistant.
 
     Args:
-        head: the checkpoint.
         embedding: the target's, [V, Ht].
-        target: the target.
 
     Raises:
         InvalidRequest: the target's keys and values are not in the cache of the compiled kernels.
@@ -117,7 +115,6 @@ class AssistantNet(FeatureNet):
         """Returns the logits and the next hidden states of each sequence's rows.
 
         Args:
-            handles: the sequences.
             tokens: the token of each row, by sequence.
             states: the hidden state [rows, Ht] of each row.
         """
@@ -138,8 +135,7 @@ class AssistantNet(FeatureNet):
 def lenders(assistant: Architecture, target: Architecture) -> list[int]:
     """Returns the layer of the target that each layer of an assistant reads: the last one of its kind.
 
-    Raises:
-        ModelLoadError: the target has none of its kind, or their sizes differ.
+    Raises ModelLoadError if the target has none of its kind, or their sizes differ.
     """
     numbers = []
     for layer in assistant.stack:
@@ -163,7 +159,6 @@ def clustered(states: Tensor, vocabulary: Tensor, clusters: Clusters) -> Tensor:
     Args:
         states: normed states [rows, H].
         vocabulary: the vocabulary head [V, H].
-        clusters: the clusters.
 
     Returns:
         float32 [rows, V]

@@ -146,8 +146,7 @@ class BlockHead:
 def read_block(path: Path) -> BlockHead:
     """Reads the checkpoint in ``path``.
 
-    Raises:
-        ModelLoadError: it is incomplete, inconsistent, or not a block drafter that is computed here.
+    Raises ModelLoadError if it is incomplete, inconsistent, or not a block drafter that is computed here.
     """
     config, weights = open_head(path)
     tensors = {name.removeprefix("model."): tensor for name, tensor in weights.items()}

@@ -47,10 +47,7 @@ class BlockNet(FeatureNet):
     """The network of a block drafter.
 
     Args:
-        head: the checkpoint.
         embedding: the head's own or the target's, [V, H].
-        dtype: dtype of the computation.
-        device: device of weights and KV cache.
         max_length: maximum length of a sequence in tokens, drafts included.
         unembed: the target's vocabulary head, for heads without their own.
     """

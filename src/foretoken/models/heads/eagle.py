@@ -118,8 +118,7 @@ def default_taps(layers: int) -> tuple[int, int, int]:
 def read_eagle(path: Path) -> EagleHead:
     """Reads the checkpoint in ``path``.
 
-    Raises:
-        ModelLoadError: it is incomplete, inconsistent, or not an EAGLE head.
+    Raises ModelLoadError if it is incomplete, inconsistent, or not an EAGLE head.
     """
     config, weights = open_head(path)
     flat = _flat(config, path)

@@ -22,10 +22,7 @@ class EagleNet(FeatureNet):
     """The network of an EAGLE head.
 
     Args:
-        head: the checkpoint.
         embedding: the head's own or the target's, [V, H].
-        dtype: dtype of the computation.
-        device: device of weights and KV cache.
         max_length: maximum length of a sequence in tokens, drafts included.
         unembed: the target's vocabulary head, for heads without their own.
         quantizer: quantizes the matrices; None leaves them in ``dtype``.

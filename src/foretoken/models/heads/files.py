@@ -84,8 +84,7 @@ def open_head(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
 def ends_of(path: Path) -> tuple[Mapping[str, Tensor], str, str]:
     """Returns a target's tensors, and the names of its embedding and its vocabulary head, which it may lack.
 
-    Raises:
-        ModelLoadError: the checkpoint is damaged.
+    Raises ModelLoadError if the checkpoint is damaged.
     """
     config, weights = load_config(path), open_weights(path)
     config = text_part(config) or config
@@ -121,8 +120,7 @@ def check_dimensions(path: Path, tensors: Mapping[str, Tensor], expected: Mappin
 def layer_settings(config: Mapping[str, Any], path: Path, *keys: str) -> dict[str, Any]:
     """Returns the fields of config.json for a head's decoder layers, by Llama's names, and the fields ``keys``.
 
-    Raises:
-        ModelLoadError: a size is missing or wrong.
+    Raises ModelLoadError if a size is missing or wrong.
     """
     layer = {key: config[key] for key in (*_LAYER_KEYS, *keys) if config.get(key) is not None}
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
@@ -185,8 +183,7 @@ def check_vocabulary_head(matrix: Tensor, vocab: int, hidden: int) -> None:
 def number(config: Mapping[str, Any], path: Path, *names: str, default: int | None = None, high: int = MAX_INT) -> int:
     """Returns the first of ``names`` in config.json, or ``default``, as an integer from 1 to ``high``.
 
-    Raises:
-        ModelLoadError: it is missing or no such integer.
+    Raises ModelLoadError if it is missing or no such integer.
     """
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:

@@ -42,10 +42,8 @@ def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Pa
     """Loads an EAGLE head and checks it against the target.
 
     Args:
-        target: the target.
         tokenizer: the target's tokenizer, or None.
         model: folder or hub id of the head; None for the target's.
-        path: the target's folder.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no EAGLE head.
@@ -80,9 +78,7 @@ def load_block(role: str, target: Model, model: str | Path | None, path: Path | 
 
     Args:
         role: "dflash" or "dspark", which the head must be.
-        target: the target.
         model: folder or hub id of the head; None for the target's.
-        path: the target's folder.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no such head.

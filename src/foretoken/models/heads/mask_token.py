@@ -15,7 +15,6 @@ def mask_token(config: Mapping[str, Any], vocab: int, path: Path) -> int | None:
     """Returns the mask token that a config.json names; None if it names none.
 
     Args:
-        config: config.json as a dict.
         vocab: size of the draft's input vocabulary.
         path: the checkpoint, for the message.
 

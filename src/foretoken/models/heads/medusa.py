@@ -58,8 +58,7 @@ class MedusaHeads:
     def with_vocabulary(self, matrix: Tensor) -> MedusaHeads:
         """Returns the heads with the target's vocabulary head [V, H], unless they have one.
 
-        Raises:
-            InvalidRequest: the matrix has another shape.
+        Raises InvalidRequest if the matrix has another shape.
         """
         check_vocabulary_head(matrix, self.vocab, self.hidden)
         return self if self.vocabulary else replace(self, vocabulary=(matrix,))
@@ -103,8 +102,7 @@ def read_medusa(path: Path) -> MedusaHeads:
 def write_medusa(heads: MedusaHeads, dialect: str) -> Written:
     """Returns ``heads`` in the format ``dialect``, one of ``MEDUSA_DIALECTS``.
 
-    Raises:
-        InvalidRequest: the format is unknown or does not support these heads, or they have no vocabulary head.
+    Raises InvalidRequest if the format is unknown or does not support these heads, or they have no vocabulary head.
     """
     if dialect not in MEDUSA_DIALECTS:
         raise InvalidRequest(f"Medusa heads have no dialect {dialect!r}; known: {', '.join(MEDUSA_DIALECTS)}")

@@ -112,8 +112,7 @@ class MtpLayer:
 def has_mtp(path: Path) -> bool:
     """Returns whether a checkpoint's folder, or a GGUF file, has MTP layers that are computed here.
 
-    Raises:
-        ModelLoadError: the checkpoint is damaged, or quantized in a way that is not supported.
+    Raises ModelLoadError if the checkpoint is damaged, or quantized in a way that is not supported.
     """
     config = _config(path)
     if unsupported(config) is not None:
@@ -126,7 +125,6 @@ def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
 
     Args:
         path: the target's folder, or one with the layers alone.
-        dtype: dtype of the computation.
 
     Raises:
         ModelLoadError: there are none, they are incomplete, or they are not computed here.
@@ -160,8 +158,7 @@ def check_mtp_fits(path: Path, dtype: torch.dtype, device: torch.device) -> None
 def hidden_states_of(path: Path) -> dict[str, bool]:
     """Returns config.json's statement of the hidden states that the layers were trained on; see ``mtp_states.py``.
 
-    Raises:
-        ModelLoadError: a value is not valid.
+    Raises ModelLoadError if a value is not valid.
     """
     value = load_config(path).get(HIDDEN_KEY)
     if value is None:
@@ -174,8 +171,7 @@ def hidden_states_of(path: Path) -> dict[str, bool]:
 def mtp_embedding(path: Path, dtype: torch.dtype) -> Tensor:
     """Returns the embedding of a target [V, H], which MTP layers share.
 
-    Raises:
-        ModelLoadError: the checkpoint has none.
+    Raises ModelLoadError if the checkpoint has none.
     """
     config = _config(path)
     weights, a = unpacked(open_weights(path), config), Architecture.of(config)
@@ -239,10 +235,7 @@ def _kind(a: Architecture, weights: Mapping[str, Tensor], at: str) -> Layer:
     """Returns the kind of an MTP layer: that of the target's last layer with full attention.
 
     The names of its tensors decide whether its MLP is dense or has experts. If full attention has no rotary positions
-    (EXAONE), the layer has them and a window, as in vLLM.
-
-    Raises:
-        ModelLoadError: the target has no such layer.
+    (EXAONE), the layer has them and a window, as in vLLM. Raises ModelLoadError if the target has no such layer.
     """
     dense = _holds(weights, f"{at}{a.names.up[0]}")
     layers = [layer for layer in a.stack if layer.attention and (layer.experts is None) == dense]

@@ -60,10 +60,8 @@ def load_mtp(
     """Loads MTP layers and checks them against the target.
 
     Args:
-        target: the target.
         tokenizer: the target's tokenizer, or None.
         model: folder or hub id of the layers; None for those in the target's checkpoint or beside it.
-        path: the target's folder.
         normed: whether they read the target's hidden state after the final norm; None to measure it.
         chained_normed: whether they read their own output after the last norm; None to measure it.
 

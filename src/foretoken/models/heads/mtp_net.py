@@ -21,11 +21,8 @@ class MtpNet(FeatureNet):
     """The network of one MTP layer.
 
     Args:
-        layer: the layer.
         embedding: the target's embedding, [V, H].
         unembed: the target's vocabulary head.
-        dtype: dtype of the computation.
-        device: device of weights and KV cache.
         max_length: maximum length of a sequence in tokens, drafts included.
         normed: whether children read the layer's output after its last norm; otherwise before it.
     """

@@ -61,7 +61,6 @@ def measure_states(
 
     Args:
         net: the layers.
-        target: the target.
         tokenizer: the target's tokenizer; None for prompts of arbitrary tokens.
         normed: whether it reads the target's state after the final norm; None to measure it.
         chained_normed: whether it reads its own output after its last norm; None to measure it.

@@ -71,7 +71,6 @@ def measure_taps(net: TeacherForced, target: Model, tokenizer: Any, ids: Sequenc
 
     Args:
         net: the head.
-        target: the target.
         tokenizer: the target's tokenizer; None for prompts of arbitrary tokens.
         ids: the layer ids in config.json.
     """

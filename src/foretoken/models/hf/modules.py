@@ -24,8 +24,6 @@ def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
     """Loads the module of a safetensors checkpoint.
 
     Args:
-        path: the checkpoint's folder.
-        dtype: dtype of the module.
         options: further arguments of transformers' ``from_pretrained``.
 
     Raises:
@@ -63,7 +61,6 @@ def check_size(config: Any, path: Path) -> None:
 
     Args:
         config: the configuration as transformers reads it.
-        path: the checkpoint's folder.
 
     Raises:
         ModelLoadError: the module is much larger than its tensors, or its tables do not fit into memory.
@@ -103,7 +100,6 @@ def check_supported(module: Any, config: Any) -> None:
     """Raises ModelLoadError for a module that is known not to work, with the reason.
 
     Args:
-        module: the module.
         config: the configuration of its language model.
     """
     name = type(module).__name__

@@ -55,7 +55,6 @@ def check(model: WrappedModule, max_length: int, wrap: Callable[[Any], WrappedMo
     """Raises ModelLoadError, with the reason, for a module whose logits in a batch differ from its logits alone.
 
     Args:
-        model: the model to check.
         max_length: length of the longest sequence that the model will serve.
         wrap: wraps a copy of the module without checking it.
     """
@@ -86,7 +85,6 @@ def agrees(model: WrappedModule, lengths: Sequence[int], steps: int = 2, trees: 
     """Returns whether texts of these lengths, each with a draft, get the module's plain logits in one batch.
 
     Args:
-        model: the model to run.
         lengths: tokens of each text.
         steps: decode steps; the drafts of one step are committed before the next.
         trees: whether the first text gets a draft tree; otherwise it gets a chain.

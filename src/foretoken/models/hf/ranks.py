@@ -31,9 +31,6 @@ class RankGroup:
     After an order that failed, the state of the other ranks is unknown, so no further orders are sent.
 
     Args:
-        rank: number of this process.
-        size: number of processes.
-        device: this rank's device.
         owned: whether this object destroys the process group at the end.
     """
 
@@ -47,8 +44,7 @@ class RankGroup:
     def join(cls, size: int, device: torch.device) -> Self:
         """Joins the group; blocks until every rank has joined.
 
-        Raises:
-            InvalidRequest: there are not ``size`` processes, or the device is not this rank's.
+        Raises InvalidRequest if there are not ``size`` processes, or the device is not this rank's.
         """
         initialized = dist.is_initialized()
         world_size = dist.get_world_size() if initialized else int(os.environ.get("WORLD_SIZE", "1"))
@@ -74,8 +70,7 @@ class RankGroup:
     def doing(self, order: str, **details: Any) -> Iterator[None]:
         """Context manager of the leader: sends ``order`` to the other ranks. The leader's part runs inside.
 
-        Raises:
-            ForetokenError: an earlier order failed.
+        Raises ForetokenError if an earlier order failed.
         """
         if not self._in_step:
             raise ForetokenError("a pass failed on one of the ranks, so this model cannot continue; start it again")

@@ -57,10 +57,7 @@ class ShardedModel(HFModel):
         The other ranks follow the first one's orders until it ends.
 
         Args:
-            path: the checkpoint's folder.
-            dtype: dtype of the module.
             device: type of device.
-            size: number of ranks.
             shapes: shapes of the checkpoint's tensors.
             max_length: maximum length of a sequence in tokens; None for the module's.
 
@@ -86,10 +83,8 @@ class ShardedModel(HFModel):
     def follow(self) -> None:
         """Follows the first rank's orders until it ends.
 
-        Signals to the whole process group are ignored, because the first rank decides when to end.
-
-        Raises:
-            ForetokenError: this rank's part of an order failed.
+        Signals to the whole process group are ignored, because the first rank decides when to end. Raises
+        ForetokenError if this rank's part of an order failed.
         """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -151,13 +146,7 @@ class ShardedModel(HFModel):
 def read_part(path: Path, dtype: torch.dtype, size: int) -> Any:
     """Loads this rank's part of a module.
 
-    Args:
-        path: the checkpoint's folder.
-        dtype: dtype of the module.
-        size: number of ranks.
-
-    Raises:
-        ModelLoadError: accelerate is missing, or transformers cannot divide the model among ``size`` ranks.
+    Raises ModelLoadError if accelerate is missing, or transformers cannot divide the model among ``size`` ranks.
     """
     from transformers import AutoConfig
     from transformers.distributed import DistributedConfig

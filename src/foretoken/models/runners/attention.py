@@ -114,7 +114,6 @@ class Geometry:
 
         Args:
             table: biases [heads, positions], whose differences are used; see ``families.architecture.Alibi``.
-            plan: the plan of the pass.
         """
         rows, keys = self._positions(plan)
         biases = (table[:, keys][:, :, None] - table[:, rows][..., None]).permute(1, 2, 0, 3)[:, None]
@@ -125,7 +124,6 @@ class Geometry:
 
         Args:
             tables: for each layer biases by distance, [heads, 2 * farthest + 1]; equal ones may be the same object.
-            plan: the plan of the pass.
         """
         rows, keys = self._positions(plan)
         distance = keys[:, None] - rows[:, :, None]
@@ -201,8 +199,6 @@ def attend(
         layer: index of the layer in the cache.
         queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads another layer's keys.
         values: [R, kv_heads, head_dim], or [R, 0, head_dim].
-        g: layout of the pass.
-        a: sizes of the attention.
         mask: as in ``Geometry.masks``.
         sinks: scores [heads] of a key without a value; None for none.
 
@@ -232,12 +228,9 @@ def look_up(
     """Computes attention.
 
     Args:
-        queries: [R, heads, head_dim].
         keys: [S, kv_heads, K, head_dim].
         values: [S, kv_heads, K, head_dim].
         mask: is added to the scores, broadcast to [S, kv_heads, width, group, K].
-        g: layout of the pass.
-        a: sizes of the attention.
         sinks: see ``attend``.
 
     Returns:

@@ -140,8 +140,7 @@ class Runner(Protocol):
     def attach(self, slot: int, source: Sequence[int]) -> None:
         """Sets the encoder's input of a slot, before its first pass.
 
-        Raises:
-            InvalidRequest: the model has no encoder, or the source is too long for it.
+        Raises InvalidRequest if the model has no encoder, or the source is too long for it.
         """
 
     @property

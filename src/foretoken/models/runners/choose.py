@@ -38,12 +38,9 @@ def build_runner(
     """Returns the fastest runner for this model on this device.
 
     Args:
-        architecture: sizes and operations of the decoder.
         layers: weights of each layer. They are read one layer at a time, so that only one layer is in memory twice,
             and again from the start if the compiled kernels do not support them.
         ends: embedding, last norm and vocabulary head.
-        dtype: dtype of the computation.
-        device: device of weights and KV cache.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         cache: disk cache of packed weights; None for none.
         weight_format: one of ``options.WEIGHT_FORMATS``.
@@ -101,8 +98,7 @@ def check_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype, not_compiled: str
 def fall_back(weight_format: str, reason: KernelsUnavailable) -> None:
     """Reports the reason that torch operators replace the compiled kernels, unless these are switched off.
 
-    Raises:
-        InvalidRequest: ``weight_format`` needs the kernels.
+    Raises InvalidRequest if ``weight_format`` needs the kernels.
     """
     if weight_format == "packed":
         raise InvalidRequest(f"weight_format='packed' needs the compiled kernels: {reason}; use 'auto'") from reason

@@ -51,7 +51,6 @@ def activate(a: Architecture, x: Tensor, gated: bool) -> Tensor:
     """Returns the input of an MLP's last matrix.
 
     Args:
-        a: the architecture.
         x: gate and up side by side if the MLP is gated, otherwise up alone.
         gated: whether the MLP is gated.
     """

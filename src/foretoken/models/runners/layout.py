@@ -46,7 +46,6 @@ class Layout(Protocol):
             layer: index of the layer in the cache.
             queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer without keys.
             values: [R, kv_heads, head_dim], or [R, 0, head_dim].
-            a: sizes of the attention.
             view: the keys that a row sees; see ``families.layers.Layer.view``.
             sinks: scores [heads] of a key without a value; None for none.
 

@@ -73,7 +73,6 @@ class Product(Protocol):
         """Multiplies x [rows, in]. Returns [rows, out].
 
         Args:
-            x: the input.
             alone: whether these rows are always computed together. The kernel may then depend on their number.
         """
 

@@ -73,10 +73,8 @@ class PassPlan:
     def of(handles: Sequence[Handle], drafts: Sequence[Draft], scored: Sequence[int]) -> PassPlan:
         """Returns the pass over all pending tokens and the draft nodes from ``scored[i]`` on.
 
-        Logits are computed from the root on.
-
-        Raises:
-            ValueError: a sequence has neither a pending token nor a new draft node.
+        Logits are computed from the root on. Raises ValueError if a sequence has neither a pending token nor a new
+        draft node.
         """
         tokens: list[int] = []
         positions: list[int] = []

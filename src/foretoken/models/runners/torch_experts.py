@@ -71,7 +71,6 @@ class TorchExperts:
         """Returns the weighted sum of each row's experts, from the best to the last, and of the shared one, [R, H].
 
         Args:
-            a: the architecture.
             x: input of the experts [R, H].
             alone: see ``Product``.
             hidden: the residual stream [R, H], for a router with a separate norm; None if it reads ``x``.
@@ -131,7 +130,6 @@ def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tenso
     """Chooses the experts of each row.
 
     Args:
-        e: the experts.
         logits: the router's logits, float32 [R, experts].
         correction: float32 [experts], or None.
 

@@ -93,8 +93,6 @@ class TorchLayerInputs:
     """The inputs of all layers.
 
     Args:
-        device: device of the weights.
-        dtype: dtype of the computation.
         a: the architecture, which has such inputs.
         w: the weights.
     """

@@ -37,11 +37,7 @@ class TorchRunner(DecoderOnly):
     """A runner for every device and dtype that torch supports. Recurrent layers need ``CudaRunner``.
 
     Args:
-        architecture: sizes and operations of the decoder.
-        layers: weights of each layer.
         ends: embedding, last norm and vocabulary head.
-        dtype: dtype of the computation.
-        device: device of weights and KV cache.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
     """
 

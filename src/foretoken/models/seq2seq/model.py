@@ -75,9 +75,8 @@ def build_seq2seq_runner(
 ) -> NativeSeq2SeqRunner | Seq2SeqRunner:
     """Returns the fastest runner for this model on this device.
 
-    Raises:
-        InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor, or there are no
-            compiled kernels for a KV cache of another dtype.
+    Raises InvalidRequest if weights cannot be packed on this device, in this dtype or on this processor, or there are
+    no compiled kernels for a KV cache of another dtype.
     """
     check_packed(weight_format, dtype, device)
     not_compiled = f"the device is {device.type}"

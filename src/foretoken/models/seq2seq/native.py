@@ -29,7 +29,6 @@ class NativeSeq2SeqRunner(NativeRunner):
     """The decoder of an encoder-decoder on compiled kernels.
 
     Args:
-        weights: reads the checkpoint's tensors.
         dtype: float32 or bfloat16.
         compress: whether bfloat16 matrices are stored in 12 bits, without loss.
         kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``, for keys and values of the decoder and of sources.
@@ -128,7 +127,6 @@ class StackRunner(NativeRunner):
 
     Args:
         architecture: sizes and operations of the encoder.
-        layers: weights of each layer.
         ends: positions and norms.
         dtype: float32 or bfloat16.
         compress: see ``NativeSeq2SeqRunner``.

@@ -26,13 +26,7 @@ from foretoken.models.state.kv import KVCache, finite, padded
 
 
 class Seq2SeqRunner(TorchRunner):
-    """The decoder of an encoder-decoder, for every device and dtype that torch supports.
-
-    Args:
-        weights: reads the checkpoint's tensors.
-        dtype: dtype of the computation.
-        device: device of weights and KV cache.
-    """
+    """The decoder of an encoder-decoder, for every device and dtype that torch supports."""
 
     def __init__(self, weights: Seq2SeqWeights, dtype: torch.dtype, device: torch.device) -> None:
         a, ends, embedding = weights.architecture, weights.ends("decoder"), weights.embedding()
@@ -126,9 +120,7 @@ class EncoderStack(TorchRunner):
     """The layers of an encoder: each row sees all rows of its source.
 
     Args:
-        weights: reads the checkpoint's tensors.
         embedding: the embedding that encoder and decoder share, [V, H].
-        dtype: dtype of the computation.
         device: device of weights and states.
     """
 

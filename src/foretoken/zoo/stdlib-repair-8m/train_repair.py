@@ -166,8 +166,7 @@ def lengths(window: int) -> tuple[int, ...]:
 def snippets(texts: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, window: int, seed: int) -> Snippets:
     """Returns all snippets of ``texts`` that fit ``window``, of random lengths. Files that do not parse are skipped.
 
-    Raises:
-        InvalidRequest: There are none.
+    Raises InvalidRequest if there are none.
     """
     rng = np.random.default_rng(seed)
     distinct: dict[str, None] = {}

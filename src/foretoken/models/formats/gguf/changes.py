@@ -66,8 +66,6 @@ def source(stored: StoredTensor, a: Architecture, part: str, interleaved: bool, 
     """Returns the stored tensor with its differences from the checkpoint's.
 
     Args:
-        stored: the tensor in the file.
-        a: the architecture.
         part: its name in the file, without ``blk.N.``.
         interleaved: whether rows of queries and keys are stored in pairs.
         tiled: whether heads of values are stored in another order than the keys that serve them.

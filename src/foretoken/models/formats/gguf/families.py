@@ -147,8 +147,7 @@ FAMILIES = {
 def family_of(header: Header) -> tuple[str, GGUFFamily]:
     """Returns the name of a file's architecture and its description.
 
-    Raises:
-        ModelLoadError: the runtime does not support the architecture.
+    Raises ModelLoadError if the runtime does not support the architecture.
     """
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -165,8 +164,7 @@ def family_of(header: Header) -> tuple[str, GGUFFamily]:
 def config_of(header: Header) -> dict[str, Any]:
     """Returns the config.json that the metadata describes.
 
-    Raises:
-        ModelLoadError: a key is missing or wrong, or has a value that the runtime does not support.
+    Raises ModelLoadError if a key is missing or wrong, or has a value that the runtime does not support.
     """
     name, family = family_of(header)
     m = Metadata(header, name)

@@ -89,8 +89,7 @@ class Header:
     def array(self, key: str) -> list[Any] | None:
         """Returns the elements of an array; None if the file has no such key.
 
-        Raises:
-            ModelLoadError: the value is no array, or a string is not UTF-8.
+        Raises ModelLoadError if the value is no array, or a string is not UTF-8.
         """
         stored = self.metadata.get(key)
         if stored is None:
@@ -107,8 +106,7 @@ class Header:
 def split_parts(header: Header) -> list[Path]:
     """Returns the files of a model in order, by llama.cpp's convention for their names.
 
-    Raises:
-        ModelLoadError: the file is not the first of its model, or does not have its name.
+    Raises ModelLoadError if the file is not the first of its model, or does not have its name.
     """
     count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
     if not isinstance(count, int) or not 0 <= count <= MAX_PARTS:

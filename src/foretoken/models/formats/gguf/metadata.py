@@ -61,8 +61,7 @@ class Metadata:
     def by_layer(self, key: str) -> list[int]:
         """Returns a number for each layer, which the file may store once for all; [] without one.
 
-        Raises:
-            ModelLoadError: the value is no whole number, nor one for each layer.
+        Raises ModelLoadError if the value is no whole number, nor one for each layer.
         """
         layers = self.layers
         if not isinstance(self.header.metadata.get(f"{self.architecture}.{key}"), StoredArray):

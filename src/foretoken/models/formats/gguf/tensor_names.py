@@ -71,7 +71,6 @@ class Names:
         """Returns the names of an architecture.
 
         Args:
-            a: the architecture.
             renamed: parts whose names in this architecture's files differ.
             stored: names of the file's tensors.
         """
@@ -86,8 +85,7 @@ class Names:
     def checkpoint(self, name: str) -> str | None:
         """Returns a tensor's name in the checkpoint; None for a tensor that is not a weight.
 
-        Raises:
-            KeyError: the name is unknown.
+        Raises KeyError if the name is unknown.
         """
         if name in _IGNORED or name.endswith(".attn_rot_embd.weight"):
             return None
@@ -104,8 +102,7 @@ class Names:
     def stored(self, name: str) -> str:
         """Returns the name in a file of a checkpoint's tensor.
 
-        Raises:
-            KeyError: it is unknown, or a bias that llama.cpp does not read in all architectures.
+        Raises KeyError if it is unknown, or a bias that llama.cpp does not read in all architectures.
         """
         ends = {checkpoint_name: at for at, checkpoint_name in self.ends.items()}
         if name in ends:

@@ -283,8 +283,6 @@ def _template(vocabulary: _Vocabulary, header: Header, bos: bool) -> dict[str, A
     """Returns the post-processor that adds special tokens to a text; None if it adds none.
 
     Args:
-        vocabulary: the tokens.
-        header: the file.
         bos: whether texts begin with the start token by default.
     """
     flags = {"bos": header.metadata.get("tokenizer.ggml.add_bos_token", bos)}

@@ -34,7 +34,6 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, ends: Sequence[int], vocab
     """Adds a tokenizer with its special tokens and chat template.
 
     Args:
-        writer: the file.
         tokenizer: as ``load_tokenizer`` returns it.
         ends: ids of the tokens that end a text.
         vocab: rows of the embedding; ids without a token are padding.

@@ -69,10 +69,8 @@ def stored_parameters(
 ) -> dict[ExpertParameter, str]:
     """Returns the parameters of one module that an adapter changes, with the names of their matrices.
 
-    PEFT nests modules if it changes several parameters, so only shapes identify the matrices of a parameter.
-
-    Raises:
-        ModelLoadError: a pair of matrices fits no parameter.
+    PEFT nests modules if it changes several parameters, so only shapes identify the matrices of a parameter. Raises
+    ModelLoadError if a pair of matrices fits no parameter.
     """
     result: dict[ExpertParameter, str] = {}
     module = prefix + parameters[0].module
@@ -102,8 +100,7 @@ def read_parameter(
 ) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
     """Returns, for each expert, down [rank, in] and up [out, rank] in parts, without their scale.
 
-    Raises:
-        ModelLoadError: the matrices have other shapes, or do not hold finite floats.
+    Raises ModelLoadError if the matrices have other shapes, or do not hold finite floats.
     """
     rank = settings.rank(prefix + p.full_name)
     swapped = _swapped(p, settings)

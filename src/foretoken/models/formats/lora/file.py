@@ -19,10 +19,6 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.wei
 class AdapterFile:
     """Reads the matrices of one adapter.
 
-    Args:
-        folder: the adapter.
-        file: its open tensors.
-
     Attributes:
         modules: names of the modules that have matrices.
 

@@ -111,8 +111,7 @@ class LoraSettings(Schema):
 def read_settings(folder: Path) -> LoraSettings:
     """Reads the settings of an adapter.
 
-    Raises:
-        ModelLoadError: the file is missing or malformed, or the adapter is of a kind that is not supported.
+    Raises ModelLoadError if the file is missing or malformed, or the adapter is of a kind that is not supported.
     """
     file = folder / SETTINGS
     content = read_object(file, hint="the folder of a PEFT adapter has one")

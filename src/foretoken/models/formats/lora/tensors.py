@@ -67,13 +67,7 @@ def read_adapter(folder: Path, architecture: Architecture) -> list[AdapterLayer]
 
 
 class _Reader:
-    """Reads the matrices of one adapter.
-
-    Args:
-        settings: its settings.
-        file: its tensors.
-        a: the decoder.
-    """
+    """Reads the matrices of one adapter."""
 
     def __init__(self, settings: LoraSettings, file: AdapterFile, a: Architecture) -> None:
         self._settings, self._file, self._a = settings, file, a

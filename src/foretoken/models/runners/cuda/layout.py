@@ -134,7 +134,6 @@ def fill(plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pin
     Padding is token 0 at position 0. It sees no key and is not written to the cache.
 
     Args:
-        plan: the plan.
         bucket: the bucket that holds it.
         pages: positions of each sequence's pages (``PageCache.reserve``).
         tile: rows of a tile, at most.

@@ -72,7 +72,6 @@ class PageCache:
     Args:
         sizes: sizes of each layer's heads; None for a layer that reads another layer's.
         dtype: type of keys and values; int8 ones have a scale for each head and token.
-        device: device of the cache.
         shape: sizes of the recurrent state beside keys and values; None for none.
         rank: number of the keys' elements that are also the values (latent attention); 0 if values are stored.
     """

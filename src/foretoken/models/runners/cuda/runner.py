@@ -38,11 +38,7 @@ class CudaRunner(TorchRunner):
     """A runner that replays CUDA graphs. Results of a pass are not overwritten by later passes.
 
     Args:
-        architecture: sizes and operations of the decoder.
-        layers: weights of each layer.
         ends: embedding, last norm and vocabulary head.
-        dtype: dtype of the computation.
-        device: device of weights and KV cache.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         capture: creates the object that captures graphs, again whenever the old graphs are dropped; None for CUDA's.
         kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.

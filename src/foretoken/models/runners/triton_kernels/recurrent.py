@@ -238,7 +238,6 @@ def mix(layer: RecurrentLayer, rows: Tensor, gates: Tensor, steps: Steps) -> Ten
     """Computes a recurrent layer's output before its last matrix, and changes states and logs.
 
     Args:
-        layer: the layer.
         rows: [R, channels of the inputs, then the output's gate].
         gates: gates of heads, [R, 2 * heads] of DeltaNet, [R, heads] of Mamba-2, unused for a convolution.
         steps: the steps of the pass.
