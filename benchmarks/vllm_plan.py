@@ -30,7 +30,7 @@ from rich.table import Table
 from foretoken import zoo
 from foretoken.bench.output import figures, report
 from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm_steps import VllmStepTimes
+from foretoken.bench.peers.vllm import VllmStepTimes
 from foretoken.cli.plan_vllm import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.outcome import Plan

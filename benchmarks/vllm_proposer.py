@@ -22,7 +22,7 @@ from rich.progress import track
 from foretoken import zoo
 from foretoken.bench.output import figures, report
 from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm_steps import VllmStepTimes
+from foretoken.bench.peers.vllm import VllmStepTimes
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.plan_vllm import OURS
 from foretoken.models.formats.checkpoint import load_tokenizer

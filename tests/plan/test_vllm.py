@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm_steps import Depths, VllmStepTimes, timed
+from foretoken.bench.peers.vllm import VllmStepTimes, timed
+from foretoken.bench.peers.vllm_steps import Depths
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.vllm import (

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import BOOT, PEERS, folder
-from foretoken.bench.peers.vllm_steps import VllmStepTimes
+from foretoken.bench.peers.vllm import VllmStepTimes
 from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foretoken.bench.peers.protocol import ApiAnswer, ApiRequest, Setup
-from foretoken.bench.peers.vllm import engine
+from foretoken.bench.peers.vllm import engine, speculation
 
 REQUEST = ApiRequest
 _SAME = (
@@ -22,7 +22,7 @@ _COUNTS = {
 
 def load(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
     """Loads vLLM, without compilation, which would take longer than the audit."""
-    llm, vllm = engine(setup, disable_log_stats=False, enforce_eager=True)
+    llm, vllm = engine(setup, speculation(setup), dtype="bfloat16", disable_log_stats=False, enforce_eager=True)
 
     def complete(request: ApiRequest) -> ApiAnswer:
         answers: list[dict[str, Any]] = [{} for _ in request.bodies]
