@@ -10,7 +10,6 @@ from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.engine.chat_template import apply_template
-from foretoken.models.formats.checkpoint import load_tokenizer
 
 # No prompt ends with a line break: the next line's break and indentation are often one token.
 FUNCTIONS: tuple[str, ...] = (
@@ -173,6 +172,8 @@ class Repair:
 
 def repairs(model: Path, count: int) -> list[Repair]:
     """Returns the first ``count`` tasks, tokenized for ``model``."""
+    from foretoken.models.formats.checkpoint import load_tokenizer
+
     tokenizer = load_tokenizer(model)
     lines = REPAIRS.read_text(encoding="utf-8").splitlines()[:count]
     tasks = [json.loads(line) for line in lines]
