@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -12,8 +12,8 @@ import typer
 
 from foretoken.cli.audit_endpoint import AuditServerOptions, audit_engine, audit_server
 from foretoken.cli.audit_options import AuditOptions, duration
-from foretoken.cli.files import check_alone, journal, publish
-from foretoken.cli.grouped import grouped
+from foretoken.cli.files import journal
+from foretoken.cli.grouped import ALONE, given_options, grouped, refuse_options
 from foretoken.cli.options import ModelOptions, PositionalModelOptions, ReportOptions
 from foretoken.cli.theme import ColorMode, staged, wide_console
 from foretoken.core.checks import number
@@ -23,6 +23,7 @@ from foretoken.models.options import check_dtype
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from foretoken.audit.result import Audit
     from foretoken.audit.subject import Audited
@@ -74,24 +75,19 @@ def audit(
     if server.endpoint is not None:
         result = audit_server(server.endpoint, server, models, compared, journal(report.output), notes)
         if server.dry_run:
-            publish(result.subject, lambda: None, report.as_json, report.output)
+            report.write(result.subject)
             return
     elif engine in (Implementation.VLLM, Implementation.OPENVINO):
-        check_alone({"--baseline": server.pair.baseline, "--dry-run": server.dry_run})
+        apart = ("--checkpoint", "--concurrency")  # an engine is audited like a server
+        refuse_options([option for option in given_options(server) if option not in apart], ALONE)
         result = audit_engine(engine, models, compared, server.checkpoint, server.concurrency, notes)
     else:
-        check_alone(
-            {
-                "--baseline": server.pair.baseline,
-                "--checkpoint": server.checkpoint,
-                "--dry-run": server.dry_run,
-            }
-        )
+        refuse_options(given_options(server), ALONE)
         result = _audit_here(engine, models, compared, notes)
     from foretoken.report.audit import page
 
-    record, out = result.to_dict(), wide_console(report.color)
-    report.publish(record, lambda: _show(result, out), lambda: page(record))
+    record = result.to_dict()
+    report.publish(record, lambda: _parts(result), lambda: page(record))
     raise typer.Exit(CODES[result.outcome])
 
 
@@ -151,15 +147,15 @@ def _loader(
     return partial(Assisted, target, config, compared.dtype)
 
 
-def _show(result: Audit, out: Console) -> None:
-    """Prints the subject, a line for each check, and the verdict."""
+def _parts(result: Audit) -> Iterator[Text | Table]:
+    """Yields the subject, a table with a line for each check, and the verdict."""
     from rich.text import Text
 
     facts = (f"{key} {value}" for key, value in result.subject.items() if _short(value))
-    out.print(Text(", ".join(facts), style="dim"), soft_wrap=True)
-    out.print(_table(result))
+    yield Text(", ".join(facts), style="dim")
+    yield _table(result)
     word = str(result.outcome)
-    out.print(Text(f"{word.upper()} in {result.seconds:.0f} s: {result.summary}", style=STYLES[word]), soft_wrap=True)
+    yield Text(f"{word.upper()} in {result.seconds:.0f} s: {result.summary}", style=STYLES[word])
 
 
 def _short(value: object) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.audit_options import AuditOptions, budget, costs
+from foretoken.cli.audit_options import AuditOptions, announcing, budget
 from foretoken.cli.options import ModelOptions, PatienceOptions, ServerOptions
 from foretoken.cli.theme import staged, waiting
 from foretoken.core.errors import InvalidRequest
@@ -111,9 +111,5 @@ def audit_engine(
 def _audited(endpoint: Endpoint, prompts: Sequence[str], notes: Console, dry_run: bool = False) -> Audit:
     from foretoken.audit.endpoint import audit_endpoint
 
-    def announce(plan: Mapping[str, Any]) -> bool:
-        notes.print(costs(plan), style="dim", markup=False, soft_wrap=True)
-        return not dry_run
-
     with staged(notes) as watch:
-        return audit_endpoint(endpoint, prompts, announce, watch)
+        return audit_endpoint(endpoint, prompts, announcing(notes, dry_run), watch)

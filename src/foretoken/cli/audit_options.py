@@ -1,17 +1,20 @@
-"""Options of ``foretoken audit`` that all audits read, and what an audit of texts costs."""
+"""Options of ``foretoken audit`` that all audits read, budgets, and the costs of measuring a server."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.options import Dtype
 from foretoken.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 THOUSANDS = {"": 1, "k": 1_000, "M": 1_000_000}
@@ -36,14 +39,24 @@ class AuditOptions:
     float32: Annotated[bool, typer.Option(help="Compare seeded texts in float32 as well.")] = True
 
 
-def costs(plan: Mapping[str, Any]) -> str:
-    """Returns the cost and the power of an audit in one line."""
-    sent = plan["sent"]
-    return (
-        f"about {plan['requests']:,} requests, {plan['prompt_tokens']:,} prompt tokens and {plan['tokens']:,} "
-        f"generated tokens; {sent['requests']:,} requests and {sent['tokens']:,} generated tokens are spent already, "
-        f"to find this out; {plan['power']}"
-    )
+def announcing(notes: Console, dry_run: bool) -> Callable[[Mapping[str, Any]], bool]:
+    """Returns a function that prints the costs of measuring a server, and returns whether to spend them."""
+
+    def announce(costs: Mapping[str, Any]) -> bool:
+        sent, waves = costs["sent"], ""
+        if "waves" in costs:
+            concurrency = ", ".join(map(str, costs["concurrency"]))
+            waves = f" in {costs['waves']} waves of {concurrency} at once; about {costs['minutes']:.1f} minutes"
+        line = (
+            f"about {costs['requests']:,} requests, {costs['prompt_tokens']:,} prompt tokens and {costs['tokens']:,} "
+            f"generated tokens{waves}; {sent['requests']:,} requests and {sent['tokens']:,} generated tokens are spent "
+            "already, to find this out"
+        )
+        line += f"; {costs['power']}" if "power" in costs else ""
+        notes.print(line, style="dim", markup=False, soft_wrap=True)
+        return not dry_run
+
+    return announce
 
 
 def budget(text: str) -> tuple[int | None, float | None]:

@@ -15,7 +15,7 @@ from foretoken.cli.bench_table import bench_table
 from foretoken.cli.costs import costs, tracker
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import ReportOptions, speculative
-from foretoken.cli.theme import print_facts, waiting, wide_console
+from foretoken.cli.theme import waiting, wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ def race(
     report: ReportOptions,
 ) -> None:
     """Race plain and speculative decoding of Foretoken and its peers, each at its best draft length."""
+    from foretoken.bench import tables
     from foretoken.bench.entrants import Pairing
+    from foretoken.bench.page import page
     from foretoken.bench.peers.registry import check_quantization, chosen
     from foretoken.bench.setting import setting
 
@@ -103,7 +105,8 @@ def race(
         "repeats": asked.repeats,
         "peers": {row.system: row.version for row in rows if row.system != "foretoken"},
     }
-    _publish(facts, rows, report)
+    record = {"setting": facts, "rows": [asdict(row) for row in rows]}
+    report.publish(record, lambda: tables.race(rows), lambda: page(facts, rows), facts)
     if not any(row.system == "foretoken" for row in rows):
         raise typer.Exit(1)
 
@@ -139,21 +142,6 @@ def _race(
     except ForetokenError as error:  # keeps the result of the race
         say(f"sampled texts were not tested: {error}")
         return rows
-
-
-def _publish(facts: dict[str, Any], rows: Sequence[RaceRow], report: ReportOptions) -> None:
-    """Prints and writes the result."""
-    from foretoken.bench import tables
-    from foretoken.bench.page import page
-
-    def show() -> None:
-        console = wide_console(report.color)
-        for part in tables.race(rows):
-            console.print(part)
-        print_facts(console, facts)
-
-    record = {"setting": facts, "rows": [asdict(row) for row in rows]}
-    report.publish(record, show, lambda: page(facts, rows))
 
 
 def _quantization(target: Path, name: str | None) -> str:

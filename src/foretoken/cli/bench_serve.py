@@ -12,7 +12,7 @@ import typer
 
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import MODEL, ReportOptions
-from foretoken.cli.theme import print_facts, wide_console
+from foretoken.cli.theme import wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -105,15 +105,9 @@ def bench_serve(
     sent = {"model": server.model, "max_tokens": load.max_tokens, "generator": load.generator}
     facts = setting() | {"server": url or "foretoken serve"} | sent
 
-    def show() -> None:
-        console = wide_console(report.color)
-        console.print(load_table(results))
-        for line in speedup_lines(results):
-            console.print(line)
-        print_facts(console, facts)
-
     record = {"setting": facts, "results": [asdict(result) for result in results]}
-    report.publish(record, show, lambda: load_page(facts, results))
+    parts = [load_table(results), *speedup_lines(results)]
+    report.publish(record, lambda: parts, lambda: load_page(facts, results), facts)
     if failed := [result for result in results if result.failed]:
         count = sum(result.failed for result in failed)
         raise ForetokenError(f"{count} requests failed; the first: {failed[0].error}")

@@ -108,11 +108,8 @@ def bench_table(
     results = {cell: results[cell] for cell in cells}
     about = setting() | facts
 
-    def show() -> None:
-        console = wide_console(report.color)
-        console.print(rich_table(results))
-        for claim in claims(results):
-            console.print(f"The default: {claim}")
+    def parts() -> list[Any]:
+        return [rich_table(results), *(f"The default: {claim}" for claim in claims(results))]
 
     every = [{"cell": asdict(cell), "rows": [asdict(row) for row in rows]} for cell, rows in results.items()]
-    report.publish({"setting": about, "cells": every}, show, lambda: grid_page(about, results))
+    report.publish({"setting": about, "cells": every}, parts, lambda: grid_page(about, results))

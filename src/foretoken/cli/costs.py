@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.bench_options import BenchmarkModels
-from foretoken.cli.files import publish
 from foretoken.cli.grouped import grouped
-from foretoken.cli.options import Color, Json, KVCacheDtype, Output, Quantization, WeightFormat
-from foretoken.cli.theme import ColorMode, on_terminal, print_facts, wide_console
+from foretoken.cli.options import KVCacheDtype, OutputOptions, Quantization, WeightFormat
+from foretoken.cli.theme import on_terminal, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,9 +34,8 @@ def costs(
     weight_format: WeightFormat = "raw",
     kv_cache_dtype: KVCacheDtype = "auto",
     parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
-    as_json: Json = False,
-    output: Output = None,
-    color: Color = ColorMode.AUTO,
+    *,
+    report: OutputOptions,
 ) -> None:
     """Time passes beside their lower bound and transformers' step, the parts of a step, and the first token."""
     from foretoken import zoo
@@ -56,7 +54,7 @@ def costs(
     small = models.draft or (zoo.path("draft") if bundled else None)
     drafting: dict[str, Any] = {"draft_model": str(small)} if small else {"speculative_config": {"method": "recycling"}}
     sizes, contexts = _numbers("--rows", rows), _numbers("--context", context)
-    notes = wide_console(color, stderr=True)
+    notes = wide_console(report.color, stderr=True)
     record: dict[str, Any] = {
         "setting": setting() | {"target": wide.name, "draft": small.name if small else "recycling"}
     }
@@ -74,13 +72,7 @@ def costs(
         record[part], tables = measures[part]()
         shown += tables
 
-    def show() -> None:
-        console = wide_console(color)
-        for each in shown:
-            console.print(each)
-        print_facts(console, record["setting"])
-
-    publish(record, show, as_json, output)
+    report.write(record, lambda: shown, record["setting"])
 
 
 def _passes(

@@ -97,18 +97,6 @@ def journal(output: Path | None) -> Path | None:
     return None if output is None else check_output_file(output.with_name(output.name + ".partial"), JSON_LINES)
 
 
-def check_alone(options: Mapping[str, object]) -> None:
-    """Raises InvalidRequest for an option of a server's audit or plan where there is no server."""
-    if given := [name for name, value in options.items() if value]:
-        raise InvalidRequest(f"{given[0]} goes with --endpoint URL; name the server, or leave it out")
-
-
-def check_served(options: Mapping[str, bool]) -> None:
-    """Raises InvalidRequest for an option that says nothing about a server. options: by name, whether it was given."""
-    if given := [name for name, value in options.items() if value]:
-        raise InvalidRequest(f"{given[0]} does not go with --endpoint; leave it or --endpoint out")
-
-
 def json_object(option: str, text: str, expected: str = "a JSON object") -> dict[str, Any]:
     """Returns the JSON object that an option has. Raises InvalidRequest."""
     try:

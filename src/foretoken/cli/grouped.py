@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
+
+from typer.models import OptionInfo
+
+from foretoken.core.errors import InvalidRequest
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -49,3 +53,29 @@ def _value(name: str, annotation: Any, values: Mapping[str, Any]) -> Any:
     group: Any = annotation
     hints = get_type_hints(group)
     return group(**{field.name: _value(field.name, hints[field.name], values) for field in fields(group)})
+
+
+def given_options(*groups: Any) -> list[str]:
+    """Returns the options of dataclasses whose values differ from their defaults, without those of the environment."""
+    result = []
+    for group in groups:
+        hints = get_type_hints(type(group), include_extras=True)
+        for field in fields(group):
+            value = getattr(group, field.name)
+            option = next((each for each in get_args(hints[field.name]) if isinstance(each, OptionInfo)), None)
+            if is_dataclass(value):
+                result += given_options(value)
+            elif option is not None and option.envvar is None and value != field.default:
+                named = [name for name in option.param_decls or () if name.startswith("--")]
+                result.append(named[0] if named else f"--{field.name.replace('_', '-')}")
+    return result
+
+
+def refuse_options(given: Sequence[str], reason: str) -> None:
+    """Raises InvalidRequest for the first of the options that were given. reason: follows its name."""
+    if given:
+        raise InvalidRequest(f"{given[0]} {reason}")
+
+
+ALONE = "goes with --endpoint URL; name the server, or leave it out"
+SERVED = "does not go with --endpoint; leave it or --endpoint out"

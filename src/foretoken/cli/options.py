@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import json_object, publish, write_text
-from foretoken.cli.theme import ColorMode, console, waiting
+from foretoken.cli.theme import ColorMode, console, print_facts, print_parts, waiting, wide_console
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -116,26 +116,51 @@ class RuntimeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions:
+class OutputOptions:
     """Destinations of the result."""
 
     as_json: Json = False
     output: Output = None
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")] = None
     color: Color = ColorMode.AUTO
 
-    def publish(self, record: Any, show: Callable[[], object], page: Callable[[], str]) -> None:
-        """Prints and writes a result.
+    def write(
+        self, record: Any, parts: Callable[[], Iterable[Any]] = tuple, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        """Prints a result, and writes it to a file.
 
         Args:
             record: The JSON document.
-            show: Prints the result as text.
-            page: Returns it as HTML.
+            parts: Returns the tables and lines to print instead, if JSON is not requested.
+            facts: The setting of the measurement, which is printed behind them.
 
         Raises:
-            WriteError: A file cannot be written.
+            WriteError: The file cannot be written.
         """
+
+        def show() -> None:
+            out = wide_console(self.color)
+            print_parts(out, parts())
+            if facts is not None:
+                print_facts(out, facts)
+
         publish(record, show, self.as_json, self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(OutputOptions):
+    """Destinations of the result, a page among them."""
+
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")] = None
+
+    def publish(
+        self,
+        record: Any,
+        parts: Callable[[], Iterable[Any]],
+        page: Callable[[], str],
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prints and writes a result as ``write`` does, and writes the page. Raises WriteError."""
+        self.write(record, parts, facts)
         if self.html_file is not None:
             write_text(self.html_file, page())
 

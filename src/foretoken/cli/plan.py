@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.files import check_alone, check_served
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import ALONE, SERVED, given_options, grouped, refuse_options
 from foretoken.cli.options import ReportOptions
 from foretoken.cli.plan_endpoint import PlanServerOptions, plan_for_endpoint
 from foretoken.cli.plan_here import plan_here
@@ -35,36 +34,13 @@ def plan(
     --endpoint, of any OpenAI-compatible server, from outside; exit code 3: no plan is possible, with the reason.
     """
     if server.endpoint is not None:
-        check_served(
-            {
-                "--top-p": sample.top_p != 1.0,
-                "--batch": bool(sample.batch),
-                "--turns": sample.turns != SampleOptions.turns,
-                "--quantization": precision.quantization is not None,
-                "--weight-format": precision.weight_format != "auto",
-                "--kv-cache-dtype": precision.kv_cache_dtype != "auto",
-                "--dtype": precision.dtype != "auto",
-                "--engine": engine.engine != "foretoken",
-                "--engine-python": engine.engine_python is not None,
-                "--engine-args": engine.engine_args is not None,
-                "--engine-alone": engine.engine_alone,
-                "--rtt": rtt is not None,
-            }
-        )
+        given = given_options(precision, engine)
+        given += [option for option in given_options(sample) if option in ("--top-p", "--batch", "--turns")]
+        refuse_options(given + (["--rtt"] if rtt is not None else []), SERVED)
         raise typer.Exit(plan_for_endpoint(server.endpoint, server, candidates, sample, report))
-    check_alone(
-        {
-            "--baseline": server.pair.baseline,
-            "--depth": server.depth,
-            "--concurrency": server.concurrency,
-            "--checkpoint": server.checkpoint,
-            "--with": server.earlier,
-            "--budget": server.budget,
-            "--dry-run": server.dry_run,
-        }
-    )
+    refuse_options(given_options(server), ALONE)
     precision.check()
-    if not engine.given:
+    if not given_options(engine):
         plan_here(candidates, sample, precision, rtt, report)
         return
     if rtt is not None:

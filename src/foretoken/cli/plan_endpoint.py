@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.audit_options import budget
-from foretoken.cli.files import journal, publish
+from foretoken.cli.audit_options import announcing, budget
+from foretoken.cli.files import journal
 from foretoken.cli.options import PatienceOptions, ReportOptions, ServerOptions
 from foretoken.cli.plan_options import CandidateOptions, SampleOptions
-from foretoken.cli.theme import print_facts, print_parts, staged, wide_console
+from foretoken.cli.theme import staged, wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -89,31 +89,23 @@ def plan_for_endpoint(
     """Measures, predicts and prints. Returns the exit code. Raises InvalidRequest and ForetokenError."""
     endpoint = options.planned(url, candidates, sample, journal(report.output))
     from foretoken.plan.endpoint import plan_endpoint
-    from foretoken.plan.endpoint.render import costs_line, rendered, verdict_lines
+    from foretoken.plan.endpoint.render import rendered, verdict_lines
     from foretoken.report.plan_endpoint import page
 
     texts = sample.texts()
     notes = wide_console(report.color, stderr=True)
 
-    def announce(costs: Mapping[str, Any]) -> bool:
-        notes.print(costs_line(costs), style="dim", markup=False, soft_wrap=True)
-        return not options.dry_run
-
     with staged(notes) as say:
-        result = plan_endpoint(endpoint, texts, announce, say)
+        result = plan_endpoint(endpoint, texts, announcing(notes, options.dry_run), say)
     record = result.to_dict()
     if options.dry_run and not result.because:
-        publish(record["setting"], lambda: None, report.as_json, report.output)
+        report.write(record["setting"])
         return 0
     if result.choice is not None:
         record["verdict"] = verdict_lines(result.choice, result.rows)
 
-    def show() -> None:
-        console = wide_console(report.color)
-        print_parts(console, rendered(result))
-        print_facts(console, {key: value for key, value in result.facts.items() if not isinstance(value, dict)})
-
-    report.publish(record, show, lambda: page(record))
+    facts = {key: value for key, value in result.facts.items() if not isinstance(value, dict)}
+    report.publish(record, lambda: rendered(result), lambda: page(record), facts)
     return CANNOT_TELL if result.because else 0
 
 

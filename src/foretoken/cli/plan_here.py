@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.options import ReportOptions, speculative
 from foretoken.cli.plan_options import CandidateOptions, PrecisionOptions, SampleOptions
-from foretoken.cli.theme import print_facts, print_parts, staged, wide_console
+from foretoken.cli.theme import staged, wide_console
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -46,13 +46,8 @@ def plan_here(
     if rtt is not None:
         result = replace(result, remote_drafting=remote_drafting(result.rows, rtt / 1e3))
 
-    def show() -> None:
-        console = wide_console(report.color)
-        print_parts(console, rendered(result))
-        print_facts(console, result.setting)
-
     record = result.to_dict()
-    report.publish(record, show, lambda: page(record))
+    report.publish(record, lambda: rendered(result), lambda: page(record), result.setting)
 
 
 def _plan(

@@ -15,7 +15,7 @@ import typer
 from foretoken.cli.files import json_object
 from foretoken.cli.options import ReportOptions
 from foretoken.cli.plan_options import CandidateOptions, PrecisionOptions, SampleOptions
-from foretoken.cli.theme import print_facts, print_parts, staged, wide_console
+from foretoken.cli.theme import staged, wide_console
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -92,11 +92,6 @@ class PlanEngineOptions:
         bool, typer.Option("--engine-alone", help="One vLLM at a time, where the memory does not hold two.")
     ] = False
 
-    @property
-    def given(self) -> bool:
-        """Whether the plan is not for Foretoken's own engine."""
-        return self.engine != "foretoken" or bool(self.engine_python or self.engine_args or self.engine_alone)
-
     def bench(self, target: Path, sample: SampleOptions, precision: PrecisionOptions) -> Bench:
         """Returns the benchmark on vLLM. Raises InvalidRequest for options that do not apply to it."""
         from foretoken.plan.vllm import Bench
@@ -158,13 +153,8 @@ def plan_for_vllm(
     facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
     result = vllm_plan(chosen, measured, setting=facts, prompts=sample.source(len(ids)))
 
-    def show() -> None:
-        console = wide_console(report.color)
-        print_parts(console, rendered(result, lambda plan: _pastes(plan, chosen)))
-        print_facts(console, facts)
-
     whole = record(result, chosen, measured)
-    report.publish(whole, show, lambda: page(whole))
+    report.publish(whole, lambda: rendered(result, lambda plan: _pastes(plan, chosen)), lambda: page(whole), facts)
 
 
 def _pastes(plan: Plan, known: Sequence[VllmCandidate]) -> Iterator[Text]:

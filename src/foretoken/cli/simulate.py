@@ -11,7 +11,6 @@ import typer
 
 from foretoken.cli.grouped import grouped
 from foretoken.cli.options import ReportOptions
-from foretoken.cli.theme import wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,6 +85,8 @@ def simulate(
 
     Reports the speedup of each over plain decoding, and from which values on pipelining is profitable.
     """
+    from rich.text import Text
+
     from foretoken.plan.simulation import simulate as workers
     from foretoken.report.simulate import page
 
@@ -99,14 +100,9 @@ def simulate(
         outcomes = workers.simulate(setting, chosen, repeats)
         table, verdict = _table(outcomes), _whether(outcomes)
 
-    def show() -> None:
-        console = wide_console(report.color)
-        console.print(table)
-        console.print(verdict, style="bold", soft_wrap=True)
-
     made: dict[str, Any] = _record(setting, repeats, verdict, outcomes, result)
     made["pays"] = any(map(workers.pays, result.outcomes if result is not None else [outcomes]))
-    report.publish(made, show, lambda: page(made))
+    report.publish(made, lambda: [table, Text(verdict, style="bold")], lambda: page(made))
 
 
 def _needed(target: float, draft: float, depth: int) -> int:
@@ -142,43 +138,31 @@ def _values(sweep: Varied, text: str | None) -> list[float]:
 
 
 def _table(outcomes: Sequence[SimulationResult]) -> Table:
-    from rich import box
-    from rich.table import Table
+    from foretoken.bench.output import figures
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("strategy")
-    for head in ("ms/token", "over plain", "over SI", "draft busy", "servers busy", "drafted", "wasted", "passes"):
-        made.add_column(head, justify="right", no_wrap=True)
-    best = max(outcomes, key=lambda one: one.over_plain)
-    for one in outcomes:
-        made.add_row(
-            one.strategy,
-            f"{1e3 * one.seconds / one.tokens:.2f}",
-            f"{one.over_plain:.2f}x",
-            f"{one.over_si:.2f}x",
-            f"{one.drafting:.0%}",
-            f"{one.verifying:.0%}",
-            str(one.drafted),
-            str(one.wasted),
-            str(one.passes),
-            style="bold green" if one is best else None,
+    heads = ("ms/token", "over plain", "over SI", "draft busy", "servers busy", "drafted", "wasted", "passes")
+    rows = [
+        (
+            *(one.strategy, f"{1e3 * one.seconds / one.tokens:.2f}", f"{one.over_plain:.2f}x", f"{one.over_si:.2f}x"),
+            *(f"{one.drafting:.0%}", f"{one.verifying:.0%}", one.drafted, one.wasted, one.passes),
         )
-    return made
+        for one in outcomes
+    ]
+    table, best = figures(("strategy", *heads), rows), max(outcomes, key=lambda one: one.over_plain)
+    table.rows[outcomes.index(best)].style = "bold green"
+    return table
 
 
 def _gains(result: Sweep) -> Table:
     """Returns a table of speedups over plain decoding by the varied value."""
-    from rich import box
-    from rich.table import Table
+    from foretoken.bench.output import figures
 
     scale, unit = UNITS[result.by]
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column(unit.strip(), justify="right")
-    for one in result.outcomes[0]:
-        made.add_column(f"{one.strategy} over plain", justify="right", no_wrap=True)
-    for value, each in zip(result.values, result.outcomes, strict=True):
-        made.add_row(f"{value * scale:g}", *(f"{one.over_plain:.2f}x" for one in each))
-    return made
+    heads = (unit.strip(), *(f"{one.strategy} over plain" for one in result.outcomes[0]))
+    pairs = zip(result.values, result.outcomes, strict=True)
+    return figures(
+        heads, [(f"{value * scale:g}", *(f"{one.over_plain:.2f}x" for one in each)) for value, each in pairs]
+    )
 
 
 def _whether(outcomes: Sequence[SimulationResult]) -> str:

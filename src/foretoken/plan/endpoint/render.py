@@ -18,16 +18,6 @@ from foretoken.probe.server import ServerKind
 _SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
-def costs_line(costs: Mapping[str, Any]) -> str:
-    """Returns the costs of a measurement in one line."""
-    return (
-        f"about {costs['requests']:,} requests, {costs['prompt_tokens']:,} prompt tokens and {costs['tokens']:,} "
-        f"generated tokens in {costs['waves']} waves of {', '.join(map(str, costs['concurrency']))} at once; "
-        f"about {costs['minutes']:.1f} minutes; {costs['sent']['requests']:,} requests and {costs['sent']['tokens']:,} "
-        "generated tokens are spent already, to find this out"
-    )
-
-
 def rendered(plan: EndpointPlan) -> Iterator[Table | Text]:
     """Yields the notes, a table for every concurrency, the recommendation, and the configuration to paste."""
     for note in plan.notes:
