@@ -1,15 +1,22 @@
-"""Sampling parameters at a real vocabulary: milliseconds per token beside plain greedy decoding and beside its passes.
+"""Sampling parameters at a real vocabulary: milliseconds per step beside plain greedy decoding and beside its passes.
 
     make real && python benchmarks/vocabulary.py
-    python benchmarks/vocabulary.py --model gemma3 --history 2000 --tokens 32 --output vocabulary.json
+    python benchmarks/vocabulary.py --model gemma3 --pairs --steps 100 --output vocabulary.json
+    python benchmarks/vocabulary.py --history 8000 --case repetition_penalty --busy 2
 
-All cases take turns in one process. A time is the median over the repeats of the seconds between the first and the last
-token; the pass is the target's part of the greedy case. With --history the prompt has that many tokens.
+Each case has one sequence in an engine of its own, all on one model, and they take turns step by step, so that whatever
+else the machine does meets all alike. A ratio is the median over the rounds of a time over the greedy one in the same
+round. With --history each prompt has that many tokens. With --busy that many other processes compute meanwhile.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import combinations
 from statistics import median
 from typing import Annotated, Any
 
@@ -20,7 +27,9 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.clock import Stopwatch
 from foretoken.bench.output import figures, report
 from foretoken.bench.setting import cores
-from options import MODEL_HELP, Output, Repeats, model_path
+from foretoken.engine.assemble import Assembler
+from foretoken.engine.loop import Engine
+from options import MODEL_HELP, Output, model_path
 
 PLAIN = "greedy"
 CASES: dict[str, dict[str, Any]] = {
@@ -44,16 +53,57 @@ CASES: dict[str, dict[str, Any]] = {
 SENTENCE = "The harbour was quiet that morning, and the men who had been out on the boats sat on the wall. "
 
 
-def times(llm: LLM, passes: Stopwatch, prompt: list[int], options: dict[str, Any], tokens: int) -> tuple[float, float]:
-    """Returns the milliseconds per token behind the first one, and those of them that the target's passes take."""
-    common = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "speculative_tokens": 0}
-    started, count, before = 0.0, 0, 0.0
-    for piece in llm.stream(prompt, SamplingParams(**common | options)):
-        if not count:
-            started, before = time.perf_counter(), passes.seconds
-        count += len(piece.token_ids)
-    steps = max(1, count - 1)
-    return (time.perf_counter() - started) / steps * 1e3, (passes.seconds - before) / steps * 1e3
+PAIRED = [
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty", "logit_bias", "bad_words"),
+    *("min_tokens", "allowed_token_ids", "logprobs 5"),
+]
+
+
+class Case:
+    """One sequence in an engine of its own.
+
+    Args:
+        llm: The model.
+        prompt: The prompt's tokens.
+        options: Sampling parameters that differ from plain greedy decoding.
+        steps: Number of steps.
+    """
+
+    def __init__(self, llm: LLM, prompt: list[int], options: dict[str, Any], steps: int) -> None:
+        shared, plain = llm.engine, {"temperature": 0.0, "ignore_eos": True, "speculative_tokens": 0}
+        self._engine = Engine(llm.target, shared.proposer, shared.controller, rule=shared.rule)
+        self._assembler = Assembler(self._engine, llm.tokenizer)
+        self._assembler.add(*llm.requests.build(prompt, SamplingParams(**plain | options, max_tokens=steps)))
+        self.totals: list[float] = []
+        self.outside: list[float] = []
+
+    def step(self, passes: Stopwatch) -> None:
+        """Runs a step and records its milliseconds, and those outside the target's pass."""
+        before, started = passes.seconds, time.perf_counter()
+        for output in self._engine.step():
+            self._assembler.piece(output)
+        total = time.perf_counter() - started
+        self.totals.append(total * 1e3)
+        self.outside.append((total - passes.seconds + before) * 1e3)
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keeps ``count`` other processes busy."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
+
+
+def chosen_cases(names: list[str] | None, pairs: bool) -> dict[str, dict[str, Any]]:
+    """Returns the options of each case, the greedy one first."""
+    chosen = {name: CASES[name] for name in dict.fromkeys([PLAIN, *(names or CASES)])}
+    for one, other in combinations([name for name in PAIRED if name in chosen], 2) if pairs else ():
+        chosen[f"{one} + {other}"] = CASES[one] | CASES[other]
+    return chosen
 
 
 def main(
@@ -61,33 +111,32 @@ def main(
     case: Annotated[
         list[str] | None, typer.Option(help="Only these cases (repeatable), beside the greedy one.")
     ] = None,
-    history: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 100,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 32,
-    repeats: Repeats = 5,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Add each pair of parameters.")] = False,
+    history: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 100,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each case.")] = 100,
+    busy: Annotated[int, typer.Option(min=0, help="Other processes that keep the processor busy.")] = 0,
     output: Output = None,
 ) -> None:
-    """Milliseconds per token of each sampling parameter, beside plain greedy decoding in the same run."""
+    """Milliseconds per step of each sampling parameter, beside plain greedy decoding in the same rounds."""
     torch.set_num_threads(cores())
     path = model_path(model)
     llm = LLM(str(path), methods=["recycling"])
     words: list[int] = llm.tokenizer(SENTENCE * (history // 8 + 1))["input_ids"]
-    chosen = {name: CASES[name] for name in dict.fromkeys([PLAIN, *(case or CASES)])}
-    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
-    with Stopwatch([(llm.target, "score")]) as passes:
-        for repeat in range(repeats + 1):
-            for name, options in chosen.items():
-                result = times(llm, passes, words[:history], options, tokens)
-                if repeat:  # the first one fills caches
-                    measured[name].append(result)
-    plain = median(total for total, _ in measured[PLAIN])
-    rows = []
-    for name, results in measured.items():
-        total, outside = median(t for t, _ in results), median(t - passed for t, passed in results)
-        rows.append({"case": name, "ms": total, "over_greedy": total / plain, "outside_ms": outside})
-    cells = [(row.pop("case"), *(f"{value:.2f}" for value in row.values())) for row in map(dict, rows)]
-    table = figures(("parameter", "ms per token", "over greedy", "outside passes, ms"), cells)
-    facts = {"model": path.name, "history": history, "tokens": tokens, "repeats": repeats}
-    report([table], facts, output, rows=rows)
+    warm = 2  # steps that compute the prompt and fill caches
+    chosen = chosen_cases(case, pairs).items()
+    cases = {name: Case(llm, words[:history], options, steps + warm) for name, options in chosen}
+    with Stopwatch([(llm.target, "score")]) as passes, busy_loops(busy):
+        for _ in range(steps + warm):
+            for each in cases.values():
+                each.step(passes)
+    rows, plain = [], cases[PLAIN].totals[warm:]
+    for name, each in cases.items():
+        ratio = median(total / greedy for total, greedy in zip(each.totals[warm:], plain, strict=True))
+        total, outside = median(each.totals[warm:]), median(each.outside[warm:])
+        rows.append({"case": name, "ms": total, "over_greedy": ratio, "outside_ms": outside})
+    cells = [(row.pop("case"), *(f"{value:.3f}" for value in row.values())) for row in map(dict, rows)]
+    table = figures(("parameter", "ms per step", "over greedy", "outside passes, ms"), cells)
+    report([table], {"model": path.name, "history": history, "steps": steps, "busy": busy}, output, rows=rows)
 
 
 if __name__ == "__main__":
