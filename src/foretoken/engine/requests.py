@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from foretoken.core.bad_words import BadWords
 from foretoken.core.checks import shown
@@ -21,6 +22,9 @@ from foretoken.engine.structured import Grammars, IsolatedGrammars, Restriction
 from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
 from foretoken.params import SamplingParams
 from foretoken.propose.methods import NONE
+
+MAX_TEXTS = 2**15  # decoded tokens that are kept for each tokenizer
+_TEXTS: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
 PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
 
@@ -244,9 +248,12 @@ def prompt_logprobs(sequence: Running, tokenizer: Any) -> PromptLogprobs | None:
 
 def logprob_entries(recorded: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
     """Returns the most probable tokens and the emitted one, by token id."""
-    entries = {
-        token: Logprob(value, rank, tokenizer.decode([token]))
-        for rank, (token, value) in enumerate(recorded.top, start=1)
-    }
-    entries.setdefault(recorded.token, Logprob(recorded.logprob, recorded.rank, tokenizer.decode([recorded.token])))
+    texts = _TEXTS.setdefault(tokenizer, {})
+    if len(texts) > MAX_TEXTS:
+        texts.clear()
+    for token in (recorded.token, *(token for token, _ in recorded.top)):
+        if token not in texts:
+            texts[token] = tokenizer.decode([token])
+    entries = {token: Logprob(value, rank, texts[token]) for rank, (token, value) in enumerate(recorded.top, start=1)}
+    entries.setdefault(recorded.token, Logprob(recorded.logprob, recorded.rank, texts[recorded.token]))
     return entries
