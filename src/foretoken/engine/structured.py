@@ -186,6 +186,7 @@ class MatcherGrammar:
         self._tokens: Sequence[int] | None = None
         self._committed = 0  # generated tokens that the follower has seen
         self._masks: dict[tuple[int, ...], Tensor | str | None] = {}  # a str is an error message
+        self._last_bits, self._last_mask = b"", torch.empty(0)  # most positions inside a string have equal masks
 
     def allowed(self, history: History) -> Tensor | None:
         """See ``Grammar``."""
@@ -217,6 +218,8 @@ class MatcherGrammar:
 
     def _mask(self, bits: bytes) -> Tensor:
         """Returns the allowed tokens, bool [V]."""
+        if bits == self._last_bits:
+            return self._last_mask
         flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
         known = min(self._end, self._vocab_size)
         mask = np.zeros(self._vocab_size, dtype=np.bool_)
@@ -228,7 +231,8 @@ class MatcherGrammar:
                 "grammar can end, and that the tokenizer has tokens for its characters",
                 param="structured_outputs",
             )
-        return torch.from_numpy(mask)
+        self._last_bits, self._last_mask = bits, torch.from_numpy(mask)
+        return self._last_mask
 
 
 def _written(spec: Mapping[str, Any]) -> str:
