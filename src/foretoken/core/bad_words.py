@@ -82,6 +82,11 @@ class BadWords(Sequence[tuple[int, ...]]):
     def __repr__(self) -> str:
         return f"BadWords({list(self)})"
 
+    @cached_property
+    def single(self) -> NDArray[np.int64] | None:
+        """The forbidden tokens, if every word is one token; None if some depend on the tokens before them."""
+        return None if len(self.lookup.lengths) else self.lookup.alone
+
     def banned(self, tokens: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int64]:
         """Returns the tokens forbidden after ``tokens`` followed by ``path``."""
         lookup = self.lookup

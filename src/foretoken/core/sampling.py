@@ -64,19 +64,19 @@ class SamplingLaw:
     def __post_init__(self) -> None:
         object.__setattr__(self, "bad_words", BadWords.of(self.bad_words))
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
     def with_temperature(self, temperature: float) -> SamplingLaw:
         return replace(self, temperature=temperature)
 
-    @property
+    @cached_property
     def needs_history(self) -> bool:
         """See ``Law``."""
         return self.penalizes or self._forbids
 
-    @property
+    @cached_property
     def adjusts(self) -> bool:
         """Whether anything changes the logits before a token is chosen."""
         return self.needs_history or bool(self.logit_bias)
@@ -86,12 +86,12 @@ class SamplingLaw:
         """See ``Law``."""
         return self.greedy and not self.adjusts
 
-    @property
+    @cached_property
     def penalizes(self) -> bool:
         """Whether any penalty is set."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
-    @property
+    @cached_property
     def _forbids(self) -> bool:
         few = self.grammar is not None or bool(self.allowed_ids) or bool(self.bad_words)
         return few or (self.min_tokens > 0 and bool(self.end_ids))
@@ -128,7 +128,7 @@ class SamplingLaw:
             logits = logits.float()
         if not native.for_rows(logits):
             return None
-        change = native.Adjustment.from_buffer_copy(self._unchanging) if self.adjusts else None
+        change = self._fixed_change(logits.shape[1]) if self.adjusts else None
         if self.greedy or noise is None:
             return native.TokenRow.of(logits, native.TokenSource.LIKELIEST, change)
         row = native.TokenRow.of(
@@ -225,22 +225,26 @@ class SamplingLaw:
             vocabulary: Number of logits.
             history: History of the node; None if the law needs none.
         """
-        change = native.Adjustment.from_buffer_copy(self._unchanging)
+        change = self._fixed_change(vocabulary)
         if history is not None:
             self._update(change, vocabulary, history)
         return change
 
     def _update(self, change: native.Adjustment, vocabulary: int, history: History) -> None:
         """Sets the changes that depend on a node's history."""
-        if self._forbids:
+        if self.grammar is not None:
             mask = self._mask(vocabulary, history)
-            if mask is not None:
-                if len(mask) != vocabulary:
-                    raise ValueError(f"a mask of {len(mask)} tokens for logits of {vocabulary}")
+            if mask is None:
+                change.allowed = None
+            elif len(mask) == vocabulary:
                 change.hold(allowed=mask)
+            else:
+                raise ValueError(f"a mask of {len(mask)} tokens for logits of {vocabulary}")
+        if self._banned is None:
             banned = BadWords.of(self.bad_words).banned(history.tokens, history.path)
             change.hold(banned=banned)
             change.banned_count = len(banned)
+        if self.min_tokens:
             change.end_count = len(self.end_ids) if history.generated < self.min_tokens else 0
         if self.penalizes:
             if history.counts is not None and not history.path:
@@ -252,27 +256,41 @@ class SamplingLaw:
 
     def _mask(self, vocabulary: int, history: History) -> NDArray[np.bool_] | None:
         """Returns the tokens that are allowed at a node, none where that fails; None for all."""
-        if self.grammar is None:
-            return self._listed_mask(vocabulary) if self.allowed_ids else None
         try:
             mask = self._allowed(vocabulary, history)
         except InvalidRequest:  # no token is possible; the node may never be reached, see ``Law.probs``
             return np.zeros(vocabulary, np.bool_)
         return None if mask is None else mask.numpy()
 
-    @cached_property
-    def _unchanging(self) -> native.Adjustment:
-        """The changes that are the same at every node."""
-        ids, biases = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
+    def _fixed_change(self, vocabulary: int) -> native.Adjustment:
+        """Returns the changes that are the same at every node."""
         change = native.Adjustment(
-            biased_count=len(ids),
-            repetition=self.repetition_penalty,
-            frequency=self.frequency_penalty,
-            presence=self.presence_penalty,
+            repetition=self.repetition_penalty, frequency=self.frequency_penalty, presence=self.presence_penalty
         )
-        biases_and_ends = np.array(biases, np.float32), np.array(self.end_ids, np.int64)
-        change.hold(biased=np.array(ids, np.int64), biases=biases_and_ends[0], ends=biases_and_ends[1])
+        if self.logit_bias:
+            change.hold(biased=self._biases[0], biases=self._biases[1])
+            change.biased_count = len(self.logit_bias)
+        if self.allowed_ids:
+            change.hold(allowed=self._listed_mask(vocabulary))
+        if self._banned is not None and len(self._banned):
+            change.hold(banned=self._banned)
+            change.banned_count = len(self._banned)
+        if self.min_tokens:
+            change.hold(ends=self._end_array)
         return change
+
+    @cached_property
+    def _banned(self) -> NDArray[np.int64] | None:
+        return BadWords.of(self.bad_words).single
+
+    @cached_property
+    def _end_array(self) -> NDArray[np.int64]:
+        return np.array(self.end_ids, np.int64)
+
+    @cached_property
+    def _biases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        ids, values = zip(*self.logit_bias, strict=True)
+        return np.array(ids, np.int64), np.array(values, np.float32)
 
     def _adjust(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """Applies grammar, bad words, biases and penalties row by row, in place."""

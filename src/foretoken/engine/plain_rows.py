@@ -72,10 +72,13 @@ class PlainRows:
 
     Args:
         rule: The engine's.
+        vocabulary: Number of logits of a row.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule, self._rows = rule, dict[int, PlainRow | None]()
+    def __init__(self, rule: Rule, vocabulary: int) -> None:
+        self._rule, self._vocabulary = rule, vocabulary
+        self._rows = dict[int, PlainRow | None]()
+        self._kernels: native.Kernels | None = None
         self._threads = torch.get_num_threads()
 
     def forget(self, identifier: int) -> None:
@@ -98,16 +101,20 @@ class PlainRows:
                 if row is not None:
                     requests.append(row)
             rows.append(row)
-        if requests and (kernels := native.kernels()) is not None:
-            kernels.choose_tokens(requests, scores[0].logits.shape[1], self._threads)
+        if requests:
+            self._kernels = self._kernels or native.kernels()
+            assert self._kernels is not None
+            self._kernels.choose_tokens(requests, self._vocabulary, self._threads)
         return rows
 
     def _request(self, sequence: Running, logits: Tensor) -> TokenRow | None:
         identifier = sequence.context.id
         try:
-            if identifier not in self._rows:
-                self._rows[identifier] = PlainRow.of(sequence, self._rule, logits)
-            plain = self._rows[identifier]
+            plain = self._rows.get(identifier)
+            if plain is None:
+                if identifier in self._rows:
+                    return None
+                plain = self._rows[identifier] = PlainRow.of(sequence, self._rule, logits)
             return None if plain is None else plain.update(logits)
         except Exception:  # raised again by the verifier
             return None

@@ -108,12 +108,13 @@ class TokenRow(Structure):
     ]
 
     adjustment: Adjustment | None
+    pointer: ctypes.Array[c_void_p]
 
     @staticmethod
     def of(logits: Tensor, source: TokenSource, changes: Adjustment | None = None) -> TokenRow:
         """Returns the request for one row, which keeps ``logits`` [1, V] and ``changes`` alive."""
         row = TokenRow(logits=logits.data_ptr(), source=source, top_count=-1, position=-1)
-        row._logits, row.adjustment = logits, changes
+        row._logits, row.adjustment, row.pointer = logits, changes, (c_void_p * 1)(addressof(row))
         if changes is not None:
             row.changes = addressof(changes)
         return row
@@ -220,8 +221,9 @@ class Kernels:
 
     def choose_tokens(self, rows: Sequence[TokenRow], vocabulary: int, threads: int = 0) -> None:
         """Computes the results of rows of ``vocabulary`` logits, all in one call. threads: 0 for torch's number."""
-        pointers = (c_void_p * len(rows))(*map(addressof, rows))
-        self._choose_tokens(pointers, len(rows), vocabulary, threads or torch.get_num_threads())
+        count = len(rows)
+        pointers = rows[0].pointer if count == 1 else (c_void_p * count)(*map(addressof, rows))
+        self._choose_tokens(pointers, count, vocabulary, threads or torch.get_num_threads())
 
     def tree(
         self, table: SuccessorTable, trials: float, root: int, budget: int, max_depth: int
