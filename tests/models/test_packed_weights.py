@@ -190,14 +190,14 @@ def test_auto_packs_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch)
     levels = {level.name: level for level in cpu.LEVELS}
     monkeypatch.setattr(cpu, "chosen", lambda: levels["avx512-bf16"])
     monkeypatch.setattr(weight_format, "last_level_cache", lambda: size)
-    assert weight_format.packing_pays(a, torch.bfloat16)
-    assert not weight_format.packing_pays(a, torch.float32)
+    assert weight_format.packing_is_faster(a, torch.bfloat16)
+    assert not weight_format.packing_is_faster(a, torch.float32)
     monkeypatch.setattr(weight_format, "last_level_cache", lambda: size + 1)
-    assert not weight_format.packing_pays(a, torch.bfloat16)
+    assert not weight_format.packing_is_faster(a, torch.bfloat16)
     monkeypatch.setattr(weight_format, "last_level_cache", lambda: 1)
     for name, pays in {"amx": False, "avx512": False, "avx2": False, "generic": False}.items():
         monkeypatch.setattr(cpu, "chosen", lambda name=name: levels[name])
-        assert weight_format.packing_pays(a, torch.bfloat16) == pays
+        assert weight_format.packing_is_faster(a, torch.bfloat16) == pays
 
 
 def test_the_last_level_cache_is_read_from_the_system(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ def test_a_damaged_file_is_made_again(
 
 
 def test_every_changed_byte_is_noticed(gguf: Path, own_cache: Path) -> None:
-    from foretoken.models.runners.native.image import DamagedImage, open_image
+    from foretoken.models.runners.native.weight_image import DamagedImage, open_image
 
     load(gguf)
     (file,) = stored(own_cache)

@@ -1,15 +1,15 @@
 """Verification: pure functions of a draft, the target's distributions and random numbers.
 
-The exact verifier follows from how the draft was made and from the grade of exactness:
+The exact verifier follows from the draft's distribution and the grade of exactness:
 
-| how the draft was made (``ProposalLaw``) | distribution | trajectory |
+| the draft (``ProposalLaw``) | distribution | trajectory |
 |---|---|---|
 | fixed candidates | walk | coupled |
-| drawn chain | block (or token) | coupled |
-| drawn tree, siblings i.i.d. or without replacement | traversal (or recursive) | coupled |
-| top k-1 plus one drawn | greedy multi-draft | coupled |
+| sampled chain | block (or token) | coupled |
+| sampled tree, siblings i.i.d. or without replacement | traversal (or recursive) | coupled |
+| top k-1 plus one sampled | greedy multi-draft | coupled |
 
-Lossy verifiers, like ``typical``, are used only under their own name.
+Lossy verifiers, like ``typical``, are used only by name.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ DRAWING = {VERIFIERS["walk"], VERIFIERS["coupled"]}
 
 
 def choose(law: ProposalLaw, exactness: Exactness = Exactness.DISTRIBUTION, rejection: str = "block") -> Verifier:
-    """Returns the verifier that is exact for drafts made by ``law`` in the grade ``exactness``.
+    """Returns the verifier that is exact for drafts of ``law`` in the grade ``exactness``.
 
     Args:
-        law: How the draft tokens were produced.
+        law: Distribution of the draft tokens.
         exactness: Grade of the request.
-        rejection: For drawn tokens in the distribution grade. ``"block"`` verifies whole paths (block verification,
+        rejection: For sampled tokens in the distribution grade. ``"block"`` verifies whole paths (block verification,
             traversal). ``"token"`` verifies token by token (token and recursive rejection), which accepts less.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Block verification of a drawn chain (2403.10444, algorithm 2), optimal for a single path.
+"""Block verification of a sampled chain (2403.10444, algorithm 2), optimal for a single path.
 
 With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), E[accepted] = sum_i E_q[w_i], never less than with token
 rejection. It is also exact when the draft's length is a stopping time.
@@ -17,16 +17,16 @@ from foretoken.verify.rows import Probs, chances, draw, reached
 
 
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-    """Accepts tau = max{i : u_i <= h_i} tokens, then draws from norm((w_tau p_{tau+1} - q_{tau+1})+).
+    """Accepts tau = max{i : u_i <= h_i} tokens, then samples from norm((w_tau p_{tau+1} - q_{tau+1})+).
 
     h_n = w_n, else h_i = Z_i / (Z_i + 1 - w_i), where Z_i is the mass of that excess. If tau = n, the bonus token is
-    drawn from p_{n+1}. A tree that is no chain is verified by ``tree.traversal``, the same rule for trees.
+    sampled from p_{n+1}. A tree that is no chain is verified by ``tree.traversal``, the same rule for trees.
 
     Once w_i is 0 it stays 0, and no row below is read. The other rows are tested from the deepest up, so no excess is
     computed nearer the root than tau. Nor is it where u_i >= w_i: the excess is at most w_i, and so is h_i.
 
     Args:
-        draft: A draft with law ``Sampled``; token i of a chain was drawn from row i of q.
+        draft: A draft with law ``Sampled``; token i of a chain was sampled from row i of q.
         probs: [n+1, V].
         stream: Random numbers of the verification.
     """
@@ -41,7 +41,7 @@ def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
         u = stream.uniform(tau) if tau else None
         if u is not None and not u.below(w[tau]):
             continue
-        p = reached(probs, tau)  # where no token is possible, w is 0 below and h equals w
+        p = reached(probs, tau)  # if no token is possible, w is 0 below and h equals w
         residual, mass = excess(p, q[tau], w[tau])
         exit_mass = mass + (1.0 - w[tau])
         if u is None or u.below(mass / exit_mass if exit_mass > 0.0 else 1.0):

@@ -1,4 +1,4 @@
-"""Shared parts of the verifiers for drawn drafts: the rows of q, the ratio p/q, and the excess (p - q)+."""
+"""Shared parts of the verifiers for sampled drafts: the rows of q, the ratio p/q, and the excess (p - q)+."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foretoken.verify.rows import Probs
 
 
 def drawn_rows(draft: Draft, probs: Probs) -> Tensor:
-    """Returns q [rows, V]. Row r is the distribution at node r - 1 that the draft's tokens were drawn from.
+    """Returns q [rows, V]. Row r is the distribution at node r - 1 that the draft's tokens were sampled from.
 
     Raises:
         ValueError: The draft holds fixed candidates, which have no q, or q does not fit ``probs`` [n+1, V].
@@ -29,7 +29,7 @@ def drawn_rows(draft: Draft, probs: Probs) -> Tensor:
 
 
 def ratio(p: float, q: float) -> float:
-    """Returns p/q; 0 where p = 0, so that forbidden tokens are never accepted, and 0 where q = 0.
+    """Returns p/q; 0 for p = 0, so that forbidden tokens are never accepted, and for q = 0.
 
     A NaN in ``p`` counts as 0: the draw that follows the rejection then raises.
     """
@@ -39,7 +39,7 @@ def ratio(p: float, q: float) -> float:
 def excess(p: Tensor, q: Tensor, weight: float = 1.0) -> tuple[Tensor, float]:
     """Returns (weight p - q)+ in float64 [V], and its mass as the sum of its entries.
 
-    The mass is not computed as a difference from 1: where p and q nearly agree, only rounding errors would remain.
+    The mass is not computed as a difference from 1: if p and q nearly agree, only rounding errors would remain.
     """
     if kernels := native.for_weights(p, q):
         return kernels.excess(p, q, weight)
@@ -48,7 +48,7 @@ def excess(p: Tensor, q: Tensor, weight: float = 1.0) -> tuple[Tensor, float]:
 
 
 def normalized(weights: Tensor) -> Tensor:
-    """Returns ``weights`` divided by their sum, float64. All zeros stay zeros, from which nothing can be drawn."""
+    """Returns ``weights`` divided by their sum, float64. All zeros stay zeros, from which nothing can be sampled."""
     weights = weights.double()
     mass = weights.sum()
     return weights / mass if float(mass) > 0.0 else weights

@@ -21,7 +21,7 @@ a verdict that reaches it raises ``NoTokenAllowed``.
 
 
 def draw(probs: Probs, row: int, stream: Stream, index: int) -> int:
-    """Returns a token drawn from row ``row``. A greedy law needs neither the row nor a random number.
+    """Samples a token from row ``row``. A greedy law needs neither the row nor a random number.
 
     Raises:
         NoTokenAllowed: No token is possible at the row.
@@ -51,7 +51,7 @@ def possible(probs: Probs, row: int) -> bool:
 
 
 def chances(probs: Probs, rows: Sequence[int], tokens: Sequence[int]) -> Iterator[float]:
-    """Yields the probability of ``tokens[i]`` in row ``rows[i]``, NaN where no token is possible."""
+    """Yields the probability of ``tokens[i]`` in row ``rows[i]``, NaN if no token is possible."""
     if isinstance(probs, NodeDistributions):
         return probs.chances(rows, tokens)
     return (float(probs[row, token]) for row, token in zip(rows, tokens, strict=True))

@@ -1,4 +1,4 @@
-"""Rejection sampling of a drawn chain, token by token (2211.17192, algorithm 1; 2302.01318, algorithm 2)."""
+"""Rejection sampling of a sampled chain, token by token (2211.17192, algorithm 1; 2302.01318, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from foretoken.verify.rows import Probs, draw, reached
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """Accepts x_i with probability min(1, p/q).
 
-    At the first rejection the recovered token is drawn from norm((p - q)+). If all are accepted, the bonus token is
-    drawn from row n. A tree that is no chain is verified by ``tree.recursive``, the same rule for trees.
+    At the first rejection the recovered token is sampled from norm((p - q)+). If all are accepted, the bonus token is
+    sampled from row n. A tree that is no chain is verified by ``tree.recursive``, the same rule for trees.
 
     Args:
-        draft: A draft with law ``Sampled``; token i of a chain was drawn from row i of q.
+        draft: A draft with law ``Sampled``; token i of a chain was sampled from row i of q.
         probs: [n+1, V].
         stream: Random numbers of the verification.
     """

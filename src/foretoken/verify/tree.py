@@ -1,7 +1,7 @@
-"""Verifiers of drawn trees: from the leaves up (traversal), or from the root down with one solver per node.
+"""Verifiers of sampled trees: from the leaves up (traversal), or from the root down with one solver per node.
 
-All of them require that the number of a node's children is decided before any of them is drawn, and that no drawn node
-is removed. Apart from that, the shape may depend on anything drawn before.
+All of them require that the number of a node's children is decided before any of them is sampled, and that no sampled
+node is removed. Apart from that, the shape may depend on anything sampled before.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """Traversal verification (2505.12398, algorithm 2), leaf to root: block verification for a tree.
 
     A node is reached with weight pa: 1 at the root, min(1, pa p(x) / q(x)) at its child x. The first leaf in post-order
-    is accepted with probability pa, together with its path. Otherwise it is deleted, and its parent gets
-    pa <- Z / (Z + 1 - pa) and p <- norm((pa p - q)+), where Z is the mass of (pa p - q)+. For siblings drawn without
-    replacement, q[x] <- 0 and q is renormalized. Below a weight of 0 everything is rejected and no row is read; neither
-    are rows above a leaf that is accepted at once. On a chain the result equals block verification's, bit for bit.
+    is accepted with probability pa, together with its path. Otherwise it is deleted, and its parent gets pa <- Z / (Z +
+    1 - pa) and p <- norm((pa p - q)+), where Z is the mass of (pa p - q)+. For siblings sampled without replacement,
+    q[x] <- 0 and q is renormalized. Below a weight of 0 everything is rejected and no row is read; neither are rows
+    above a leaf that is accepted at once. On a chain the result equals block verification's, bit for bit.
 
     Args:
         draft: Law ``Sampled`` (siblings i.i.d.) or ``WithoutReplacement``.
@@ -93,8 +93,8 @@ class _Reached:
 def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """Recursive rejection (SpecInfer, 2305.09781; without replacement: Sequoia, 2402.12374).
 
-    The children are tested in turn: each is accepted with min(1, p/q), else p <- norm((p - q)+). For siblings drawn
-    without replacement, q[x] <- 0 and q is renormalized. When all are rejected, the token is drawn from p. On a chain
+    The children are tested in turn: each is accepted with min(1, p/q), else p <- norm((p - q)+). For siblings sampled
+    without replacement, q[x] <- 0 and q is renormalized. When all are rejected, the token is sampled from p. On a chain
     this is token rejection.
 
     Args:
@@ -123,11 +123,11 @@ def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
 
 
 def greedy_multi(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-    """Greedy multi-draft (2502.18779): k-1 fixed siblings T and a last one drawn from q', which is q outside T.
+    """Greedy multi-draft (2502.18779): k-1 fixed siblings T and a last one sampled from q', which is q outside T.
 
-    The drawn sibling is accepted with min(1, p/q'). Otherwise a token is drawn from norm((p - q')+); if it is in T, the
-    verification continues from that node. The acceptance attains the optimal-transport bound p(T) + sum of min(p, q')
-    over the tokens outside T.
+    The sampled sibling is accepted with min(1, p/q'). Otherwise a token is sampled from norm((p - q')+); if it is in T,
+    the verification continues from that node. The acceptance attains the optimal-transport bound p(T) + sum of min(p,
+    q') over the tokens outside T.
 
     Args:
         draft: Law ``TopPlusSampled``.
@@ -157,7 +157,7 @@ def greedy_multi(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
 
 
 def _without(q: Tensor, tokens: list[int]) -> Tensor:
-    """Returns q without ``tokens``, renormalized by the mass that is left; all zeros when nothing is left."""
+    """Returns q without ``tokens``, renormalized by the remaining mass; all zeros if nothing remains."""
     left = q.double().clone()
     left[tokens] = 0.0
     return normalized(left)

@@ -1,6 +1,6 @@
 """Typical acceptance (Medusa, 2401.10774, section 2.3.1). LOSSY: the output does not follow the target's distribution.
 
-It is used only for requests that ask for it by name, and their outputs are labelled with it.
+It is used only for requests that name it, and their outputs are labelled with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DELTA = 0.3
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """Accepts nodes with p(x) > min(EPSILON, DELTA exp(-H(p))), H in nats, and keeps the longest accepted path.
 
-    The target's token is then drawn from the row at the end of the path. With greedy sampling only the argmax passes,
+    The target's token is then sampled from the row at the end of the path. With greedy sampling only the argmax passes,
     and the result is exact. probs: [n+1, V].
     """
     rows = dense(probs)

@@ -1,4 +1,4 @@
-"""Walks down the tree with the target's own draws: exact for fixed candidates, however they were made.
+"""Walks down the tree with the target's draws: exact for any fixed candidates.
 
 E[accepted] is the sum over nodes of the target's path probability, the optimum for a fixed tree. EAGLE-2 and EAGLE-3
 (2406.16858, 2503.01840) verify in this way.

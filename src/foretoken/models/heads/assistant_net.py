@@ -23,7 +23,7 @@ from foretoken.models.formats.weights import Ends
 from foretoken.models.heads.assistant import AssistantHead, Clusters
 from foretoken.models.heads.feature_net import FeatureNet, HeadHandle
 from foretoken.models.heads.weights import HeadProduct
-from foretoken.models.runners.native.borrowed import BorrowingRunner
+from foretoken.models.runners.native.query_only import QueryOnlyRunner
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import Part, PassPlan
 
@@ -47,8 +47,8 @@ class AssistantNet(FeatureNet):
     """
 
     def __init__(self, head: AssistantHead, embedding: Tensor, target: Decoder) -> None:
-        lender, a = target.runner, target.architecture
-        if not isinstance(lender, NativeRunner) or not isinstance(a, Architecture):
+        runner, a = target.runner, target.architecture
+        if not isinstance(runner, NativeRunner) or not isinstance(a, Architecture):
             raise InvalidRequest(
                 "an assistant reads the target's keys and values, which only the compiled kernels share; use another "
                 "method, or run the target on a CPU that has them (foretoken info says why not)"
@@ -61,8 +61,8 @@ class AssistantNet(FeatureNet):
         vocabulary = head.embedding if head.clusters is None else head.embedding[:1]  # clusters have separate logits
         ends = Ends(vocabulary, head.norm, vocabulary)
         architecture = head.architecture
-        runner = BorrowingRunner(architecture, head.layers, ends, target.dtype, lender, lenders(architecture, a))
-        super().__init__(runner, architecture.layers, architecture.vocab, target.max_length)
+        layers = QueryOnlyRunner(architecture, head.layers, ends, target.dtype, runner, target_layers(architecture, a))
+        super().__init__(layers, architecture.layers, architecture.vocab, target.max_length)
 
     def features(self, taps: Tensor) -> Tensor:
         return taps
@@ -132,7 +132,7 @@ class AssistantNet(FeatureNet):
         return list(logits.split(counts)), list(self._back(normed).split(counts))
 
 
-def lenders(assistant: Architecture, target: Architecture) -> list[int]:
+def target_layers(assistant: Architecture, target: Architecture) -> list[int]:
     """Returns the layer of the target that each layer of an assistant reads: the last one of its kind.
 
     Raises ModelLoadError if the target has none of its kind, or their sizes differ.

@@ -1,12 +1,18 @@
-"""The plans of a pass as arrays for the kernels."""
+"""Plans of passes and chains as arrays for the kernels."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
-from foretoken.models.runners.native.bindings import ReplaySpec
+import torch
+from torch import Tensor
+
+from foretoken.core.native import sampling
+from foretoken.models.chains import ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain
+from foretoken.models.runners.native.bindings import ChainSpec, ReplaySpec, SamplerSpec, TreeSpec
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.replay import ReplayPlan
 
@@ -55,3 +61,97 @@ def _add_tree(part: Part, prefix: array[int], branch_from: array[int], branches:
         if node >= 0:
             branches.extend(part.nodes_at + above for above in part.draft.path(node))
         branch_from.append(len(branches))
+
+
+class ChainArrays:
+    """Inputs and results of the kernels for the chains of a pass.
+
+    Args:
+        requests: The chains. Their ends have the same bounds.
+        vocabulary: The tokens that may be drafted.
+    """
+
+    def __init__(self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary) -> None:
+        self._limits = array("i", [request.limit for request in requests])
+        self._longest, self._vocabulary = max(self._limits), vocabulary
+        bounds = next((request.end.bounds for request in requests if request.end is not None), ())
+        never = ChainEnd(bounds, [1.0] * (len(bounds) + 1), [0.0] * (len(bounds) + 1), [0.0])
+        ends, depths = [request.end or never for request in requests], range(self._longest)
+        self._bounds = array("f", bounds)
+        self._bases = array("f", [base for end in ends for base in end.bases])
+        self._slopes = array("f", [slope for end in ends for slope in end.slopes])
+        self._floors = array("f", [end.floors[min(depth, len(end.floors) - 1)] for end in ends for depth in depths])
+        size, count = len(requests) * self._longest, len(requests)
+        self._trees, self._parents = (TreeSpec * count)(), array("i", bytes(4 * size))
+        self._tokens, self._probabilities = array("i", bytes(4 * size)), array("f", bytes(4 * size))
+        self._counts, self._tried = array("i", bytes(4 * count)), array("i", bytes(4 * count))
+        self._samplers, self._rows = (SamplerSpec * count)(), dict[int, Tensor]()
+        self._held: list[object] = []
+        for number, request in enumerate(requests):
+            if request.tree is not None:
+                shape = request.tree
+                self._trees[number] = TreeSpec(shape.width, shape.steps, shape.temperature, shape.floor)
+            if request.draws is not None:
+                self._samplers[number] = self._sampler(number, request.limit, request.draws)
+
+    def spec(self) -> ChainSpec:
+        """Returns the specification, which points to arrays of this object."""
+        names = (
+            "limits",
+            "floors",
+            "bases",
+            "slopes",
+            "bounds",
+            "tokens",
+            "probabilities",
+            "parents",
+            "counts",
+            "tried",
+        )
+        return ChainSpec(
+            **{name: getattr(self, f"_{name}").buffer_info()[0] for name in names},
+            samplers=ctypes.cast(self._samplers, ctypes.c_void_p),
+            trees=ctypes.cast(self._trees, ctypes.c_void_p),
+            choose=sampling.chooser(),
+            ids=None if self._vocabulary.ids is None else self._vocabulary.ids.data_ptr(),
+            longest=self._longest,
+            buckets=len(self._bounds) + 1,
+            vocab=self._vocabulary.size,
+            width=self._vocabulary.width,
+        )
+
+    def results(self) -> list[ModelChain]:
+        """Returns the chains that the kernels wrote."""
+        chains = []
+        for number, (limit, count, tried) in enumerate(zip(self._limits, self._counts, self._tried, strict=True)):
+            start = number * self._longest
+            if self._trees[number].width:
+                nodes = slice(start, start + count)
+                chains.append(
+                    ModelChain(
+                        self._tokens[nodes].tolist(),
+                        count < limit,
+                        probabilities=self._probabilities[nodes].tolist(),
+                        parents=self._parents[nodes].tolist(),
+                    )
+                )
+                continue
+            tokens, known = self._tokens[start : start + count].tolist(), slice(start, start + tried)
+            rows = self._rows[number][:count] if number in self._rows else None
+            candidates, probabilities = self._tokens[known].tolist(), self._probabilities[known].tolist()
+            chains.append(ModelChain(tokens, count < limit, candidates, probabilities, rows))
+        return chains
+
+    def _sampler(self, number: int, limit: int, draws: Draws) -> SamplerSpec:
+        noise = array("Q", draws.keys) if draws.keys else array("d", draws.uniforms)
+        kept, rows = draws.kept.spec(width := self._vocabulary.width), torch.empty(limit if draws.rows else 1, width)
+        self._held += [noise, kept, rows]
+        if draws.rows:
+            self._rows[number] = rows
+        return SamplerSpec(
+            kept=ctypes.addressof(kept),
+            noise=noise.buffer_info()[0],
+            rows=rows.data_ptr(),
+            races=bool(draws.keys),
+            keeps=draws.rows,
+        )

@@ -15,7 +15,7 @@ LANES = 16
 UNIT = 32  # outputs of one unit of work; every width is padded to it
 TILE_STEPS = 16
 LORA_PARTS = 3  # matrices of the second half of a low-rank product
-MAX_HEAD, MAX_LATENT = 512, 1024  # of csrc/specs.hpp
+MAX_HEAD, MAX_LATENT = 512, 1024  # as in csrc/specs.hpp
 
 
 class Matrix(Structure):
@@ -41,7 +41,7 @@ class UpperBytes(Structure):
 
 
 class NormSpec(Structure):
-    """The weights of a norm; a null weight stands for no norm."""
+    """The weights of a norm; null for no norm."""
 
     _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
 
@@ -89,7 +89,7 @@ class MlpSpec(Structure):
 
 
 class LayerInputSpec(Structure):
-    """What a layer does with its own input (csrc/layer_inputs.hpp); without matrices there is none."""
+    """The weights for one layer's input (csrc/layer_inputs.hpp); without matrices for none."""
 
     _fields_ = [("gate", Matrix), ("up", Matrix), ("norm", NormSpec)]
 
@@ -166,7 +166,7 @@ class LatentSpec(Structure):
 
 
 class LayerInputsSpec(Structure):
-    """Where the inputs of single layers come from; width 0 for none."""
+    """The weights that produce the inputs of single layers; width 0 for none."""
 
     _fields_ = [
         ("table", c_void_p),
@@ -220,7 +220,7 @@ def matrix_kinds(spec: ModelSpec) -> set[int]:
 def _matrices(spec: Structure) -> Iterator[Matrix]:
     """Yields all matrices of a layer that the functions of a kind multiply, at any depth."""
     for name, kind, *_ in spec._fields_:
-        if kind is RouterSpec:  # which has a product of its own
+        if kind is RouterSpec:  # multiplied by a separate function
             continue
         if kind is Matrix:
             yield getattr(spec, name)
@@ -229,19 +229,19 @@ def _matrices(spec: Structure) -> Iterator[Matrix]:
 
 
 class LoraPart(Structure):
-    """A matrix of a low-rank product, and where its input and result lie in their rows."""
+    """A matrix of a low-rank product, and the positions of its input and result in their rows."""
 
     _fields_ = [("matrix", Matrix), *((name, c_int32) for name in ("first", "to", "step"))]
 
 
 class LoraSpec(Structure):
-    """A low-rank product; without matrices there is none."""
+    """A low-rank product; without matrices for none."""
 
     _fields_ = [("down", LoraPart), ("up", LoraPart * LORA_PARTS)]
 
 
 class LoraLayer(Structure):
-    """What an adapter adds to the products of one layer, by the names of their matrices."""
+    """An adapter's low-rank products for one layer, by the names of the layer's matrices."""
 
     _fields_ = [
         *((name, LoraSpec) for name in ("qkv", "out", "up", "down")),
@@ -253,7 +253,7 @@ class LoraLayer(Structure):
 
 
 class LoraWidths(Structure):
-    """Floats of the longest rows of low-rank products: of inputs, of what is between the halves, and of results."""
+    """Floats of the longest rows of low-rank products: inputs, products with the first half, and results."""
 
     _fields_ = [(name, c_int64) for name in ("input", "inner", "added")]
 
@@ -295,19 +295,19 @@ class BatchSpec(Structure):
 
 
 class SamplerSpec(Structure):
-    """How the tokens of a chain are drawn; without ``kept`` they are the likeliest."""
+    """Sampling of a chain's tokens; null ``kept`` for the likeliest ones."""
 
     _fields_ = [*((name, c_void_p) for name in ("kept", "noise", "rows")), ("races", c_int32), ("keeps", c_int32)]
 
 
 class TreeSpec(Structure):
-    """The shape of a tree of fixed candidates; width 0 stands for a chain."""
+    """The shape of a tree of fixed candidates; width 0 for a chain."""
 
     _fields_ = [*((name, c_int32) for name in ("width", "steps")), ("temperature", c_float), ("floor", c_float)]
 
 
 class ChainSpec(Structure):
-    """Chains and trees behind the sequences of a pass, for ``foretoken_chains``."""
+    """Chains and trees after the sequences of a pass, for ``foretoken_chains``."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("limits", "floors", "bases", "slopes", "bounds")),
@@ -334,7 +334,7 @@ class DecoderFunctions:
 
     Raises:
         KernelsUnavailable: the kernels of a kind are not linked.
-        RuntimeError: its structures are not those of this module.
+        RuntimeError: its structures differ from those of this module.
     """
 
     def __init__(self, library: ctypes.CDLL, kinds: Iterable[int], cache: int) -> None:
@@ -361,7 +361,7 @@ class DecoderFunctions:
         self.foretoken_floor = of_cache("foretoken_floor", model, pointer, narrow, narrow)
 
     def workspace(self, spec: ModelSpec) -> Workspace:
-        """Allocates what the passes of a model share. Raises KernelArgumentError if its kernels are not linked."""
+        """Allocates the memory of a model's passes. Raises KernelArgumentError if its kernels are not linked."""
         address = c_void_p()
         self._open(spec, byref(address))
         return Workspace(self, address)
@@ -371,17 +371,17 @@ class Workspace:
     """Memory of passes, freed when the object is garbage-collected.
 
     Args:
-        functions: of the library that allocated it.
+        functions: functions of the library that allocated it.
         address: its address.
     """
 
     def __init__(self, functions: DecoderFunctions, address: c_void_p) -> None:
-        self._as_parameter_ = address  # what ctypes passes
+        self._as_parameter_ = address  # passed by ctypes
         weakref.finalize(self, functions.foretoken_close, address).atexit = False  # a thread may still run a pass
 
 
 class PackingFunctions:
-    """The functions of csrc/packing.cpp. They raise as ``status.raise_for`` does, but for those of memory."""
+    """The functions of csrc/packing.cpp. They raise as ``status.raise_for`` does, except those of memory."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layout(library, (Matrix, UpperBytes))

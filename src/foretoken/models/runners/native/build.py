@@ -1,6 +1,6 @@
 """Builds the decoder's kernels: a library for each set of weight types and cache type; in a wheel one for all of them.
 
-Each type is compiled by itself, so that a model with a new set compiles only what no model before it had.
+Each type is compiled separately, so that a model with a new set compiles only new types.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTHS = (4, 6, 8)  # bits of codes in groups, in the order of csrc/grouped.hpp
 
 
 class Kind(IntEnum):
-    """Types of numbers, with the values of csrc/simd.hpp."""
+    """Number types, with the values of csrc/simd.hpp."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -35,7 +35,7 @@ class Kind(IntEnum):
 
 
 class ScaleKind(IntEnum):
-    """How the scales of groups are stored, with the values of csrc/grouped.hpp."""
+    """Storage of the groups' scales, with the values of csrc/grouped.hpp."""
 
     HALF = 0
     SINGLE = 1
@@ -46,7 +46,7 @@ CACHES = (Kind.FLOAT32, Kind.BFLOAT16, Kind.INT8)  # of KV caches
 
 
 def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
-    """Returns the kind of matrices with codes of ``bits`` bits in groups, as csrc/grouped.hpp numbers them."""
+    """Returns the kind of matrices with codes of ``bits`` bits in groups, numbered as in csrc/grouped.hpp."""
     return Kind.GROUPED + WIDTHS.index(bits) + 3 * offsets + 6 * scales
 
 
@@ -77,7 +77,7 @@ def _packing_library(level: Level) -> PackingFunctions:
 
 
 def kernels_available() -> bool:
-    """Returns whether there are compiled kernels for this machine. They may be compiled for that."""
+    """Returns whether this machine has compiled kernels, and compiles them if needed."""
     try:
         packing_library()
     except build.KernelsUnavailable:
@@ -86,7 +86,7 @@ def kernels_available() -> bool:
 
 
 def packs_groups(dtype: torch.dtype) -> bool:
-    """Returns whether the kernels multiply matrices in groups here in a model of this dtype."""
+    """Returns whether the kernels multiply matrices in groups in a model of this dtype."""
     # by name, because a wheel's build, which imports this module, has no torch
     return kernels_available() and str(dtype) in ("torch.float32", "torch.bfloat16")
 

@@ -29,17 +29,17 @@ from foretoken.core.checks import parse_size
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.folders import cache_folder
 from foretoken.core.native import build, cpu
-from foretoken.models.runners.native.image import DamagedImage, OpenImage, WeightImage, open_image
+from foretoken.models.runners.native.weight_image import DamagedImage, OpenImage, WeightImage, open_image
 
-BOUND = "FORETOKEN_WEIGHT_CACHE"  # bytes, such as "20GiB"; "0" keeps nothing
+BOUND = "FORETOKEN_WEIGHT_CACHE"  # bytes, such as "20GiB"; "0" disables the cache
 DEFAULT_BOUND = "32GiB"
-MIN_BYTES = 2**28  # smaller models are packed in well under a second
+MIN_BYTES = 2**28  # smaller models are packed in less than a second
 _SUFFIX = ".weights"
 _WRITER = "weight cache"  # name of threads that write
 _ABANDONED = 3600  # seconds after which an unfinished file is deleted
 _ENDS = 2**20  # bytes at each end of a checkpoint's files that are part of the key
 _CODE = Path(__file__).parents[2]  # foretoken/models
-_kept: list[Callable[[], None]] = []  # write what was packed
+_kept: list[Callable[[], None]] = []  # functions that write packed weights
 _log = logging.getLogger(__name__)
 
 
@@ -51,37 +51,37 @@ class FromFiles(Protocol):
 
 
 class WeightCache:
-    """The place on disk of one model's packed weights.
+    """The file of one model's packed weights.
 
     Args:
         files: the files of the checkpoint.
-        settings: whatever else the packed weights depend on, as JSON.
+        settings: other properties that the packed weights depend on, as JSON.
     """
 
     def __init__(self, files: tuple[Path, ...], settings: Mapping[str, Any]) -> None:
         level = cpu.chosen()
         processor = None if level is None else level.name
-        facts = [[_identity(file) for file in files], settings, _code(), processor, torch.__version__]
-        key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        identity = [[_identity(file) for file in files], settings, _code(), processor, torch.__version__]
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:32]
         self.path = cache_folder() / "weights" / f"{key}{_SUFFIX}"
 
     @staticmethod
     def of(weights: object, settings: Mapping[str, Any]) -> WeightCache | None:
-        """Returns the place for the tensors of a checkpoint; None if they are in no files, or in small ones."""
+        """Returns the cache for the tensors of a checkpoint; None if they are in no files, or in small ones."""
         files = weights.files if isinstance(weights, FromFiles) else ()
         if not bound() or sum(file.stat().st_size for file in files) < MIN_BYTES:
             return None
         return WeightCache(tuple(files), settings)
 
     def open(self) -> OpenImage | None:
-        """Returns the packed weights; None if they are not there. A damaged file is deleted."""
+        """Returns the packed weights; None without a file. A damaged file is deleted."""
         try:
             if hasattr(os, "geteuid") and self.path.stat().st_uid != os.geteuid():
                 return None
             image = open_image(self.path)
             os.utime(self.path)
         except DamagedImage as reason:
-            _log.warning("the packed weights in %s are damaged (%s) and are made again", self.path, reason)
+            _log.warning("the packed weights in %s are damaged (%s) and are packed again", self.path, reason)
             with suppress(OSError):
                 self.path.unlink()
             return None
@@ -90,11 +90,11 @@ class WeightCache:
         return image
 
     def keep(self, image: WeightImage, memory: object) -> None:
-        """Has packed weights written by ``write_kept``, or at exit, unless they are too large.
+        """Schedules packed weights for ``write_kept``, or for exit, unless they are too large.
 
         Args:
             image: the packed weights.
-            memory: owns their memory; if it is gone by then, nothing is written.
+            memory: owner of their memory; if it was freed by then, nothing is written.
         """
         limit = bound()
         if image.nbytes <= limit:
@@ -105,7 +105,7 @@ class WeightCache:
         if held is None:
             return
         try:
-            if sys.platform == "linux":  # which alone has priorities of threads: requests go first
+            if sys.platform == "linux":  # threads have priorities there: requests go first
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if shutil.disk_usage(folder).free < 2 * image.nbytes:
@@ -125,7 +125,7 @@ class WeightCache:
 
 
 def write_kept() -> None:
-    """Writes packed weights in threads of low priority. To be called when a model is ready and has been timed."""
+    """Writes packed weights in threads of low priority. Call it when a model is ready and has been timed."""
     while _kept:
         threading.Thread(target=_kept.pop(), name=_WRITER).start()
 
@@ -145,7 +145,7 @@ def wait() -> None:
 
 
 def bound() -> int:
-    """Returns the largest total of bytes that are kept. Raises InvalidRequest if the variable is no size."""
+    """Returns the maximum total size of the files. Raises InvalidRequest if the variable is no size."""
     text = os.environ.get(BOUND) or DEFAULT_BOUND
     size = parse_size(text)
     if size is None:
@@ -175,7 +175,7 @@ def _listed(folder: Path) -> list[tuple[Path, os.stat_result]]:
 
 
 def _identity(file: Path) -> list[Any]:
-    """Returns what tells whether a file is the same: path, size, time of change, and a hash of its ends."""
+    """Returns the identity of a file: path, size, time of change, and a hash of its ends."""
     real = file.resolve()
     status = real.stat()
     with real.open("rb") as content:

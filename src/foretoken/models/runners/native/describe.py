@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.config import Activation
+from foretoken.models.families.experts import Scoring
 from foretoken.models.families.family import HeadNorms
 from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import Layer, Mlp, RecurrentMixer
@@ -33,26 +34,29 @@ from foretoken.models.formats.weights import (
     SelfAttentionWeights,
 )
 from foretoken.models.runners.native.bindings import (
+    LANES,
     UNIT,
     AttentionSpec,
     CrossSpec,
+    ExpertsSpec,
     LatentSpec,
     LayerInputSpec,
     LayerInputsSpec,
     LayerSpec,
     Matrix,
+    MlpSpec,
     ModelSpec,
+    NormSpec,
     RecurrentSpec,
+    RouterSpec,
     StateSpec,
 )
-from foretoken.models.runners.native.describe_mlps import dense_mlp, expert_mlp
-from foretoken.models.runners.native.held import HeldWeights
-from foretoken.models.runners.native.memory import Arena
-from foretoken.models.runners.native.packing import KINDS
+from foretoken.models.runners.native.memory import Arena, padded
+from foretoken.models.runners.native.packing import KINDS, WeightPacker, halves
 
 _Spec = TypeVar("_Spec", bound=Structure)
 
-# As csrc/specs.hpp and csrc/activations.hpp number them.
+# Numbers of csrc/specs.hpp and csrc/activations.hpp.
 MIXERS: dict[RecurrentMixer | None, int] = {None: 0, "delta": 1, "convolution": 2, "mamba": 3}
 MLPS: dict[Mlp | None, int] = {"gated": 0, "ungated": 1, "experts": 2, None: 3}
 HEAD_NORMS: dict[HeadNorms, int] = {"before": 0, "after": 1, "all": 2}
@@ -74,7 +78,7 @@ class Description:
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype, arena: Arena, compress: bool) -> None:
         self._architecture, self._dtype, self._compress = architecture, dtype, compress
-        self._weights = HeldWeights(arena, compress)
+        self._weights = WeightPacker(arena, compress)
         self.product_bytes = 0
 
     @property
@@ -84,7 +88,7 @@ class Description:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of matrices and the embedding as they are held."""
+        """Bytes of packed matrices and the embedding."""
         return self._weights.nbytes
 
     def model(self, layers: Iterable[LayerWeights], ends: Ends, entry: Entry) -> ModelSpec:
@@ -115,7 +119,7 @@ class Description:
         positions: Tensor | None,
         embedding_norm: NormWeight | None,
     ) -> ModelSpec:
-        """Packs layers, one after the other, and what of ``Ends`` is no matrix."""
+        """Packs layers, one after the other, and positions and norms of ``Ends``."""
         a = self._architecture
         specs = (LayerSpec * a.layers)()
         numbered = map(self._layer, range(a.layers), layers)  # map frees a layer before it reads the next
@@ -309,3 +313,57 @@ def _wide(embedding: Tensor) -> Tensor:
     """Returns the embedding with rows padded for the kernels; the tensor itself if they need no padding."""
     missing = -embedding.shape[1] % UNIT
     return F.pad(embedding, (0, missing)) if missing else embedding
+
+
+SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}  # numbers of csrc/specs.hpp
+
+
+def dense_mlp(packer: WeightPacker, weights: DenseMlpWeights, gated: bool, inner: int) -> MlpSpec:
+    """Packs an MLP of ``inner`` neurons."""
+    up = halves(weights.up) if gated else weights.up
+    return MlpSpec(
+        up=packer.matrix(up, weights.up_bias, interleave=gated),
+        down=packer.matrix([weights.down], weights.down_bias),
+        inner=padded(inner, LANES),
+        gated=gated,
+    )
+
+
+def expert_mlp(packer: WeightPacker, weights: ExpertWeights) -> ExpertsSpec:
+    """Packs experts and their router."""
+    e = weights.experts
+    shared: dict[str, Matrix] = {}
+    if weights.shared_down is not None:
+        up = halves(weights.shared_up) if e.gated else weights.shared_up
+        shared["shared_up"] = packer.matrix(up, weights.shared_up_bias, interleave=e.gated)
+        shared["shared_down"] = packer.matrix([weights.shared_down], weights.shared_down_bias)
+    router = RouterSpec(
+        weights=packer.router(weights.router, weights.router_bias),
+        correction=packer.keep(weights.correction),
+        experts=e.count,
+        chosen=e.chosen,
+        scoring=SCORINGS[e.scoring],
+        normalized=e.normalized,
+        groups=e.groups,
+        chosen_groups=e.chosen_groups,
+        group_score=e.best_two,
+        scale=e.scale,
+        divisor_eps=e.divisor_eps,
+    )
+    before = packer.nbytes
+    stacks = {"up": packer.stack(weights.up), "down": packer.stack(weights.down)}
+    packer.inactive += (packer.nbytes - before) * (1 - e.chosen / e.count)
+    return ExpertsSpec(
+        router=router,
+        shared_gate=packer.keep(weights.shared_gate),
+        router_norm=NormSpec(packer.keep(weights.router_norm)),
+        expert_scales=packer.keep(weights.expert_scales),
+        gated=e.gated,
+        scaled_inputs=e.scaled_inputs,
+        inner=padded(e.intermediate, LANES),
+        shared_inner=padded(e.shared, LANES),
+        limit=e.clamp,
+        slope=e.slope,
+        **stacks,
+        **shared,
+    )

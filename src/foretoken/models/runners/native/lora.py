@@ -27,26 +27,25 @@ from foretoken.models.runners.native.bindings import (
     Matrix,
 )
 from foretoken.models.runners.native.build import packing_library
-from foretoken.models.runners.native.held import halves
 from foretoken.models.runners.native.memory import Arena, SmallMatrices
-from foretoken.models.runners.native.packing import pack
+from foretoken.models.runners.native.packing import halves, pack
 
 
 class PackedAdapter:
     """The matrices of one adapter in float32.
 
     Args:
-        architecture: the decoder's.
-        layers: what the adapter adds to each layer.
+        architecture: the decoder's architecture.
+        layers: the adapter's matrices by layer.
 
     Attributes:
-        address: of its ``LoraAdapter``.
+        address: address of its ``LoraAdapter``.
     """
 
     def __init__(self, architecture: Architecture, layers: Sequence[AdapterLayer]) -> None:
         self._memory = SmallMatrices(Arena(packing_library()))
         self._layers = (LoraLayer * len(layers))()
-        self._stacks: list[object] = []  # what the layers point to
+        self._stacks: list[object] = []  # memory that the layers point to
         self._adapter = LoraAdapter(layers=self._layers, layer_count=len(layers))
         for number, (layer, described) in enumerate(zip(layers, architecture.stack, strict=True)):
             self._layers[number] = self._layer(layer, described)
@@ -72,7 +71,7 @@ class PackedAdapter:
     def _pack(
         self, product: LowRank, interleave: bool, widths: LoraWidths, shared: dict[int, Matrix] | None = None
     ) -> LoraSpec:
-        """Packs both halves of a product. shared: packed matrices by the identity of tensors that several have."""
+        """Packs both halves of a product. shared: packed matrices by the identity of shared tensors."""
         shared = {} if shared is None else shared
         matrices = halves(product.up) if interleave else product.up
         up = self._parts(matrices, interleave, shared)
@@ -84,7 +83,7 @@ class PackedAdapter:
         return spec
 
     def _parts(self, matrices: Sequence[AnyMatrix], interleave: bool, shared: dict[int, Matrix]) -> list[LoraPart]:
-        """Packs each matrix [out, rank] by itself, without the zeros beside its own rank, if units do not overlap."""
+        """Packs each matrix [out, rank] separately, without the zeros outside its rank, if units do not overlap."""
         if len(matrices) > LORA_PARTS or any(matrix.shape[0] % UNIT for matrix in matrices):
             return [LoraPart(pack(self._memory, matrices, interleave=interleave).matrix, 0, 0, 1)]
         parts, block = [], 0
@@ -98,7 +97,7 @@ class PackedAdapter:
         """Packs a matrix from the tile with its first column that is not zero to its last one.
 
         Returns:
-            Number of the first column, and the matrix. With whole tiles no more is read of down x than is computed.
+            Index of the first column, and the matrix. With whole tiles only computed columns of down x are read.
         """
         columns = floats(matrix, torch.float32)
         used = np.flatnonzero(columns.numpy().any(axis=0)).tolist() or [0]
@@ -117,10 +116,10 @@ def _interleaved(kind: Product, layer: Layer) -> bool:
 
 
 def _widen(widths: LoraWidths, spec: LoraSpec) -> None:
-    """Makes room for the rows of a product."""
+    """Extends widths for the rows of a product."""
     widths.input = max(widths.input, spec.down.matrix.steps)
     widths.inner = max(widths.inner, spec.down.matrix.units * UNIT)
     blocks = UNIT // LANES
     for part in spec.up:
-        last = part.to + (part.matrix.units * blocks - 1) * part.step  # block of sixteen numbers
+        last = part.to + (part.matrix.units * blocks - 1) * part.step  # block of sixteen floats
         widths.added = max(widths.added, (last + 1) * LANES if part.matrix.units else 0)

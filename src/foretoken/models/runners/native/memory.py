@@ -33,12 +33,12 @@ class Arena:
 
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
-        """Address and size of everything that is allocated."""
+        """Address and size of each allocation."""
         return tuple(self._held)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated."""
+        """Allocated bytes."""
         return sum(size for _, size in self._held)
 
     def free(self, address: int) -> None:
@@ -54,13 +54,13 @@ class Arena:
 
 
 class SmallMatrices:
-    """Memory of many small matrices of an arena, in large pieces.
+    """Memory of many small matrices of an arena, in large blocks.
 
     Args:
-        arena: allocates the pieces.
+        arena: allocates the blocks.
 
     Attributes:
-        nbytes: bytes that were asked for.
+        nbytes: requested bytes.
     """
 
     def __init__(self, arena: Arena) -> None:

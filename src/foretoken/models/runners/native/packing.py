@@ -17,13 +17,14 @@ from foretoken.models.formats.experts import MatrixStack
 from foretoken.models.formats.grouped import Grouped, TwoLevels, joinable, strips
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
-from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix, UpperBytes
+from foretoken.models.formats.weights import NormWeight
+from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix, NormSpec, UpperBytes
 from foretoken.models.runners.native.build import Kind, ScaleKind, grouped_kind
 from foretoken.models.runners.native.memory import Arena, SmallMatrices, padded
 
 WORD = 4  # bytes
-PAIR_BYTES = 192  # of two steps of a unit in 12 bits
-MAX_RAW = 0.1  # share of pairs with a rare upper byte up to which a matrix is stored in 12 bits
+PAIR_BYTES = 192  # bytes of two steps of a unit in 12 bits
+MAX_RAW = 0.1  # maximum fraction of pairs with a rare upper byte of a matrix stored in 12 bits
 KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16, torch.int8: Kind.INT8}
 
 
@@ -70,12 +71,12 @@ def pack(
 
 
 def pack_stack(arena: Arena, stack: MatrixStack, compress: bool = False) -> Packed:
-    """Packs the matrices of all experts into one, an expert's behind each other.
+    """Packs the matrices of all experts into one, expert by expert.
 
     Args:
         arena: allocates the packed matrix.
         stack: the experts. Blocks of sixteen outputs alternate between the parts of one expert. They are read one after
-            the other, so that no more than one is held twice.
+            the other, so that at most one is in memory twice.
         compress: as in ``pack``.
 
     Raises:
@@ -106,14 +107,14 @@ def pack_stack(arena: Arena, stack: MatrixStack, compress: bool = False) -> Pack
 
 
 def _experts(stack: MatrixStack, first: tuple[AnyMatrix, ...]) -> Iterator[Sequence[AnyMatrix]]:
-    """Yields the parts of each expert, all in one layout. ``first``: those of the first one."""
+    """Yields the parts of each expert, all in one layout. ``first``: parts of the first one."""
     grouped = [part for part in first if isinstance(part, Grouped)]
     if not grouped or stack.quantized:
         yield first
         for expert in range(1, stack.count):
             yield stack.read(expert)
         return
-    every = [part for expert in range(stack.count) for part in stack.read(expert)]  # which read nothing yet
+    every = [part for expert in range(stack.count) for part in stack.read(expert)]  # nothing is read yet
     alike = joinable([part for part in every if isinstance(part, Grouped)])
     for at in range(0, len(alike), len(first)):
         yield alike[at : at + len(first)]
@@ -131,8 +132,8 @@ def _packed(
     Args:
         arena: allocates it.
         placed: the matrices, each with its first block of sixteen outputs and the step between its blocks.
-        outputs: outputs of the whole.
-        vectors: the numbers of each output by the name of the field of ``Matrix``; known when all are packed.
+        outputs: number of all outputs.
+        vectors: values by output, by the name of the field of ``Matrix``; complete when all are packed.
         compress: see ``pack``.
     """
     before = arena.nbytes
@@ -183,10 +184,10 @@ def _pack_words(
 
 
 def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
-    """Stores a packed bfloat16 matrix in 12 bits, if few of its numbers have a rare upper byte; see csrc/packed.hpp.
+    """Stores a packed bfloat16 matrix in 12 bits, if few of its elements have a rare upper byte; see csrc/packed.hpp.
 
     Returns:
-        What the matrix points to; empty if it stays as it is.
+        Objects that the matrix points to; empty if it is unchanged.
     """
     threads, units, pairs = torch.get_num_threads(), matrix.units, matrix.units * matrix.steps // 2
     table, counts = torch.zeros(units, 16, dtype=torch.uint8), torch.zeros(units, dtype=torch.int32)
@@ -239,7 +240,7 @@ def _pack_groups(
             assert isinstance(part, Grouped)
             work = [partial(pack_strip, part, a, b, start + a // LANES * step, step) for a, b in strips(part.shape)]
             for _ in threads.map(lambda pack: pack(), work):
-                pass  # raises what a strip raised
+                pass  # raises the exception of a strip
     return matrix
 
 
@@ -258,10 +259,77 @@ def _sums(values: Tensor) -> Tensor:
 
 
 def _by_output(vectors: Sequence[Tensor], outputs: int, interleave: bool) -> Tensor:
-    """Returns one number per output in the order of the packed blocks, with zeros as padding."""
+    """Returns one value per output in the order of the packed blocks, with zeros as padding."""
     whole = [F.pad(vector, (0, -len(vector) % LANES)) for vector in vectors]
     if interleave:
         joined = torch.stack([vector.view(-1, LANES) for vector in whole], dim=1).flatten()
     else:
         joined = torch.cat(whole)
     return F.pad(joined, (0, outputs - len(joined))).contiguous()
+
+
+class WeightPacker:
+    """Packs weights, and keeps objects that specifications point to.
+
+    Args:
+        arena: allocates packed matrices.
+        compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
+
+    Attributes:
+        held: tensors and structures that must outlive the specifications.
+        nbytes: bytes of packed matrices.
+        inactive: bytes of them that a pass over one row does not read.
+    """
+
+    def __init__(self, arena: Arena, compress: bool) -> None:
+        self._arena, self._compress = arena, compress
+        self.held: list[object] = []
+        self.nbytes, self.inactive = 0, 0.0
+
+    def matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
+        """Packs the matrices of one product; see ``pack``."""
+        return self._hold(pack(self._arena, _one_layout(parts), bias, interleave, self._compress))
+
+    def router(self, weights: Tensor, bias: Tensor | None) -> Matrix:
+        """Packs the matrix of a router, which is not compressed."""
+        return self._hold(pack(self._arena, [weights], bias))
+
+    def stack(self, matrices: MatrixStack) -> Matrix:
+        """Packs a stack of matrices."""
+        return self._hold(pack_stack(self._arena, matrices, self._compress))
+
+    def norm(self, norm: NormWeight | None) -> NormSpec:
+        """Keeps a norm. Returns its description, empty without one."""
+        return NormSpec() if norm is None else NormSpec(self.keep(norm.weight), self.keep(norm.bias))
+
+    def keep(self, tensor: Tensor | None) -> int | None:
+        """Keeps a tensor in ``held``. Returns its address."""
+        if tensor is None:
+            return None
+        tensor = tensor.contiguous()
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    def _hold(self, packed: Packed) -> Matrix:
+        self.nbytes += packed.nbytes
+        self.held.extend(packed.held)
+        return packed.matrix
+
+
+def _one_layout(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
+    """Returns the parts of a product in one layout, if they are grouped."""
+    grouped = [part for part in parts if isinstance(part, Grouped)]
+    return joinable(grouped) if grouped else parts
+
+
+def halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
+    """Returns gate and up as two matrices."""
+    if len(parts) == 2:
+        return parts
+    (matrix,) = parts
+    middle = matrix.shape[0] // 2
+    if isinstance(matrix, Grouped):
+        return [matrix.part(at, at + middle) for at in (0, middle)]
+    if isinstance(matrix, Int8):
+        return [Int8(matrix.values[at : at + middle], matrix.scales[at : at + middle]) for at in (0, middle)]
+    return list(matrix.split(middle))

@@ -11,9 +11,8 @@ from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.runners.native.bindings import UNIT, BatchSpec, DecoderFunctions, ModelSpec, Workspace
 from foretoken.models.runners.native.build import library, packing_library
-from foretoken.models.runners.native.held import HeldWeights
 from foretoken.models.runners.native.memory import Arena, padded
-from foretoken.models.runners.native.packing import KINDS
+from foretoken.models.runners.native.packing import KINDS, WeightPacker
 
 
 def multiplied(functions: DecoderFunctions, spec: ModelSpec, workspace: Workspace, threads: int, x: Tensor) -> Tensor:
@@ -37,7 +36,7 @@ class NativeProduct:
     Args:
         weight: [out, in].
         bias: [out]; None for none.
-        dtype: float32 or bfloat16, that of the result.
+        dtype: dtype of the result, float32 or bfloat16.
 
     Raises:
         KernelsUnavailable: the kernels do not support the processor, the dtype or the width.
@@ -47,7 +46,7 @@ class NativeProduct:
         out, width = weight.shape
         if dtype not in KINDS or width % UNIT:
             raise KernelsUnavailable(f"the kernels multiply multiples of {UNIT} numbers, not {width} of {dtype}")
-        self._weights = HeldWeights(Arena(packing_library()), False)
+        self._weights = WeightPacker(Arena(packing_library()), False)
         matrix = self._weights.matrix([weight], bias)
         self._spec = ModelSpec(hidden=width, vocab=out, head=matrix, logit_scale=1.0, mlp_factor=1.0, eps=1.0)
         self._functions = library({matrix.kind}, KINDS[dtype])

@@ -19,7 +19,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass, injecting
-from foretoken.models.runners.native.arrays import pass_arrays, replay_pointer
+from foretoken.models.runners.native.arrays import ChainArrays, pass_arrays, replay_pointer
 from foretoken.models.runners.native.bindings import (
     UNIT,
     BatchSpec,
@@ -30,15 +30,13 @@ from foretoken.models.runners.native.bindings import (
 )
 from foretoken.models.runners.native.build import Kind, library, packing_library
 from foretoken.models.runners.native.cache import WeightCache
-from foretoken.models.runners.native.chain_arrays import ChainArrays
 from foretoken.models.runners.native.describe import MLPS, Description
-from foretoken.models.runners.native.image import WeightImage
-from foretoken.models.runners.native.kv_cache import cache_kind, token_bytes
 from foretoken.models.runners.native.lora import PackedAdapter
 from foretoken.models.runners.native.memory import Arena, padded
 from foretoken.models.runners.native.positions import PositionTables
 from foretoken.models.runners.native.product import multiplied
-from foretoken.models.runners.native.support import check_supported
+from foretoken.models.runners.native.support import cache_kind, check_supported, token_bytes
+from foretoken.models.runners.native.weight_image import WeightImage
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
@@ -48,7 +46,8 @@ from foretoken.models.state.recurrent import StateShape
 class NativeRunner(DecoderOnly):
     """A runner on compiled CPU kernels.
 
-    Each element of a product, score or weighted value is summed in a fixed order, whatever shares the pass. So rows are
+    Each element of a product, score or weighted value is summed in a fixed order, independent of other rows. So rows
+    are
     bitwise equal by construction: across row counts, trees and batches, in every dtype.
 
     Args:
@@ -58,7 +57,7 @@ class NativeRunner(DecoderOnly):
         dtype: float32 or bfloat16.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
-        cache: where the packed weights are kept on disk; None for nowhere.
+        cache: disk cache of packed weights; None for none.
         kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.
 
     Raises:
@@ -67,8 +66,8 @@ class NativeRunner(DecoderOnly):
     """
 
     batch_invariant = chunk_invariant = True
-    joint_rows = 256  # any cut gives the same bits, so the last chunk of a prompt shares the pass of the first step
-    pass_rows = 512  # inputs of more rows leave the caches while each unit of weights is multiplied
+    joint_rows = 256  # chunk-invariant: the last chunk of a prompt shares the pass of the first step
+    pass_rows = 512  # more rows evict activations from L2 between units of weights
 
     def __init__(
         self,
@@ -116,10 +115,10 @@ class NativeRunner(DecoderOnly):
         self._cache_kind = cache_kind(architecture, dtype, kv_cache_dtype)
         self._arena = Arena(packing_library())
         self._held: list[object] = []  # tensors and structures that the specification points to
-        self.weight_bytes = self.product_bytes = 0  # of matrices and the embedding as they are held; 0: not known
+        self.weight_bytes = self.product_bytes = 0  # bytes of packed matrices and the embedding; 0 if unknown
 
     def _finish(self) -> None:
-        """Loads the kernels for the specification, and makes room for what changes."""
+        """Loads the kernels for the specification, and allocates caches and workspace."""
         self._positions = PositionTables(self._architecture, self._spec)
         self._head_alone = ModelSpec.from_buffer_copy(self._spec)  # for passes of features, without layers and norm
         self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, NormSpec(), 0
@@ -151,7 +150,7 @@ class NativeRunner(DecoderOnly):
 
     def pack_adapter(self, layers: Sequence[AdapterLayer]) -> PackedAdapter:
         try:
-            library({*self.kinds, Kind.FLOAT32}, self._cache_kind)  # compiled here, so that ``add_adapter`` is quick
+            library({*self.kinds, Kind.FLOAT32}, self._cache_kind)  # compiled now, so that ``add_adapter`` is quick
         except KernelsUnavailable as reason:
             raise InvalidRequest(f"LoRA adapters need the kernels of float32 matrices: {reason}") from reason
         return PackedAdapter(self._architecture, layers)
@@ -164,7 +163,7 @@ class NativeRunner(DecoderOnly):
         del self._adapters[name]
 
     def _multiply_floats(self) -> None:
-        """Loads the kernels of float32 matrices, which adapters are, unless they are loaded."""
+        """Loads the kernels of float32 matrices for adapters, unless they are loaded."""
         if Kind.FLOAT32 in self.kinds:
             return
         kinds = {*self.kinds, Kind.FLOAT32}
@@ -251,7 +250,7 @@ class NativeRunner(DecoderOnly):
         return chains.results(), None if state is None else tapped[state]
 
     def _tapped(self, plan: PassPlan, arrays: dict[str, array[int]], taps: Sequence[int]) -> dict[int, Tensor]:
-        """Returns the hidden states that a pass with ``arrays``, which refer to them from now on, will write."""
+        """Returns the hidden states that a pass will write. ``arrays`` refer to them from now on."""
         tapped = {layer: torch.empty(len(plan.tokens), self._architecture.hidden) for layer in taps}
         if tapped:
             arrays["tap_layers"] = array("i", tapped)
@@ -259,7 +258,7 @@ class NativeRunner(DecoderOnly):
         return tapped
 
     def _arrays(self, plan: PassPlan, further: Sequence[int] | None = None) -> dict[str, array[int]]:
-        """Returns the arrays of a pass, with room for its rows and for ``further`` ones of each sequence."""
+        """Returns the arrays of a pass; pages are reserved for its rows and ``further`` ones of each sequence."""
         further = further or [0] * len(plan.parts)
         self._positions.reserve(max(part.end + rows for part, rows in zip(plan.parts, further, strict=True)))
         arrays = pass_arrays(plan) | self._beside(plan) | self._page_lists(plan, further)
@@ -268,7 +267,7 @@ class NativeRunner(DecoderOnly):
         return arrays
 
     def _page_lists(self, plan: PassPlan, further: Sequence[int]) -> dict[str, array[int]]:
-        """Returns the arrays of ``page_lists``, with room for each sequence's new rows and ``further`` ones."""
+        """Returns the arrays of ``page_lists``; pages are reserved for new rows and ``further`` ones by sequence."""
         for part, rows in zip(plan.parts, further, strict=True):
             self._pages.reserve(part.slot, part.first, part.end + rows)
         return self.page_lists([part.slot for part in plan.parts])
@@ -279,7 +278,7 @@ class NativeRunner(DecoderOnly):
         return {"pages": array("Q", addresses), "page_counts": array("i", counts)}
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """Returns the numbers and the scales of a token in the cache before those that a layer reads."""
+        """Returns the offsets in the cache of the keys that a layer reads, in elements and in scales per token."""
         attention = self._spec.layers[layer].attention
         return attention.cache_at, attention.scales_at
 
@@ -290,7 +289,7 @@ class NativeRunner(DecoderOnly):
         return array("Q", [0 if name is None else self._adapters[name].address for name in names])
 
     def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
-        """Returns arrays of a pass beside those of ``pass_arrays``, or in place of them."""
+        """Returns arrays of a pass that extend or replace those of ``pass_arrays``."""
         return {}
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
@@ -316,7 +315,7 @@ class NativeRunner(DecoderOnly):
         return view
 
     def _view(self, architecture: Architecture) -> Self:
-        """Returns a runner on the same weights and slots, with a specification of its own."""
+        """Returns a runner on the same weights and slots, with a separate specification."""
         view = copy(self)
         view._architecture = architecture
         view._held = [self._held, self._spec]  # both specifications point to these
@@ -330,10 +329,10 @@ class NativeRunner(DecoderOnly):
         return multiplied(self._library, self._head_alone, self._workspace, self.threads, hidden)
 
     def floor(self, rows: int) -> float:
-        """Runs the matrix products of a pass without the rest of it.
+        """Runs only the matrix products of a pass.
 
         Returns:
-            Seconds: a lower bound for a pass over ``rows`` rows.
+            Their seconds: a lower bound for a pass over ``rows`` rows.
         """
         started = perf_counter()
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)

@@ -1,7 +1,7 @@
 """Compiles the kernels that a wheel holds: every library, for every instruction-set level of a platform.
 
-Hatch's build hook (build_kernels.py) calls it where nothing is installed: it imports nothing but Python and modules
-that do the same.
+Hatch's build hook (build_kernels.py) calls it without installed packages: it imports only Python and modules that do
+the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foretoken.core.native.cpu import LEVELS, Level
 from foretoken.core.native.toolchain import PLATFORMS, Toolchain, cross, own_tag
 from foretoken.models.runners.native.build import whole_libraries
 
-GLIBC = (2, 28)  # the newest that manylinux_2_28 may need
+GLIBC = (2, 28)  # the newest version that manylinux_2_28 allows
 _VERSION = re.compile(rb"GLIBC_(\d+)\.(\d+)")
 
 
@@ -25,10 +25,10 @@ def build_wheel_kernels(name: str, names: Sequence[str] = ()) -> tuple[str, dict
 
     Args:
         name: One of ``toolchain.PLATFORMS``, compiled by Zig, or "here": this machine, by its own compiler.
-        names: Instruction-set levels; all of the platform if there are none.
+        names: Instruction-set levels; empty for all of the platform.
 
     Returns:
-        The wheel's tag, and files by the names that they have in the wheel.
+        The wheel's tag, and files by their names in the wheel.
 
     Raises:
         ValueError: The platform or a level is not known.

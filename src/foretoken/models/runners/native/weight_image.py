@@ -1,8 +1,9 @@
-"""Packed weights as a file: all memory that a ``ModelSpec`` points to, with its pointers as places in the file.
+"""Packed weights as a file: all memory that a ``ModelSpec`` points to, with pointers as offsets in the file.
 
-A file has a head of one page, the blocks of memory, each aligned to a page, and a directory in JSON: where the blocks
-lie, their checksums, and which words of them point where. The head holds the place and the SHA-256 of the directory. It
-works for any structure whose pointers are declared in ``bindings.py``.
+A file has a head of one page, the blocks of memory, each aligned to a page, and a directory in JSON: positions and
+checksums of the blocks, and the targets of their pointers. The head holds the position and the SHA-256 of the
+directory.
+It works for any structure whose pointers are declared in ``bindings.py``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ ALIGNMENT = 4096
 _MAGIC = b"FTWEIGH2"
 _HEAD = struct.Struct("<8sQQ32s")  # magic, offset and size of the directory, its SHA-256
 _WORD = struct.Struct("<Q")
-_AT_ONCE = 2**23  # bytes that are read or written at once
+_AT_ONCE = 2**23  # bytes read or written at once
 
 
 class DamagedImage(Exception):
-    """A file of packed weights is truncated, damaged, or none. The message says why."""
+    """A file is no file of packed weights, truncated or damaged. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +66,26 @@ class _Memory:
         index = bisect_right(self._starts, address) - 1
         if index >= 0 and address < self._blocks[index].address + self._blocks[index].size:
             return self._blocks[index]
-        raise LookupError(f"nothing is known at {address:#x}")
+        raise LookupError(f"no block at {address:#x}")
 
 
 class WeightImage:
-    """The memory of a model, to be written to a file.
+    """The memory of a model, for writing to a file.
 
     Args:
-        spec: the specification of the model; only pointers to memory that stays as it is may be set.
+        spec: the specification of the model; only pointers to memory that does not change may be set.
         allocated: address and size of each allocation that it points to, directly or not.
         held: tensors and structures that it points to.
     """
 
     def __init__(self, spec: ModelSpec, allocated: Iterable[tuple[int, int]], held: Iterable[object]) -> None:
         self._held = tuple(held), spec
-        spec = self._spec = ModelSpec.from_buffer_copy(spec)  # which the runner goes on to change
+        spec = self._spec = ModelSpec.from_buffer_copy(spec)  # the runner changes the original
         blocks = _Memory(spec, allocated, self._held[0])
         root = blocks.at(ctypes.addressof(spec))
         self._blocks, self._pointers = [root], []
         numbers = {root.address: 0}
-        for block in self._blocks:  # grows while it is walked
+        for block in self._blocks:  # grows during the iteration
             for place in _pointers(block):
                 target = blocks.at(value := _WORD.unpack(ctypes.string_at(place, 8))[0])
                 if target.address not in numbers:
@@ -97,7 +98,7 @@ class WeightImage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file, about."""
+        """Approximate bytes of the file."""
         return sum(-(-block.size // ALIGNMENT) * ALIGNMENT for block in self._blocks) + ALIGNMENT
 
     def write(self, file: BinaryIO, threads: int = 1) -> None:
@@ -124,7 +125,7 @@ class OpenImage:
 
     Attributes:
         spec: the specification; it points into ``memory``.
-        memory: what must outlive it.
+        memory: memory that must outlive it.
     """
 
     spec: ModelSpec
@@ -136,7 +137,7 @@ def open_image(path: Path) -> OpenImage:
 
     Raises:
         OSError: it cannot be read.
-        DamagedImage: it is not as it was written.
+        DamagedImage: it differs from the written file.
     """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -165,9 +166,9 @@ def open_image(path: Path) -> OpenImage:
 
 
 def _read_ahead(file: BinaryIO, size: int) -> None:
-    """Reads a file to the end, so that the system keeps it in large pages; page faults would read small ones.
+    """Reads a file to the end, so that the system caches it in large pages; page faults would read small ones.
 
-    What is in the page cache already is not read again.
+    Cached parts are not read again.
     """
     for at in range(0, size, _AT_ONCE):
         if not all(_in_memory(file, place) for place in (at, min(at + _AT_ONCE, size) - 1)):
@@ -176,7 +177,7 @@ def _read_ahead(file: BinaryIO, size: int) -> None:
 
 
 def _in_memory(file: BinaryIO, at: int) -> bool:
-    """Returns whether the page cache holds a byte of a file; False where the system does not say."""
+    """Returns whether the page cache holds a byte of a file; False if that is unknown."""
     try:
         return os.preadv(file.fileno(), [bytearray(1)], at, os.RWF_NOWAIT) == 1
     except (AttributeError, OSError):
@@ -188,7 +189,7 @@ def _directory(mapped: mmap.mmap) -> tuple[Sequence[tuple[int, int, str]], Seque
     magic, at, length, digest = _HEAD.unpack_from(mapped)
     text = mapped[at : at + length]
     if magic != _MAGIC or at + length != len(mapped) or hashlib.sha256(text).digest() != digest:
-        raise DamagedImage("its directory is not what was written")
+        raise DamagedImage("its directory differs from the written one")
     content = json.loads(text)
     return content["blocks"], content["pointers"]
 

@@ -1,4 +1,4 @@
-"""Layers that have queries alone, on compiled kernels: they read the keys and values of another model's cache."""
+"""Layers with queries alone, on compiled kernels: they read the keys and values of another model's cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
 
 
-class BorrowingRunner(NativeRunner):
-    """A runner whose rows see the first rows of a slot of another runner, and nothing else.
+class QueryOnlyRunner(NativeRunner):
+    """A runner whose rows see only the first rows of a slot of another runner.
 
-    The rows of a plan's part see the ``first`` rows of its slot, whatever their number; they write nothing.
+    All rows of a plan's part see the ``first`` rows of its slot; they write nothing.
 
     Args:
-        architecture: of the layers, each of which has a ``source``.
+        architecture: architecture of the layers, each with a ``source``.
         layers: their weights.
         ends: embedding, last norm and vocabulary head.
-        dtype: dtype of the computation, which is that of ``lender``.
-        lender: the runner of the model whose cache is read.
-        lenders: the layer of that model whose keys and values each layer reads; their sizes are equal.
+        dtype: dtype of the computation, equal to that of ``target``.
+        target: the runner of the model whose cache is read.
+        sources: for each layer the target's layer whose keys and values it reads; their sizes are equal.
 
     Raises:
         KernelsUnavailable: the kernels do not support the model.
@@ -36,24 +36,24 @@ class BorrowingRunner(NativeRunner):
         layers: Iterable[LayerWeights],
         ends: Ends,
         dtype: torch.dtype,
-        lender: NativeRunner,
-        lenders: Sequence[int],
+        target: NativeRunner,
+        sources: Sequence[int],
     ) -> None:
-        self._lender = lender
+        self._target = target
         super().__init__(architecture, layers, ends, dtype, Entry())
         self.computes_chains = False  # its rows do not see each other
-        for number, layer in enumerate(lenders):
-            own = self._spec.layers[number].attention
-            own.cache_at, own.scales_at = lender.place_of(layer)
+        for number, layer in enumerate(sources):
+            attention = self._spec.layers[number].attention
+            attention.cache_at, attention.scales_at = target.place_of(layer)
 
     def _begin(
         self, architecture: Architecture, dtype: torch.dtype, entry: Entry | None, kv_cache_dtype: str = "auto"
     ) -> None:
         super()._begin(architecture, dtype, entry, kv_cache_dtype)
-        self._cache_kind = self._lender._cache_kind
+        self._cache_kind = self._target._cache_kind
 
     def _page_lists(self, plan: PassPlan, further: Sequence[int]) -> dict[str, array[int]]:
-        return self._lender.page_lists([part.slot for part in plan.parts])
+        return self._target.page_lists([part.slot for part in plan.parts])
 
     def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
         return {"prefix": array("i", [part.first for part in plan.parts for _ in range(part.count)])}
