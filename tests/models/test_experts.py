@@ -37,7 +37,7 @@ from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
 
-from .plain import one_by_one
+from .plain import check_chains, check_prefix_cache_hits, check_tree, one_by_one
 from .test_native import needs_kernels
 from .tiny import ARCHITECTURES
 from .trees import repeating
@@ -78,50 +78,19 @@ def test_a_row_does_not_depend_on_what_else_was_routed(family: str, kind: str, c
     """Chains of up to 33 rows, alone and beside eight other texts, have the bits of plain decoding."""
     model = loaded(checkpoints[family], kind)
     assert isinstance(model.runner, NativeRunner) == (model.device == CPU) and model.batch_invariant
-    prompt, continuation = text(20, 1), text(33, 2)
-    expected = one_by_one(model, prompt, continuation)
-    others = [model.open(text(length, length)) for length in (1, 3, 7, 12, 15, 21, 30, 64)]
-    for depth in (1, 2, 4, 7, 13, 32):
-        for beside in ([], others):
-            handle = model.open(prompt)
-            drafts = [Draft.chain(text(i, i)) if i else Draft.empty() for i in range(len(beside))]
-            scores = model.score([*beside, handle], [*drafts, Draft.chain(continuation[:depth])])[-1].logits
-            model.commit(beside, [()] * len(beside))
-            model.close(handle)
-            for row in range(depth + 1):
-                assert torch.equal(scores[row], expected[row]), (depth, len(beside), row)
+    check_chains(model, text(20, 1), text(33, 2), (1, 2, 4, 7, 13, 32), (1, 3, 7, 12, 15, 21, 30, 64))
 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_nodes_of_trees_have_the_bits_of_chains(kind: str, checkpoints: dict[str, Path]) -> None:
-    model, prompt = loaded(checkpoints["qwen3-moe"], kind), text(9, 3)
-    draft = repeating((-1, 0, -1, 2, 1, 3))
-    handle = model.open(prompt)
-    scores = model.score([handle], [draft])[0].logits
-    for node in range(len(draft)):
-        path = [int(draft.ids[i]) for i in draft.path(node)]
-        other = model.open([*prompt, *path])
-        assert torch.equal(model.score([other], [Draft.empty()])[0].logits[0], scores[node + 1]), node
-        model.close(other)
+    check_tree(loaded(checkpoints["qwen3-moe"], kind), text(9, 3), repeating((-1, 0, -1, 2, 1, 3)), leaf=5)
 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("float32", "packed")])
 def test_prefix_cache_hits_and_prefill_give_the_same_bits(kind: str, checkpoints: dict[str, Path]) -> None:
-    model, prompt = loaded(checkpoints["qwen2-moe"], kind), text(300, 4)
-    first = model.open(prompt)
-    expected = model.score([first], [Draft.empty()])[0].logits
-    model.commit([first], [()])
-    model.close(first)
-    assert model.enable_prefix_cache(2**24)
-    for _ in range(2):
-        handle = model.open(prompt)
-        assert torch.equal(model.score([handle], [Draft.empty()])[0].logits, expected)
-        model.commit([handle], [()])
-        found = handle.cached
-        model.close(handle)
-    assert found
+    check_prefix_cache_hits(loaded(checkpoints["qwen2-moe"], kind), text(300, 4))
 
 
 PROPOSERS: Mapping[str, Any] = {

@@ -18,7 +18,7 @@ from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.loading import load_model
 
 from .dense import saved
-from .plain import one_by_one, text
+from .plain import check_tree, one_by_one, text
 from .test_native import instructions, needs_kernels  # noqa: F401
 from .tiny import ARCHITECTURES
 from .trees import repeating
@@ -92,18 +92,8 @@ def test_every_instruction_set_rounds_equally(
 @pytest.mark.parametrize("length", [9, 61, 64, 79])
 def test_nodes_of_trees_have_the_bits_of_chains(device: str, length: int, folder: Path) -> None:
     """Branches begin and cross at every place of a page and of a word of four keys, and accepted ones move."""
-    model, prompt = opened(folder, "int8", device=device), text(length, 3)
     draft = repeating((-1, 0, -1, 2, 1, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18))
-    handle = model.open(prompt)
-    scores = model.score([handle], [draft])[0].logits
-    for node in range(len(draft)):
-        other = model.open([*prompt, *(draft.ids[i] for i in draft.path(node))])
-        assert torch.equal(model.score([other], [Draft.empty()])[0].logits[0], scores[node + 1]), node
-        model.close(other)
-    path = [draft.ids[i] for i in draft.path(19)]
-    model.commit([handle], [[*path, 7]])
-    again = model.score([handle], [Draft.empty()])[0].logits[0]
-    assert torch.equal(again, one_by_one(model, [*prompt, *path, 7], [3])[0])
+    check_tree(opened(folder, "int8", device=device), text(length, 3), draft, leaf=19)
 
 
 @on_devices

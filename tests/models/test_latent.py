@@ -15,7 +15,7 @@ from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.torch_runner import TorchRunner
 
-from .plain import one_by_one
+from .plain import check_chains, check_prefix_cache_hits, check_tree, one_by_one
 from .test_native import needs_kernels
 from .tiny import ARCHITECTURES, LATENT
 from .trees import repeating
@@ -51,21 +51,12 @@ def test_rows_do_not_depend_on_what_shares_their_pass(kind: str, checkpoint: Pat
     model = loaded(checkpoint, kind)
     assert isinstance(model.runner, NativeRunner) == (model.device == CPU) and model.batch_invariant
     prompt, continuation = text(150, 1), text(20, 2)
-    expected = one_by_one(model, prompt, continuation)
-    others = [model.open(text(length, length)) for length in (1, 15, 63, 64, 200)]
-    for depth in (1, 3, 19):
-        for beside in ([], others):
-            handle = model.open(prompt)
-            drafts = [Draft.chain(text(i, i)) if i else Draft.empty() for i in range(len(beside))]
-            scores = model.score([*beside, handle], [*drafts, Draft.chain(continuation[:depth])])[-1].logits
-            model.commit(beside, [()] * len(beside))
-            model.close(handle)
-            for row in range(depth + 1):
-                assert torch.equal(scores[row], expected[row]), (depth, len(beside), row)
+    check_chains(model, prompt, continuation, (1, 3, 19), (1, 15, 63, 64, 200))
     parts = model.open(prompt[:70])
     model.score([parts], [Draft.empty()])
     model.commit([parts], [prompt[70:]])
-    assert torch.equal(model.score([parts], [Draft.empty()])[0].logits[0], expected[0])
+    expected = one_by_one(model, prompt, continuation[:1])[0]
+    assert torch.equal(model.score([parts], [Draft.empty()])[0].logits[0], expected)
 
 
 @needs_kernels
@@ -73,37 +64,14 @@ def test_rows_do_not_depend_on_what_shares_their_pass(kind: str, checkpoint: Pat
 @pytest.mark.parametrize("length", [9, 61, 64, 79])
 def test_nodes_of_trees_have_the_bits_of_chains(kind: str, length: int, checkpoint: Path) -> None:
     """Branches begin and cross at every place of a block of sixteen keys, and accepted ones move."""
-    model, prompt = loaded(checkpoint, kind), text(length, 3)
     draft = repeating((-1, 0, -1, 2, 1, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18))
-    handle = model.open(prompt)
-    scores = model.score([handle], [draft])[0].logits
-    for node in range(len(draft)):
-        other = model.open([*prompt, *(draft.ids[i] for i in draft.path(node))])
-        assert torch.equal(model.score([other], [Draft.empty()])[0].logits[0], scores[node + 1]), node
-        model.close(other)
-    path = [draft.ids[i] for i in draft.path(19)]
-    model.commit([handle], [[*path, 7]])
-    again = model.score([handle], [Draft.empty()])[0].logits[0]
-    assert torch.equal(again, one_by_one(model, [*prompt, *path, 7], [3])[0])
+    check_tree(loaded(checkpoint, kind), text(length, 3), draft, leaf=19)
 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", *ON_CUDA])
 def test_prefix_cache_hits_give_the_same_bits(kind: str, checkpoint: Path) -> None:
-    model, prompt = loaded(checkpoint, kind), text(300, 4)
-    first = model.open(prompt)
-    expected = model.score([first], [Draft.empty()])[0].logits
-    model.commit([first], [()])
-    model.close(first)
-    assert model.enable_prefix_cache(2**24)
-    for _ in range(2):
-        handle = model.open(prompt)
-        assert torch.equal(model.score([handle], [Draft.empty()])[0].logits, expected)
-        model.commit([handle], [()])
-        found = handle.cached
-        model.close(handle)
-    assert found
-    model.check()
+    check_prefix_cache_hits(loaded(checkpoint, kind), text(300, 4))
 
 
 @needs_kernels

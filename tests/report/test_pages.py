@@ -15,7 +15,7 @@ from foretoken.report.document import document
 
 from . import made_up
 from .made_up import HOSTILE
-from .reading import read, words
+from .parsed import read, words
 
 
 def test_hostile_titles_and_settings_are_escaped():

@@ -15,7 +15,7 @@ from foretoken.report.tokens import page, visible
 from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Tracer
 
 from .made_up import HOSTILE, SETTING, Letters, pieces
-from .reading import read, words
+from .parsed import read, words
 
 
 def traced(tokenizer: Letters, **options):
