@@ -267,3 +267,36 @@ def test_any_history_keeps_bookkeeping_and_contents_consistent(seed: int) -> Non
     history = History(seed)
     for _ in range(60):
         history.step()
+
+
+def test_rows_beyond_the_window_are_discarded() -> None:
+    discarded: list[int] = []
+    pages = Pages(Memory().allocate, BYTES, window=100, discard=discarded.append)
+    slot, _ = pages.acquire()
+    pages.reserve(slot, 0, 6 * PAGE)
+    held = list(pages.held(slot))
+    pages.discard_before(slot, PAGE + 98)
+    assert not discarded, "row 162 sees row 63"
+    pages.discard_before(slot, PAGE + 99)
+    assert discarded == held[:1]
+    pages.discard_before(slot, 5 * PAGE)
+    assert discarded == held[:3]
+    assert pages.resume(slot, 3 * PAGE + 99) == 3 * PAGE + 99
+    assert pages.resume(slot, 3 * PAGE + 98) == 0, "it would see a row that is gone"
+    pages.reserve(slot, 0, PAGE)  # all rows are computed again
+    assert pages.resume(slot, PAGE) == PAGE
+
+
+def test_pages_that_later_prompts_may_reuse_are_kept() -> None:
+    discarded: list[int] = []
+    pages = Pages(Memory().allocate, BYTES, window=100, discard=discarded.append)
+    early, _ = pages.acquire()
+    pages.reserve(early, 0, 6 * PAGE)
+    pages.discard_before(early, 5 * PAGE)
+    pages.enable_prefix_cache(100 * BYTES)
+    pages.publish(early, text(1, 2, 3), 3 * PAGE)
+    assert pages.acquire(text(1, 2, 3, 4))[1] == 0, "a page without some layers was reused"
+    late, _ = pages.acquire()
+    pages.reserve(late, 0, 6 * PAGE)
+    pages.discard_before(late, 5 * PAGE)
+    assert len(discarded) == 3, "a page that may be reused was discarded"

@@ -280,6 +280,26 @@ def test_soft_caps_and_windows(kind: str) -> None:
     assert all(torch.equal(got[row], expected[row]) for row in range(9))
 
 
+def test_rows_do_not_depend_on_memory_beyond_windows(kind: str) -> None:
+    """Without a prefix cache, the first layer's keys and values beyond its window are given back."""
+    logits = []
+    for keeps in (False, True):
+        model = decoder(kind, model_type="gemma2", query_pre_attn_scalar=32, sliding_window=50)
+        if keeps:
+            model.enable_prefix_cache(2**24)
+        handle, rows = model.open(tokens(300)), []
+        for length in (300, 400, 180):  # the last one is truncated to where rows see what is gone
+            if length < len(handle.tokens):
+                handle.truncate(length)
+            else:
+                model.commit([handle], [tokens(length - len(handle.tokens), seed=length)])
+            for token in tokens(4, seed=1):
+                rows.append(model.score([handle], [Draft.chain(tokens(3, seed=2))])[0].logits)
+                model.commit([handle], [[token]])
+        logits.append(torch.cat(rows))
+    assert torch.equal(*logits)
+
+
 def overflowing(kind: str) -> tuple[Decoder, int]:
     """A model whose values are not finite at one token, and that token."""
     odd, made = 7, Decoder.__init__

@@ -49,12 +49,14 @@ class Slot:
         addresses: their memory, as the kernels read it.
         known: number of leading pages that sequences with the same ``scope`` may share.
         scope: see ``Pages.acquire``.
+        discarded: number of leading pages that no longer hold all layers.
     """
 
     pages: list[Page] = field(default_factory=list)
     addresses: array[int] = field(default_factory=lambda: array("Q"))
     known: int = 0
     scope: Hashable = None
+    discarded: int = 0
 
 
 class Pages:
@@ -64,6 +66,8 @@ class Pages:
         allocate: returns the address of as many zeroed bytes as it is called with.
         page_bytes: size of a page.
         copy: copies as many bytes to an address as it is called with, from another address.
+        window: longest attention window of the layers that have one.
+        discard: returns the memory of those layers in the page at an address to the system; None to keep it.
     """
 
     def __init__(
@@ -71,8 +75,11 @@ class Pages:
         allocate: Callable[[int], int],
         page_bytes: int,
         copy: Callable[[int, int, int], object] = ctypes.memmove,
+        window: int = 0,
+        discard: Callable[[int], object] | None = None,
     ) -> None:
         self._allocate, self._copy, self.page_bytes = allocate, copy, page_bytes
+        self._window, self._discard = window, discard
         self.limit: int | None = None
         self._slots: list[Slot] = []
         self._free_slots: list[int] = []
@@ -122,9 +129,9 @@ class Pages:
 
     def publish(self, number: int, tokens: Sequence[int], rows: int) -> None:
         """Makes full pages shareable: the slot's first ``rows`` rows hold the first of ``tokens`` and are final."""
-        if self.limit is None:
-            return
         slot = self._slots[number]
+        if self.limit is None or slot.discarded:
+            return
         while (slot.known + 1) * PAGE <= rows:
             at = slot.known
             before = slot.pages[at - 1].serial if at else slot.scope
@@ -142,7 +149,7 @@ class Pages:
 
     def resume(self, number: int, rows: int) -> int:
         """Returns how many of a slot's first ``rows`` rows the next pass can follow; it computes the others again."""
-        return rows
+        return rows if self._slots[number].discarded * PAGE <= max(0, rows + 1 - self._window) else 0
 
     def accept(self, number: int, destination: int, sources: Sequence[int]) -> None:
         """Records that rows ``sources`` (ascending), a draft's accepted path, become those from ``destination`` on."""
@@ -166,7 +173,15 @@ class Pages:
         slot.known = min(slot.known, first // PAGE)
         while len(slot.pages) * PAGE < rows:
             self._append(slot, Page(self._address(), next(self._serials)))
+        slot.discarded = min(slot.discarded, first // PAGE)
         return slot.addresses.buffer_info()[0]
+
+    def discard_before(self, number: int, row: int) -> None:
+        """Discards what rows from ``row`` on do not see, unless later prompts may reuse pages."""
+        slot = self._slots[number]
+        while self._discard and self.limit is None and (slot.discarded + 1) * PAGE <= row + 1 - self._window:
+            self._discard(slot.pages[slot.discarded].address)
+            slot.discarded += 1
 
     def addresses(self, number: int) -> int:
         """Returns the address of the slot's array of pages."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import sys
 import weakref
 
 from foretoken.models.runners.native.bindings import PackingFunctions
@@ -76,6 +78,13 @@ class SmallMatrices:
         address = self._at
         self._at, self._left, self.nbytes = self._at + size, self._left - size, self.nbytes + size
         return address
+
+
+def discard(address: int, size: int) -> None:
+    """Returns the memory in a range of an arena to the system, which zeroes it. Keeps it where that cannot be done."""
+    start, end = padded(address, mmap.PAGESIZE), (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux" and start < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _free(library: PackingFunctions, held: list[tuple[int, int]]) -> None:

@@ -35,7 +35,7 @@ from foretoken.models.runners.native.lora import PackedAdapter
 from foretoken.models.runners.native.memory import Arena, padded
 from foretoken.models.runners.native.positions import PositionTables
 from foretoken.models.runners.native.product import multiplied
-from foretoken.models.runners.native.support import cache_kind, check_supported, token_bytes
+from foretoken.models.runners.native.support import cache_kind, check_supported, new_pages, token_bytes
 from foretoken.models.runners.native.weight_image import WeightImage
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.hybrid import HybridState
@@ -194,10 +194,10 @@ class NativeRunner(DecoderOnly):
         return None if r is None else StateShape.of(r, a.recurrent_layers)
 
     def _new_pages(self) -> Pages:
-        page, shape = PAGE * self.kv_bytes_per_token, self._state_shape()
+        token, shape = self.kv_bytes_per_token, self._state_shape()
         if shape is None or not shape.layers:
-            return Pages(self._arena.allocate, page)
-        return HybridState(self._arena, max(page, PAGE), shape)
+            return new_pages(self._arena.allocate, token, self._spec, self._cache_kind)
+        return HybridState(self._arena, PAGE * max(token, 1), shape)
 
     def resume(self, slot: int, rows: int) -> int:
         return self._pages.resume(slot, rows)
@@ -270,6 +270,7 @@ class NativeRunner(DecoderOnly):
         """Returns the arrays of ``page_lists``; pages are reserved for new rows and ``further`` ones by sequence."""
         for part, rows in zip(plan.parts, further, strict=True):
             self._pages.reserve(part.slot, part.first, part.end + rows)
+            self._pages.discard_before(part.slot, min(part.first, part.nodes_at))  # a draft's rows may be rejected
         return self.page_lists([part.slot for part in plan.parts])
 
     def page_lists(self, slots: Sequence[int]) -> dict[str, array[int]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.latent import LatentAttention
-from foretoken.models.runners.native.bindings import LANES, MAX_HEAD, MAX_LATENT, UNIT
+from foretoken.models.runners.native.bindings import LANES, MAX_HEAD, MAX_LATENT, UNIT, ModelSpec
 from foretoken.models.runners.native.build import Kind
+from foretoken.models.runners.native.memory import discard
 from foretoken.models.runners.native.packing import KINDS
+from foretoken.models.state.pages import PAGE, Pages
 
 
 def check_supported(architecture: Architecture, dtype: torch.dtype, features: bool) -> None:
@@ -94,3 +98,31 @@ def token_bytes(architecture: Architecture, kind: Kind) -> int:
     if kind == Kind.INT8:
         return architecture.kv_numbers + architecture.kv_scales * SCALE
     return architecture.kv_numbers * (4 if kind == Kind.FLOAT32 else 2)
+
+
+def new_pages(allocate: Callable[[int], int], token: int, spec: ModelSpec, kind: Kind) -> Pages:
+    """Returns the pages of a model's KV cache, which discard keys and values beyond the windows of layers.
+
+    Args:
+        allocate: see ``Pages``.
+        token: bytes of one token in all layers.
+        spec: the model.
+        kind: type of keys and values.
+    """
+    itemsize, scale = {Kind.FLOAT32: (4, 0), Kind.BFLOAT16: (2, 0), Kind.INT8: (1, SCALE)}[kind]
+    windows: dict[tuple[int, int], int] = {}  # by start and size of a layer in a page; 0: some layer reads all of it
+    for layer in spec.layers[: spec.layer_count]:
+        a = layer.attention
+        if layer.attends and not spec.latent.rank:
+            start, size = a.cache_at * itemsize + a.scales_at * scale, 2 * a.kv_heads * (a.head_dim * itemsize + scale)
+            place, window = (PAGE * start, PAGE * size), abs(a.window)
+            windows[place] = max(window, windows.get(place, window)) if window and windows.get(place, window) else 0
+    bounded = [place for place, window in windows.items() if window]
+
+    def discard_bounded(page: int) -> None:
+        for start, size in bounded:
+            discard(page + start, size)
+
+    return Pages(
+        allocate, PAGE * token, window=max(windows.values(), default=0), discard=discard_bounded if bounded else None
+    )
