@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.core.native import build, pool
+from foretoken.core.native import build, status
 from foretoken.core.native.status import Status
 
 CASES = Path(__file__).parent / "pool_cases.cpp"
@@ -18,7 +18,7 @@ CASES = Path(__file__).parent / "pool_cases.cpp"
 @pytest.fixture(scope="module")
 def cases() -> ctypes.CDLL:
     try:
-        library = pool.load(build.compiled(CASES, (), build.ANY))
+        library = status.load(build.compiled(CASES, (), build.ANY))
     except build.KernelsUnavailable as why:
         pytest.skip(str(why))
     library.sums.restype = ctypes.c_int64
@@ -85,7 +85,7 @@ def test_a_forked_process_has_a_pool_of_its_own(cases):
     assert cases.sums(3, 5, 50, 1, 0) == 0
     child = os.fork()
     if child == 0:
-        os._exit(0 if cases.sums(3, 5, 50, 1, 0) == 0 and pool.library().foretoken_pool_workers() == 2 else 1)
+        os._exit(0 if cases.sums(3, 5, 50, 1, 0) == 0 and status.library().foretoken_pool_workers() == 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert cases.sums(3, 5, 50, 1, 0) == 0
 

@@ -17,9 +17,8 @@ from foretoken.core.draft import Draft
 from foretoken.models.families.layers import RecurrentMixer
 from foretoken.models.formats.quantize import Int8, quantize_rows
 from foretoken.models.runners.linear import FIXED_ROWS, by_fixed_rows
-from foretoken.models.runners.triton_kernels import attention, recurrent, steps
+from foretoken.models.runners.triton_kernels import attention, has_kernels, recurrent, steps
 from foretoken.models.runners.triton_kernels.attention import attend_rows, store
-from foretoken.models.runners.triton_kernels.available import has_kernels
 from foretoken.models.runners.triton_kernels.experts import ExpertStack, Routes, combine
 from foretoken.models.runners.triton_kernels.rows import STRETCH, UNIT, LayerPages, PassRows
 from foretoken.models.runners.triton_kernels.rowwise import int8_linear, rms_norm, rotate_heads, silu_mul

@@ -13,8 +13,7 @@ import torch
 
 from foretoken.core.draft import Draft
 from foretoken.core.native.build import KernelsUnavailable, linked, require
-from foretoken.core.native.pool import load
-from foretoken.core.native.status import KernelArgumentError, check_layout
+from foretoken.core.native.status import KernelArgumentError, check_layout, load
 from foretoken.models.base import Handle
 from foretoken.models.chains import ChainRequest
 from foretoken.models.decoder import Decoder

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.models.runners.triton_kernels.available import recurrent_kernels
+from foretoken.models.runners.triton_kernels import recurrent_kernels
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.models.families.config import LANGUAGE_MODELS
 from foretoken.models.families.family import supported
-from foretoken.models.families.multimodal import LANGUAGE_MODELS
 from foretoken.models.families.table import FAMILIES
 from foretoken.models.hf.model import HFModel
 

@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from foretoken.core.draft import Draft
 from foretoken.models.decoder import Decoder
-from foretoken.models.families.multimodal import LANGUAGE_MODELS, text_part
+from foretoken.models.families.config import LANGUAGE_MODELS, text_part
 from foretoken.models.hf.tiny_random import tiny_of
 from foretoken.models.loading import load_model, report_language_model_alone
 

@@ -15,7 +15,7 @@ from foretoken.bench.race import Entrant
 from foretoken.bench.setting import cores
 from foretoken.control.config import GoodputConfig, parse
 from foretoken.core.errors import ForetokenError
-from foretoken.models.formats.gguf.names import is_gguf
+from foretoken.models.formats.gguf import is_gguf
 from foretoken.speculation import AUTO, SpeculativeConfig
 
 

@@ -147,7 +147,7 @@ def _race(
 def _quantization(target: Path, name: str | None) -> str:
     """Returns the quantization that was asked for, or the type of a GGUF file. Raises InvalidRequest."""
     from foretoken.bench.peers.export import file_type
-    from foretoken.models.formats.gguf.names import is_gguf
+    from foretoken.models.formats.gguf import is_gguf
 
     if not is_gguf(target):
         return name or ""

@@ -17,10 +17,10 @@ from foretoken.core.threads import respect_limits
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture, unsupported
-from foretoken.models.families.multimodal import text_part
+from foretoken.models.families.config import text_part
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.fp8 import Fp8Weights
-from foretoken.models.formats.gguf.names import is_gguf
+from foretoken.models.formats.gguf import is_gguf
 from foretoken.models.formats.memory import check_fits, give_back, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, rounded, unpacked

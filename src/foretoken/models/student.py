@@ -18,7 +18,7 @@ from foretoken.core.errors import ModelLoadError, reason_of
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import load_config, open_weights
-from foretoken.models.formats.gguf.names import is_gguf
+from foretoken.models.formats.gguf import is_gguf
 
 _FLOOR = 1e-6
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")

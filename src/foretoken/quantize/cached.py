@@ -7,7 +7,7 @@ from pathlib import Path
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.folders import cache_folder
-from foretoken.models.formats.gguf.names import is_gguf, parts_of
+from foretoken.models.formats.gguf import is_gguf, parts_of
 from foretoken.quantize.run import quantize_checkpoint
 
 

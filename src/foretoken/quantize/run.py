@@ -17,7 +17,7 @@ from foretoken.core.artifacts import GGUF, MODEL, Destination, kind_of
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.models.formats.checkpoint import resolve
-from foretoken.models.formats.gguf.names import is_gguf, parts_of
+from foretoken.models.formats.gguf import is_gguf, parts_of
 from foretoken.models.formats.memory import give_back
 from foretoken.quantize.calibration import Calibration, Losses
 from foretoken.quantize.file import FileWriter, planned

@@ -21,7 +21,7 @@ from foretoken.models.formats.checkpoint import (
     load_tokenizer,
     open_weights,
 )
-from foretoken.models.formats.gguf.names import is_gguf
+from foretoken.models.formats.gguf import is_gguf
 from foretoken.models.formats.prequantized import check_prequantized, rounded, unpacked
 from foretoken.models.seq2seq.model import EncoderDecoder
 from foretoken.quantize.calibration import Calibration, calibrates

@@ -19,7 +19,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.progress import Reporter
 from foretoken.models.base import Handle, Model
 from foretoken.models.formats.checkpoint import load_config
-from foretoken.models.formats.gguf.names import is_gguf
+from foretoken.models.formats.gguf import is_gguf
 from foretoken.models.loading import load_model
 from foretoken.train.frozen_target import FrozenTarget
 

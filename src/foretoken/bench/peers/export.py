@@ -16,8 +16,8 @@ from foretoken.bench.peers import llamacpp
 from foretoken.bench.peers.registry import PEERS
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.files import atomic_directory, atomic_file
+from foretoken.models.formats.gguf import is_gguf
 from foretoken.models.formats.gguf.header import Header
-from foretoken.models.formats.gguf.names import is_gguf
 
 CONVERTER = Path(__file__).with_name("to_gguf.py")
 

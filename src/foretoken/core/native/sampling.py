@@ -22,8 +22,7 @@ from torch import Tensor
 
 from foretoken.core.native import cpu
 from foretoken.core.native.build import SHARED, SWITCH, KernelsUnavailable, compiled, require
-from foretoken.core.native.pool import load
-from foretoken.core.native.status import check_layout, declare
+from foretoken.core.native.status import check_layout, declare, load
 
 _SOURCE = SHARED / "sampling.cpp"
 _MAX_FLOAT = torch.finfo(torch.float32).max

@@ -1,15 +1,21 @@
-"""Statuses of compiled functions as exceptions, and layouts of their arguments (csrc/status.hpp, csrc/entry.hpp)."""
+"""Loads compiled libraries: statuses as exceptions, layouts of arguments, and the shared pool of threads.
+
+See csrc/status.hpp, csrc/entry.hpp and csrc/pool.hpp.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable
 from ctypes import Structure, c_char_p, c_int32
 from enum import IntEnum
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from foretoken.core.errors import ForetokenError
+from foretoken.core.native import build
 
 
 class Status(IntEnum):
@@ -101,3 +107,21 @@ def _layout(mirrors: Iterable[type[Structure]]) -> Iterable[tuple[str, tuple[int
 
 def _place(layout: tuple[int, int] | None) -> str:
     return "missing" if layout is None else f"{layout[1]} bytes at {layout[0]}"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Returns the pool's library, loaded once. Its threads are started on first use. Raises KernelsUnavailable."""
+    pool = ctypes.CDLL(str(build.compiled(build.SHARED / "pool.cpp", (), build.ANY)))
+    pool.foretoken_pool.restype = ctypes.c_void_p
+    pool.foretoken_pool_spin.argtypes, pool.foretoken_pool_spin.restype = [ctypes.c_int, ctypes.c_int], None
+    return pool
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Returns a library of kernels, loaded, with the functions of the pool. Raises KernelsUnavailable."""
+    functions = library().foretoken_pool()
+    kernels = ctypes.CDLL(str(path))
+    kernels.foretoken_use_pool.restype = None
+    kernels.foretoken_use_pool(ctypes.c_void_p(functions))
+    return kernels

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from foretoken.core.errors import ForetokenError, ModelLoadError, reason_of
 from foretoken.core.schema import Layers, Schema, Size, TokenId, TokenIds, parse, read_object
-from foretoken.models.formats.gguf.names import SPLIT_NAME, is_gguf
+from foretoken.models.formats.gguf import SPLIT_NAME, is_gguf
 from foretoken.models.formats.memory import give_back
 from foretoken.models.formats.tokenizer import PlainTokenizer, is_plain
 from foretoken.models.formats.weight_files import Weights

@@ -14,8 +14,8 @@ from foretoken.core.artifacts import HEADS_FOLDER
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import MAX_INT, shortened
 from foretoken.models.families.architecture import Architecture, unsupported
+from foretoken.models.families.config import text_part
 from foretoken.models.families.family import TensorNames
-from foretoken.models.families.multimodal import text_part
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.prequantized import check_prequantized, read_int8, unpacked
 from foretoken.models.formats.reader import located

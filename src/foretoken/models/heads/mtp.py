@@ -16,8 +16,8 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture, unsupported
+from foretoken.models.families.config import text_part
 from foretoken.models.families.layers import Layer
-from foretoken.models.families.multimodal import text_part
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Source, layer_at
 from foretoken.models.formats.memory import check_fits, weight_bytes

@@ -19,7 +19,7 @@ from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.native.support import refuse_int8_latents
 from foretoken.models.runners.native.weight_format import packs
 from foretoken.models.runners.torch_runner import TorchRunner
-from foretoken.models.runners.triton_kernels.available import has_kernels
+from foretoken.models.runners.triton_kernels import has_kernels
 
 _log = logging.getLogger(__name__)
 

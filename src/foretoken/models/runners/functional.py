@@ -12,7 +12,7 @@ from torch import Tensor
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.config import Activation
 from foretoken.models.formats.weights import NormWeight
-from foretoken.models.runners.triton_kernels.available import has_kernels, kernels
+from foretoken.models.runners.triton_kernels import has_kernels, kernels
 
 
 def _relu2(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from foretoken.models.formats.quantize import stacked
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.functional import activate, clamped_gate, normalize
 from foretoken.models.runners.linear import Product, moved, product
-from foretoken.models.runners.triton_kernels.available import expert_kernels, has_kernels
+from foretoken.models.runners.triton_kernels import expert_kernels, has_kernels
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from foretoken.models.formats.quantize import stacked
 from foretoken.models.runners.functional import rotate
 from foretoken.models.runners.layout import Layout
 from foretoken.models.runners.linear import Product, by_fixed_rows, moved, product
-from foretoken.models.runners.triton_kernels.available import has_kernels, kernels
+from foretoken.models.runners.triton_kernels import has_kernels, kernels
 
 ByHead = Callable[
     [Tensor, bool], Tensor

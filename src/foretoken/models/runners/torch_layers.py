@@ -26,7 +26,7 @@ from foretoken.models.runners.functional import activate, normalize
 from foretoken.models.runners.linear import Product, moved, product
 from foretoken.models.runners.torch_experts import TorchExperts
 from foretoken.models.runners.torch_latent import TorchLatent
-from foretoken.models.runners.triton_kernels.available import recurrent_kernels
+from foretoken.models.runners.triton_kernels import recurrent_kernels
 from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps
 
 

@@ -19,8 +19,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
+from foretoken.models.formats.gguf import SPLIT_NAME
 from foretoken.models.formats.gguf.cursor import Cursor, StoredArray, damaged, mapped
-from foretoken.models.formats.gguf.names import SPLIT_NAME
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -14,7 +14,7 @@ from foretoken.models.runners.cuda.page_cache import PageCache, Places
 from foretoken.models.runners.layout import Heads
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import Part, PassPlan
-from foretoken.models.runners.triton_kernels.available import attention_kernels
+from foretoken.models.runners.triton_kernels import attention_kernels
 from foretoken.models.runners.triton_kernels.rows import PassRows
 from foretoken.models.runners.triton_kernels.steps import Steps, StepSizes, doubled
 from foretoken.models.state.pages import PAGE

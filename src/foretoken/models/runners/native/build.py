@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.core.native import build
 from foretoken.core.native.cpu import Level
-from foretoken.core.native.pool import load
+from foretoken.core.native.status import load
 from foretoken.models.runners.native.bindings import DecoderFunctions, PackingFunctions
 
 if TYPE_CHECKING:
