@@ -14,7 +14,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.propose.base import MEMBERS, Proposer
 from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.per_request import PerRequestProposer
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 
 PROMPTS = ["def read(path):", "a = 1\nb = 1\nc = 1\n", "x", "for i in range(3):\n    print(i)\nfor i in"]
 PARAMS = [

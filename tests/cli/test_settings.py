@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from foretoken.cli.settings import with_settings
+from foretoken.cli.grouped import grouped
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.config import HEAD_CONFIG, DSparkTrainConfig, Eagle3Config, TrainConfig
 
@@ -35,7 +35,7 @@ def called(usual: Any, *args: str) -> Any:
     app, passed = typer.Typer(rich_markup_mode=None), list[Any]()
 
     @app.command()
-    @with_settings(settings=usual)
+    @grouped(settings=usual)
     def command(settings: Any) -> None:
         passed.append(settings)
 

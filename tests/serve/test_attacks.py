@@ -15,8 +15,8 @@ import pytest
 from tests.serve.conftest import running
 
 from foretoken import LLM
-from foretoken.serve.limits import ServerSettings
 from foretoken.serve.listening import AllowedHosts
+from foretoken.serve.settings import ServerSettings
 
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 

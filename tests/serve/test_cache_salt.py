@@ -11,7 +11,8 @@ import pytest
 from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM
-from foretoken.serve.limits import ServerSettings, effective_salt
+from foretoken.serve.limits import effective_salt
+from foretoken.serve.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
 

@@ -52,7 +52,7 @@ def test_keys_share_a_cache_where_the_operator_says_so(
         assert given["share_cache_across_keys"] is shares and given["api_keys"] == ("a", "b")
         raise InvalidRequest("seen")
 
-    monkeypatch.setattr(command, "_settings", settings)
+    monkeypatch.setattr(command, "ServerSettings", settings)
     assert "seen" in refused(capsys, "--api-key", "a", "--api-key", "b", *flags)
 
 
@@ -101,7 +101,7 @@ def test_sizes_have_units_that_are_powers_of_1024(text: str, size: int) -> None:
 def test_a_store_is_bounded_by_number_or_by_size() -> None:
     assert response_store("100") == {"stored_responses": 100}
     assert response_store("256MiB") == {"stored_bytes": 2**28}
-    assert response_store(None) == {"stored_bytes": None}
+    assert response_store(None) == {}
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "2 parsecs", "GiB"])

@@ -17,7 +17,7 @@ from tests.serve.clients import install
 from tests.serve.conftest import running
 
 from foretoken import LLM
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 
 HERE = Path(install.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"

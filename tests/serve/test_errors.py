@@ -15,7 +15,7 @@ from tests.serve.conftest import PATIENCE, Running, running
 from foretoken import LLM
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.app import create_app
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 from foretoken.serve.worker import Worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]

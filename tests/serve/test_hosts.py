@@ -10,8 +10,8 @@ from tests.serve.conftest import Running, running
 
 from foretoken import LLM
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.limits import ServerSettings
 from foretoken.serve.listening import AllowedHosts, allowed_hosts
+from foretoken.serve.settings import ServerSettings
 
 LOOPBACK = AllowedHosts(())
 

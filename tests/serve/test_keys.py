@@ -22,7 +22,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.serve.errors import ApiError
 from foretoken.serve.key_file import KeyRecord, add, digest, new_key, read_keys, revoke
 from foretoken.serve.keyring import KeyRing, KeyUsage, duration
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
 

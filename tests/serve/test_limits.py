@@ -17,8 +17,9 @@ from tests.serve.test_errors import OK, error_of
 
 from foretoken import LLM
 from foretoken.serve.errors import ApiError
-from foretoken.serve.limits import MAX_HEADERS, Bodies, LimitsMiddleware, ServerSettings
+from foretoken.serve.limits import MAX_HEADERS, Bodies, LimitsMiddleware
 from foretoken.serve.server import HttpProtocol
+from foretoken.serve.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from foretoken import LLM
 from foretoken.cli.main import main
 from foretoken.cli.serve_models import read_models
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 
 BODY = {"prompt": "def greet(name):\n", "max_tokens": 12, "temperature": 0}
 

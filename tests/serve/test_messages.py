@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from tests.serve.conftest import PATIENCE, Running, events_of, running
 
 from foretoken import LLM, zoo
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 

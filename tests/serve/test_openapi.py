@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.serve.conftest import Running, running
 
 from foretoken import LLM
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 
 OPERATIONS = (
     ("/v1/completions", "POST"),

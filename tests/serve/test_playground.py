@@ -13,7 +13,7 @@ from tests.real import real_model
 from tests.serve.conftest import running
 
 from foretoken import LLM
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

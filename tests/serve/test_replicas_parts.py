@@ -23,7 +23,6 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.json_body import read_object
-from foretoken.serve.limits import ServerSettings
 from foretoken.serve.metrics import replica_metrics
 from foretoken.serve.replicas.cluster import ReplicaScale, share
 from foretoken.serve.replicas.forwarding import (
@@ -40,6 +39,7 @@ from foretoken.serve.replicas.forwarding import (
 from foretoken.serve.replicas.front import Front, create_front
 from foretoken.serve.replicas.relay import LOSSES
 from foretoken.serve.replicas.replica import Replica, ReplicaConfig, replica_seed
+from foretoken.serve.settings import ServerSettings
 
 SYSTEM = "You are brief. " * 100
 

@@ -13,8 +13,8 @@ from tests.serve.conftest import PATIENCE, Running, running
 from tests.serve.test_errors import CHAT, OK
 
 from foretoken import LLM
-from foretoken.serve.limits import ServerSettings
 from foretoken.serve.request_state import unknown_fields_header
+from foretoken.serve.settings import ServerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 from tests.serve.conftest import Running, events_of, running
 
 from foretoken import LLM
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 

@@ -18,7 +18,6 @@ from foretoken.outputs import CompletionOutput
 from foretoken.params import SamplingParams
 from foretoken.serve.chat_schema import ChatRequest, References, StoredContent
 from foretoken.serve.completions_writer import ChatWriter
-from foretoken.serve.limits import ServerSettings
 from foretoken.serve.messages_schema import MessagesRequest
 from foretoken.serve.messages_writer import MessageWriter
 from foretoken.serve.parsers.expected import ExpectedOutput
@@ -28,6 +27,7 @@ from foretoken.serve.prompts import render
 from foretoken.serve.response_store import ResponseStore, StoredResponse
 from foretoken.serve.responses_schema import ResponsesRequest
 from foretoken.serve.responses_writer import ResponseWriter
+from foretoken.serve.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
 

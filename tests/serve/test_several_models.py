@@ -23,10 +23,10 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli.main import main
 from foretoken.cli.serve_models import read_models
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.limits import ServerSettings
 from foretoken.serve.listening import bind
 from foretoken.serve.model_group import WorkerGroup, create_model_group
 from foretoken.serve.server import Server
+from foretoken.serve.settings import ServerSettings
 from foretoken.serve.worker import Worker
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from foretoken import LLM, zoo
 from foretoken.control.fixed import Fixed
 from foretoken.control.limited import Limited
 from foretoken.serve.errors import ServerUnavailable
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli.bench_options import BenchmarkModels
 from foretoken.cli.grouped import grouped
-from foretoken.cli.options import KVCacheDtype, OutputOptions, Quantization, WeightFormat
+from foretoken.cli.options import KVCacheDtype, Quantization, ResultOptions, WeightFormat
 from foretoken.cli.theme import on_terminal, wide_console
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def costs(
     kv_cache_dtype: KVCacheDtype = "auto",
     parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
     *,
-    report: OutputOptions,
+    report: ResultOptions,
 ) -> None:
     """Time passes beside their lower bound and transformers' step, the parts of a step, and the first token."""
     from foretoken import zoo

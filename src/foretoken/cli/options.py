@@ -116,7 +116,7 @@ class RuntimeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions:
+class ResultOptions:
     """Destinations of the result."""
 
     as_json: Json = False
@@ -147,7 +147,7 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(OutputOptions):
+class ReportOptions(ResultOptions):
     """Destinations of the result, a page among them."""
 
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,23 +16,26 @@ from foretoken.cli.options import ModelOptions, PositionalModelOptions, followin
 from foretoken.cli.serve_models import ModelEntry, models_app, read_models
 from foretoken.cli.serve_options import (
     AccessOptions,
-    ChatFormatOptions,
     LimitOptions,
-    NetworkOptions,
+    NameOptions,
     OfferOptions,
-    ResponseOptions,
     ServerRuntimeOptions,
+    response_store,
+    size_in_bytes,
 )
 from foretoken.cli.serve_output import LogOptions, announce, is_loopback, start_log
 from foretoken.cli.serve_replicas import ReplicaOptions, replicas_app
 from foretoken.cli.theme import ColorMode
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.engine.chat_template import read_template
+from foretoken.serve.key_file import read_keys
 from foretoken.serve.listening import allowed_hosts, bind
+from foretoken.serve.parsers.formats import check_parsers
+from foretoken.serve.settings import AppOptions, ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from foretoken.serve.limits import ServerSettings
     from foretoken.serve.request_log import RequestTracer
     from foretoken.serve.server import Servable
 
@@ -46,23 +49,22 @@ class ServeOptions:
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
     access: AccessOptions
-    chat_format: ChatFormatOptions
-    network: NetworkOptions
+    names: NameOptions
     limits: LimitOptions
     runtime: ServerRuntimeOptions
     replicas: ReplicaOptions
-    responses: ResponseOptions
+    server: AppOptions
     log: LogOptions
 
     def check(self) -> None:
         """Raises InvalidRequest for options that contradict each other."""
         self.log.check()
         self.access.check()
-        divided, models, named = self.runtime.tensor_parallel_size > 1, self.models, self.chat_format
+        divided, models, named = self.runtime.tensor_parallel_size > 1, self.models, self.names
         if self.replicas.scale() is not None:
             if divided:
                 raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
-            if self.responses.response_store is not None:
+            if self.limits.response_store is not None:
                 raise InvalidRequest(
                     "--replicas and --response-store cannot be combined: responses are kept by one process"
                 )
@@ -82,22 +84,27 @@ class ServeOptions:
             "methods": self.offer.names,
             "enable_prefix_caching": True,
             "isolate_failures": True,
-            "lora": self.chat_format.adapters(self.models.model),
+            "lora": self.names.adapters(self.models.model),
             **self.runtime.engine(),
             **self.limits.engine(),
         }
 
-    def settings(self) -> dict[str, Any]:
-        """Returns those fields of ``ServerSettings`` that do not depend on the address. Raises InvalidRequest."""
-        return {
-            "model_names": self.chat_format.names(self.models.model),
-            "lora_modules": self.chat_format.adapters(self.models.model),
-            "origins": tuple(self.network.allow_origin or ()),
-            **self.chat_format.settings(),
-            **self.access.settings(),
-            **self.limits.settings(),
-            **self.responses.settings(),
-        }
+    def settings(self) -> ServerSettings:
+        """Returns the settings apart from those that depend on the address. Raises InvalidRequest."""
+        names, server = self.names, self.server
+        check_parsers(server.tool_call_parser, server.reasoning_parser)
+        if server.key_file is not None:
+            read_keys(server.key_file)
+        return ServerSettings(
+            **vars(server),
+            model_names=names.names(self.models.model),
+            lora_modules=names.adapters(self.models.model),
+            chat_template=read_template(names.chat_template),
+            api_keys=tuple(self.access.api_key or ()),
+            origins=tuple(self.access.allow_origin or ()),
+            max_body=size_in_bytes("--max-body", self.limits.max_body),
+            **response_store(self.limits.response_store),
+        )
 
 
 @grouped
@@ -106,17 +113,19 @@ def serve(options: ServeOptions) -> None:
     options.check()
     models, access, log = options.models, options.access, options.log
     entries = [] if options.offer.model_config is None else read_models(options.offer.model_config)
-    served, tls, engine = options.settings(), options.network.tls(), options.engine()
+    settings, tls, engine = options.settings(), access.tls(), options.engine()
     if entries:
-        served["model_names"] = tuple(name for entry in entries for name in entry.names)
+        settings = replace(settings, model_names=tuple(name for entry in entries for name in entry.names))
     if following(options.runtime.tensor_parallel_size):
         load(models.model, models.draft_model, ColorMode.AUTO, **engine)  # returns when the first process ends
     with bind(options.host, options.port) as listening:
         bound = listening.getsockname()[0]
-        settings = _settings(
-            **served,
-            hosts=allowed_hosts(options.host, bound, access.keyed, options.network.allowed_host or ()),
-            allow_admin=access.allow_admin or (not access.keyed and is_loopback(bound)),
+        _check_packages()
+        keyed = bool(settings.api_keys or settings.key_file)
+        settings = replace(
+            settings,
+            hosts=allowed_hosts(options.host, bound, keyed, access.allowed_host or ()),
+            allow_admin=settings.allow_admin or (not keyed and is_loopback(bound)),
         )
         start_log(log.log_level, log.log_format)
         with log.tracing() as tracer, _opened(options, engine, entries, settings, tracer) as (app, worker):
@@ -168,14 +177,13 @@ def _model_app(
             raise ForetokenError(f"the engine stopped working: {worker.dead}")
 
 
-def _settings(**given: Any) -> ServerSettings:
-    """Returns the settings. Raises ForetokenError if the server's packages are missing."""
+def _check_packages() -> None:
+    """Raises ForetokenError if the server's packages are missing."""
     try:
         import fastapi  # noqa: F401  # the app needs it, whose other imports would delay the errors before it starts
 
-        from foretoken.serve.limits import ServerSettings
+        import foretoken.serve.limits  # noqa: F401
     except ImportError as error:
         raise ForetokenError(
             f"the server needs packages that are not installed ({error.name}); pip install 'foretoken[serve]'"
         ) from error
-    return ServerSettings(**given)

@@ -6,14 +6,15 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.lora import checked_adapters
 from foretoken.cli.options import load
+from foretoken.cli.serve_options import LimitOptions, ServerRuntimeOptions, size_in_bytes
 from foretoken.cli.theme import ColorMode
-from foretoken.core.checks import check_keys, integer, parse_size, shown
+from foretoken.core.checks import check_keys, integer, shown
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.engine.chat_template import read_template
 from foretoken.serve.parsers.formats import check_parsers
@@ -21,15 +22,16 @@ from foretoken.serve.parsers.formats import check_parsers
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from foretoken.serve.limits import ServerSettings
     from foretoken.serve.request_log import RequestTracer
     from foretoken.serve.server import Servable
+    from foretoken.serve.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
 
 _ENGINE = (
-    *("speculative_config", "methods", "dtype", "device", "quantization", "weight_format", "backend", "max_num_seqs"),
-    *("kv_cache_dtype", "max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens", "seed"),
+    *("speculative_config", "methods"),
+    *(field.name for field in fields(ServerRuntimeOptions) if field.name != "tensor_parallel_size"),
+    *LimitOptions().engine(),
 )
 _SETTINGS = ("chat_template", "tool_call_parser", "reasoning_parser")
 _KEYS = ("model", "draft_model", "served_model_name", "max_waiting", "lora_modules", *_ENGINE, *_SETTINGS)
@@ -146,9 +148,7 @@ def _entry(given: Any, folder: Path) -> ModelEntry:
     check_parsers(given.get("tool_call_parser"), given.get("reasoning_parser"))
     options = {name: given[name] for name in _ENGINE if name in given}
     if isinstance(size := options.get("kv_cache_memory_bytes"), str):
-        options["kv_cache_memory_bytes"] = parse_size(size)
-        if not options["kv_cache_memory_bytes"]:
-            raise InvalidRequest(f"kv_cache_memory_bytes must be a size such as 2GiB or 512MiB, got {size!r}")
+        options["kv_cache_memory_bytes"] = size_in_bytes("kv_cache_memory_bytes", size)
     if "lora_modules" in given:
         options["lora"] = checked_adapters(given["lora_modules"])
     settings = {name: given[name] for name in _SETTINGS if name in given}

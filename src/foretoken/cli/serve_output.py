@@ -16,8 +16,8 @@ from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from foretoken.serve.limits import ServerSettings
     from foretoken.serve.request_log import RequestTracer
+    from foretoken.serve.settings import ServerSettings
 
 LEVELS = ("debug", "info", "warning", "error")
 TEXT, JSON = FORMATS = ("text", "json")

@@ -17,9 +17,9 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from foretoken.serve.limits import ServerSettings
     from foretoken.serve.request_log import RequestTracer
     from foretoken.serve.server import Servable
+    from foretoken.serve.settings import ServerSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.grouped import grouped
 from foretoken.cli.options import DRAFT_MODEL, MODEL, Json, named_once
-from foretoken.cli.settings import with_settings
 from foretoken.core.errors import InvalidRequest
 from foretoken.train import config as configs
 from foretoken.train import shapes
@@ -45,7 +45,7 @@ HEADS = {
 
 
 @app.command()
-@with_settings(run=CPU_RUN, config=configs.TARGET_CONFIG, shape=shapes.TARGET_SHAPE, without=("dropout", "device"))
+@grouped(run=CPU_RUN, config=configs.TARGET_CONFIG, shape=shapes.TARGET_SHAPE, without=("dropout", "device"))
 def target(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape: Any, as_json: Json = False) -> None:
     """Train a tokenizer and a small Llama from scratch (two hours on two cores for the bundled one)."""
     from foretoken.train.target import train_target
@@ -54,7 +54,7 @@ def target(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape:
 
 
 @app.command()
-@with_settings(run=RUN, config=configs.HYBRID_CONFIG, shape=shapes.HybridShape())
+@grouped(run=RUN, config=configs.HYBRID_CONFIG, shape=shapes.HybridShape())
 def hybrid(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape: Any, as_json: Json = False) -> None:
     """Train a small model of Qwen3.5's layout: DeltaNet, attention, experts, MTP (three minutes on an H200)."""
     from foretoken.train.hybrid.model import HYBRID
@@ -64,7 +64,7 @@ def hybrid(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape:
 
 
 @app.command()
-@with_settings(
+@grouped(
     run=RUN,
     config=configs.DRAFT_CONFIG,
     shape=shapes.DRAFT_SHAPE,
@@ -93,7 +93,7 @@ def draft(
 
 
 @app.command()
-@with_settings(run=RUN, config=configs.ACCEPTANCE_CONFIG, settings=AcceptanceConfig(), without=("dropout", "compile"))
+@grouped(run=RUN, config=configs.ACCEPTANCE_CONFIG, settings=AcceptanceConfig(), without=("dropout", "compile"))
 def acceptance(
     run: RunOptions,
     model: Model = None,
@@ -127,7 +127,7 @@ def _register_head(role: str, help_text: str) -> None:
     config = replace(configs.HEAD_CONFIG, learning_rate=usual.learning_rate)
 
     @app.command(role, help=help_text)
-    @with_settings(run=RUN, settings=usual, config=config, data_config=HeadConfig(), without=("dropout",))
+    @grouped(run=RUN, settings=usual, config=config, data_config=HeadConfig(), without=("dropout",))
     def head(
         run: RunOptions,
         model: Model = None,
@@ -163,14 +163,14 @@ for _role, _help in HEADS.items():
 
 
 @app.command()
-@with_settings(run=CPU_RUN, config=configs.SEQ2SEQ_CONFIG, shape=shapes.SEQ2SEQ_SHAPE, without=("dropout", "device"))
+@grouped(run=CPU_RUN, config=configs.SEQ2SEQ_CONFIG, shape=shapes.SEQ2SEQ_SHAPE, without=("dropout", "device"))
 def seq2seq(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape: Any, as_json: Json = False) -> None:
     """Train a small T5 from scratch to fix broken Python (34 minutes on one core for the bundled one)."""
     _show(run, repair_script().train_seq2seq(run, _corpus(corpus), shape, config), as_json)
 
 
 @app.command("seq2seq-draft")
-@with_settings(
+@grouped(
     run=CPU_RUN, config=configs.SEQ2SEQ_DRAFT_CONFIG, shape=shapes.SEQ2SEQ_DRAFT_SHAPE, without=("dropout", "device")
 )
 def seq2seq_draft(

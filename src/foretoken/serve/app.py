@@ -21,7 +21,7 @@ from foretoken.engine.chat_template import check_template
 from foretoken.serve.errors import ApiError, RefusedBody, as_api_error
 from foretoken.serve.json_body import validation_error
 from foretoken.serve.keyring import RATE_HEADERS, SPECULATION, KeyRing
-from foretoken.serve.limits import LimitsMiddleware, ServerSettings
+from foretoken.serve.limits import LimitsMiddleware
 from foretoken.serve.request_log import RequestTracer, TracingMiddleware
 from foretoken.serve.request_state import RequestIdMiddleware
 from foretoken.serve.routes import (
@@ -34,6 +34,7 @@ from foretoken.serve.routes import (
     token_routes,
 )
 from foretoken.serve.service import Service
+from foretoken.serve.settings import ServerSettings
 from foretoken.serve.worker import Worker
 
 LIVE = "/health/live"

@@ -6,10 +6,8 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.errors import ApiError, headers_too_large, invalid_key, too_many_requests
 from foretoken.serve.keyring import STATE, Access, KeyRing, KeyUsage, needed_scope, scopes_without_key
-from foretoken.serve.listening import AllowedHosts
 from foretoken.serve.request_log import RequestLog
 from foretoken.serve.request_state import summary_of
+from foretoken.serve.settings import ServerSettings
 
 _CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, if keys have scopes
 _KEY = "key"  # the same, if there are keys at all
@@ -28,58 +26,6 @@ MAX_HEADERS = 64 * 2**10  # bytes of a request's headers
 _DISCARDED = 8  # times the limit: is read and dropped, because many clients send a whole body before they read
 _SMALL = 64 * 2**10  # bytes of each body that are not counted
 _LARGE_BODIES = 64  # number of bodies of the largest size that may be in memory at once
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """Settings of an app.
-
-    Args:
-        model_names: Names of the model. Answers have the one that the request names, or the first.
-        lora_modules: Paths of the LoRA adapters that it begins with, by the names under which requests choose them.
-        api_keys: Accepted API keys. Without keys and without a key file, no key is needed.
-        key_file: A file of API keys with limits (``key_file``).
-        allow_admin: Whether requests without a key, or with one of ``api_keys``, may change the server.
-        share_cache_across_keys: Whether requests of different keys share the prefix cache and the proposers' stores.
-            Otherwise each of several keys has its own scope.
-        chat_template: A template in place of the tokenizer's own.
-        tool_call_parser: Format of function calls; None for the one that the chat template shows.
-        reasoning_parser: Format of reasoning, ``none`` without any; None for the one that the template shows.
-        origins: Other origins whose pages may use the API from a browser (CORS).
-        hosts: The ``Host`` headers that are answered; None answers any.
-        max_body: Bytes of a body.
-        body_timeout: Seconds in which a body must arrive.
-        max_n: Completions of a prompt, or candidates of best_of.
-        max_prompts: Prompts of one request.
-        max_logprobs: Log-probabilities per token.
-        max_concurrency: Requests that are answered at once.
-        timeout: Seconds that a request may take, including its time in the queue.
-        strict: Whether unknown fields of bodies are errors.
-        stored_responses: Number of responses that /v1/responses may store; None is no limit of their number.
-        stored_bytes: Bytes that they may take; None is no limit of their size. Without either nothing is stored.
-    """
-
-    model_names: Sequence[str] = ("foretoken",)
-    lora_modules: Mapping[str, str] = field(default_factory=dict)
-    api_keys: Sequence[str] = ()
-    key_file: Path | None = None
-    allow_admin: bool = False
-    share_cache_across_keys: bool = False
-    chat_template: str | None = None
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    origins: Sequence[str] = ()
-    hosts: AllowedHosts | None = None
-    max_body: int = 4 * 2**20
-    body_timeout: float = 60.0
-    max_n: int = 64
-    max_prompts: int = 128
-    max_logprobs: int = 20
-    max_concurrency: int = 512
-    timeout: float = 600.0
-    strict: bool = False
-    stored_responses: int | None = None
-    stored_bytes: int | None = None
 
 
 class LimitsMiddleware:

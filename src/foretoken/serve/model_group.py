@@ -15,10 +15,11 @@ from foretoken.serve.app import HEALTH_PATHS, LIVE, create_app, create_gateway
 from foretoken.serve.errors import ApiError, ServerUnavailable, not_served
 from foretoken.serve.json_body import read_object
 from foretoken.serve.keyring import UNLOAD_LORA
-from foretoken.serve.limits import ServerSettings, key_of, replayed
+from foretoken.serve.limits import key_of, replayed
 from foretoken.serve.metrics import MergedMetrics
 from foretoken.serve.request_log import RequestTracer
 from foretoken.serve.service import Service
+from foretoken.serve.settings import ServerSettings
 from foretoken.serve.worker import Worker
 
 _MODELS, _RESPONSES = "/v1/models", "/v1/responses/"

@@ -26,12 +26,12 @@ from foretoken.serve.chat_schema import (
     TokenizeRequest,
 )
 from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
-from foretoken.serve.limits import ServerSettings
 from foretoken.serve.parameters import as_sent, sampling, sent_names
 from foretoken.serve.parsers.expected import ExpectedOutput, expect
 from foretoken.serve.parsers.formats import OutputFormat, chosen_format
 from foretoken.serve.prompts import fill_in_prompt, forced_calls, render
 from foretoken.serve.schema import Body, CompletionRequest
+from foretoken.serve.settings import ServerSettings
 
 DEFAULT_TOKENS = 16  # OpenAI's
 

@@ -21,13 +21,14 @@ from foretoken.serve.chat_schema import StoredContent
 from foretoken.serve.errors import ApiError, not_served
 from foretoken.serve.generation import Generation
 from foretoken.serve.keyring import access_of
-from foretoken.serve.limits import ServerSettings, effective_salt, key_of
+from foretoken.serve.limits import effective_salt, key_of
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.parameters import as_sent
 from foretoken.serve.preparation import PreparedRequest, RequestPreparer, StoredContentNeeded
 from foretoken.serve.request_state import report_summary, set_request_id
 from foretoken.serve.response_store import ResponseStore
 from foretoken.serve.schema import Body, Sampling
+from foretoken.serve.settings import ServerSettings
 from foretoken.serve.side_process import LARGE_BODY, SideProcess
 from foretoken.serve.stream import AnswerWriter, respond
 from foretoken.serve.token_text import TokenText

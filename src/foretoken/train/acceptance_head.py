@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from foretoken.core.artifacts import ACCEPTANCE_HEAD
 from foretoken.core.files import write_json
 from foretoken.core.progress import Reporter
+from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import load_tokenizer, vocabulary_size
 from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
@@ -33,7 +34,6 @@ from foretoken.train.config import (
     HeadConfig,
     RunOptions,
     TrainConfig,
-    changed_options,
 )
 from foretoken.train.data import Corpus
 from foretoken.train.frozen_target import FrozenTarget

@@ -15,13 +15,14 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
+from foretoken.core.settings import changed_options
 from foretoken.llm import LLM
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.params import SamplingParams
 from foretoken.speculation import SpeculativeConfig
-from foretoken.train.config import DistillConfig, TrainConfig, changed_options
+from foretoken.train.config import DistillConfig, TrainConfig
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.draft import measure
 from foretoken.train.frozen_target import FrozenTarget

@@ -1,4 +1,4 @@
-"""Settings of training runs, without torch, because the command line is generated from them (``cli.train_options``).
+"""Settings of training runs, without torch, because the command line is generated from them (``cli.grouped``).
 
 Each dataclass is a group of options. A field is the option of its name unless its metadata has another one; None means
 no option. The ``Args`` of a docstring are the help of the options.
@@ -7,39 +7,13 @@ no option. The ``Args`` of a docstring are the help of the options.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
-
-
-def named(option: str | None, default: Any) -> Any:
-    """Declares a field whose option has another name, or that has none."""
-    return field(default=default, metadata={"option": option})
-
-
-def option_of(name: str, metadata: Mapping[str, Any]) -> str | None:
-    """Returns the command line option of a dataclass field, None if it has none."""
-    option: str | None = metadata.get("option", f"--{name.replace('_', '-')}")
-    return option
-
-
-def changed_options(settings: Any, usual: Any = None) -> str:
-    """Returns the command line options of the fields that differ from ``usual``, by default from their defaults."""
-    usual = type(settings)() if usual is None else usual
-    changed = ((f, getattr(settings, f.name)) for f in fields(settings) if option_of(f.name, f.metadata) is not None)
-    return " ".join(
-        f"{option_of(f.name, f.metadata)}{_argument(value)}" for f, value in changed if value != getattr(usual, f.name)
-    )
-
-
-def _argument(value: object) -> str:
-    if value is True:
-        return ""
-    return " " + (",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}")
+from foretoken.core.settings import named
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import resolve_device
 from foretoken.quantize.cached import checkpoint_folder
-from foretoken.train.config import DRAFT_CONFIG, DistillConfig, RunOptions, TrainConfig, changed_options
+from foretoken.train.config import DRAFT_CONFIG, DistillConfig, RunOptions, TrainConfig
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.dataset import TopTokens, fixed_windows, shuffled
 from foretoken.train.frozen_target import FrozenTarget

@@ -19,12 +19,13 @@ from foretoken.core.artifacts import PROVENANCE, TRAINING_TEXT, Destination, hea
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
+from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import load_tokenizer, quiet_transformers
 from foretoken.models.loading import resolve_device
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train import processes
 from foretoken.train.block_heads import DFlashHead, DSparkHead
-from foretoken.train.config import HEAD_CONFIG, HEAD_SETTINGS, HeadConfig, RunOptions, TrainConfig, changed_options
+from foretoken.train.config import HEAD_CONFIG, HEAD_SETTINGS, HeadConfig, RunOptions, TrainConfig
 from foretoken.train.data import Corpus
 from foretoken.train.dataset import HiddenStateDataset
 from foretoken.train.eagle import Eagle3Head, PEagleHead

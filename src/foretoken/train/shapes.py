@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.train.config import named
+from foretoken.core.settings import named
 
 HYBRID_TYPE = "qwen3_5_moe_text"
 """``model_type`` of hybrid mixtures of experts."""

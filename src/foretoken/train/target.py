@@ -16,9 +16,10 @@ from torch import nn
 
 from foretoken.core.artifacts import MODEL
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import quiet_transformers
 from foretoken.models.loading import resolve_device
-from foretoken.train.config import TARGET_CONFIG, RunOptions, TrainConfig, changed_options
+from foretoken.train.config import TARGET_CONFIG, RunOptions, TrainConfig
 from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
 from foretoken.train.runs import TrainingRun
 from foretoken.train.shapes import TARGET_SHAPE, LlamaShape

@@ -21,12 +21,12 @@ from foretoken.serve.app import HEALTH_PATHS, LIVE, create_gateway
 from foretoken.serve.errors import ApiError, ServerUnavailable
 from foretoken.serve.json_body import read_object
 from foretoken.serve.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA
-from foretoken.serve.limits import ServerSettings
 from foretoken.serve.metrics import replica_metrics
 from foretoken.serve.replicas.forwarding import Forwarded
 from foretoken.serve.replicas.relay import OUTCOMES, Relay
 from foretoken.serve.request_log import RequestTracer
 from foretoken.serve.request_state import report_summary
+from foretoken.serve.settings import ServerSettings
 from foretoken.serve.stream import cancel_on_disconnect
 
 _log = logging.getLogger(__name__)

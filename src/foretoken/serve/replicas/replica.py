@@ -17,9 +17,10 @@ from foretoken.llm import LLM
 from foretoken.serve.app import create_app
 from foretoken.serve.key_file import ADMIN, METRICS
 from foretoken.serve.keyring import SPECULATION, STATE, Access
-from foretoken.serve.limits import ServerSettings, replayed
+from foretoken.serve.limits import replayed
 from foretoken.serve.replicas.forwarding import Forwarded, ReplicaLost
 from foretoken.serve.request_state import summary_of
+from foretoken.serve.settings import ServerSettings
 from foretoken.serve.worker import Worker
 
 _log = logging.getLogger(__name__)

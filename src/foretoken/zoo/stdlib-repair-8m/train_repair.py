@@ -30,10 +30,11 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError, reason_of
 from foretoken.core.files import write_json
 from foretoken.core.progress import Reporter
 from foretoken.core.schema import read_object
+from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import quiet_transformers
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.cards import corpus_line, read_provenance, table, trained_by, write_card
-from foretoken.train.config import SEQ2SEQ_CONFIG, SEQ2SEQ_DRAFT_CONFIG, RunOptions, TrainConfig, changed_options
+from foretoken.train.config import SEQ2SEQ_CONFIG, SEQ2SEQ_DRAFT_CONFIG, RunOptions, TrainConfig
 from foretoken.train.data import Corpus, standard_library
 from foretoken.train.losses import acceptance_weight, agreement, distillation_loss
 from foretoken.train.optimization import compiled
