@@ -1,14 +1,17 @@
-"""Commands whose options are dataclasses."""
+"""Commands whose options are the fields of dataclasses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from foretoken.cli.grouped import grouped
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.config import HEAD_CONFIG, DSparkTrainConfig, Eagle3Config, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +59,63 @@ def test_a_command_gets_its_groups() -> None:
 def test_bounds_and_missing_options_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         runner([])(arguments)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes.
+
+    Args:
+        hidden_size: Width of the residual stream,
+            in dimensions.
+        secret: Nothing that users choose.
+        quick: Be quick.
+    """
+
+    hidden_size: int = field(default=8, metadata={"option": "--hidden"})
+    secret: int = field(default=1, metadata={"option": None})
+    quick: bool = False
+
+
+def called(usual: Any, *args: str) -> Any:
+    """Returns the settings of a command with these options, or its help."""
+    app, passed = typer.Typer(rich_markup_mode=None), list[Any]()
+
+    @app.command()
+    @grouped(settings=usual)
+    def command(settings: Any) -> None:
+        passed.append(settings)
+
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "160", "TERM": "dumb"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return passed[0] if passed else " ".join(result.output.split())
+
+
+def test_options_have_names_defaults_and_help_of_the_fields() -> None:
+    text = called(Sizes(16), "--help")
+    assert "--hidden" in text and "Width of the residual stream, in dimensions. [default: 16]" in text
+    assert "--quick" in text and "secret" not in text
+    assert called(Sizes(16)) == Sizes(16)
+    assert called(Sizes(16), "--hidden", "4", "--quick") == Sizes(4, quick=True)
+
+
+def test_options_of_a_base_class_are_inherited_with_their_help() -> None:
+    text = called(DSparkTrainConfig(), "--help")
+    assert "Rank of the Markov head." in text and "Rows of a block." in text
+    assert called(DSparkTrainConfig(), "--taps", "1,3", "--gated") == DSparkTrainConfig(taps=(1, 3), gated=True)
+    with pytest.raises(InvalidRequest, match="layer numbers like 2,4,5"):
+        called(Eagle3Config(), "--taps", "low")
+
+
+def test_a_length_in_steps_replaces_the_usual_minutes() -> None:
+    config = called(HEAD_CONFIG, "--steps", "5", "--no-compile")
+    assert (config.steps, config.minutes, config.compile) == (5, None, False)
+    assert called(TrainConfig(), "--minutes", "2").minutes == 2.0
+    with pytest.raises(InvalidRequest, match="choose one"):
+        called(HEAD_CONFIG, "--steps", "5", "--minutes", "2")
+
+
+def test_values_out_of_range_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="depths must be an integer of at least 1"):
+        called(Eagle3Config(), "--depths", "0")
