@@ -7,7 +7,7 @@ import torch
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
-from foretoken.models.decoder import Decoder, evenly
+from foretoken.models.decoder import Decoder, split_evenly
 from foretoken.models.runners.linear import AMX_ROWS, can_pack
 from foretoken.models.runners.pass_plan import PassPlan
 
@@ -263,11 +263,11 @@ def test_a_step_whose_second_pass_fails_leaves_no_trace(kind: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("sizes", "most", "ends"),
+    ("sizes", "max_rows", "ends"),
     [([], 4, []), ([9], 4, [1]), ([70] * 8, 512, [4, 8]), ([1, 1, 1], 1, [1, 2, 3]), ([5, 1, 1, 5], 6, [2, 4])],
 )
-def test_a_batch_is_divided_evenly(sizes: list[int], most: int, ends: list[int]) -> None:
-    assert [some.stop for some in evenly(sizes, most)] == ends
+def test_a_batch_is_divided_evenly(sizes: list[int], max_rows: int, ends: list[int]) -> None:
+    assert [group.stop for group in split_evenly(sizes, max_rows)] == ends
 
 
 def test_soft_caps_and_windows(kind: str) -> None:

@@ -182,9 +182,9 @@ class Decoder(Model):
         firsts = [min(first, handle.cached) for first, handle in zip(firsts, handles, strict=True)]
         rows = [h.num_pending + len(draft) - done for h, draft, done in zip(handles, drafts, scored, strict=True)]
         scores: list[Scores] = []
-        for some in evenly(rows, self.runner.pass_rows):
-            plan = PassPlan.of(handles[some], drafts[some], scored[some])
-            scores += self._score(plan, handles[some], drafts[some], taps, firsts[some], earlier[some])
+        for group in split_evenly(rows, self.runner.pass_rows):
+            plan = PassPlan.of(handles[group], drafts[group], scored[group])
+            scores += self._score(plan, handles[group], drafts[group], taps, firsts[group], earlier[group])
         return scores
 
     def _score(
@@ -213,9 +213,9 @@ class Decoder(Model):
         tapped = _by_sequence(result.taps, earlier, [part.count for part in plan.parts])
         slots, ends = [handle.slot for handle in handles], list(accumulate(plan.output_counts))
         outputs = [slice(end - count, end) for end, count in zip(ends, plan.output_counts, strict=True)]
-        ranked = [None] * len(outputs) if result.ranked is None else [result.ranked[own] for own in outputs]
+        ranked = [None] * len(outputs) if result.ranked is None else [result.ranked[rows] for rows in outputs]
         if result.argmax is not None:
-            none, argmax = no_logits(self.vocab_size), [result.argmax[own] for own in outputs]
+            none, argmax = no_logits(self.vocab_size), [result.argmax[rows] for rows in outputs]
             return [Scores(none, *scores) for scores in zip(tapped, firsts, slots, argmax, ranked, strict=True)]
         assert result.logits is not None
         logits, no_argmax = result.logits.split(plan.output_counts), [None] * len(outputs)
@@ -233,7 +233,7 @@ class Decoder(Model):
             growing(handle, draft)
         self._shorten(handles)
         plan = PassPlan.of(handles, drafts, [0] * len(handles))
-        self._check_reach(max(part.end + each.rows for part, each in zip(plan.parts, requests, strict=True)))
+        self._check_reach(max(part.end + request.rows for part, request in zip(plan.parts, requests, strict=True)))
         chains, _ = self.runner.chains(plan, requests, DraftVocabulary(vocab, vocab))
         for handle, chain in zip(handles, chains, strict=True):
             handle.cached = len(handle.tokens)
@@ -243,9 +243,9 @@ class Decoder(Model):
 
     def _shorten(self, handles: Sequence[Handle]) -> None:
         """Computes all pending rows but the last of each sequence, if a pass does not take them all."""
-        groups = list(evenly([len(handle.pending) for handle in handles], self.runner.pass_rows))
-        for some in groups if len(groups) > 1 else ():
-            longer = [handle for handle in handles[some] if len(handle.pending) > 1]
+        groups = list(split_evenly([len(handle.pending) for handle in handles], self.runner.pass_rows))
+        for group in groups if len(groups) > 1 else ():
+            longer = [handle for handle in handles[group] if len(handle.pending) > 1]
             if longer:
                 parts = [Handle(handle.slot, handle.tokens[:-1], handle.cached) for handle in longer]
                 self._run(PassPlan.of(parts, [Draft.empty()] * len(parts), [0] * len(parts)), (), logits=False)
@@ -292,21 +292,21 @@ class Decoder(Model):
             )
 
 
-def evenly(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Yields slices of neighbours, about alike: as many as there would have to be if none had more than ``most``.
+def split_evenly(sizes: Sequence[int], max_rows: int) -> Iterator[slice]:
+    """Yields slices of adjacent sizes of similar sums: as few as ``max_rows`` for each allows.
 
-    Where single sizes are large, some may have more.
+    If single sizes are large, some slices may have more rows.
     """
-    everything = max(1, sum(sizes))
-    if sizes and everything <= most:
+    total = max(1, sum(sizes))
+    if sizes and total <= max_rows:
         yield slice(0, len(sizes))
         return
-    share = everything / math.ceil(everything / most)
+    share = total / math.ceil(total / max_rows)
     before = accumulate(sizes, initial=0)
     middles = ((at, start + size / 2) for at, (start, size) in enumerate(zip(before, sizes, strict=False)))
-    for _, some in groupby(middles, lambda middle: int(middle[1] / share)):
-        places = [at for at, _ in some]
-        yield slice(places[0], places[-1] + 1)
+    for _, group in groupby(middles, lambda middle: int(middle[1] / share)):
+        indices = [at for at, _ in group]
+        yield slice(indices[0], indices[-1] + 1)
 
 
 def _cache(
@@ -316,7 +316,7 @@ def _cache(
     quantization: str | None,
     weight_format: str,
 ) -> WeightCache | None:
-    """Returns where packed weights are kept on disk; None if packing only rearranges them, which reading takes, too."""
+    """Returns the cache of packed weights; None if packing only rearranges them, which takes no longer than reading."""
     if quantization is None and not isinstance(weights, GroupedWeights):
         return None
     options = {"dtype": str(dtype), "quantization": quantization, "weight_format": weight_format}

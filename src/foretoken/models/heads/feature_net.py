@@ -31,11 +31,11 @@ class HeadHandle(Handle):
     """A sequence in the head's cache; its ``tokens`` are the target's from the second on.
 
     Attributes:
-        fresh: features [n, H] of the pending tokens, in pieces.
+        fresh: features [n, H] of the pending tokens, as a list of tensors.
         states: the layer's outputs [1 + nodes, H] at the newest token and at the cached nodes: the features of their
             children.
         root: the target's first token; None if it is unknown or rows are missing, so that no row can be shared.
-        outputs: the layer's outputs at committed tokens, in pieces, for another layer that reads them; None for none.
+        outputs: list of the layer's outputs at committed tokens, for a layer that reads them; None if no layer does.
     """
 
     fresh: list[Tensor] = field(default_factory=list)
@@ -52,7 +52,7 @@ class HeadHandle(Handle):
 
 
 class DraftNet(ABC):
-    """What proposers on hidden states draft with.
+    """A network that drafts for proposers on hidden states.
 
     Attributes:
         max_length: maximum length of a sequence in tokens, drafts included.
@@ -223,12 +223,12 @@ class FeatureNet(DraftNet):
         for handle, mask in zip(handles, masks, strict=True):
             fed += handle.fresh if feature is None else [*handle.fresh, feature.expand(len(mask), -1)]
         logits, states = self._score(handles, masks, torch.cat(fed))
-        for handle, mask, own in zip(handles, masks, states, strict=True):
-            self._caught_up(handle, own[: len(own) - len(mask)])
+        for handle, mask, outputs in zip(handles, masks, states, strict=True):
+            self._record_computed(handle, outputs[: len(outputs) - len(mask)])
         return logits
 
-    def _caught_up(self, handle: HeadHandle, states: Tensor) -> None:
-        """Notes that all pending rows of a sequence are computed, with these outputs of the layer [rows, H]."""
+    def _record_computed(self, handle: HeadHandle, states: Tensor) -> None:
+        """Marks all pending rows of a sequence as computed, with these outputs of the layer [rows, H]."""
         handle.fresh.clear()
         handle.cached, handle.states = len(handle.tokens), states[-1:]
         if handle.outputs is not None:
@@ -248,8 +248,8 @@ class FeatureNet(DraftNet):
         plan = replace(plan, features=torch.cat([rows for handle in handles for rows in handle.fresh]))
         chains, states = self._runner.chains(plan, requests, self.vocabulary, self._state)
         assert states is not None
-        for handle, own in zip(handles, states.split([part.count for part in plan.parts]), strict=True):
-            self._caught_up(handle, own)
+        for handle, outputs in zip(handles, states.split([part.count for part in plan.parts]), strict=True):
+            self._record_computed(handle, outputs)
         return chains
 
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:

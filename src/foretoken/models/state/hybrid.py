@@ -1,7 +1,7 @@
-"""The state of models with recurrent layers: pages of keys and values, and recurrent states, found or dropped together.
+"""The state of models with recurrent layers: pages of keys and values together with recurrent states.
 
 A prompt reuses a prefix only up to a page at whose end there is a snapshot of the recurrent state. Snapshots are kept
-with their page within a bound of their own, evicted in the order of their last use, and dropped when their page is.
+with their page within a separate bound, evicted in the order of their last use, and dropped with their page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Snapshots:
     """Recurrent states at the ends of pages, by the serial of the page.
 
     Args:
-        allocate: returns the address of as many zeroed bytes as it is called with.
+        allocate: returns the address of a number of zeroed bytes.
         size: bytes of a snapshot.
     """
 
@@ -33,7 +33,7 @@ class Snapshots:
         return serial in self._kept
 
     def take(self) -> int | None:
-        """Returns memory: unused, new, or that of the least recently used snapshot; None if the bound allows none."""
+        """Returns memory: unused, new, or the least recently used snapshot's; None if the bound allows none."""
         if self._spare:
             return self._spare.pop()
         if self.allocated < self.limit:
@@ -42,11 +42,11 @@ class Snapshots:
         return self._kept.popitem(last=False)[1] if self._kept else None
 
     def give_back(self, address: int) -> None:
-        """Takes memory back."""
+        """Makes memory available again."""
         self._spare.append(address)
 
     def keep(self, serial: int, address: int) -> None:
-        """Keeps the snapshot at the end of a page; a second one of the same page holds the same, and is dropped."""
+        """Keeps the snapshot at the end of a page; a second one of the same page is equal, and is dropped."""
         if serial in self._kept:
             self.give_back(address)
         else:
@@ -66,8 +66,8 @@ class Snapshots:
         """Raises AssertionError if a snapshot has no page or leaked.
 
         Args:
-            serials: the known pages.
-            pending: number of snapshots that slots hold.
+            serials: serials of the pages.
+            pending: number of snapshots in slots.
         """
         assert self._kept.keys() <= serials, "a snapshot has no page"
         assert len(self._kept) + len(self._spare) + pending == self.allocated, "a snapshot leaked"
@@ -86,7 +86,8 @@ class HybridState(Pages):
         super().__init__(memory.allocate, page_bytes, memory.copy)
         self.states = RecurrentStates(memory, shape)
         self.snapshots = Snapshots(memory.allocate, shape.snapshot_bytes)
-        self._every = -(-shape.snapshot_bytes // page_bytes)  # pages: snapshots take no more memory than pages
+        # pages between snapshots, so that snapshots take at most the memory of pages
+        self._every = -(-shape.snapshot_bytes // page_bytes)
 
     def enable_prefix_cache(self, max_bytes: int) -> None:
         snapshot, run = self.states.shape.snapshot_bytes, self._every * self.page_bytes
@@ -149,10 +150,10 @@ class HybridState(Pages):
         self.snapshots.check(known, pending)
 
     def _take(self, number: int, start: int, end: int) -> dict[int, int]:
-        """Returns the snapshots to write while a slot's state goes from ``start`` to ``end`` rows, by number of rows.
+        """Returns the snapshots to write while a slot's state advances from ``start`` to ``end`` rows, by row count.
 
-        One is written at every ``_every``-th page. Another one follows the sequence at its last page, so that a request
-        that was preempted computes few rows again; the one at the end of the prompt stays.
+        One is written at every ``_every``-th page. Another one follows the sequence at its last page, so that a
+        preempted request computes few rows again; the one at the end of the prompt stays.
         """
         state, taken = self.states.slot(number), {}
         ends = range(start // PAGE + 1, end // PAGE + 1) if self.limit is not None else range(0)
@@ -179,7 +180,7 @@ class HybridState(Pages):
             self.snapshots.drop(slot.pages[rows // PAGE - 1].serial)
 
     def _give_back(self, state: RecurrentSlot) -> None:
-        """Takes back the snapshots of a slot that no page has yet."""
+        """Frees the snapshots of a slot that belong to no page yet."""
         for address in state.snapshots.values():
             self.snapshots.give_back(address)
         state.snapshots.clear()

@@ -27,7 +27,7 @@ def finite(states: Tensor) -> Tensor:
 
 
 class SlotCache(Protocol):
-    """A KV cache with a slot for each sequence. See ``runners.base.Runner`` for what the methods do."""
+    """A KV cache with a slot for each sequence. The methods are those of ``runners.base.Runner``."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -52,15 +52,15 @@ class SlotCache(Protocol):
         """Moves rows ``sources`` to ``destination`` onward, in order: the accepted path of a draft tree."""
 
     def nbytes(self) -> int:
-        """Returns the bytes of what slots hold."""
+        """Returns the bytes of all slots."""
 
 
 class KVCache:
     """Keys and values of all sequences: two tensors [slots, kv_heads, rows, head_dim] per layer.
 
     Args:
-        shapes: heads of keys and values, and the width of a head, of each layer; None for a layer without keys and
-            values of its own, whose buffers are empty.
+        shapes: heads of keys and values, and the width of a head, of each layer; None for a layer that reads another
+            layer's, whose buffers are empty.
         dtype: dtype of the buffers.
         device: device of the buffers.
 

@@ -148,7 +148,7 @@ class Pages:
             slot.known += 1
 
     def resume(self, number: int, rows: int) -> int:
-        """Returns how many of a slot's first ``rows`` rows the next pass can follow; it computes the others again."""
+        """Returns the number of a slot's first ``rows`` rows that the next pass can follow; it recomputes others."""
         return rows if self._slots[number].discarded * PAGE <= max(0, rows + 1 - self._window) else 0
 
     def accept(self, number: int, destination: int, sources: Sequence[int]) -> None:

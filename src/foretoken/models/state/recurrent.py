@@ -32,8 +32,8 @@ class StateShape:
 
     Attributes:
         layers: number of recurrent layers.
-        state: numbers of one layer's state, float32.
-        inputs: numbers that are kept of one row for one layer, float32.
+        state: elements of one layer's state, float32.
+        inputs: elements of one row that are kept for one layer, float32.
         window: number of earlier rows whose inputs a row needs, for a convolution.
     """
 
@@ -60,16 +60,16 @@ class StateShape:
 
 @dataclass(eq=False, slots=True)
 class RecurrentSlot:
-    """The state of one sequence; the places are those of ``replay.ReplaySpan``.
+    """The state of one sequence; rows of the log are those of ``replay.ReplaySpan``.
 
     Attributes:
         state: address of the states of all layers; 0 before the first pass.
         log: address of the log, [layers, capacity, inputs].
         capacity: rows of the log of one layer.
         position: number of rows that the state holds; -1 while a pass changes it, and after one that failed.
-        held: places of the rows from ``position`` on.
-        window: places of the rows before ``position``.
-        snapshots: addresses of snapshots that no page has yet, by the number of rows.
+        held: rows in the log of the cache rows from ``position`` on.
+        window: rows in the log of the cache rows before ``position``.
+        snapshots: addresses of snapshots that belong to no page yet, by the number of rows.
         follower: number of rows of the snapshot that follows the sequence, and whether a prefill pass wrote it.
     """
 
@@ -83,8 +83,8 @@ class RecurrentSlot:
     follower: tuple[int, bool] | None = None
 
 
-# Returns the addresses of snapshots to write while a slot's state goes from one number of rows to another, by the
-# number of rows that they hold.
+# Returns the addresses of snapshots to write while a slot's state advances from one number of rows to another, by
+# their number of rows.
 TakeSnapshots = Callable[[int, int, int], dict[int, int]]
 
 
@@ -109,11 +109,11 @@ class RecurrentStates:
         return self._slots[number]
 
     def reset(self, slot: RecurrentSlot) -> None:
-        """Makes a slot hold no rows."""
+        """Empties a slot."""
         slot.position, slot.held, slot.window, slot.follower = 0, [], [-1] * self.shape.window, None
 
     def load(self, slot: RecurrentSlot, rows: int, snapshot: int) -> None:
-        """Makes a slot hold what a snapshot holds: the first ``rows`` rows."""
+        """Loads a snapshot of the first ``rows`` rows into a slot."""
         shape = self.shape
         self._allocate(slot, shape.window)
         states, row = shape.layers * shape.state * FLOAT, shape.inputs * FLOAT
@@ -124,7 +124,7 @@ class RecurrentStates:
         slot.position, slot.held, slot.window = rows, [], list(range(shape.window))
 
     def reaches(self, slot: RecurrentSlot, rows: int) -> int:
-        """Returns how many of the first ``rows`` rows the slot holds; 0 if a pass has to begin anew."""
+        """Returns the number of the first ``rows`` rows that the slot holds; 0 if a pass must start from the first."""
         if not 0 <= slot.position <= rows:
             return 0
         return min(rows, slot.position + len(slot.held))
@@ -136,7 +136,7 @@ class RecurrentStates:
             slot.held[destination - slot.position :] = path
 
     def plan(self, parts: Sequence[Rows], take: TakeSnapshots) -> ReplayPlan:
-        """Returns the steps of a pass. ``finish`` must follow the pass; if it fails, its sequences begin anew."""
+        """Returns the steps of a pass. ``finish`` must follow it; if it fails, its sequences start from row 0."""
         plan, base = ReplayPlan(), 0
         self._after.clear()
         for part in parts:
@@ -145,7 +145,7 @@ class RecurrentStates:
         return plan
 
     def finish(self) -> None:
-        """Records that the pass that was planned last has run."""
+        """Records that the last planned pass has run."""
         for slot, position, held, window in self._after:
             slot.position, slot.held, slot.window = position, held, window
         self._after.clear()
@@ -158,7 +158,7 @@ class RecurrentStates:
         return shape.layers * (states * shape.state + rows * shape.inputs) * FLOAT
 
     def check(self) -> None:
-        """Raises AssertionError if a log's places are inconsistent."""
+        """Raises AssertionError if a log's bookkeeping is inconsistent."""
         for slot in self._slots.values():
             used = [place for place in (*slot.held, *slot.window) if place >= 0]
             assert len(set(used)) == len(used), "two rows share a place of the log"
@@ -199,7 +199,7 @@ class RecurrentStates:
             plan.move(row, at + number * shape.inputs * FLOAT, shape.window)
 
     def _places(self, plan: ReplayPlan, slot: RecurrentSlot, rows: Sequence[int]) -> list[int]:
-        """Returns the log's places of encoded rows. Rows of the pass get places that nothing in the pass reads."""
+        """Returns the rows in the log of encoded rows. Rows of the pass get rows that nothing in the pass reads."""
         used = {*slot.held, *slot.window}
         free = (place for place in range(slot.capacity) if place not in used)
         places = []

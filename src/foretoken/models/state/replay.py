@@ -1,10 +1,10 @@
 """The order in which recurrent layers process the rows of a pass.
 
-A recurrent layer keeps one state per sequence, which each token changes. It cannot be rewound, so the state stays
-behind: it holds the committed tokens before the newest one (*the root*). For the root and the draft nodes only the
-small *inputs* of the layer are kept, in a log. A later pass replays the inputs of what was accepted, one after the
-other, in the order and with the operations of plain decoding, so the state has the same bits. A tree is walked depth
-first, with one running state and a copy where it branches.
+A recurrent layer keeps one state per sequence, which each token changes. It cannot be rewound, so the state lags: it
+holds the committed tokens before the newest one (*the root*). For the root and the draft nodes only the small *inputs*
+of the layer are kept, in a log. A later pass replays the inputs of accepted tokens, one after the other, in the order
+and with the operations of plain decoding, so the state has the same bits. A tree is processed depth first, with one
+running state and a copy at each branch.
 
 A pass is a list of *steps*. A step reads a state, adds one row, and writes a state: the sequence's own, or a copy.
 """
@@ -18,9 +18,9 @@ from typing import Protocol
 
 from foretoken.core.draft import Draft
 
-# Places of states, as csrc/specs.hpp numbers them; from 0 on, copies.
+# Indices of states, with the values of csrc/specs.hpp; copies have indices from 0 on.
 OWN, ZEROS, NOWHERE = -1, -2, -2
-NOTHING = -(2**31)  # stands for the inputs of rows before the first one
+NOTHING = -(2**31)  # inputs of rows before the first one
 
 
 def _ints() -> array[int]:
@@ -50,7 +50,7 @@ class Rows(Protocol):
 class ReplayPlan:
     """The steps of one pass, sequence after sequence, as the kernels read them.
 
-    Rows are encoded: from 0 on a row of the pass, and ``~place`` a place in the sequence's log.
+    Rows are encoded: a row of the pass as its index, and row r of the sequence's log as ``~r``.
 
     Attributes:
         first_step: [sequences + 1]. The first step of each sequence.
@@ -58,7 +58,7 @@ class ReplayPlan:
         targets: [steps]. The state that it writes: ``OWN``, ``NOWHERE``, or a copy.
         saves: [steps]. The snapshot that it also writes; -1 for none.
         inputs: [steps, 1 + window]. The row of a step, then the rows before it, the nearest first.
-        copies: number of states that are needed beside the sequences' own.
+        copies: number of states beside the sequences' states.
         states: [sequences]. Address of each sequence's state.
         logs: [sequences]. Address of each sequence's log.
         log_rows: [sequences]. Rows of the log of one layer.
@@ -66,7 +66,7 @@ class ReplayPlan:
         moved: encoded rows whose inputs are copied.
         moved_of: the sequence of each.
         moved_to: the address in the first layer to which each is copied.
-        moved_stride: rows between this place in one layer and in the next.
+        moved_stride: rows between this address in one layer and in the next.
     """
 
     first_step: array[int] = field(default_factory=lambda: array("i", [0]))
@@ -93,7 +93,7 @@ class ReplayPlan:
         self.copies = max(self.copies, target + 1)
 
     def move(self, row: int, address: int, stride: int) -> None:
-        """Has the inputs of a row of the current sequence copied."""
+        """Adds a copy of the inputs of a row of the current sequence."""
         self.moved.append(row)
         self.moved_of.append(len(self.first_step) - 1)
         self.moved_to.append(address)
@@ -106,9 +106,9 @@ class ReplaySpan:
 
     Attributes:
         position: number of rows that the state holds.
-        held: the log's places of the rows from ``position`` on.
-        window: the log's places of the rows before ``position``, the nearest first; -1 before the first row.
-        base: the row of the pass that is this sequence's first.
+        held: rows in the log of the cache rows from ``position`` on.
+        window: rows in the log of the cache rows before ``position``, the nearest first; -1 before the first row.
+        base: the sequence's first row of the pass.
         first: the cache row of that row.
         count: number of rows in the pass.
         root: the cache row of the newest committed token; draft node i follows in row ``root + 1 + i``.
@@ -140,12 +140,12 @@ class ReplaySpan:
 
 
 def fold(plan: ReplayPlan, span: ReplaySpan, saves: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Adds the steps of the committed rows before the root, which change the sequence's own state.
+    """Adds the steps of the committed rows before the root, which change the sequence's state.
 
     Args:
         plan: the plan to extend.
         span: the sequence.
-        saves: number of the snapshot to write by the number of rows that the state then holds.
+        saves: index of the snapshot to write by the number of rows of the state.
 
     Yields:
         At every snapshot and after the last row: the number of rows that the state holds, and the codes of the rows
@@ -163,7 +163,7 @@ def fold(plan: ReplayPlan, span: ReplaySpan, saves: dict[int, int]) -> Iterator[
 
 
 def branch(plan: ReplayPlan, span: ReplaySpan, before: tuple[int, ...]) -> None:
-    """Adds the steps of the root and the draft nodes, depth first; none of them changes the sequence's own state.
+    """Adds the steps of the root and the draft nodes, depth first; none of them changes the sequence's state.
 
     Args:
         plan: the plan to extend.
@@ -178,7 +178,7 @@ def branch(plan: ReplayPlan, span: ReplaySpan, before: tuple[int, ...]) -> None:
         inputs = (span.encoded(span.root + 1 + node), *before)
         below = children.get(node, ())
         plan.step(source, copy if below else NOWHERE, -1, inputs)
-        # The last child goes on in the copy of its parent, which nobody reads after it.
+        # The last child continues in the copy of its parent, which no step reads later.
         for number, child in enumerate(reversed(below)):
             waiting.append((child, copy, copy + bool(number), inputs[:-1]))
 

@@ -84,7 +84,7 @@ class Placement:
             seen[at, row : self.counts[at], start:end] = draft.ancestors[skipped:]
         if window:
             seen &= self._key_positions()[:, None, :] > self.positions[:, :, None] - window
-            seen[..., 0] |= ~seen.any(-1)  # a padded row needs something to attend to
+            seen[..., 0] |= ~seen.any(-1)  # a padded row needs a key
         return seen
 
     def _key_positions(self) -> Tensor:
@@ -101,7 +101,7 @@ class Slots:
     """The slots of all layers.
 
     Attributes:
-        used: number of slots that were ever in use at once.
+        used: largest number of slots in use at once.
         size: slots of the buffers.
         rows: rows of each slot of the buffers.
         place: the layout of the current pass, inside ``serving``.
@@ -123,7 +123,7 @@ class Slots:
         return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
     def new_layer(self) -> SlotLayer:
-        """Returns the cache of another layer."""
+        """Adds a layer. Returns its cache."""
         layer = SlotLayer(self)
         self._layers.append(layer)
         return layer
