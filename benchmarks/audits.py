@@ -17,7 +17,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from exactness_grid import ALL, Config, label, named
+from exactness_grid import ALL
 from foretoken import LLM, zoo
 from foretoken.audit import Audit, CheckOutcome, audit
 from foretoken.audit.assisted import Assisted
@@ -25,7 +25,7 @@ from foretoken.bench.output import figures, report
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import load_prompts
 from foretoken.speculation import SpeculativeConfig
-from options import Output, Prompts
+from options import Config, Output, Prompts, label, with_models
 
 ASSISTED: list[Config] = [{"method": "draft_model", "model": "draft"}, {"method": "ngram"}]
 SIGNS = {
@@ -55,13 +55,14 @@ def main(
     texts = load_prompts(prompts) if prompts else None
     configs = [json.loads(text) for text in config] if config else ALL
     subjects: list[tuple[str, Any]] = [
-        (label(each), lambda each=each: LLM(zoo.path("target"), speculative_config=named(each))) for each in configs
+        (label(each), lambda each=each: LLM(zoo.path("target"), speculative_config=with_models(each)))
+        for each in configs
     ]
     if peers:
         subjects += [
             (
                 f"transformers: {label(each)}",
-                lambda each=each: Assisted(zoo.path("target"), SpeculativeConfig.of(named(each))),
+                lambda each=each: Assisted(zoo.path("target"), SpeculativeConfig.of(with_models(each))),
             )
             for each in ASSISTED
         ]

@@ -27,9 +27,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.native import build
 from foretoken.core.streams import SharedStream
 from foretoken.models.options import QUANTIZATIONS
-from options import Output, Prompts, Temperatures
-
-Config = dict[str, Any]  # a speculative_config; "model": "draft" is the bundled draft
+from options import Config, Output, Prompts, Temperatures, label, with_models
 
 BATCHES = (1, 8)
 PACKED = "packed"
@@ -107,24 +105,6 @@ class Cell:
     texts: int
     promised: bool  # the runner's rows are independent, so every text must be equal
     divergences: list[Divergence] = field(default_factory=list)
-
-
-def named(config: Config, heads: bool = False) -> Config:
-    """Returns ``config`` with the bundled draft's folder in place of "draft".
-
-    Args:
-        config: a speculative_config.
-        heads: whether methods with heads get the folder of the bundled ones, because the target is not the
-            bundled folder itself.
-    """
-    result = {
-        key: str(zoo.path("draft")) if (key, value) == ("model", "draft") else value for key, value in config.items()
-    }
-    if heads and config["method"] in HEADS:
-        result.setdefault("model", str(zoo.path(config["method"])))
-    if "members" in config:
-        result["members"] = [named(member, heads) for member in config["members"]]
-    return result
 
 
 def own_prompts(count: int) -> list[str]:
@@ -223,7 +203,9 @@ def courses(
 def grid(course_by_temperature: Sequence[Course], config: Config, depths: Sequence[int]) -> Iterator[Cell]:
     """Yields the cells of one configuration, at its own draft length or at all of them."""
     kind = course_by_temperature[0].kind
-    llm = load(kind, course_by_temperature[0].model, speculative_config=named(config, heads=Path(kind).exists()))
+    heads = HEADS if Path(kind).exists() else ()  # a head is not found beside another file than the bundled target
+    speculation = with_models(config, heads=heads)
+    llm = load(kind, course_by_temperature[0].model, speculative_config=speculation)
     own = config.get("num_speculative_tokens")
     for course in course_by_temperature:
         for depth in depths if own is None else [own]:
@@ -253,12 +235,6 @@ def level() -> str:
         return build.require().name
     except build.KernelsUnavailable:
         return "torch operators"
-
-
-def label(config: Config) -> str:
-    """Returns the method and the options that distinguish this configuration."""
-    said = ("method", "model", "num_speculative_tokens", "members")
-    return " ".join([str(config["method"]), *(f"{k}={v}" for k, v in config.items() if k not in said)])
 
 
 def table(cells: Sequence[Cell]) -> Table:

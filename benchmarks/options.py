@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from textwrap import dedent
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +31,8 @@ Turns = Annotated[int, typer.Option(min=1, help="Turns of everything that is tim
 Repeats = Annotated[int, typer.Option(min=1, help="Turns of everything that is compared.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Write setting and results to this file as JSON.")]
+Config = dict[str, Any]
+"""A speculative_config, in which the model "draft" stands for the pair's draft."""
 MODEL_HELP = f"A folder, a GGUF file, or one of: {', '.join(REAL_MODELS)}."
 
 
@@ -42,6 +44,22 @@ def target_path(target: Path | None, small: bool = False) -> Path:
 def model_path(name: str) -> Path:
     """Returns the folder or file of a model, which may be a real one by its short name."""
     return real_model_path(name) if name in REAL_MODELS else resolve(Path(name))
+
+
+def with_models(config: Config, draft: Path | None = None, heads: Container[str] = ()) -> Config:
+    """Returns a configuration with the path of a draft, by default the bundled one, and of the bundled ``heads``."""
+    method, draft = config["method"], draft or zoo.path("draft")
+    result: Config = {"model": str(zoo.path(method))} if method in heads else {}
+    result |= {key: str(draft) if (key, value) == ("model", "draft") else value for key, value in config.items()}
+    if "members" in config:
+        result["members"] = [with_models(member, draft, heads) for member in config["members"]]
+    return result
+
+
+def label(config: Config) -> str:
+    """Returns the method and the options that distinguish a configuration."""
+    said = ("method", "model", "num_speculative_tokens", "members")
+    return " ".join([str(config["method"]), *(f"{k}={v}" for k, v in config.items() if k not in said)])
 
 
 def function_heads() -> list[str]:

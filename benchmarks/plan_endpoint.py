@@ -14,49 +14,34 @@ are started once for each length, and what the longer draft length alone predict
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.output import figures, wide_console
-from foretoken.bench.setting import setting
+from foretoken.bench.output import figures, report, wide_console
 from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
 from foretoken.plan.endpoint.statistics import SpeedModel
 from options import Output, Target, some_prompts, target_path
+from predictions import PredictedSpeed, accuracy, accuracy_words
 from servers import engine_serving, listed_model
 
-WITHIN = 0.1
 console = wide_console()
 
 
 @dataclass(frozen=True)
 class ComparedSpeed:
-    """A speedup that was predicted and measured. basis: draft lengths that the plan was made from."""
+    """A speedup at a draft length and a concurrency. basis: draft lengths that the plan was made from."""
 
     basis: str
     depth: int
     concurrency: int
-    predicted: float
-    low: float
-    high: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction."""
-        return self.predicted / self.measured - 1.0
-
-    @property
-    def covered(self) -> bool:
-        """Whether the interval holds what was measured."""
-        return self.low <= self.measured <= self.high
+    speed: PredictedSpeed
 
 
 @dataclass(frozen=True)
@@ -119,36 +104,24 @@ def compared(plan: EndpointPlan, basis: str, measured: dict[tuple[int, int], flo
     if plan.predictor is None:
         return []
     rows = {at: plan.predictor.own(*at) for at in sorted(measured)}
-    return [
-        ComparedSpeed(basis, *at, row.speedup or 0.0, row.low or 0.0, row.high or 0.0, measured[at])
-        for at, row in rows.items()
-    ]
+    return [ComparedSpeed(basis, *at, PredictedSpeed.of(row, measured[at])) for at, row in rows.items()]
 
 
-def report(pairs: Sequence[ComparedSpeed]) -> dict[str, Any]:
-    """Prints the table. Returns the summary by basis."""
+def summary(pairs: Sequence[ComparedSpeed]) -> tuple[list[Table | str], dict[str, dict[str, float]]]:
+    """Returns the table and the lines to print, and the figures by basis."""
     heads = ("planned from", "tokens", "at once", "predicted", "interval", "measured", "error")
-    rows = [
-        (
-            *(pair.basis, pair.depth, pair.concurrency, f"{pair.predicted:.2f}x", f"{pair.low:.2f}-{pair.high:.2f}"),
-            *(f"{pair.measured:.2f}x", f"{pair.error:+.1%}"),
-        )
-        for pair in pairs
-    ]
-    console.print(figures(heads, rows))
-    summary = {}
+    rows = []
+    for pair in pairs:
+        speed = pair.speed
+        known = f"{speed.predicted:.2f}x", f"{speed.low:.2f}-{speed.high:.2f}", f"{speed.measured:.2f}x"
+        rows.append((pair.basis, pair.depth, pair.concurrency, *known, f"{speed.error:+.1%}"))
+    parts: list[Table | str] = [figures(heads, rows)]
+    facts = {}
     for basis in dict.fromkeys(each.basis for each in pairs):
-        own = [each for each in pairs if each.basis == basis]
-        errors = [abs(each.error) for each in own]
-        inside = sum(error <= WITHIN for error in errors)
-        covered = sum(each.covered for each in own)
-        summary[basis] = {"pairs": len(own), "within_10_percent": inside, "covered": covered, "median": median(errors)}
-        console.print(
-            f"planned from {basis}: {inside} of {len(own)} within 10 %, median error {median(errors):.1%}, "
-            f"intervals cover {covered}",
-            style="bold",
-        )
-    return summary
+        speeds = [each.speed for each in pairs if each.basis == basis]
+        facts[basis] = {"pairs": float(len(speeds)), **accuracy(speeds)}
+        parts.append(f"planned from {basis}: {len(speeds)} pairs, {accuracy_words(facts[basis])}")
+    return parts, facts
 
 
 def _restarted(
@@ -219,18 +192,12 @@ def main(
         else:
             comparisons = _restarted(run, (engine, model, draft), sorted(basis), depth)
         for pairs in comparisons:
-            summary = report(pairs)
-            console.print(f"{engine}, {Path(model).name}, {perf_counter() - started:.0f} s", style="dim")
-            if output is not None:
-                rows = [asdict(each) | {"error": each.error} for each in pairs]
-                record = {
-                    "setting": setting(),
-                    "engine": engine,
-                    "summary": summary,
-                    "pairs": rows,
-                    "points": run.points,
-                }
-                output.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+            parts, result = summary(pairs)
+            facts = {"engine": engine, "target": Path(model).name, "seconds": round(perf_counter() - started)}
+            rows = [
+                {"basis": p.basis, "depth": p.depth, "concurrency": p.concurrency, **p.speed.to_dict()} for p in pairs
+            ]
+            report(parts, facts, output, summary=result, pairs=rows, points=run.points)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import count, cycle
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -48,10 +47,10 @@ from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
 from options import Draft, Output, Small, some_prompts, target_path
+from predictions import PredictedSpeed, accuracy, accuracy_words
 from systems import Totals, timed_step
 
 ROLES = ("eagle3", "medusa")
-WITHIN = 0.1
 STRETCH = 24  # consecutive tokens of a sequence: few enough for drift of the machine, many enough for its caches
 PROMPTS = 6 << 30  # bytes of the prefix cache; prefill is not measured
 Key = tuple[str, int]  # a candidate's name and its depth
@@ -191,17 +190,13 @@ class Measurement:
 
 def compared(row: PlanRow, own: Totals, plain: Totals) -> dict[str, Any]:
     """Returns one entry of the result: prediction and measurement of a row. Seconds are of a step."""
-    gain = own.speed / plain.speed
     return {
         "name": row.name,
         "method": row.method,
         "num_speculative_tokens": row.num_speculative_tokens,
         "temperature": row.temperature,
         "batch": row.batch,
-        "predicted": row.speedup,
-        "low": row.low,
-        "high": row.high,
-        "measured": gain,
+        **PredictedSpeed.of(row, own.speed / plain.speed).to_dict(),
         "tokens_per_pass": row.tokens_per_pass,
         "measured_tokens_per_pass": own.tokens_per_pass,
         "seconds": row.step_seconds,
@@ -209,8 +204,6 @@ def compared(row: PlanRow, own: Totals, plain: Totals) -> dict[str, Any]:
         "plain_seconds": row.plain_seconds,
         "measured_plain_seconds": step_seconds(plain, row.batch),
         "estimator": row.estimator,
-        "error": row.speedup / gain - 1,
-        "covered": row.low <= gain <= row.high,
     }
 
 
@@ -258,17 +251,14 @@ def summary(
         f"{c['measured']:.2f}x; the best of the grid {c['best']:.2f}x ({c['share']:.1%} of it)"
         for c in choices
     ]
-    errors = [abs(r["error"]) for r in rows]
     facts = {
         "pairs": float(len(rows)),
-        "median_error": median(errors),
-        "within_10_percent": sum(error <= WITHIN for error in errors) / len(errors),
-        "coverage": sum(r["covered"] for r in rows) / len(rows),
+        **accuracy([PredictedSpeed(r["predicted"], r["low"], r["high"], r["measured"]) for r in rows]),
         "worst_choice": min(c["share"] for c in choices),
     }
     parts.append(
-        f"{len(rows)} pairs: median error {facts['median_error']:.1%}, within 10 % {facts['within_10_percent']:.1%}, "
-        f"intervals cover {facts['coverage']:.1%}; the plan's choice at worst {facts['worst_choice']:.1%} of the best"
+        f"{len(rows)} pairs: {accuracy_words(facts)}; "
+        f"the plan's choice at worst {facts['worst_choice']:.1%} of the best"
     )
     return parts, facts
 

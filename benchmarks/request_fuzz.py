@@ -32,9 +32,7 @@ from foretoken.models.options import QUANTIZATIONS
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.shapes import LlamaShape
 from foretoken.train.target import new_model, save
-from options import Output
-
-Config = dict[str, Any]  # a speculative_config; "model": "draft" is the pair's draft
+from options import Config, Output, label, with_models
 
 CONTEXT = 256  # max_model_len of every engine
 BATCH = 24  # requests that are compared together
@@ -120,14 +118,6 @@ class Pair:
                     spread = parameter.std() if parameter.ndim > 1 else torch.tensor(0.0)
                     parameter.mul_(3).add_(noise * spread * torch.randn(parameter.shape, generator=generator))
             save(model, tokenizer, path)
-
-
-def configured(config: Config, draft: Path) -> Config:
-    """Returns ``config`` with the draft's folder in place of "draft", in members as well."""
-    own: Config = {key: str(draft) if (key, value) == ("model", "draft") else value for key, value in config.items()}
-    if "members" in own:
-        own["members"] = [configured(member, draft) for member in own["members"]]
-    return own
 
 
 def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, Any]:
@@ -287,7 +277,7 @@ class Arena:
         tokens = CONTEXT + 64
         drafted: dict[str, LLM] = {}
         for number, config in enumerate(configs):
-            options |= {"speculative_config": configured(config, draft), "max_num_seqs": (6, 3, 9)[number % 3]}
+            options |= {"speculative_config": with_models(config, draft), "max_num_seqs": (6, 3, 9)[number % 3]}
             with closing(LLM(target, **options)) as unlimited:
                 per_token = unlimited.target.kv_bytes_per_token + unlimited.engine.proposer.kv_bytes_per_token
             drafted[label(config)] = LLM(
@@ -326,11 +316,6 @@ class Arena:
                         "drafted": [vars(o) for o in other],
                     }
                 )
-
-
-def label(config: Config) -> str:
-    """Returns the method and the options that distinguish this configuration."""
-    return " ".join([str(config["method"]), *(f"{k}={v}" for k, v in config.items() if k not in ("method", "model"))])
 
 
 def main(

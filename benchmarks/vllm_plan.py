@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -48,8 +48,7 @@ from foretoken.plan.vllm import (
 )
 from foretoken.train.widen.checkpoint import scaled
 from options import Output, some_prompts
-
-WITHIN = 0.1
+from predictions import PredictedSpeed, accuracy, accuracy_words
 
 
 class Kept:
@@ -96,39 +95,32 @@ class Pair:
 
     row: PlanRow
     run: bool
-    predicted: list[float] = field(default_factory=list)
-    measured: list[float] = field(default_factory=list)
+    speeds: list[PredictedSpeed] = field(default_factory=list)
     tokens_errors: list[float] = field(default_factory=list)
-    covered: list[bool] = field(default_factory=list)
 
     def add(self, row: PlanRow, measured: tuple[float, float]) -> None:
         """Adds the prediction and the measurement of one split."""
         speedup, per_pass = measured
-        self.predicted.append(row.speedup)
-        self.measured.append(speedup)
+        self.speeds.append(PredictedSpeed.of(row, speedup))
         self.tokens_errors.append(row.tokens_per_pass / per_pass - 1)
-        self.covered.append(row.low <= speedup <= row.high)
 
     @property
-    def errors(self) -> list[float]:
-        """Returns the relative errors of the predicted speedups."""
-        return [p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True)]
+    def bias(self) -> float:
+        """The median relative error of the predicted speedups."""
+        return median(speed.error for speed in self.speeds)
 
     def to_dict(self) -> dict[str, Any]:
-        sizes = [abs(error) for error in self.errors]
         return {
             "name": self.row.name,
             "config": dict(self.row.config),
             "temperature": self.row.temperature,
             "num_speculative_tokens": self.row.num_speculative_tokens,
             "run_for_the_plan": self.run,
-            "predicted": median(self.predicted),
-            "measured": median(self.measured),
-            "bias": median(self.errors),
-            "median_error": median(sizes),
+            "predicted": median(speed.predicted for speed in self.speeds),
+            "measured": median(speed.measured for speed in self.speeds),
+            "bias": self.bias,
             "median_tokens_error": median(map(abs, self.tokens_errors)),
-            "within_10_percent": fmean(size <= WITHIN for size in sizes),
-            "coverage": fmean(self.covered),
+            **accuracy(self.speeds),
         }
 
 
@@ -178,17 +170,14 @@ def summary(pairs: Sequence[Pair], fresh: Sequence[Pair]) -> tuple[list[Table | 
         for r in (pair.to_dict() for pair in [*pairs, *fresh])
     ]
     heads = ("tokens", "T", "run", "predicted", "measured", "bias", "error", "of tokens", "within 10 %", "covered")
-    errors = [abs(error) for pair in pairs for error in pair.errors]
+    speeds = [speed for pair in pairs for speed in pair.speeds]
     facts = {
         "pairs": float(len(pairs)),
-        "median_error": median(errors),
-        "largest_bias": max((median(pair.errors) for pair in pairs), key=abs),
-        "within_10_percent": fmean(error <= WITHIN for error in errors),
-        "coverage": fmean(covered for pair in pairs for covered in pair.covered),
+        **accuracy(speeds),
+        "largest_bias": max((pair.bias for pair in pairs), key=abs),
     }
     said = (
-        f"{len(pairs)} pairs, {len(errors)} predictions: median error {facts['median_error']:.1%}, within 10 % "
-        f"{facts['within_10_percent']:.0%}, intervals cover {facts['coverage']:.0%}; largest bias of a pair "
+        f"{len(pairs)} pairs, {len(speeds)} predictions: {accuracy_words(facts)}; largest bias of a pair "
         f"{facts['largest_bias']:+.1%}"
     )
     return [figures(("vLLM", *heads), rows), said], facts

@@ -72,6 +72,7 @@ ELSEWHERE = {
     "attackers": "its attacks",
     "kernels": "imported by schemes, packed_weights, wheel_kernels and long_context",
     "options": "imported by the others",
+    "predictions": "imported by planner, plan_endpoint and vllm_plan",
     "servers": "imported by serving, attacks, plan_endpoint, endpoint_alarms and others",
     "systems": "imported by mixture, adaptive, editing, never_slower, planner and others",
     "replicas": "tests/serve/test_replicas.py kills one under load",
