@@ -60,6 +60,11 @@ class Law(Protocol):
         """
         return -1
 
+    @property
+    def changes_follow_tokens(self) -> bool:
+        """Whether the kernels know the changes at a draft's nodes from those at its root and the tokens between."""
+        return False
+
     def token_row(self, logits: Tensor, noise: Noise | None) -> TokenRow | None:
         """Returns the request with which the kernels choose a row's token, before ``update_row``; None if they cannot.
 

@@ -137,6 +137,11 @@ class SamplingLaw:
         row.noise, row.filter = noise.bits, self.kept.spec(logits.shape[1])
         return row
 
+    @cached_property
+    def changes_follow_tokens(self) -> bool:
+        """See ``Law``."""
+        return self.grammar is None and self._banned is not None
+
     def update_row(self, row: native.TokenRow, vocabulary: int, history: History) -> None:
         """See ``Law``."""
         if row.adjustment is not None:
@@ -245,7 +250,8 @@ class SamplingLaw:
             change.hold(banned=banned)
             change.banned_count = len(banned)
         if self.min_tokens:
-            change.end_count = len(self.end_ids) if history.generated < self.min_tokens else 0
+            change.end_steps = self.min_tokens - history.generated
+            change.end_count = len(self.end_ids) if change.end_steps > 0 else 0
         if self.penalizes:
             if history.counts is not None and not history.path:
                 change.seen, change.generated, change.seen_count = history.counts.addresses(history.tokens)

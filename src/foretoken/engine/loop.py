@@ -16,11 +16,11 @@ from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput, Timings
 from foretoken.engine.clock import StepClock
 from foretoken.engine.kv_budget import state_tokens
-from foretoken.engine.plain_rows import PlainRows
 from foretoken.engine.prefill_pace import PrefillPacer, PromptRows
 from foretoken.engine.prompt_logprobs import prompt_logprob_drafts, record_prompt_logprobs
 from foretoken.engine.scheduler import ScheduledBatch, Scheduler, SchedulerUsage
 from foretoken.engine.sequence import OutputOptions, Sequence
+from foretoken.engine.step_rows import StepRows
 from foretoken.engine.stopping import Stopping
 from foretoken.engine.verified import NO_VERDICT, VerifiedDraft, readable
 from foretoken.models.base import Model, Scores
@@ -53,7 +53,7 @@ class Engine:
         capacity: int | None = None,
     ) -> None:
         self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
-        self._plain_rows = PlainRows(rule, target.vocab_size)
+        self._step_rows = StepRows(rule, target.vocab_size)
         self._costs = {costs for costs in (controller.costs, proposer.needs.costs) if costs is not None}
         self.pace = PrefillPacer(prompt_rows)
         callbacks = self._reusable_prefix_len, self._forget
@@ -223,7 +223,7 @@ class Engine:
         scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
         clock.lap()
         count = len(ready)
-        rows = self._plain_rows.choose(ready, drafts[:count], scores[:count])
+        rows = self._step_rows.choose(ready, drafts[:count], scores[:count])
         parts = zip(ready, budgets, drafts[:count], scores[:count], rows, strict=True)
         return [VerifiedDraft.of(*part, self.rule) for part in parts], scores[count:]
 
@@ -305,7 +305,7 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence.context.id)
         self.finished[sequence.context.id] = sequence
-        self._plain_rows.forget(sequence.context.id)
+        self._step_rows.forget(sequence.context.id)
         self._forget(sequence.context)
 
 

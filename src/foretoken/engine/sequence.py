@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,18 @@ class TokenLogprobs:
     def of(row: native.TokenRow) -> TokenLogprobs:
         """Returns the log-probabilities that the kernels computed of a row."""
         return TokenLogprobs(row.token, row.logprob, row.rank, row.top)
+
+
+class ComputedTokens(NamedTuple):
+    """What the kernels have computed of a sequence's step.
+
+    Attributes:
+        path: Accepted nodes of the draft.
+        rows: The rows of its tokens: the root's, then those of ``path``.
+    """
+
+    path: tuple[int, ...]
+    rows: tuple[native.TokenRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +143,7 @@ class Sequence:
         return min(self.stopping.tokens_left, max_length - len(self.context.tokens)) - 1
 
     def emit(
-        self, draft: Draft, verdict: Verdict, logits: Tensor, max_length: int, computed: native.TokenRow | None = None
+        self, draft: Draft, verdict: Verdict, logits: Tensor, max_length: int, computed: ComputedTokens | None = None
     ) -> tuple[int, ...]:
         """Returns the verdict's tokens, cut where the sequence ends. Records what ``options`` ask for.
 
@@ -139,7 +152,7 @@ class Sequence:
             verdict: The verdict on it.
             logits: [n+1, V].
             max_length: The target's context length.
-            computed: The results of the only row, if the kernels have computed its token.
+            computed: What the kernels have computed of the verdict's rows, if they have chosen its tokens.
         """
         tokens = [*(draft.ids[node] for node in verdict.path), verdict.token]
         rows = [0, *(node + 1 for node in verdict.path)]
@@ -147,7 +160,7 @@ class Sequence:
             self.explained.append(explain(self.context, draft, rows, tokens, logits))
         for count, (token, row) in enumerate(zip(tokens, rows, strict=True), start=1):
             if self.options.logprobs is not None:
-                known = computed and TokenLogprobs.of(computed)
+                known = computed and TokenLogprobs.of(computed.rows[count - 1])
                 self.recorded.append(known or token_logprobs(logits[row], token, self.options.logprobs))
             self.finish_reason = self.stopping.push(token)
             if self.finish_reason is None and len(self.context.tokens) + count >= max_length:

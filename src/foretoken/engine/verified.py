@@ -10,10 +10,9 @@ from functools import cache, partial
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.errors import NoTokenAllowed
-from foretoken.core.native.sampling import TokenRow
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
-from foretoken.engine.sequence import Sequence
+from foretoken.engine.sequence import ComputedTokens, Sequence
 from foretoken.models.base import Model, Scores
 from foretoken.verify import Rule, stream_for
 
@@ -51,7 +50,7 @@ class VerifiedDraft:
         draft: The draft.
         scores: The target's.
         verdict: The verifier's decision; None where the sequence failed.
-        computed: The row of a sequence without a draft, if the kernels have computed its token.
+        computed: What the kernels have computed of the step, if they have chosen its tokens.
     """
 
     sequence: Sequence
@@ -59,15 +58,16 @@ class VerifiedDraft:
     draft: Draft
     scores: Scores
     verdict: Verdict | None
-    computed: TokenRow | None = None
+    computed: ComputedTokens | None = None
 
     @staticmethod
     def of(
-        sequence: Sequence, budget: int, draft: Draft, scores: Scores, computed: TokenRow | None, rule: Rule
+        sequence: Sequence, budget: int, draft: Draft, scores: Scores, computed: ComputedTokens | None, rule: Rule
     ) -> VerifiedDraft:
         """Verifies a draft with the verifier that its law and the request's grade require."""
-        if computed is not None and computed.token >= 0:
-            return VerifiedDraft(sequence, budget, draft, scores, Verdict((), computed.token), computed)
+        if computed is not None:
+            verdict = Verdict(computed.path, computed.rows[-1].token)
+            return VerifiedDraft(sequence, budget, draft, scores, verdict, computed)
         return VerifiedDraft(sequence, budget, draft, scores, _verdict(sequence, draft, scores, rule))
 
     def emit(self, max_length: int) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ class Adjustment(Structure):
         allowed: bool [V], the tokens that are possible; None for all.
         banned: int64, ids that are forbidden.
         ends: int64, ids that are forbidden unless ``allowed`` has no others.
+        end_steps: Number of tokens from the row on before which ``ends`` are forbidden.
         biased: int64, ids whose logits get ``biases``.
         biases: float32, one for each of ``biased``.
         seen: int64, unique ids of prompt and output.
@@ -51,7 +52,7 @@ class Adjustment(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("allowed", "banned", "ends", "biased", "biases", "seen", "generated")),
-        *((name, c_int64) for name in ("banned_count", "end_count", "biased_count", "seen_count")),
+        *((name, c_int64) for name in ("banned_count", "end_count", "biased_count", "seen_count", "end_steps")),
         *((name, c_float) for name in ("repetition", "frequency", "presence")),
     ]
 
@@ -78,15 +79,38 @@ class TokenSource(IntEnum):
     RACE = 3
 
 
+class DraftNodes(Structure):
+    """The nodes of a draft of fixed candidates below a row, into which the row's token may lead.
+
+    Attributes:
+        ids: int64, the nodes' tokens.
+        parents: int32, the node above each; -1 for the row.
+        rows: Addresses of a ``TokenRow`` for each depth.
+        path: Result: int32, the nodes to which the tokens have led.
+        stride: Number of elements from one row of logits to the next.
+        nodes: Number of nodes.
+        deepest: Depth of the deepest.
+        path_count: Result: length of ``path``.
+    """
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("ids", "parents", "rows", "path")),
+        ("stride", c_int64),
+        *((name, c_int32) for name in ("nodes", "deepest", "path_count")),
+    ]
+
+
 class TokenRow(Structure):
     """All that is read of a row of logits: its token, log-probabilities and the most probable tokens.
 
     Attributes:
         logits: The row.
         changes: Address of its ``Adjustment``; None for none.
+        below: Address of its ``DraftNodes``; None for none.
         filter: Temperature and filters, for sources that draw.
         noise: See ``Noise.bits``; with a position the ``streams.purpose_key`` of the draw at index 0.
-        position: Number of generated tokens before the row; -1 for noise that is complete.
+        position: Number of tokens that were generated before the step; -1 for noise that is complete.
+        index: Depth of the row below it, which addresses its number.
         source: A ``TokenSource``.
         top_count: Number of most probable tokens that are listed; -1 to compute no log-probabilities.
         top_ids: Result: the most probable tokens of the unchanged logits, lower ids first on ties.
@@ -97,13 +121,13 @@ class TokenRow(Structure):
     """
 
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "changes")),
+        *((name, c_void_p) for name in ("logits", "changes", "below")),
         ("filter", FilterSpec),
         ("noise", c_uint64),
         *((name, c_int32) for name in ("source", "top_count")),
         *((name, c_void_p) for name in ("top_ids", "top_logprobs")),
         ("logprob", c_double),
-        *((name, c_int64) for name in ("position", "rank", "token")),
+        *((name, c_int64) for name in ("position", "index", "rank", "token")),
     ]
 
     adjustment: Adjustment | None
@@ -116,6 +140,14 @@ class TokenRow(Structure):
         row._logits, row.adjustment, row.pointer = logits, changes, (c_void_p * 1)(addressof(row))
         if changes is not None:
             row.changes = addressof(changes)
+        return row
+
+    def at_node(self) -> TokenRow:
+        """Returns a request like this one for a node of the draft below it. The kernels set its logits and changes."""
+        row = TokenRow.from_buffer_copy(self)
+        row.below = None
+        if self.top_count >= 0:
+            row.list_top(self.top_count)
         return row
 
     def list_top(self, count: int) -> None:
@@ -174,7 +206,7 @@ class Kernels:
     """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        check_layout(library, (FilterSpec, _Distribution, SuccessorTable, Adjustment, TokenRow))
+        check_layout(library, (FilterSpec, _Distribution, SuccessorTable, Adjustment, DraftNodes, TokenRow))
         self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
         pointer, wide, number = c_void_p, c_int64, c_int32
         logits, token = (pointer, wide, wide, wide), POINTER(c_int64)

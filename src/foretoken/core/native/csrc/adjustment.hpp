@@ -15,6 +15,7 @@ struct Adjustment {
     const int64_t* seen;      // unique ids of prompt and output
     const int32_t* generated;  // how often each of `seen` was generated
     int64_t banned_count, end_count, biased_count, seen_count;
+    int64_t end_steps;  // number of tokens from this row on before which `ends` are forbidden
     float repetition, frequency, presence;
 };
 

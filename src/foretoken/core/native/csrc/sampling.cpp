@@ -22,6 +22,18 @@ void check_token_row(const TokenRow& row, int64_t n) {
     if (row.source == FRACTION) check_fraction(fraction_of(row));
 }
 
+void check_nodes(const DraftNodes& draft, int64_t n) {
+    std::vector<int32_t> depths(draft.nodes);
+    for (int32_t node = 0; node < draft.nodes; node++) {
+        const int32_t parent = draft.parents[node];
+        if (parent < -1 || parent >= node) refuse("node %d of a draft follows node %d; a parent comes before its child", node, parent);
+        depths[node] = parent < 0 ? 1 : depths[parent] + 1;
+        if (depths[node] > draft.deepest) refuse("node %d is at depth %d of a draft of %d levels", node, depths[node], draft.deepest);
+    }
+    for (int32_t level = 0; level < draft.deepest; level++)
+        if (draft.rows[level]->top_count > n) refuse("the largest %d of %lld tokens", draft.rows[level]->top_count, (long long)n);
+}
+
 }  // namespace
 
 extern "C" {
@@ -33,8 +45,10 @@ const LayoutField* foretoken_layout() {
         LAYOUT(Distribution, top, inverse, lowest, over, last)
         LAYOUT(SuccessorTable, successors, hits, vocab, width)
         LAYOUT(Adjustment, allowed, banned, ends, biased, biases, seen, generated, banned_count, end_count, biased_count, seen_count,
-               repetition, frequency, presence)
-        LAYOUT(TokenRow, logits, changes, filter, noise, source, top_count, top_ids, top_logprobs, logprob, position, rank, token)
+               end_steps, repetition, frequency, presence)
+        LAYOUT(DraftNodes, ids, parents, rows, path, stride, nodes, deepest, path_count)
+        LAYOUT(TokenRow, logits, changes, below, filter, noise, source, top_count, top_ids, top_logprobs, logprob, position, index, rank,
+               token)
         {},
     };
     return fields;
@@ -45,7 +59,8 @@ int32_t foretoken_distributions(const float* logits, int64_t stride, int64_t row
                                 Distribution* distributions, int threads) {
     return guarded([&] {
         check_rows(stride, rows, n);
-        each_row(rows, n, threads, [&](Member& member, int64_t r, RowScratch& scratch) {
+        each_row(rows, 1, n, threads, [&](Member& member, int64_t r, ScratchList& list) {
+            RowScratch& scratch = list.of(member, 0);
             find_distribution(member, logits + r * stride, n, *f, scratch);
             member.each(1, 1, [&](int64_t) { distributions[r] = scratch.dist; });
         });
@@ -134,12 +149,16 @@ int32_t foretoken_largest(const float* logits, int64_t stride, int64_t rows, int
     }, "the largest %lld of %lld tokens", (long long)count, (long long)n);
 }
 
-// Computes the tokens of rows of logits [n], and what else they ask for.
+// Computes the tokens of rows of logits [n] and of the draft nodes below them, and what else they ask for.
 int32_t foretoken_choose_tokens(TokenRow* const* rows, int64_t count, int64_t n, int threads) {
     return guarded([&] {
         check_rows(n, count, n);
-        for (int64_t r = 0; r < count; r++) check_token_row(*rows[r], n);
-        each_row(count, n, threads, [&](Member& member, int64_t r, RowScratch& scratch) { TokenChoice(member, *rows[r], n, scratch).run(); });
+        int64_t deepest = 0;
+        for (int64_t r = 0; r < count; r++) {
+            check_token_row(*rows[r], n);
+            if (rows[r]->below) check_nodes(*rows[r]->below, n), deepest = std::max<int64_t>(deepest, rows[r]->below->deepest);
+        }
+        each_row(count, deepest + 1, n, threads, [&](Member& member, int64_t r, ScratchList& list) { DraftWalk(member, *rows[r], n, list).run(); });
     }, "the tokens of %lld rows of %lld logits", (long long)count, (long long)n);
 }
 
@@ -161,8 +180,9 @@ int32_t foretoken_choose(const float* logits, int64_t n, const FilterSpec* f, in
         request.logits = logits, request.filter = *f, request.noise = *(const uint64_t*)noise;
         request.source = races ? RACE : FRACTION, request.top_count = request.position = -1;
         check_token_row(request, n);
-        each_row(1, n, threads, [&](Member& member, int64_t, RowScratch& scratch) {
-            TokenChoice(member, request, n, scratch).run();
+        each_row(1, 1, n, threads, [&](Member& member, int64_t, ScratchList& list) {
+            RowScratch& scratch = list.of(member, 0);
+            TokenChoice(member, request, nullptr, n, scratch).run();
             if (request.token < 0) return;
             member.each(chunks(n), 1, [&](int64_t c) {
                 write_chances(logits + c * CHUNK, std::min(CHUNK, n - c * CHUNK), c * CHUNK, scratch.dist, row + c * CHUNK);

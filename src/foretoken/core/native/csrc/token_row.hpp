@@ -22,30 +22,48 @@ struct RowScratch {
     std::unique_ptr<float[]> changed;  // [n]; not before `change`
     Distribution dist;
     bool possible = true;  // whether a token is left
+    bool finite = true;    // whether the largest logit is; else there is no distribution
 
     RowScratch(int64_t n) : looks(chunks(n)), groups(chunks(n) * CHUNK / GROUP), lowest(chunks(n)), sums(chunks(n) * PARTS), races(runs(n)) {}
     static constexpr int64_t PARTS = 8;  // partial sums of a chunk
 };
 
-// Calls compute(member, row, scratch) for each row of n logits: one row in one thread where there are several, else in all of
-// them. `compute` makes the same loops in each thread.
+// The scratch of rows that are computed one after another.
+class ScratchList {
+   public:
+    // count: number of rows if several threads compute them. A thread that is late may still read a row's scratch when others
+    // are at the next row, so each row has its own then.
+    ScratchList(int64_t n, int64_t count) : n(n), rows(count) {}
+
+    RowScratch& of(Member& member, int64_t row) {
+        std::unique_ptr<RowScratch>& scratch = rows[member.threads > 1 ? row : 0];
+        if (member.threads > 1 || !scratch)
+            member.each(1, 1, [&](int64_t) { scratch.reset(new RowScratch(n)); });
+        return *scratch;
+    }
+
+   private:
+    const int64_t n;
+    std::vector<std::unique_ptr<RowScratch>> rows;
+};
+
+// Calls compute(member, item, scratch) for items with rows of n logits: one item in one thread where there are several, else in
+// all of them. `compute` makes the same loops in each thread. rows: of an item, at most.
 template <class F>
-void each_row(int64_t rows, int64_t n, int threads, F compute) {
+void each_row(int64_t items, int64_t rows, int64_t n, int threads, F compute) {
     // Short loops: two threads take as long as one at 49,152 tokens, and longer beside other programs.
-    const int team = rows * n <= 1 << 16 ? 1 : threads;
-    const bool apart = rows >= team;
-    std::vector<RowScratch> scratch;
-    for (int64_t i = 0; i < (apart ? team : rows); i++) scratch.emplace_back(n);
+    const int team = items * n <= 1 << 16 ? 1 : threads;
+    const bool apart = items >= team;
+    std::vector<ScratchList> scratch;
+    for (int64_t i = 0; i < (apart ? team : items); i++) scratch.emplace_back(n, apart ? 1 : rows);
     in_parallel(team, [&](Member& member) {
-        if (!apart) {  // a thread that is late may still read a row's scratch when others are at the next row
-            for (int64_t r = 0; r < rows; r++) compute(member, r, scratch[r]);
-            return;
-        }
-        member.each(rows, 1, [&](int64_t r) {
-            Team single;
-            Member alone(single, 0);
-            compute(alone, r, scratch[member.thread]);
-        });
+        for (int64_t i = 0; !apart && i < items; i++) compute(member, i, scratch[i]);
+        if (apart)
+            member.each(items, 1, [&](int64_t i) {
+                Team single;
+                Member alone(single, 0);
+                compute(alone, i, scratch[member.thread]);
+            });
     });
 }
 
@@ -60,9 +78,10 @@ void find_distribution(Member& member, const float* x, int64_t n, const FilterSp
         float top = -INFINITY;
         for (const Look& each : s.looks) top = top >= each.top ? top : each.top;
         for (const Look& each : s.looks) top = std::isnan(each.top) ? NAN : top;
-        s.dist = {top, f.inverse, -INFINITY, std::isfinite(top) ? 0.0f : NAN, INT32_MAX};
+        s.finite = std::isfinite(top);
+        s.dist = {top, f.inverse, -INFINITY, s.finite ? 0.0f : NAN, INT32_MAX};
     });
-    if (std::isnan(s.dist.over)) return;
+    if (!s.finite) return;
     if (floored)
         member.each(chunks(n), 1, [&](int64_t c) {
             s.lowest[c] = INFINITY;
@@ -101,11 +120,25 @@ enum TokenSource : int32_t {
     RACE,       // the winner of a race
 };
 
+struct TokenRow;
+
+// The nodes of a draft of fixed candidates below a row. The row's token leads to one of them, whose token may lead on.
+struct DraftNodes {
+    const int64_t* ids;        // [nodes]
+    const int32_t* parents;    // [nodes]; -1: the row
+    TokenRow* const* rows;     // [deepest]; requests and results of the nodes that tokens lead to, by depth
+    int32_t* path;             // [deepest]; result: these nodes
+    int64_t stride;            // numbers between the logits of the row, and of each node behind it
+    int32_t nodes, deepest;
+    int32_t path_count;        // result
+};
+
 // All that is read of a row of logits: a token, its log-probability and rank among the unchanged logits, and the most probable
 // tokens.
 struct TokenRow {
     const float* logits;        // [n]
     const Adjustment* changes;  // null: none
+    DraftNodes* below;          // null: none
     FilterSpec filter;
     uint64_t noise;             // the bits of the fraction, or the key of the race; with a position the key that it is mixed into
     int32_t source;
@@ -113,7 +146,8 @@ struct TokenRow {
     int64_t* top_ids;           // [top_count]; result
     double* top_logprobs;       // [top_count]; result
     double logprob;             // result
-    int64_t position;           // number of generated tokens; -1 for noise that is complete
+    int64_t position;           // number of tokens that were generated before the step; -1 for noise that is complete
+    int64_t index;              // depth of the row below it
     int64_t rank;               // result, from 1 on
     int64_t token;              // result; -1 where no token is possible
 };
@@ -126,12 +160,13 @@ uint64_t splitmix(uint64_t z) {
 
 // The key of core/streams.py for the position of a row.
 uint64_t key_of(const TokenRow& row) {
-    return row.position < 0 ? row.noise : splitmix(row.noise ^ (uint64_t)row.position * SECOND);
+    const uint64_t position = row.position + (row.source == RACE ? row.index : 0);
+    return row.position < 0 ? row.noise : splitmix(row.noise ^ position * SECOND);
 }
 
 double fraction_of(const TokenRow& row) {
     double u;
-    if (row.position >= 0) return ((double)(splitmix(key_of(row) + GOLDEN) >> 12) + 0.5) * 0x1p-52;
+    if (row.position >= 0) return ((double)(splitmix(key_of(row) + (2 * row.index + 1) * GOLDEN) >> 12) + 0.5) * 0x1p-52;
     std::memcpy(&u, &row.noise, sizeof u);
     return u;
 }
@@ -139,16 +174,19 @@ double fraction_of(const TokenRow& row) {
 // Computes a TokenRow in the threads of a team.
 class TokenChoice {
    public:
-    TokenChoice(Member& member, TokenRow& row, int64_t n, RowScratch& s) : member(member), row(row), n(n), s(s) {}
+    // changes: null for none.
+    TokenChoice(Member& member, TokenRow& row, const Adjustment* changes, int64_t n, RowScratch& s)
+        : member(member), row(row), changes(changes), n(n), s(s) {}
 
     void run() {
-        if (row.source != GIVEN) choose(row.changes ? change() : row.logits);
+        if (row.source != GIVEN) choose(changes ? change() : row.logits);
         if (row.top_count >= 0 && row.token >= 0) describe();
     }
 
    private:
     Member& member;
     TokenRow& row;
+    const Adjustment* const changes;
     const int64_t n;
     RowScratch& s;
     static constexpr int64_t BLOCK = GROUP * LANES;  // tokens whose groups are one vector
@@ -166,12 +204,12 @@ class TokenChoice {
         });
         float* x = s.changed.get();
         each_chunk([&](int64_t from, int64_t count) { std::memcpy(x + from, row.logits + from, count * sizeof(float)); });
-        member.each(1, 1, [&](int64_t) { s.possible = adjust(x, n, *row.changes); });
+        member.each(1, 1, [&](int64_t) { s.possible = adjust(x, n, *changes); });
         return x;
     }
 
     void choose(const float* x) {
-        const bool possible = !row.changes || s.possible;
+        const bool possible = !changes || s.possible;
         if (possible && row.source == LIKELIEST) {
             member.each(1, 1, [&](int64_t) {
                 float top;
@@ -180,7 +218,7 @@ class TokenChoice {
             return;
         }
         if (possible) find_distribution(member, x, n, row.filter, s);
-        if (!possible || std::isnan(s.dist.over)) member.each(1, 1, [&](int64_t) { row.token = -1; });
+        if (!possible || !s.finite) member.each(1, 1, [&](int64_t) { row.token = -1; });
         else if (row.source == RACE) race(x);
         else draw(x);
     }
@@ -262,6 +300,75 @@ class TokenChoice {
             largest_ids(x, n, row.top_count, row.top_ids);
             for (int i = 0; i < row.top_count; i++) row.top_logprobs[i] = (double)x[row.top_ids[i]] - total;
         });
+    }
+};
+
+// Follows the tokens of a row into the draft below it: exact for fixed candidates (verify/walk.py).
+class DraftWalk {
+   public:
+    DraftWalk(Member& member, TokenRow& root, int64_t n, ScratchList& scratch)
+        : member(member), root(root), n(n), scratch(scratch), below(root.below) {}
+
+    void run() {
+        choose(root, root.changes);
+        if (!below) return;
+        if (root.changes) begin_changes();
+        int64_t depth = 0;
+        for (const TokenRow* row = &root; row->token >= 0 && step(row->token);) {
+            TokenRow& next = *below->rows[depth++];
+            member.each(1, 1, [&](int64_t) {
+                next.logits = root.logits + (nodes[0] + 1) * below->stride, next.position = root.position, next.index = depth;
+            });
+            if (root.changes) add_change(row->token, depth);
+            choose(next, root.changes ? &changes : nullptr, depth);
+            row = &next;
+        }
+        member.each(1, 1, [&](int64_t) {
+            below->path_count = (int32_t)depth;
+            for (int32_t node = nodes[0]; node >= 0; node = below->parents[node]) below->path[--depth] = node;
+        });
+    }
+
+   private:
+    Member& member;
+    TokenRow& root;
+    const int64_t n;
+    ScratchList& scratch;
+    DraftNodes* const below;
+    std::vector<int32_t> nodes{-1};  // all nodes with the path so far: duplicate children count as one
+    Adjustment changes;              // at the newest node
+    std::vector<int64_t> seen;
+    std::vector<int32_t> generated;
+
+    void choose(TokenRow& row, const Adjustment* changes, int64_t depth = 0) {
+        TokenChoice(member, row, changes, n, scratch.of(member, depth)).run();
+    }
+
+    // Moves to the children with a token. Returns whether there are any.
+    bool step(int64_t token) {
+        std::vector<int32_t> children;
+        for (int32_t node : nodes)
+            for (int32_t child = node + 1; child < below->nodes; child++)
+                if (below->parents[child] == node && below->ids[child] == token) children.push_back(child);
+        if (children.empty()) return false;
+        nodes.swap(children);
+        return true;
+    }
+
+    void begin_changes() {
+        changes = *root.changes;
+        seen.assign(changes.seen, changes.seen + changes.seen_count);
+        generated.assign(changes.generated, changes.generated + changes.seen_count);
+    }
+
+    // Adds a draft token to the changes of the nodes below it.
+    void add_change(int64_t token, int64_t depth) {
+        const auto at = std::find(seen.begin(), seen.end(), token) - seen.begin();
+        if (at == (int64_t)seen.size()) seen.push_back(token), generated.push_back(0);
+        generated[at]++;
+        const bool penalizes = changes.repetition != 1.0f || changes.frequency != 0.0f || changes.presence != 0.0f;
+        changes.seen = seen.data(), changes.generated = generated.data(), changes.seen_count = penalizes ? (int64_t)seen.size() : 0;
+        changes.end_count = depth < changes.end_steps ? root.changes->end_count : 0;
     }
 };
 

@@ -1,4 +1,4 @@
-"""Tokens of steps without a draft: one call of the kernels for the rows of all sequences.
+"""Tokens of steps with a draft of fixed candidates or none: one call of the kernels for all sequences.
 
 A sequence's request is prepared in its first step. Later steps set what has changed, because Python code that runs once
 in a step is mostly not in the processor's caches.
@@ -6,7 +6,9 @@ in a step is mostly not in the processor's caches.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from ctypes import addressof, c_void_p
 
 import torch
 from torch import Tensor
@@ -16,20 +18,21 @@ from foretoken.core.draft import Draft
 from foretoken.core.exactness import Exactness
 from foretoken.core.law import PointMass
 from foretoken.core.native import sampling as native
-from foretoken.core.native.sampling import Noise, TokenRow
+from foretoken.core.native.sampling import DraftNodes, Noise, TokenRow
 from foretoken.core.streams import Purpose, Streams, purpose_key
+from foretoken.engine.sequence import ComputedTokens
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.models.base import Scores
 from foretoken.verify import DRAWING, Rule
 
 
-class PlainRow:
-    """The request for the token of a step without a draft.
+class SequenceRow:
+    """The request for the tokens of one sequence's steps.
 
     Args:
         context: The sequence.
         logprobs: Number of alternatives of the token, or None to compute no log-probabilities.
-        logits: The row of the first step, [1, V].
+        logits: Rows of the first step, [n+1, V].
 
     Attributes:
         row: The request; None where the kernels cannot choose the token.
@@ -39,14 +42,15 @@ class PlainRow:
         law, shared = context.law, context.exactness is Exactness.TRAJECTORY
         purpose = Purpose.SHARED if shared else Purpose.VERIFY
         noise = None if law.greedy else Noise(shared, purpose_key(context.streams.seed, purpose))
-        self.row = law.token_row(logits, noise)
+        self.row = law.token_row(logits[:1], noise)
         self._context, self._vocabulary = context, logits.shape[1]
         self._history = context.history() if law.needs_history else None
+        self._nodes, self._levels = DraftNodes(), list[TokenRow]()
         if self.row is not None and logprobs is not None:
             self.row.list_top(min(logprobs, self._vocabulary))
 
     @classmethod
-    def of(cls, sequence: Running, rule: Rule, logits: Tensor) -> PlainRow | None:
+    def of(cls, sequence: Running, rule: Rule, logits: Tensor) -> SequenceRow | None:
         """Returns the request of a sequence; None if its verifier may choose another token than the kernels."""
         context = sequence.context
         if not isinstance(context.streams, Streams) or rule(PointMass(), context.exactness) not in DRAWING:
@@ -56,18 +60,55 @@ class PlainRow:
         result = cls(context, sequence.options.logprobs, logits)
         return None if result.row is None else result
 
-    def update(self, logits: Tensor) -> TokenRow:
-        """Returns the request for a row of logits, which the caller keeps alive."""
+    def update(self, draft: Draft, logits: Tensor) -> TokenRow | None:
+        """Returns the request for a draft; None where its verifier has to choose the tokens.
+
+        Args:
+            draft: The draft.
+            logits: [n+1, V], which the caller keeps alive.
+        """
         row, context = self.row, self._context
         assert row is not None
+        row.below = None
+        if draft.parents:
+            if type(draft.law) is not PointMass or (row.changes and not context.law.changes_follow_tokens):
+                return None
+            row.below = self._below(draft, logits)
         row.logits = logits.data_ptr()
         row.position = len(context.tokens) - context.prompt_length
         if self._history is not None:
             context.law.update_row(row, self._vocabulary, self._history)
         return row
 
+    def _below(self, draft: Draft, logits: Tensor) -> int:
+        """Returns the address of the nodes of a draft."""
+        assert self.row is not None
+        deepest, nodes = max(draft.depths), self._nodes
+        while len(self._levels) < deepest:
+            self._levels.append(self.row.at_node())
+        self._arrays = array("i", draft.parents), array("i", bytes(4 * deepest))
+        self._pointers = (c_void_p * deepest)(*map(addressof, self._levels[:deepest]))
+        nodes.ids, nodes.parents, nodes.path = (
+            draft.tokens.data_ptr(),
+            self._arrays[0].buffer_info()[0],
+            self._arrays[1].buffer_info()[0],
+        )
+        nodes.rows, nodes.stride = addressof(self._pointers), logits.stride(0)
+        nodes.nodes, nodes.deepest = len(draft.parents), deepest
+        return addressof(nodes)
 
-class PlainRows:
+    def result(self) -> ComputedTokens | None:
+        """Returns the tokens that the kernels have computed; None where the last one is not possible."""
+        row = self.row
+        assert row is not None
+        if not row.below:
+            return None if row.token < 0 else ComputedTokens((), (row,))
+        count = self._nodes.path_count
+        rows = (row, *self._levels[:count])
+        return None if rows[-1].token < 0 else ComputedTokens(tuple(self._arrays[1][:count]), rows)
+
+
+class StepRows:
     """The requests of all sequences of an engine.
 
     Args:
@@ -77,7 +118,7 @@ class PlainRows:
 
     def __init__(self, rule: Rule, vocabulary: int) -> None:
         self._rule, self._vocabulary = rule, vocabulary
-        self._rows = dict[int, PlainRow | None]()
+        self._rows = dict[int, SequenceRow | None]()
         self._kernels: native.Kernels | None = None
         self._threads = torch.get_num_threads()
 
@@ -87,34 +128,34 @@ class PlainRows:
 
     def choose(
         self, sequences: Sequence[Running], drafts: Sequence[Draft], scores: Sequence[Scores]
-    ) -> list[TokenRow | None]:
-        """Computes the tokens of all sequences without a draft, and their log-probabilities.
+    ) -> list[ComputedTokens | None]:
+        """Computes the tokens of all sequences whose draft has fixed candidates or none, and their log-probabilities.
 
         Returns:
-            The row of each sequence; None where its verifier has to choose the token.
+            The tokens of each sequence; None where its verifier has to choose them.
         """
-        rows, requests = list[TokenRow | None](), list[TokenRow]()
+        requests, chosen = list[TokenRow](), list[SequenceRow | None]()
         for sequence, draft, score in zip(sequences, drafts, scores, strict=True):
             row = None
-            if not draft.parents and score.argmax is None:
-                row = self._request(sequence, score.logits)
+            if score.argmax is None:
+                row = self._request(sequence, draft, score.logits)
                 if row is not None:
                     requests.append(row)
-            rows.append(row)
+            chosen.append(None if row is None else self._rows[sequence.context.id])
         if requests:
             self._kernels = self._kernels or native.kernels()
             assert self._kernels is not None
             self._kernels.choose_tokens(requests, self._vocabulary, self._threads)
-        return rows
+        return [None if row is None else row.result() for row in chosen]
 
-    def _request(self, sequence: Running, logits: Tensor) -> TokenRow | None:
+    def _request(self, sequence: Running, draft: Draft, logits: Tensor) -> TokenRow | None:
         identifier = sequence.context.id
         try:
             plain = self._rows.get(identifier)
             if plain is None:
                 if identifier in self._rows:
                     return None
-                plain = self._rows[identifier] = PlainRow.of(sequence, self._rule, logits)
-            return None if plain is None else plain.update(logits)
+                plain = self._rows[identifier] = SequenceRow.of(sequence, self._rule, logits)
+            return None if plain is None else plain.update(draft, logits)
         except Exception:  # raised again by the verifier
             return None
