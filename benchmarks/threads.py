@@ -20,7 +20,7 @@ import typer
 from rich.table import Table
 
 from foretoken.bench.output import figures, report
-from foretoken.bench.setting import cores
+from foretoken.bench.setting import busy_programs, cores
 from options import AsJson, Output, Repeats, Target, target_path
 
 PROMPT = "import os\n\n\ndef read(path):\n"
@@ -70,26 +70,6 @@ def serve(pipe: Connection, model: Path, threads: int | None, group: Path | None
         seconds = perf_counter() - started
         ids = output.outputs[0].token_ids
         pipe.send((len(ids) / seconds, hashlib.sha256(repr(list(ids)).encode()).hexdigest()[:12]))
-
-
-def spin(stop: Any) -> None:
-    while not stop.is_set():
-        for _ in range(100_000):
-            pass
-
-
-@contextmanager
-def busy_program() -> Iterator[None]:
-    """A process that computes all the time."""
-    context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    process = context.Process(target=spin, args=(stop,), daemon=True)
-    process.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        process.join()
 
 
 @contextmanager
@@ -142,7 +122,7 @@ def measure(model: Path, threads: int, tokens: int, repeats: int) -> dict[str, A
             note("one thread", [single])
             if limited:
                 note("a quota of one processor", [limited])
-            with busy_program():
+            with busy_programs(1):
                 note("beside a busy program", engines[:1])
         quota_threads = limited.threads if limited else None
     return {

@@ -11,11 +11,7 @@ round. With --history each prompt has that many tokens. With --busy that many ot
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from statistics import median
 from typing import Annotated, Any
@@ -26,7 +22,7 @@ import typer
 from foretoken import LLM, SamplingParams
 from foretoken.bench.clock import Stopwatch
 from foretoken.bench.output import figures, report
-from foretoken.bench.setting import cores
+from foretoken.bench.setting import busy_programs, cores
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
 from options import MODEL_HELP, Output, model_path
@@ -50,13 +46,11 @@ CASES: dict[str, dict[str, Any]] = {
     "logprobs 20": {"logprobs": 20},
     "recycling, idle": {"speculative_method": "recycling"},
 }
-SENTENCE = "The harbour was quiet that morning, and the men who had been out on the boats sat on the wall. "
-
-
 PAIRED = [
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty", "logit_bias", "bad_words"),
     *("min_tokens", "allowed_token_ids", "logprobs 5"),
 ]
+SENTENCE = "The harbour was quiet that morning, and the men who had been out on the boats sat on the wall. "
 
 
 class Case:
@@ -87,17 +81,6 @@ class Case:
         self.outside.append((total - passes.seconds + before) * 1e3)
 
 
-@contextmanager
-def busy_loops(count: int) -> Iterator[None]:
-    """Keeps ``count`` other processes busy."""
-    with ExitStack() as stack:
-        for _ in range(count):
-            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-        yield
-
-
 def chosen_cases(names: list[str] | None, pairs: bool) -> dict[str, dict[str, Any]]:
     """Returns the options of each case, the greedy one first."""
     chosen = {name: CASES[name] for name in dict.fromkeys([PLAIN, *(names or CASES)])}
@@ -125,7 +108,7 @@ def main(
     warm = 2  # steps that compute the prompt and fill caches
     chosen = chosen_cases(case, pairs).items()
     cases = {name: Case(llm, words[:history], options, steps + warm) for name, options in chosen}
-    with Stopwatch([(llm.target, "score")]) as passes, busy_loops(busy):
+    with Stopwatch([(llm.target, "score")]) as passes, busy_programs(busy):
         for _ in range(steps + warm):
             for each in cases.values():
                 each.step(passes)

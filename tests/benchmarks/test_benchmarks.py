@@ -61,7 +61,7 @@ COMMANDS = {
     "structured": "--requests 2 --max-tokens 40",
     "suffix_store": "--tokens 2000 --bound 1000 --length 100 --follows 2",
     "threads": "--model DRAFT --threads 2 --tokens 8 --repeats 1",
-    "vocabulary": "--model DRAFT --tokens 4 --repeats 1 --history 5 --case logprobs\\ 5 --case recycling,\\ idle",
+    "vocabulary": "--model DRAFT --steps 4 --history 5 --case logprobs\\ 5 --case recycling,\\ idle",
     "two_workers": "--small --count 1 --tokens 8 --repeats 1 --transport thread",
 }
 """Short forms of the benchmarks that take ``--output``, by module."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,17 @@ def setting() -> dict[str, Any]:
         "foretoken": foretoken.__version__,
         "command": command(sys.argv),
     }
+
+
+@contextmanager
+def busy_programs(count: int) -> Iterator[None]:
+    """Runs ``count`` programs that compute all the time, within the ``with`` block."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
 
 
 def command(argv: list[str]) -> str:
