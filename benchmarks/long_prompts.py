@@ -11,6 +11,7 @@ where memory does not hold all of them, they are loaded again. No prefix cache i
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -72,7 +73,7 @@ def times(setups: list[Setup], tokens: int, repeats: int, passes: int) -> list[P
     memory: dict[str, int] = {}
     versions: dict[str, str] = {}
     failed: dict[str, str] = {}
-    with Pool(start, turns) as pool:
+    with closing(Pool(start, turns)) as pool:
         for number, setup in enumerate(track(turns, f"{tokens} tokens")):
             if setup.system in failed:
                 continue

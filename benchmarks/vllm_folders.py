@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +20,8 @@ import typer
 
 from foretoken.bench.output import figures, report
 from foretoken.bench.peers.protocol import PeerRequest, Setup
-from foretoken.bench.peers.registry import OURS, PEERS, Peer, folder
-from foretoken.bench.peers.worker import PeerError, PeerWorker
+from foretoken.bench.peers.registry import OURS, PEERS
+from foretoken.bench.peers.worker import PeerError, start
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.models.formats.checkpoint import load_tokenizer
@@ -41,10 +42,9 @@ class Row:
     error: str = ""
 
 
-def written(peer: Peer, target: str, prompts: Sequence[list[int]], max_tokens: int, name: str) -> list[list[int]]:
-    """Returns the greedy text of each prompt, one at a time. Raises PeerError where the peer cannot load it."""
-    setup = Setup(peer.name, "plain", target, threads=cores())
-    with PeerWorker(peer.command, setup, folder() / "logs" / f"folders-{peer.name}-{name}.log") as worker:
+def written(system: str, target: str, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+    """Returns the greedy text of each prompt, one at a time. Raises PeerError if the system cannot load it."""
+    with closing(start(Setup(system, "plain", target, threads=cores()))) as worker:
         return [worker.answer(PeerRequest([ids], max_tokens)).tokens[0] for ids in prompts]
 
 
@@ -72,9 +72,9 @@ def main(
             place = source if name == BF16 else Path(temporary) / name
             if name != BF16:
                 quantize_checkpoint(str(source), place, name)
-            ours = written(OURS, str(place), prompts, max_tokens, name)
+            ours = written(OURS.name, str(place), prompts, max_tokens)
             try:
-                theirs = written(PEERS["vllm"], str(place), prompts, max_tokens, name)
+                theirs = written("vllm", str(place), prompts, max_tokens)
             except PeerError as error:
                 rows.append(Row(name, len(prompts), 0, 0.0, str(error).strip().splitlines()[-1]))
                 continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,8 +25,7 @@ from rich.progress import track
 from foretoken import zoo
 from foretoken.bench.output import figures, report
 from foretoken.bench.peers.protocol import PeerRequest, Setup
-from foretoken.bench.peers.registry import OURS, PEERS, Peer, folder
-from foretoken.bench.peers.worker import PeerWorker
+from foretoken.bench.peers.worker import start
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.convert import convert
@@ -70,17 +70,16 @@ def compared(role: str, heads: Path, prompts: list[list[int]], max_tokens: int, 
     chain = (("method", json.dumps(method)), ("top_k", "1"))
     ours = Setup("foretoken", method, str(target), str(heads), threads=cores(), options=chain)
     theirs = Setup("vllm", method, str(target), str(converted), depth=depth, threads=cores(), options=own)
-    rates = (tokens_per_pass(*each, prompts, max_tokens, depth) for each in ((OURS, ours), (PEERS["vllm"], theirs)))
+    rates = (tokens_per_pass(each, prompts, max_tokens, depth) for each in (ours, theirs))
     return Row(role, depth, *rates)
 
 
-def tokens_per_pass(peer: Peer, setup: Setup, prompts: list[list[int]], max_tokens: int, depth: int) -> float:
+def tokens_per_pass(setup: Setup, prompts: list[list[int]], max_tokens: int, depth: int) -> float:
     """Returns tokens per pass, without each prompt's first pass, which has no draft in either system."""
-    log = folder() / "logs" / f"heads-{peer.name}-{setup.method}.log"
-    with PeerWorker(peer.command, setup, log) as worker:
+    with closing(start(setup)) as worker:
         answers = [
             worker.answer(PeerRequest([ids], max_tokens, depth=depth))
-            for ids in track(prompts, f"{peer.name} {setup.method}")
+            for ids in track(prompts, f"{setup.system} {setup.method}")
         ]
     return sum(a.total - 1 for a in answers) / sum(a.passes - 1 for a in answers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def test_memory_decides_who_stays():
 
     schedule = [setups[name] for name in "abcabc"]
     pool = Pool(start, schedule, fits=lambda setup: pool.loaded < 2)
-    with pool:
+    with closing(pool):
         for turn, setup in enumerate(schedule):
             assert pool.get(turn) is made[setup.system]
     assert loaded == ["a", "b", "c", "b"]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def eventually(pid: int, wanted: str) -> None:
 
 
 def test_it_answers_whatever_its_libraries_print(tmp_path):
-    with worker(tmp_path) as asked:
+    with closing(worker(tmp_path)) as asked:
         assert asked.version == "1.0"
         answer = asked.answer(PeerRequest([[5], [1, 9]], 3, depth=1))
         assert answer.tokens == [[5, 6, 7], [9, 10, 11]]
@@ -57,7 +58,7 @@ def test_it_sleeps_between_turns_and_is_gone_afterwards(tmp_path):
 
 @linux
 def test_its_memory_includes_that_of_its_children(tmp_path):
-    with worker(tmp_path) as alone, worker(tmp_path, "parent") as parent:
+    with closing(worker(tmp_path)) as alone, closing(worker(tmp_path, "parent")) as parent:
         assert alone.resident_bytes > 2**20
         assert parent.resident_bytes > alone.resident_bytes + 30 * 2**20
 
@@ -67,7 +68,7 @@ def test_failures_are_one_line_and_what_can_answer_goes_on(tmp_path):
         worker(tmp_path, "broken")
     with pytest.raises(PeerError, match=r"fake crash stopped: out of memory"):
         worker(tmp_path, "crash")
-    with worker(tmp_path) as asked:
+    with closing(worker(tmp_path)) as asked:
         with pytest.raises(PeerError, match="thirteen"):
             asked.answer(PeerRequest([[1]], 13))
         assert asked.answer(PeerRequest([[1]], 2)).tokens == [[1, 2]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
@@ -77,14 +76,6 @@ class Pool:
     def _next(self, setup: Setup, turn: int) -> int:
         """Returns the next turn that needs ``setup``, or the number of turns if none does."""
         return next((at for at in range(turn, len(self._schedule)) if self._schedule[at] == setup), len(self._schedule))
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def needed(setup: Setup) -> int:

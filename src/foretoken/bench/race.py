@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -107,7 +108,7 @@ def race(
     versions: dict[Setup, str] = {}
     resident: dict[Setup, int] = {}
     failed: set[Setup] = set()
-    with Pool(start, [pairs[i][0].setup for i in order]) as pool:
+    with closing(Pool(start, [pairs[i][0].setup for i in order])) as pool:
         for turn in track(range(len(order))):
             entrant, task = pairs[order[turn]]
             if entrant.setup in failed:

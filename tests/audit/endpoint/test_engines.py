@@ -46,8 +46,9 @@ serve(load, ApiRequest)
 def process(tmp_path_factory):
     script = tmp_path_factory.mktemp("engine") / "echo.py"
     script.write_text(ECHO)
-    with EngineProcess([sys.executable, str(script)], Setup("echo", "plain", ""), script.with_suffix(".log")) as each:
-        yield each
+    started = EngineProcess([sys.executable, str(script)], Setup("echo", "plain", ""), script.with_suffix(".log"))
+    yield started
+    started.close()
 
 
 def client(process) -> EngineClient:

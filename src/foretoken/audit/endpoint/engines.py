@@ -7,7 +7,7 @@ would. Requests that are sent at once are one batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -136,7 +136,9 @@ def started(name: str, model: str | Path, config: SpeculativeConfig) -> Iterator
     plain = Setup(name, "plain", str(convert(target)), threads=cores())
     speculative = replace(plain, method=method, draft=draft, depth=config.tokens)
     with ExitStack() as stack:
-        yield EnginePair(name, str(target), *(stack.enter_context(_process(each)) for each in (plain, speculative)))
+        yield EnginePair(
+            name, str(target), *(stack.enter_context(closing(_process(each))) for each in (plain, speculative))
+        )
 
 
 def _process(setup: Setup) -> EngineProcess:

@@ -9,8 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from foretoken.bench.peers import registry
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
@@ -105,14 +104,6 @@ class PeerWorker:
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         return lines[-1].strip()[:300] if lines else f"exit code {self._process.wait()}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def start(setup: Setup) -> PeerWorker:
