@@ -188,14 +188,14 @@ class Destination:
 
     def check(self, existing: Path) -> None:
         """Raises InvalidRequest if the artifact ``existing``, which is at ``path`` or was, may not be replaced."""
-        held = kind_of(existing)
-        if held is None:
+        found = kind_of(existing)
+        if found is None:
             if existing.exists() and existing.is_dir() == (self.kind in _FILE_KINDS):
                 what = "folder" if existing.is_dir() else "file"
                 raise InvalidRequest(f"{self.path} is a {what}, and {self.kind} is none; name another output")
             return
-        if held != self.kind:
-            raise InvalidRequest(f"{self.path} holds {held} and is not replaced by {self.kind}; name another output")
+        if found != self.kind:
+            raise InvalidRequest(f"{self.path} holds {found} and is not replaced by {self.kind}; name another output")
         if not self.force:
             raise InvalidRequest(f"{self.path} exists; name another output, or pass --force to replace it")
 
@@ -226,9 +226,9 @@ def _check_input(out: Path, source: Path, what: str) -> None:
         raise InvalidRequest(f"{out} contains {source}, which this command uses; name another output")
     inside = list(_below(out, source))
     if inside and source.is_dir() and not out.is_file() and inside[0] != HEADS_FOLDER:
-        held = kind_of(source)
-        if held not in _NO_ARTIFACT:
-            raise InvalidRequest(f"{out} is inside {source}, {held} that this command uses; name another output")
+        found = kind_of(source)
+        if found not in _NO_ARTIFACT:
+            raise InvalidRequest(f"{out} is inside {source}, {found} that this command uses; name another output")
 
 
 def _below(path: Path, folder: Path) -> Iterator[str]:

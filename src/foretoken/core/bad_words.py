@@ -64,12 +64,12 @@ class BadWords(Sequence[tuple[int, ...]]):
     def __getitem__(self, index: slice) -> tuple[tuple[int, ...], ...]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return tuple(self[place] for place in range(*index.indices(len(self))))
-        place = range(len(self))[index]
-        return tuple(self._tokens[self._ends[place] : self._ends[place + 1]].tolist())
+            return tuple(self[number] for number in range(*index.indices(len(self))))
+        number = range(len(self))[index]
+        return tuple(self._tokens[self._ends[number] : self._ends[number + 1]].tolist())
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return (self[place] for place in range(len(self)))
+        return (self[number] for number in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BadWords):

@@ -59,12 +59,12 @@ class ForkServer:
             self._process = self._connection = None
 
     def _started(self) -> Connection:
-        self._connection, there = Pipe()
-        with there:
-            command = [sys.executable, "-P", "-m", self._program, str(there.fileno())]
+        self._connection, child_end = Pipe()
+        with child_end:
+            command = [sys.executable, "-P", "-m", self._program, str(child_end.fileno())]
             environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # threads do not survive a fork
             self._process = subprocess.Popen(
-                command, pass_fds=(there.fileno(),), stdin=subprocess.DEVNULL, env=environment
+                command, pass_fds=(child_end.fileno(),), stdin=subprocess.DEVNULL, env=environment
             )
         self._connection.send(self._first())
         return self._connection
@@ -72,10 +72,10 @@ class ForkServer:
 
 def fork(connection: Connection) -> Connection:
     """Makes the process at the other end fork. Returns the connection to its child."""
-    here, there = Pipe()
-    with there:
-        reduction.send_handle(connection, there.fileno(), None)
-    return here
+    parent_end, child_end = Pipe()
+    with child_end:
+        reduction.send_handle(connection, child_end.fileno(), None)
+    return parent_end
 
 
 def ask(connection: Connection, question: Any, seconds: float, *, pickled: bool = False) -> Any:

@@ -118,8 +118,8 @@ class Decoder(Model):
             )
         self.check_tokens(prompt)
         self.check_tokens(source)
-        slot, known = self.runner.acquire(prompt, cache_salt, adapter)
-        handle = Handle(slot, list(prompt), known)
+        slot, cached = self.runner.acquire(prompt, cache_salt, adapter)
+        handle = Handle(slot, list(prompt), cached)
         if source:
             try:
                 self.runner.attach(slot, source)

@@ -48,9 +48,9 @@ class Resumable(Model):
 
     def release(self, key: int) -> None:
         """Closes the sequences that are parked under ``key``."""
-        gone = [handle for name, handle in self._parked if name == key]
+        released = [handle for name, handle in self._parked if name == key]
         self._parked = [(name, handle) for name, handle in self._parked if name != key]
-        for handle in gone:
+        for handle in released:
             self.close(handle)
 
     def open(

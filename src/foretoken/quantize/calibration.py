@@ -59,9 +59,9 @@ class Calibration:
         if architecture.has_experts:
             raise InvalidRequest("models with experts are not calibrated; leave --calibration out for this checkpoint")
         windows = tokens[: len(tokens) // length * length].view(-1, length)[:WINDOWS]
-        held = torch.arange(len(windows)) % _HELD_OUT == 1
-        self._held = windows[held]
-        self._windows = torch.cat([windows[~held], self._held])
+        held_out = torch.arange(len(windows)) % _HELD_OUT == 1
+        self._held = windows[held_out]
+        self._windows = torch.cat([windows[~held_out], self._held])
         self._quantized = self._original = torch.empty(0)
 
     def begin(self, original: Tensor, quantized: Tensor) -> None:

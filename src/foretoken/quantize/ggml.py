@@ -83,10 +83,10 @@ def _affine(x: Tensor, kind: GGMLQuantizationType, importance: Tensor | None) ->
     if layout.block == 1:
         scale, offset = _half(scale), _half(offset)
         return _Scales(Grid(scale, 0, high, layout.group, offset), scale, offset)
-    whole, parts = _levels(scale, layout.block)
+    wholes, parts = _levels(scale, layout.block)
     low, mins = _levels(-offset, layout.block)
-    grid = Grid(_product(whole, parts), 0, high, layout.group, -_product(low, mins))
-    return _Scales(grid, whole, low, parts, mins)
+    grid = Grid(_product(wholes, parts), 0, high, layout.group, -_product(low, mins))
+    return _Scales(grid, wholes, low, parts, mins)
 
 
 def _levels(numbers: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -104,13 +104,13 @@ def _two_levels(x: Tensor, kind: GGMLQuantizationType, importance: Tensor | None
     blocks = scale.unflatten(1, (-1, layout.block))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     inverse = -limit / largest.masked_fill(largest == 0, torch.inf)
-    whole = _half(torch.where(largest == 0, 0.0, 1 / inverse)[..., 0])
+    wholes = _half(torch.where(largest == 0, 0.0, 1 / inverse)[..., 0])
     parts = (blocks * inverse).round_().clamp_(-limit, limit - 1)
-    return _Scales(Grid(_product(whole, parts), -layout.zero, layout.zero - 1, layout.group), whole, None, parts)
+    return _Scales(Grid(_product(wholes, parts), -layout.zero, layout.zero - 1, layout.group), wholes, None, parts)
 
 
-def _product(whole: Tensor, parts: Tensor) -> Tensor:
-    return (whole[..., None] * parts).flatten(1)
+def _product(wholes: Tensor, parts: Tensor) -> Tensor:
+    return (wholes[..., None] * parts).flatten(1)
 
 
 def _half(numbers: Tensor) -> Tensor:

@@ -186,16 +186,16 @@ def gptq(weights: Tensor, grid: Grid, curvature: Curvature) -> Tensor:
         Codes, int16 [out, in].
     """
     factor, names = curvature.factor, curvature.order.tolist()
-    left = weights[:, curvature.order]
+    remaining = weights[:, curvature.order]
     codes = torch.empty(weights.shape, dtype=torch.int16)
     for start in range(0, len(names), _COLUMNS):
         end = min(start + _COLUMNS, len(names))
-        block, local_factor = left[:, start:end], factor[start:end, start:end]
+        block, local_factor = remaining[:, start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
         for at in range(end - start):
             code, value = grid.column(block[:, at], names[start + at])
             codes[:, names[start + at]] = code.to(torch.int16)
             errors[:, at] = (block[:, at] - value) / local_factor[at, at]
             block[:, at + 1 :] -= torch.outer(errors[:, at], local_factor[at, at + 1 :])
-        left[:, end:] -= errors @ factor[start:end, end:]
+        remaining[:, end:] -= errors @ factor[start:end, end:]
     return codes

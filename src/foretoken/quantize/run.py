@@ -174,8 +174,8 @@ def _destination(out: Path, source: Path, scheme: Scheme, force: bool) -> Destin
     if is_gguf(out) != scheme.gguf:
         kind = "a file whose name ends with .gguf" if scheme.gguf else "a folder"
         raise InvalidRequest(f"scheme {scheme.name} is written to {kind}, and {out.name!r} is not the name of one")
-    held = kind_of(source)
-    kind = GGUF if scheme.gguf else MODEL if source.is_file() or held is None else held
+    source_kind = kind_of(source)
+    kind = GGUF if scheme.gguf else MODEL if source.is_file() or source_kind is None else source_kind
     return Destination.checked(out, kind, parts_of(source), force)
 
 

@@ -98,9 +98,9 @@ def _check(check: PageRecord) -> Html:
     """Returns a section of a check's records: charts and tables of entries with a known form, a list of the others."""
     numbers = check.record("numbers")
     parts = [draw(numbers) for key, draw in _DRAWN.items() if key in numbers]
-    rest = {key: value for key, value in numbers.items() if key not in _DRAWN}
-    about = facts({key: shown(value) for key, value in rest.items()}, title="")
-    if not any(parts) and not rest:
+    other_numbers = {key: value for key, value in numbers.items() if key not in _DRAWN}
+    about = facts({key: shown(value) for key, value in other_numbers.items()}, title="")
+    if not any(parts) and not other_numbers:
         return Html()
     return section(join(check.get("name", ""), " ", _badge(check)), paragraph(check.get("evidence", "")), *parts, about)
 
@@ -162,9 +162,9 @@ def _plants(numbers: PageRecord) -> Html:
             how = f"{plant['impossible']} tokens of probability 0" + (f", {how}" if how else "")
         needed = plant.number("needed")
         missed = "not found" + (f"; about {needed:,.0f} tokens would show it" if needed else "")
-        seen = badge("good", "found") if how else badge("open", "not found")
+        mark = badge("good", "found") if how else badge("open", "not found")
         tokens = f"{plant.count('tokens'):,}"
-        rows.append((wrapped(plant.text("error")), element("td", seen, class_="name"), wrapped(how or missed), tokens))
+        rows.append((wrapped(plant.text("error")), element("td", mark, class_="name"), wrapped(how or missed), tokens))
     return table(("planted error", "", "by", "tokens"), rows, names=3)
 
 

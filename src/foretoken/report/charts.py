@@ -215,18 +215,18 @@ def timeline(title: str, parts: Sequence[str], laps: Sequence[StepLap], *, note:
     span = max(sum(totals) / len(drawn) * min(len(drawn), STEPS_PER_LANE), *totals)
     lanes, starts = zip(*_wrapped(totals, span), strict=True)
     height = LANE * (lanes[-1] + 1)
-    whole = height + LEGEND_LINE
+    total_height = height + LEGEND_LINE
 
     def paint(canvas: Figure) -> None:
-        axes = canvas.add_axes((0.0, LEGEND_LINE / whole, 1.0, height / whole))
+        axes = canvas.add_axes((0.0, LEGEND_LINE / total_height, 1.0, height / total_height))
         axes.set(xlim=(0.0, span), ylim=(lanes[-1] + 14 / LANE, -28 / LANE))
         axes.set_axis_off()
         shape: dict[str, Any] = {"height": BAND / LANE, "clip_on": False}
-        left = list(starts)
+        lefts = list(starts)
         for index, name in enumerate(parts):
             widths = [max(0.0, lap.seconds[index]) for lap in drawn]
-            axes.barh(lanes, widths, left=left, color=_STEP_PARTS[index], label=_words(name), **shape)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
+            axes.barh(lanes, widths, left=lefts, color=_STEP_PARTS[index], label=_words(name), **shape)
+            lefts = [start + width for start, width in zip(lefts, widths, strict=True)]
         edges = axes.barh(lanes, totals, left=starts, fill=False, edgecolor="w", **shape)
         for lap, lane, start, edge in zip(drawn, lanes, starts, edges, strict=True):
             edge.set_gid(f"step-{lap.number}")
@@ -242,7 +242,7 @@ def timeline(title: str, parts: Sequence[str], laps: Sequence[StepLap], *, note:
     description = f"{len(drawn)} steps in {lanes[-1] + 1} lanes of {line}; parts: {', '.join(parts)}"
     shown_part = f"The first {len(drawn)} of {len(usable)} steps. " if len(drawn) < len(usable) else ""
     about = f"{shown_part}{note} A whole line is {line}.".strip()
-    return _chart(title, description, whole, paint, tips, table(heads, rows), about)
+    return _chart(title, description, total_height, paint, tips, table(heads, rows), about)
 
 
 def missing(title: str, why: str = "nothing was measured") -> Html:

@@ -84,8 +84,8 @@ class _Reached:
                 return
             self.p = probs[self.node + 1]
         residual, mass = excess(self.p, self.q, self.weight)
-        left = mass + (1.0 - self.weight)
-        self.weight = mass / left if left > 0.0 else 1.0
+        remaining = mass + (1.0 - self.weight)
+        self.weight = mass / remaining if remaining > 0.0 else 1.0
         self.p = residual / mass if mass > 0.0 else self.p
         self.q = self.q if replaced else _without(self.q, [token])
 
@@ -158,6 +158,6 @@ def greedy_multi(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
 
 def _without(q: Tensor, tokens: list[int]) -> Tensor:
     """Returns q without ``tokens``, renormalized by the remaining mass; all zeros if nothing remains."""
-    left = q.double().clone()
-    left[tokens] = 0.0
-    return normalized(left)
+    remaining = q.double().clone()
+    remaining[tokens] = 0.0
+    return normalized(remaining)

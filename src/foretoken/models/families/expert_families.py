@@ -262,11 +262,11 @@ def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
     return tuple(experts if has_kind[layer] and _sparse(parsed, layer) else None for layer in layers)
 
 
-def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -> Experts:
-    inner = c.moe_intermediate_size or whole["intermediate_size"]
+def _experts(family: ExpertFamily, c: ExpertsConfig, config: Mapping[str, Any]) -> Experts:
+    inner = c.moe_intermediate_size or config["intermediate_size"]
     grouped = "topk_method" not in family.defaults or c.topk_method != "greedy"  # only DeepSeek-V2 reads it
     return Experts(
-        count=_count(whole) or _count(family.defaults) or 1,
+        count=_count(config) or _count(family.defaults) or 1,
         chosen=c.num_experts_per_tok,
         intermediate=inner,
         scoring=family.scoring,

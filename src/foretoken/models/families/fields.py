@@ -100,8 +100,8 @@ def smollm3(c: Config) -> dict[str, Any]:
 
 def only_sliding_rotate(c: Config) -> dict[str, Any]:
     """Layers with full attention have no rotation, if there are others (Cohere 2, EXAONE)."""
-    whole = not c.get("sliding_window") and c["model_type"].startswith("exaone")
-    return {"rope": [0 if whole or kind == SLIDING else -1 for kind in c["layer_types"]]}
+    all_full = not c.get("sliding_window") and c["model_type"].startswith("exaone")
+    return {"rope": [0 if all_full or kind == SLIDING else -1 for kind in c["layer_types"]]}
 
 
 def olmo(c: Config) -> dict[str, Any]:

@@ -216,12 +216,12 @@ class CausalConfig(Schema):
         inner = self.mamba_d_ssm or (self.mamba_expand or 1) * self.hidden_size
         if self.mamba_head_dim:
             inner = self.mamba_head_dim * (self.mamba_n_heads or 1)
-        for name, part, whole in (
+        for name, part, total in (
             ("mamba_n_heads", self.mamba_n_heads, inner),
             ("mamba_n_groups", self.mamba_n_groups, self.mamba_n_heads),
         ):
-            if part and whole and whole % part:
-                raise ValueError(f"has {name} = {part}, which should divide {whole}")
+            if part and total and total % part:
+                raise ValueError(f"has {name} = {part}, which should divide {total}")
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         if keys and values and values % keys:
             raise ValueError(

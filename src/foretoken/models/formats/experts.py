@@ -128,7 +128,7 @@ def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[Mat
 
 def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -> tuple[MatrixStack, MatrixStack]:
     """Reads stacks of all experts with gate and up in one tensor: one below the other or, with biases, in turns."""
-    both = _Stack.of(reader, up, (e.count, 2 * e.intermediate, hidden), e.inputs_first)
+    joined = _Stack.of(reader, up, (e.count, 2 * e.intermediate, hidden), e.inputs_first)
     down_stack = _Stack.of(reader, down, (e.count, hidden, e.intermediate), e.inputs_first)
     inner = e.intermediate
     rows = (slice(0, None, 2), slice(1, None, 2)) if e.biased else (slice(0, inner), slice(inner, None))
@@ -137,7 +137,7 @@ def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -
         bias = reader.shaped(f"{up}_bias", (e.count, 2 * inner)).to(reader.dtype)
         biases = (bias[:, 0::2], bias[:, 1::2])
     return (
-        both.stack(*rows, biases=biases),
+        joined.stack(*rows, biases=biases),
         down_stack.stack(slice(None), biases=_biases(reader, ((f"{down}_bias", hidden),), e)),
     )
 

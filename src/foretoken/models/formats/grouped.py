@@ -181,10 +181,10 @@ class Grouped:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weights [out, in] in ``dtype``."""
-        whole = torch.empty(self.shape, dtype=dtype)
+        values = torch.empty(self.shape, dtype=dtype)
         for first, last in strips(self.shape):
-            whole[first:last] = self.rows(first, last).dequantize(self.layout)
-        return whole
+            values[first:last] = self.rows(first, last).dequantize(self.layout)
+        return values
 
 
 @runtime_checkable
@@ -238,11 +238,11 @@ def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
         return parts
     group, offsets = min(part.layout.group for part in parts), any(part.layout.offsets for part in parts)
     spans = {part.layout.block * part.layout.group for part in parts if part.layout.block > 1}
-    two = len(spans) == 1 and all(part.layout.block > 1 for part in parts)
+    two_levels = len(spans) == 1 and all(part.layout.block > 1 for part in parts)
     half = all(part.layout.half for part in parts)
     narrow = all(low >= -NARROW and high < NARROW for low, high in (part.layout.range for part in parts))
     bits, zero = (6, NARROW) if narrow else (8, CENTRE)
-    layout = GroupLayout(bits, group, zero, None, offsets, spans.pop() // group if two else 1, half)
+    layout = GroupLayout(bits, group, zero, None, offsets, spans.pop() // group if two_levels else 1, half)
     return [Grouped(part.shape, layout, _converter(part, layout)) for part in parts]
 
 
@@ -281,9 +281,9 @@ def _zeros(numbers: Tensor | TwoLevels) -> Tensor | TwoLevels:
 
 def _stack(numbers: Sequence[Tensor | TwoLevels]) -> Tensor | TwoLevels:
     """Concatenates scales or offsets along the outputs. All have one level, or all have two."""
-    two = [number for number in numbers if isinstance(number, TwoLevels)]
-    if two:
-        return TwoLevels(torch.cat([number.wholes for number in two]), torch.cat([number.parts for number in two]))
+    levels = [number for number in numbers if isinstance(number, TwoLevels)]
+    if levels:
+        return TwoLevels(torch.cat([level.wholes for level in levels]), torch.cat([level.parts for level in levels]))
     return torch.cat([number for number in numbers if isinstance(number, Tensor)])
 
 

@@ -73,13 +73,13 @@ def _by_head(s: LatentAttention, heads: int, reader: TensorReader, at: str) -> t
             read_stack(reader, f"{at}v_b_proj.weight", (heads, s.value, s.rank)),
         )
     name, exact = f"{at}kv_b_proj", replace(reader, quantize=None)
-    whole = floats(exact.matrix(name, heads * (s.plain + s.value), s.rank), reader.dtype).unflatten(0, (heads, -1))
+    joined = floats(exact.matrix(name, heads * (s.plain + s.value), s.rank), reader.dtype).unflatten(0, (heads, -1))
 
     def absorb(head: int) -> tuple[Matrix, ...]:
-        return (reader.made(name, whole[head, : s.plain].t().contiguous()),)
+        return (reader.made(name, joined[head, : s.plain].t().contiguous()),)
 
     def expand(head: int) -> tuple[Matrix, ...]:
-        return (reader.made(name, whole[head, s.plain :].contiguous()),)
+        return (reader.made(name, joined[head, s.plain :].contiguous()),)
 
     quantized = reader.quantize is not None
     return MatrixStack(heads, absorb, (), quantized), MatrixStack(heads, expand, (), quantized)

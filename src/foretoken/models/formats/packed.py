@@ -104,7 +104,7 @@ class PackedMatrix:
 
     def dequantize(self) -> Tensor:
         """Returns the weights, float32 [out, in]."""
-        whole = torch.empty(self.shape)
+        values = torch.empty(self.shape)
         groups = torch.arange(self.shape[1]) // self.layout.group if self.group_of is None else self.group_of
         for first, last in strips(self.shape):
             codes = self.codes(first, last)
@@ -113,8 +113,8 @@ class PackedMatrix:
             zeros: Tensor | int = self.layout.zero
             if self.zeros is not None:
                 zeros = self.zeros[first:last].float()[:, groups]
-            whole[first:last] = (codes.float() - zeros) * self.scales[first:last][:, groups]
-        return whole
+            values[first:last] = (codes.float() - zeros) * self.scales[first:last][:, groups]
+        return values
 
 
 class PackedWeights(Mapping[str, Tensor]):

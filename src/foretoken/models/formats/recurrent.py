@@ -58,13 +58,13 @@ def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
     """Reads a layer of gated DeltaNet: of Qwen3.5, or of Qwen3-Next, which stores the rows of each head together."""
     exact = replace(reader, quantize=None)  # gates are few, and the state is sensitive to them
     if f"{at}in_proj_qkvz.weight" in reader.weights:
-        whole = reader.matrix(f"{at}in_proj_qkvz", r.channels + r.out, hidden)
-        into = tuple(slices(whole, delta_ranges(r)))
+        joined = reader.matrix(f"{at}in_proj_qkvz", r.channels + r.out, hidden)
+        into = tuple(slices(joined, delta_ranges(r)))
     else:
         into = reader.parts((f"{at}in_proj_qkv", f"{at}in_proj_z"), r.channels + r.out, hidden)
     if f"{at}in_proj_ba.weight" in reader.weights:
-        both = floats(exact.matrix(f"{at}in_proj_ba", r.gates, hidden), reader.dtype)
-        gates = torch.cat([both[first:last] for first, last in gate_ranges(r)])
+        joined_gates = floats(exact.matrix(f"{at}in_proj_ba", r.gates, hidden), reader.dtype)
+        gates = torch.cat([joined_gates[first:last] for first, last in gate_ranges(r)])
     else:
         parts = [exact.matrix(f"{at}in_proj_{name}", r.value_heads, hidden) for name in "ba"]
         gates = torch.cat([floats(part, reader.dtype) for part in parts])
@@ -114,24 +114,22 @@ def convolution_ranges(r: Recurrence) -> list[tuple[int, int]]:
 def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
     """Reads a layer of Mamba-2, whose rows are gates of the output, x, B, C, and steps of heads."""
     name, exact, f = f"{at}in_proj", replace(reader, quantize=None), r.factors
-    whole, order = r.channels + r.out + r.value_heads, mamba_ranges(r)
-    of_parts = [
-        f.input * factor for factor in (f.queries, f.keys, f.values)
-    ]  # factors of the channels, multiplied into their taps
-    steps = [(whole - r.value_heads, whole)]
-    bias = reader.bias((name,), whole)
+    rows, order = r.channels + r.out + r.value_heads, mamba_ranges(r)
+    factors = [f.input * factor for factor in (f.queries, f.keys, f.values)]  # multiplied into the taps
+    steps = [(rows - r.value_heads, rows)]
+    bias = reader.bias((name,), rows)
     channels = [(first - r.out, last - r.out) for first, last in order[:-1]]
     taps, conv_bias = _taps(r, reader, f"{at}conv1d"), f"{at}conv1d.bias"
     stored = reader.floats(conv_bias, (r.channels,)) if conv_bias in reader.weights else None
-    (gates,) = slices(exact.matrix(name, whole, hidden), steps)
+    (gates,) = slices(exact.matrix(name, rows, hidden), steps)
     step_bias = reader.floats(f"{at}dt_bias", (r.value_heads,))
     if bias is not None:
-        step_bias += bias[whole - r.value_heads :].float() * f.step
+        step_bias += bias[rows - r.value_heads :].float() * f.step
         bias = bias if f.input == 1.0 else bias / f.input
     return RecurrentWeights(
-        into=tuple(slices(reader.matrix(name, whole, hidden), order)),
+        into=tuple(slices(reader.matrix(name, rows, hidden), order)),
         gates=floats(gates, reader.dtype).contiguous(),
-        conv=torch.cat([taps[:, a:b] * by for (a, b), by in zip(channels, of_parts, strict=True)], dim=1).contiguous(),
+        conv=torch.cat([taps[:, a:b] * by for (a, b), by in zip(channels, factors, strict=True)], dim=1).contiguous(),
         conv_bias=None if stored is None else torch.cat([stored[first:last] for first, last in channels]),
         decay=_decay(r, reader, at),
         step_bias=step_bias,
@@ -145,12 +143,12 @@ def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
 
 def read_convolution(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
     """Reads a short convolution of LFM2, whose rows are gates of the input, gates of the output, and the input."""
-    whole = reader.matrix(f"{at}in_proj", 3 * r.channels, hidden)
+    joined = reader.matrix(f"{at}in_proj", 3 * r.channels, hidden)
     order = convolution_ranges(r)
     bias = reader.bias((f"{at}in_proj",), 3 * r.channels)
     conv_bias = f"{at}conv.bias"
     return RecurrentWeights(
-        into=tuple(slices(whole, order)),
+        into=tuple(slices(joined, order)),
         gates=None,
         conv=_taps(r, reader, f"{at}conv"),
         conv_bias=reader.floats(conv_bias, (r.channels,)) if conv_bias in reader.weights else None,

@@ -125,8 +125,8 @@ class BlockNet(FeatureNet):
         wanted = []
         for handle, draft in zip(handles, drafts, strict=True):
             assert isinstance(handle, BlockHandle)
-            known = len(handle.nodes)
-            wanted.append((handle, list(draft.depths[known:]), list(draft.ids[known:])))
+            scored = len(handle.nodes)
+            wanted.append((handle, list(draft.depths[scored:]), list(draft.ids[scored:])))
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
         return self._conditional(wanted)
 
@@ -173,8 +173,8 @@ class BlockNet(FeatureNet):
         states = result.taps[self._state][plan.output_rows]
         logits = self._unembed[0](states) if self._unembed is not None else result.logits
         assert logits is not None
-        for handle, own, rows in zip(handles, states.split(depth), logits.split(depth), strict=True):
-            handle.states, handle.logits = own, rows
+        for handle, taps, rows in zip(handles, states.split(depth), logits.split(depth), strict=True):
+            handle.states, handle.logits = taps, rows
 
     def _conditional(self, wanted: Sequence[tuple[BlockHandle, list[int], list[int]]]) -> list[Tensor]:
         """Returns for each sequence the logits [n, Vd] below nodes of given depths, 0 the root's, and tokens."""
@@ -212,5 +212,5 @@ class BlockNet(FeatureNet):
                 handle.confidence.append(chances[at - 1])
 
     def _product(self, name: str, bias: str | None = None) -> HeadProduct:
-        own = None if bias is None else self.head.tensors[bias]
-        return HeadProduct(self.head.tensors[name], own, self.device, self.dtype)
+        offset = None if bias is None else self.head.tensors[bias]
+        return HeadProduct(self.head.tensors[name], offset, self.device, self.dtype)

@@ -73,9 +73,9 @@ class EagleNet(FeatureNet):
         if self.head.norm_before_fc:
             taps = self._normalize(taps, self._norms[0])
         if self.head.fc_norm:
-            own = self._norms[-(taps.shape[-1] // self.head.target_hidden) :]
+            norms = self._norms[-(taps.shape[-1] // self.head.target_hidden) :]
             parts = taps.split(self.head.target_hidden, dim=-1)
-            taps = torch.cat([self._normalize(p, w) for p, w in zip(parts, own, strict=True)], dim=-1)
+            taps = torch.cat([self._normalize(p, w) for p, w in zip(parts, norms, strict=True)], dim=-1)
         return self._multiply(taps)
 
     def to_target(self, logits: Tensor) -> Tensor:

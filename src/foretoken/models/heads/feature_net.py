@@ -164,8 +164,8 @@ class FeatureNet(DraftNet):
     # sequences
 
     def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> HeadHandle:
-        slot, known = self._runner.acquire([*self._row_keys(tokens), _NEXT], scope)
-        return HeadHandle(slot, list(tokens[1 : known + 1]), known, root=tokens[0] if tokens else None)
+        slot, cached = self._runner.acquire([*self._row_keys(tokens), _NEXT], scope)
+        return HeadHandle(slot, list(tokens[1 : cached + 1]), cached, root=tokens[0] if tokens else None)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -262,9 +262,9 @@ class FeatureNet(DraftNet):
         new = [draft.parents[len(handle.nodes) :] for handle, draft in zip(handles, drafts, strict=True)]
         fed = [source.below(parents) for source, parents in zip(sources, new, strict=True)]
         logits, states = self._score(handles, drafts, torch.cat(fed))
-        for handle, draft, own in zip(handles, drafts, states, strict=True):
+        for handle, draft, outputs in zip(handles, drafts, states, strict=True):
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
-            handle.states = own if handle.states is None else torch.cat([handle.states, own])
+            handle.states = outputs if handle.states is None else torch.cat([handle.states, outputs])
         return logits
 
     def teacher_forced(self, tokens: Sequence[int], features: Tensor) -> Tensor:

@@ -134,13 +134,13 @@ def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
     if reason is not None:
         raise ModelLoadError(f"the MTP layers in {path} are not computed here: {reason}")
     weights, a = unpacked(open_weights(path), config), Architecture.of(config)
-    places = _listed(weights, a)
-    if not places:
+    layers = _listed(weights, a)
+    if not layers:
         projections = (layout.projection.format(a.layers if layout.appended else 0) for layout in LAYOUTS)
         names = ", ".join(dict.fromkeys(f"{name}.weight" for name in projections))
         raise ModelLoadError(f"{path} has no multi-token-prediction layers; their projections are named {names}")
     reader = Source(weights, a, dtype).reader
-    return [_layer(reader, a, layout, prefix, number) for layout, prefix, number in places]
+    return [_layer(reader, a, layout, prefix, number) for layout, prefix, number in layers]
 
 
 def check_mtp_fits(path: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -192,14 +192,14 @@ def _listed(weights: Container[str], a: Architecture) -> list[tuple[MtpLayout, s
     for layout in LAYOUTS:
         first = a.layers if layout.appended else 0
         for prefix in (base,) if layout.appended else ("", base, base.removesuffix("model.")):
-            places: list[tuple[MtpLayout, str, int]] = []
-            while _holds(weights, f"{prefix}{layout.layer.format(first + len(places))}{_norm_of(a)}"):
-                places.append((layout, prefix, first + len(places)))
-                if len(places) > MAX_HEADS:
+            layers: list[tuple[MtpLayout, str, int]] = []
+            while _holds(weights, f"{prefix}{layout.layer.format(first + len(layers))}{_norm_of(a)}"):
+                layers.append((layout, prefix, first + len(layers)))
+                if len(layers) > MAX_HEADS:
                     break
             names = (layout.projection, layout.norm)
-            if places and all(_holds(weights, f"{prefix}{name.format(first)}") for name in names):
-                return places
+            if layers and all(_holds(weights, f"{prefix}{name.format(first)}") for name in names):
+                return layers
     return []
 
 

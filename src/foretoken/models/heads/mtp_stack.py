@@ -108,9 +108,9 @@ class MtpStack(DraftNet):
             parts = [_layers(handle)[k] for handle in handles]
             if pending := [part for part in parts if part.pending]:
                 net.catch_up(pending)
-            for part, own in zip(parts, logits, strict=True):
+            for part, row in zip(parts, logits, strict=True):
                 if part.states is None:  # no token is far enough in: there is no such row, which costs acceptance alone
-                    part.states = torch.zeros(1, self.nets[0].hidden, device=own.device)
+                    part.states = torch.zeros(1, self.nets[0].hidden, device=row.device)
         return logits
 
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
@@ -118,20 +118,20 @@ class MtpStack(DraftNet):
         k = min(level, len(self.nets) - 1)
         parts = [_layers(handle)[k] for handle in handles]
         before = [_layers(handle)[k - (level == k)] for handle in handles]  # the layers that drafted the level above
-        known = [len(part.nodes) for part in before]
+        counts = [len(part.nodes) for part in before]
         rows = self.nets[k].grow_on(parts, drafts, before)
-        return [logits[count - len(draft) :] for logits, draft, count in zip(rows, drafts, known, strict=True)]
+        return [logits[count - len(draft) :] for logits, draft, count in zip(rows, drafts, counts, strict=True)]
 
     def _feed(self, handle: HeadHandle, k: int) -> None:
         """Gives layer k its new tokens, and the outputs of the layer before at the tokens before them."""
-        above, own = _layers(handle)[k - 1 : k + 1]
+        above, layer = _layers(handle)[k - 1 : k + 1]
         assert above.outputs is not None
         if not above.outputs:
             return
         outputs = torch.cat(above.outputs)
         above.outputs[:] = [outputs[-1:]]
         if len(outputs) > 1:
-            self.nets[k].extend(own, above.tokens[above.cached - len(outputs) + 1 : above.cached], outputs[:-1])
+            self.nets[k].extend(layer, above.tokens[above.cached - len(outputs) + 1 : above.cached], outputs[:-1])
 
 
 def _layers(handle: HeadHandle) -> list[HeadHandle]:

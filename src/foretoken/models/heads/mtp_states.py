@@ -87,7 +87,7 @@ def measure_states(
 
 def _chained(net: MtpNet | MtpStack, texts: Sequence[list[int]], states: Sequence[Tensor], normed: bool) -> float:
     """Returns the fraction of the target's tokens that are the top token two steps ahead."""
-    kept, net.normed = net.normed, normed
+    before, net.normed = net.normed, normed
     handles = [net.open() for _ in texts]
     right = 0
     try:
@@ -102,7 +102,7 @@ def _chained(net: MtpNet | MtpStack, texts: Sequence[list[int]], states: Sequenc
             logits = net.grow(handles, [Draft.chain(tokens[:1]) for tokens in actual])
             right += sum(int(row[-1].argmax()) == tokens[1] for row, tokens in zip(logits, actual, strict=True))
     finally:
-        net.normed = kept
+        net.normed = before
         for handle in handles:
             net.close(handle)
     return right / (len(texts) * (TOKENS - 2))

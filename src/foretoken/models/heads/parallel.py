@@ -64,9 +64,9 @@ class MedusaNet:
     def _spread(self, logits: Tensor) -> Tensor:
         if self._tokens is None:
             return logits
-        whole = logits.new_full((*logits.shape[:2], self._heads.vocab), -torch.inf)
-        whole[..., self._tokens] = logits
-        return whole
+        spread = logits.new_full((*logits.shape[:2], self._heads.vocab), -torch.inf)
+        spread[..., self._tokens] = logits
+        return spread
 
 
 class BlockwiseNet:

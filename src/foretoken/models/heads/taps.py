@@ -103,19 +103,19 @@ def generated(target: Model, tokenizer: Any, layers: Sequence[int]) -> tuple[lis
     prompts = _prompts(tokenizer, target.vocab_size)
     handles = [target.open(prompt) for prompt in prompts]
     texts = [list(prompt) for prompt in prompts]
-    seen: list[list[dict[int, Tensor]]] = [[] for _ in prompts]
+    taps_by_text: list[list[dict[int, Tensor]]] = [[] for _ in prompts]
     try:
         for _ in range(TOKENS):
             scores = target.score(handles, [Draft.empty()] * len(handles), layers)
             best = [[int(score.logits[-1].argmax())] for score in scores]
             target.commit(handles, best)
-            for text, passes, token, score in zip(texts, seen, best, scores, strict=True):
+            for text, passes, token, score in zip(texts, taps_by_text, best, scores, strict=True):
                 text += token
                 passes.append(score.taps)
     finally:
         for handle in handles:
             target.close(handle)
-    return texts, [{i: torch.cat([taps[i] for taps in passes]) for i in layers} for passes in seen]
+    return texts, [{i: torch.cat([taps[i] for taps in passes]) for i in layers} for passes in taps_by_text]
 
 
 def accuracy(

@@ -207,9 +207,9 @@ class HFModel(WrappedModule):
         """Returns the additive 4-D mask, or one for each kind of layer if there are several."""
 
         def additive(window: int) -> Tensor:
-            seen = placement.visible(window).unsqueeze(1).to(self.device)
-            mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
-            return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)
+            visible = placement.visible(window).unsqueeze(1).to(self.device)
+            mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+            return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
 
         windows = {kind: self._window if kind == "sliding_attention" else 0 for kind in self._layer_types}
         if len(windows) > 1:

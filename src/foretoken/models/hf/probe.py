@@ -129,20 +129,20 @@ def _step(model: WrappedModule, handles: Sequence[Handle], trees: bool) -> bool:
     for text, draft, scored in zip(texts, drafts, scores, strict=True):
         for leaf in _leaves(draft):
             path = draft.path(leaf)
-            alone = model.plain(torch.tensor([[*text, *(draft.ids[node] for node in path)]]))[0, len(text) - 1 :]
-            if not _close(scored.logits[[0, *(node + 1 for node in path)]].float(), alone.float(), model.dtype):
+            expected = model.plain(torch.tensor([[*text, *(draft.ids[node] for node in path)]]))[0, len(text) - 1 :]
+            if not _close(scored.logits[[0, *(node + 1 for node in path)]].float(), expected.float(), model.dtype):
                 return False
     model.commit(handles, [[*(d.ids[node] for node in d.path(len(d) - 1)), 3] for d in drafts])
     return True
 
 
-def _close(batched: Tensor, alone: Tensor, dtype: torch.dtype) -> bool:
+def _close(batched: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Returns whether logits differ by rounding only.
 
     Rounding errors are small compared with the spread of the logits; a wrong mask changes them by a fraction of it.
     """
-    tolerance = (1e-3 if dtype in (torch.float32, torch.float64) else 0.1) * float(alone.std())
-    return float((batched - alone).abs().max()) <= max(tolerance, 1e-5)
+    tolerance = (1e-3 if dtype in (torch.float32, torch.float64) else 0.1) * float(expected.std())
+    return float((batched - expected).abs().max()) <= max(tolerance, 1e-5)
 
 
 def _draft(at: int, length: int, trees: bool, vocab: int) -> Draft:

@@ -138,13 +138,13 @@ def _drop_layers(config: Any) -> None:
         return
     lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
     kinds = [(at >= count - shared, *(str(value[at]) for value in lists.values())) for at in range(count)]
-    kept = sorted({kinds.index(kind) for kind in kinds})
-    kept = kept if len(kept) > 1 else [0, 1]
+    layers = sorted({kinds.index(kind) for kind in kinds})
+    layers = layers if len(layers) > 1 else [0, 1]
     for name, value in lists.items():
-        setattr(config, name, [value[layer] for layer in kept])
-    config.num_hidden_layers = len(kept)
+        setattr(config, name, [value[layer] for layer in layers])
+    config.num_hidden_layers = len(layers)
     if shared:
-        config.num_kv_shared_layers = sum(kinds[layer][0] for layer in kept)
+        config.num_kv_shared_layers = sum(kinds[layer][0] for layer in layers)
 
 
 def _narrow(config: Any, max_heads: int) -> None:

@@ -80,13 +80,13 @@ class Geometry:
         rows = [part.first + i for part in parts for i in range(part.count)]
         slots = [part.slot for part in parts for _ in range(part.count)]
         places = [(part.slot - low) * width + i for part in parts for i in range(part.count)]
-        whole = places == list(range((high - low) * width))  # no gap, and parts in the order of their slots
+        contiguous = places == list(range((high - low) * width))  # no gap, and parts in the order of their slots
         return Geometry(
             tokens=torch.tensor(tokens, device=device),
             positions=torch.tensor(positions, device=device),
             rows=torch.tensor(rows, device=device),
             slots=torch.tensor(slots, device=device),
-            places=None if whole else torch.tensor(places, device=device),
+            places=None if contiguous else torch.tensor(places, device=device),
             low=low,
             high=high,
             width=width,
@@ -160,7 +160,7 @@ def _mask(
     ordered: bool,
 ) -> Tensor:
     """Returns the mask: a row sees the committed rows before it and its ancestors in the draft. Padding sees all."""
-    seen = torch.ones(high - low, width, keys, dtype=torch.bool)
+    visible_keys = torch.ones(high - low, width, keys, dtype=torch.bool)
     at = 0
     for part in parts:
         rows = torch.arange(part.first, part.first + part.count)
@@ -178,9 +178,9 @@ def _mask(
             row_positions = torch.tensor(positions[at : at + part.count])
             first = row_positions + 1 - window if window > 0 else row_positions // -window * -window
             visible &= key_positions >= first[:, None]
-        seen[part.slot - low, : part.count] = visible
+        visible_keys[part.slot - low, : part.count] = visible
         at += part.count
-    mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+    mask = torch.zeros(visible_keys.shape).masked_fill_(~visible_keys, -torch.inf)
     return mask[:, None, :, None, :]
 
 
@@ -218,8 +218,8 @@ def attend(
     else:
         key_cache[g.slots, :, g.rows] = keys.to(key_cache.dtype)
         value_cache[g.slots, :, g.rows] = values.to(value_cache.dtype)
-    seen = key_cache[g.low : g.high, :, : g.keys], value_cache[g.low : g.high, :, : g.keys]
-    return look_up(queries, *seen, mask, g, a, sinks)
+    cached = key_cache[g.low : g.high, :, : g.keys], value_cache[g.low : g.high, :, : g.keys]
+    return look_up(queries, *cached, mask, g, a, sinks)
 
 
 def look_up(
@@ -264,10 +264,10 @@ def _soft(scores: Tensor, mask: Tensor, a: Heads, sink: Tensor | None = None) ->
     scale, cap = a.scale, a.attention_softcap
     if cap:
         scores, scale = (scores.to(torch.promote_types(scores.dtype, mask.dtype)) * (scale / cap)).tanh_(), cap
-    seen = torch.add(mask, scores, alpha=scale)
+    masked = torch.add(mask, scores, alpha=scale)
     if sink is None:
-        return seen.softmax(-1)
-    return torch.cat((seen, sink.to(seen.dtype).expand(*seen.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
+        return masked.softmax(-1)
+    return torch.cat((masked, sink.to(masked.dtype).expand(*masked.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
 
 
 def _mix(weights: Tensor, values: Tensor) -> Tensor:

@@ -87,13 +87,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, paired: bool = False) -> Tensor:
     """
     if x.ndim == 3 and has_kernels(x.device):
         return kernels().rotate_heads(x, cos, sin, paired)
-    rotated, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+    rotated, unrotated = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
     if paired:
         other = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
         other = rotated.roll(rotated.shape[-1] // 2, dims=-1)
     turned = rotated * cos + other * sin
-    return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
+    return turned if not unrotated.shape[-1] else torch.cat((turned, unrotated), dim=-1)
 
 
 def rotary_table(a: Architecture, number: int, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,11 +69,11 @@ def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 class Product(Protocol):
     """A linear layer, ``x @ weight.T + bias``."""
 
-    def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, any_kernel: bool = False) -> Tensor:
         """Multiplies x [rows, in]. Returns [rows, out].
 
         Args:
-            alone: whether these rows are always computed together. The kernel may then depend on their number.
+            any_kernel: whether these rows are always computed together. The kernel may then depend on their number.
         """
 
 
@@ -103,10 +103,10 @@ class Linear:
         amx = self._packed and weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
         self._max_rows = AMX_ROWS if amx else 0
 
-    def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, any_kernel: bool = False) -> Tensor:
         if not self._packed:
-            return self._plain(x) if alone or x.is_cpu else by_fixed_rows(self._plain, x)
-        if alone or not self._max_rows or x.shape[0] <= self._max_rows:
+            return self._plain(x) if any_kernel or x.is_cpu else by_fixed_rows(self._plain, x)
+        if any_kernel or not self._max_rows or x.shape[0] <= self._max_rows:
             return self._multiply(x)
         return torch.cat([self._multiply(part) for part in x.tensor_split(-(-x.shape[0] // self._max_rows))])
 
@@ -132,7 +132,7 @@ class Int8Linear:
         self._values = weight.values.clone(memory_format=torch.contiguous_format)
         self._scales, self._bias = weight.scales, None if bias is None else bias.float()
 
-    def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, any_kernel: bool = False) -> Tensor:
         if self._native and has_kernels(x.device):
             return by_fixed_rows(self._fused, x)
         values, scales = quantize_rows(x)
@@ -155,12 +155,12 @@ class GroupedLinear:
         self._bias = bias
         self._linear: Linear | None = None
 
-    def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, any_kernel: bool = False) -> Tensor:
         if self._weight is not None:
             self._linear = Linear(self._weight.dequantize(x.dtype).to(x.device), self._bias)
             self._weight = None  # it may hold codes in memory
         assert self._linear is not None
-        return self._linear(x, alone)
+        return self._linear(x, any_kernel)
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class TorchExperts:
         self,
         a: Architecture,
         x: Tensor,
-        alone: bool = False,
+        any_kernel: bool = False,
         hidden: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> Tensor:
@@ -72,20 +72,21 @@ class TorchExperts:
 
         Args:
             x: input of the experts [R, H].
-            alone: see ``Product``.
+            any_kernel: see ``Product``.
             hidden: the residual stream [R, H], for a router with a separate norm; None if it reads ``x``.
             counts: 0 for padding [R], if kernels compute the rows; see ``triton_kernels.rows.PassRows``.
         """
         routed = x.float() if hidden is None else normalize(a, hidden.float(), self.router_norm)
-        chosen, weights = choose(self.experts, self.router(routed, alone), self.correction)
+        chosen, weights = choose(self.experts, self.router(routed, any_kernel), self.correction)
         if self.expert_scales is not None:
             weights = weights * self.expert_scales[chosen]
         if counts is not None and self.stacks is not None:
             total = self._by_kernels(a, x, chosen, weights, counts)
         else:
-            total = self._by_products(a, x, chosen, weights, alone)
+            total = self._by_products(a, x, chosen, weights, any_kernel)
         if self.shared_up is not None and self.shared_down is not None:
-            shared = self.shared_down(activate(a, self.shared_up(x, alone), self.experts.gated), alone).float()
+            inner = activate(a, self.shared_up(x, any_kernel), self.experts.gated)
+            shared = self.shared_down(inner, any_kernel).float()
             if self.shared_gate is not None:
                 shared = shared * (x.float() * self.shared_gate).sum(-1, keepdim=True).sigmoid()
             total += shared
@@ -103,7 +104,7 @@ class TorchExperts:
         total: Tensor = expert_kernels().combine(outputs, weights)
         return total
 
-    def _by_products(self, a: Architecture, x: Tensor, chosen: Tensor, weights: Tensor, alone: bool) -> Tensor:
+    def _by_products(self, a: Architecture, x: Tensor, chosen: Tensor, weights: Tensor, any_kernel: bool) -> Tensor:
         """Returns the weighted sums of the experts, float32 [R, H], from a product for each expert."""
         outputs = x.new_empty(*chosen.shape, x.shape[1])
         for expert in chosen.unique().tolist():
@@ -112,8 +113,8 @@ class TorchExperts:
             inputs = x[padded_rows]
             if self.experts.scaled_inputs:
                 inputs = inputs * weights[padded_rows, ranks if len(rows) > 1 else ranks.repeat(2), None].to(x.dtype)
-            inner = self._activate(a, self.up[expert](inputs, alone))
-            outputs[rows, ranks] = self.down[expert](inner, alone)[: len(rows)]
+            inner = self._activate(a, self.up[expert](inputs, any_kernel))
+            outputs[rows, ranks] = self.down[expert](inner, any_kernel)[: len(rows)]
         if self.experts.scaled_inputs:
             weights = torch.ones_like(weights)
         total = outputs[:, 0].float() * weights[:, :1]
@@ -141,8 +142,8 @@ def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tenso
     if e.groups > 1:
         groups = ranked.unflatten(-1, (e.groups, -1))
         best = groups.topk(min(2, groups.shape[-1]) if e.best_two else 1).values.sum(-1)
-        kept = _largest(best, e.chosen_groups)
-        outside = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
+        best_groups = _largest(best, e.chosen_groups)
+        outside = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best_groups, False)
         ranked = groups.masked_fill(outside[..., None], -torch.inf).flatten(-2)
     chosen = _largest(ranked, e.chosen)
     weights = scores.gather(-1, chosen)

@@ -20,9 +20,8 @@ from foretoken.models.runners.layout import Layout
 from foretoken.models.runners.linear import Product, by_fixed_rows, moved, product
 from foretoken.models.runners.triton_kernels import has_kernels, kernels
 
-ByHead = Callable[
-    [Tensor, bool], Tensor
-]  # the products of all heads: x [R, heads, in] and ``alone`` -> [R, heads, out]
+# the products of all heads: x [R, heads, in] and ``any_kernel`` -> [R, heads, out]
+ByHead = Callable[[Tensor, bool], Tensor]
 
 
 def by_head(stack: MatrixStack, device: torch.device) -> ByHead:
@@ -31,10 +30,10 @@ def by_head(stack: MatrixStack, device: torch.device) -> ByHead:
     matrices = [matrix for matrix in read if isinstance(matrix, Tensor)]
     if has_kernels(device) and len(matrices) == len(read):
         joined = torch.stack([matrix.to(device) for matrix in matrices]).transpose(1, 2)  # [heads, in, out]
-        return lambda x, alone: by_fixed_rows(partial(_multiply, joined), x.flatten(1)).unflatten(1, (len(joined), -1))
+        return lambda x, _: by_fixed_rows(partial(_multiply, joined), x.flatten(1)).unflatten(1, (len(joined), -1))
     products = [product(matrix.to(device)) for matrix in read]
-    return lambda x, alone: torch.stack(
-        [multiply(x[:, head].contiguous(), alone) for head, multiply in enumerate(products)], dim=1
+    return lambda x, any_kernel: torch.stack(
+        [multiply(x[:, head].contiguous(), any_kernel) for head, multiply in enumerate(products)], dim=1
     )
 
 
@@ -79,16 +78,16 @@ class TorchLatent:
         x: Tensor,
         turns: Sequence[tuple[Tensor, Tensor]],
         g: Layout,
-        alone: bool,
+        any_kernel: bool,
     ) -> Tensor:
         """Returns the output of layer ``number``'s attention for the normed rows ``x`` [R, H]."""
         s, layer = self.sizes, a.stack[number]
-        first = self.into(x, alone)
+        first = self.into(x, any_kernel)
         queries, latents, keys = first.split((first.shape[1] - s.rank - s.rotated, s.rank, s.rotated), dim=1)
         if self.query_up is not None and self.query_norm is not None:
-            queries = self.query_up(self._normed(queries, self.query_norm), alone)
+            queries = self.query_up(self._normed(queries, self.query_norm), any_kernel)
         plain, rotated = queries.unflatten(1, (a.heads, -1)).split((s.plain, s.rotated), dim=2)
-        absorbed = self.absorb(plain, alone)
+        absorbed = self.absorb(plain, any_kernel)
         latents = self._normed(latents, self.latent_norm)
         rotated = torch.cat((rotated, keys[:, None]), dim=1)
         if layer.rope >= 0:
@@ -97,7 +96,7 @@ class TorchLatent:
         values = queries_keys[:, a.heads :]
         mixed = g.attend(number, queries_keys, values, a, layer.view)
         mixed = mixed.unflatten(1, (a.heads, -1))[..., : s.rank]
-        return self.out(self.expand(mixed, alone).flatten(1), alone)
+        return self.out(self.expand(mixed, any_kernel).flatten(1), any_kernel)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         if has_kernels(x.device):

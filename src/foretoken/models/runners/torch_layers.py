@@ -61,13 +61,13 @@ class TorchRecurrent:
             out=product(w.out.to(device), moved(w.out_bias, device)),
         )
 
-    def __call__(self, x: Tensor, steps: Steps | None, alone: bool) -> Tensor:
-        """Returns the output [R, H] for an input [R, H]; ``alone`` is that of ``Product``."""
+    def __call__(self, x: Tensor, steps: Steps | None, any_kernel: bool) -> Tensor:
+        """Returns the output [R, H] for an input [R, H]; ``any_kernel`` is that of ``Product``."""
         assert steps is not None, "recurrent layers need the order of rows"
-        rows = self.into(x, alone)
-        gates = rows if self.gates is None else self.gates(x, alone)
+        rows = self.into(x, any_kernel)
+        gates = rows if self.gates is None else self.gates(x, any_kernel)
         mixed: Tensor = recurrent_kernels().mix(self.layer, rows, gates, steps)
-        return self.out(mixed, alone)
+        return self.out(mixed, any_kernel)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,10 +83,10 @@ class TorchLayerInput:
         gate, up = product(w.gate.to(device)), product(w.up.to(device))
         return TorchLayerInput(gate, up, NormWeight(w.norm.to(device)))
 
-    def __call__(self, a: Architecture, hidden: Tensor, inputs: Tensor, alone: bool) -> Tensor:
+    def __call__(self, a: Architecture, hidden: Tensor, inputs: Tensor, any_kernel: bool) -> Tensor:
         """Returns the addition to the residual stream [rows, H] for inputs [rows, width]."""
-        gated = activate(a, self.gate(hidden, alone), gated=False) * inputs
-        return normalize(a, self.up(gated, alone), self.norm)
+        gated = activate(a, self.gate(hidden, any_kernel), gated=False) * inputs
+        return normalize(a, self.up(gated, any_kernel), self.norm)
 
 
 class TorchLayerInputs:
@@ -103,9 +103,9 @@ class TorchLayerInputs:
         self._table = w.table.to(device)
         self._projection, self._norm = product(w.projection.to(device)), NormWeight(w.norm.to(device))
 
-    def __call__(self, a: Architecture, tokens: Tensor, embedded: Tensor, alone: bool) -> Tensor:
+    def __call__(self, a: Architecture, tokens: Tensor, embedded: Tensor, any_kernel: bool) -> Tensor:
         """Returns the inputs [rows, layers, width] for tokens [rows] and their scaled embeddings [rows, H]."""
-        projected = (self._projection(embedded, alone) * a.hidden**-0.5).unflatten(-1, (-1, self._width))
+        projected = (self._projection(embedded, any_kernel) * a.hidden**-0.5).unflatten(-1, (-1, self._width))
         by_token = (F.embedding(tokens, self._table) * self._scale).view_as(projected)
         return (normalize(a, projected, self._norm) + by_token) * 0.5**0.5
 
@@ -170,9 +170,9 @@ class TorchMlp:
             down=product(w.down.to(device), moved(w.down_bias, device)),
         )
 
-    def __call__(self, a: Architecture, x: Tensor, gated: bool, alone: bool) -> Tensor:
-        """Returns the output [rows, H] for an input [rows, H]; ``alone`` is that of ``Product``."""
-        return self.down(activate(a, self.up(x, alone), gated), alone)
+    def __call__(self, a: Architecture, x: Tensor, gated: bool, any_kernel: bool) -> Tensor:
+        """Returns the output [rows, H] for an input [rows, H]; ``any_kernel`` is that of ``Product``."""
+        return self.down(activate(a, self.up(x, any_kernel), gated), any_kernel)
 
 
 @dataclass(frozen=True, slots=True)

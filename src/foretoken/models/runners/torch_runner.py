@@ -59,9 +59,8 @@ class TorchRunner(DecoderOnly):
         self._dtype, self._device = dtype, device
         self.batch_invariant = can_pack(dtype, device)
         self._embedding = floats(ends.embedding, dtype).to(device)
-        self._layers = list(
-            map(partial(TorchLayer.of, device, a), count(), layers)
-        )  # no variable holds a layer while the next is read
+        # no variable holds a layer while the next is read
+        self._layers = list(map(partial(TorchLayer.of, device, a), count(), layers))
         self._norm = moved_norm(ends.norm, device)
         self._head = product(ends.head.to(device), moved(ends.head_bias, device))
         self._positions = moved(ends.positions, device)
@@ -133,8 +132,8 @@ class TorchRunner(DecoderOnly):
         if self._architecture.farthest:
             geometry = geometry.relative([_relative(layer) for layer in self._layers], plan)
         outputs = torch.tensor(plan.outputs, device=self._device)
-        alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
-        states = self._states(geometry, taps, alone, plan.features)
+        any_kernel = not logits and len(plan.parts) == 1  # a chunk of one prompt
+        states = self._states(geometry, taps, any_kernel, plan.features)
         return Pass(
             self._logits(states, outputs) if logits else None, self._tapped(states, taps, slice(len(plan.tokens)))
         )
@@ -145,21 +144,21 @@ class TorchRunner(DecoderOnly):
             self._tables = [self._table(number, count) for number in range(len(self._architecture.frequencies))]
 
     def _states(
-        self, geometry: Layout, taps: Sequence[int], alone: bool = False, features: Tensor | None = None
+        self, geometry: Layout, taps: Sequence[int], any_kernel: bool = False, features: Tensor | None = None
     ) -> dict[int, Tensor]:
         """Computes all layers. Returns hidden states [R, H] by layer: those of ``taps``, and the last, not normed."""
         a = self._architecture
         hidden = self._embed(geometry) if features is None else self._begin(features, len(geometry.tokens))
         turns = [(cos[geometry.positions], sin[geometry.positions]) for cos, sin in self._tables]
-        inputs = None if self._inputs is None else self._inputs(a, geometry.tokens, hidden, alone)
+        inputs = None if self._inputs is None else self._inputs(a, geometry.tokens, hidden, any_kernel)
         states: dict[int, Tensor] = {}
         for number in range(a.layers):
             if number in taps:
                 states[number] = hidden
-            hidden = self._layer(number, hidden, turns, geometry, alone)
+            hidden = self._layer(number, hidden, turns, geometry, any_kernel)
             layer = self._layers[number]
             if layer.own_input is not None and inputs is not None:
-                hidden = hidden + layer.own_input(a, hidden, inputs[:, number], alone)
+                hidden = hidden + layer.own_input(a, hidden, inputs[:, number], any_kernel)
             hidden = _scaled(hidden, layer.scalar)
         states[a.layers] = states[a.layers + 1] = hidden
         return states
@@ -194,27 +193,27 @@ class TorchRunner(DecoderOnly):
         return tapped
 
     def _layer(
-        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, alone: bool
+        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, any_kernel: bool
     ) -> Tensor:
         a, layer, start = self._architecture, self._layers[number], hidden
         if layer.attention is not None or layer.recurrent is not None:
-            hidden = self._mix(number, hidden, turns, g, alone)
+            hidden = self._mix(number, hidden, turns, g, any_kernel)
         if layer.mlp is None:
             return hidden
         inner = normalize(a, start if a.stack[number].parallel else hidden, layer.mlp_norm)
-        inner = self._mlp(layer, number, inner, hidden, g.counts, alone)
+        inner = self._mlp(layer, number, inner, hidden, g.counts, any_kernel)
         return self._added(hidden, inner, layer.after_mlp, a.factors.mlp)
 
     def _mix(
-        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, alone: bool
+        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, any_kernel: bool
     ) -> Tensor:
         """Returns the residual stream after a layer's token mixers, which read the same input."""
         factors, layer, x = self._architecture.factors, self._layers[number], self._mixer_input(number, hidden, g)
         if layer.attention is not None:
-            mixed = self._attention(layer.attention, number, x, turns, g, alone)
+            mixed = self._attention(layer.attention, number, x, turns, g, any_kernel)
             hidden = self._added(hidden, mixed, layer.after_mixer, factors.attention)
         if layer.recurrent is not None:
-            hidden = self._added(hidden, layer.recurrent(x, g.steps, alone), layer.after_mixer, factors.recurrent)
+            hidden = self._added(hidden, layer.recurrent(x, g.steps, any_kernel), layer.after_mixer, factors.recurrent)
         return hidden
 
     def _added(self, hidden: Tensor, branch: Tensor, norm: NormWeight | None, factor: float = 1.0) -> Tensor:
@@ -225,16 +224,18 @@ class TorchRunner(DecoderOnly):
         return hidden + _scaled(normalize(a, branch, norm), factor)
 
     def _mlp(
-        self, layer: TorchLayer, number: int, x: Tensor, hidden: Tensor, counts: Tensor | None, alone: bool
+        self, layer: TorchLayer, number: int, x: Tensor, hidden: Tensor, counts: Tensor | None, any_kernel: bool
     ) -> Tensor:
         a, mlp, beside = self._architecture, layer.mlp, layer.beside
         if isinstance(mlp, TorchMlp):
-            return mlp(a, x, a.stack[number].mlp == "gated", alone)
+            return mlp(a, x, a.stack[number].mlp == "gated", any_kernel)
         assert mlp is not None
         if beside is None:
-            return mlp(a, x, alone, counts=counts)
-        dense = beside.mlp(a, normalize(a, hidden, beside.norm), True, alone)
-        return normalize(a, dense, beside.after) + normalize(a, mlp(a, x, alone, hidden, counts), beside.after_experts)
+            return mlp(a, x, any_kernel, counts=counts)
+        dense = beside.mlp(a, normalize(a, hidden, beside.norm), True, any_kernel)
+        return normalize(a, dense, beside.after) + normalize(
+            a, mlp(a, x, any_kernel, hidden, counts), beside.after_experts
+        )
 
     def _attention(
         self,
@@ -243,14 +244,14 @@ class TorchRunner(DecoderOnly):
         x: Tensor,
         turns: Sequence[tuple[Tensor, Tensor]],
         g: Layout,
-        alone: bool,
+        any_kernel: bool,
     ) -> Tensor:
         a, layer = self._architecture, self._architecture.stack[number]
         if isinstance(mixer, TorchLatent):
-            return mixer(a, number, x, turns, g, alone)
+            return mixer(a, number, x, turns, g, any_kernel)
         sizes = AttentionSizes.of(a, layer)
         new = 0 if layer.source is not None else sizes.kv_heads
-        heads = mixer.qkv(x, alone).view(x.shape[0], -1, sizes.head_dim)
+        heads = mixer.qkv(x, any_kernel).view(x.shape[0], -1, sizes.head_dim)
         queries_keys, values, gates = heads.split((a.heads + new, new, a.heads * a.gated_attention), dim=1)
         if mixer.v_norm is not None:
             values = normalize(a, values, mixer.v_norm)
@@ -266,7 +267,7 @@ class TorchRunner(DecoderOnly):
             queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
         cache_layer = number if layer.source is None else layer.source
         mixed = g.attend(cache_layer, queries_keys, values, sizes, layer.view, mixer.sinks)
-        return mixer.out(mixed * gates.flatten(1).sigmoid() if a.gated_attention else mixed, alone)
+        return mixer.out(mixed * gates.flatten(1).sigmoid() if a.gated_attention else mixed, any_kernel)
 
     def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:
         a, parts = self._architecture, []

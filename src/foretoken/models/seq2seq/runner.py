@@ -82,15 +82,17 @@ class Seq2SeqRunner(TorchRunner):
         return super().run(plan, taps, logits)
 
     def _mix(
-        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, alone: bool
+        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, any_kernel: bool
     ) -> Tensor:
-        hidden, cross = super()._mix(number, hidden, turns, g, alone), self._layers[number].cross
+        hidden, cross = super()._mix(number, hidden, turns, g, any_kernel), self._layers[number].cross
         assert cross is not None and isinstance(g, Geometry)
         a, cache = self._architecture, self._sources.cache
         sizes = AttentionSizes.of(a, a.stack[number])
-        queries = cross.queries(normalize(a, hidden, cross.norm), alone).view(len(hidden), a.heads, a.head_dim)
+        queries = cross.queries(normalize(a, hidden, cross.norm), any_kernel).view(len(hidden), a.heads, a.head_dim)
         keys, values = (rows[number][g.low : g.high, :, : self._mask.shape[-1]] for rows in (cache.keys, cache.values))
-        return self._added(hidden, cross.out(look_up(queries, keys, values, self._mask, g, sizes), alone), cross.after)
+        return self._added(
+            hidden, cross.out(look_up(queries, keys, values, self._mask, g, sizes), any_kernel), cross.after
+        )
 
     def _source_mask(self, slots: range) -> Tensor:
         """Returns the mask of sources, [slots, 1, 1, 1, keys]. Slots that are not in the pass see all keys."""

@@ -145,9 +145,9 @@ class HybridState(Pages):
     def check(self) -> None:
         super().check()
         self.states.check()
-        known = {page.serial for page in self._known.values()}
+        keyed = {page.serial for page in self._known.values()}
         pending = sum(len(self.states.slot(number).snapshots) for number in range(len(self._slots)))
-        self.snapshots.check(known, pending)
+        self.snapshots.check(keyed, pending)
 
     def _take(self, number: int, start: int, end: int) -> dict[int, int]:
         """Returns the snapshots to write while a slot's state advances from ``start`` to ``end`` rows, by row count.

@@ -249,9 +249,9 @@ class Pages:
             self._forget(page)
             page.serial = next(self._serials)  # keys of idle pages that follow the old content hold the old serial
             return
-        own = Page(self._address(), next(self._serials))
-        self._copy(own.address, page.address, self.page_bytes)
-        slot.pages[at], slot.addresses[at] = own, own.address
+        copy = Page(self._address(), next(self._serials))
+        self._copy(copy.address, page.address, self.page_bytes)
+        slot.pages[at], slot.addresses[at] = copy, copy.address
         page.users -= 1
 
     def _forget(self, page: Page) -> None:

@@ -74,18 +74,18 @@ class Placement:
         """
         keys = torch.arange(self.reach)
         rows = torch.tensor(self.firsts)[:, None] + torch.arange(self.width)
-        seen = keys <= rows[:, :, None]
+        mask = keys <= rows[:, :, None]
         for at, draft in enumerate(self.drafts):
             if draft.is_chain:
                 continue
             start, end = self.lengths[at], self.lengths[at] + len(draft)
             skipped = max(0, self.firsts[at] - start)
             row = max(0, start - self.firsts[at])
-            seen[at, row : self.counts[at], start:end] = draft.ancestors[skipped:]
+            mask[at, row : self.counts[at], start:end] = draft.ancestors[skipped:]
         if window:
-            seen &= self._key_positions()[:, None, :] > self.positions[:, :, None] - window
-            seen[..., 0] |= ~seen.any(-1)  # a padded row needs a key
-        return seen
+            mask &= self._key_positions()[:, None, :] > self.positions[:, :, None] - window
+            mask[..., 0] |= ~mask.any(-1)  # a padded row needs a key
+        return mask
 
     def _key_positions(self) -> Tensor:
         """Returns the position of every key [B, reach]; a draft node's follows from its depth."""

@@ -377,9 +377,9 @@ def rate_scale(name: str) -> float:
 def logits_of(model: T5ForConditionalGeneration, batch: Batch) -> torch.Tensor:
     """Returns teacher-forced logits [B, T, V]. Row i is the distribution of label i given those before it."""
     labels, source, mask = batch
-    given = F.pad(labels, (1, -1), value=model.config.decoder_start_token_id)
-    given = given.masked_fill(given == IGNORED, model.config.pad_token_id)
-    logits: torch.Tensor = model(input_ids=source, attention_mask=mask, decoder_input_ids=given, use_cache=False).logits
+    ids = F.pad(labels, (1, -1), value=model.config.decoder_start_token_id)
+    ids = ids.masked_fill(ids == IGNORED, model.config.pad_token_id)
+    logits: torch.Tensor = model(input_ids=source, attention_mask=mask, decoder_input_ids=ids, use_cache=False).logits
     return logits
 
 
@@ -435,7 +435,7 @@ def train_seq2seq(
     tokenizer = bundled_tokenizer()
     tokens = config.batch * config.window
     data = snippets(corpus.train, tokenizer, config.window, config.seed)
-    held = evaluation_batches(corpus, tokenizer, config)
+    held_out = evaluation_batches(corpus, tokenizer, config)
     model = new_model(shape, tokenizer, config.seed, tied=False)
     trainer = run.trainer(model, replace(config, compile=False), lambda row: -row["held_out_loss"], rate_scale)
 
@@ -443,8 +443,8 @@ def train_seq2seq(
         with torch.autocast("cpu", torch.bfloat16):
             return label_loss(logits_of(model, batch), batch[0])
 
-    each = batches(data, tokens, config.seed, trainer.step)
-    trainer.run(each, compiled_by_length(loss_fn, config), lambda: measure(model, held))
+    training_batches = batches(data, tokens, config.seed, trainer.step)
+    trainer.run(training_batches, compiled_by_length(loss_fn, config), lambda: measure(model, held_out))
     return run.write(
         f"seq2seq {run.name} {changed_options(shape, SEQ2SEQ_SHAPE)}",
         corpus.name,
@@ -511,21 +511,21 @@ def train_seq2seq_draft(
             "pass a target written by 'foretoken train seq2seq'"
         )
     data = snippets(corpus.train, tokenizer, config.window, config.seed)
-    held = evaluation_batches(corpus, tokenizer, config)
+    held_out = evaluation_batches(corpus, tokenizer, config)
     model = new_model(shape, tokenizer, config.seed, tied=True)
     trainer = run.trainer(model, replace(config, compile=False), lambda row: row["overlap"], rate_scale)
 
-    def loss_fn(given: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        labels, source, mask, acceptance = given
+    def loss_fn(batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        labels, source, mask, acceptance = batch
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 target_logits = logits_of(frozen, (labels, source, mask))
             logits = logits_of(model, (labels, source, mask))
         return distillation_loss(logits, target_logits, acceptance, labels != IGNORED)
 
-    each = batches(data, config.batch * config.window, config.seed + 1, trainer.step)
-    weighted = ((*batch, acceptance_weight(trainer.progress(), acceptance_share)) for batch in each)
-    trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure_pair(frozen, model, held))
+    training_batches = batches(data, config.batch * config.window, config.seed + 1, trainer.step)
+    weighted = ((*batch, acceptance_weight(trainer.progress(), acceptance_share)) for batch in training_batches)
+    trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure_pair(frozen, model, held_out))
     arguments = f"seq2seq-draft {run.name} --target {target.name} --acceptance-share {acceptance_share:g}"
     return run.write(
         f"{arguments} {changed_options(shape, SEQ2SEQ_DRAFT_SHAPE)}",
@@ -576,15 +576,15 @@ def write_seq2seq_cards(target: Path, draft: Path | None, corpus: Corpus) -> lis
         ModelLoadError: A model cannot be loaded.
         InvalidRequest: ``foretoken train`` did not write a folder.
     """
-    theirs = None if draft is None else read_provenance(draft)
+    draft_facts = None if draft is None else read_provenance(draft)
     facts, model = read_provenance(target), load_seq2seq(target)
-    held = _evaluation_batches(corpus, facts)
-    figures = measure(model, held) | exactness(model, _tasks(corpus, facts, _GENERATED), facts["config"]["window"])
+    held_out = _evaluation_batches(corpus, facts)
+    figures = measure(model, held_out) | exactness(model, _tasks(corpus, facts, _GENERATED), facts["config"]["window"])
     facts["command"] = _command(f"seq2seq {target.name}", facts, target, SEQ2SEQ_SHAPE)
     written = [_write(target, facts, figures)]
-    if draft is not None and theirs is not None:
-        facts, small = theirs, load_seq2seq(draft)
-        figures = measure(small, held) | measure_pair(model, small, held)
+    if draft is not None and draft_facts is not None:
+        facts, small = draft_facts, load_seq2seq(draft)
+        figures = measure(small, held_out) | measure_pair(model, small, held_out)
         what = f"seq2seq-draft {draft.name} --target {target.name} --acceptance-share {facts['acceptance_share']:g}"
         facts["command"] = _command(what, facts, draft, SEQ2SEQ_DRAFT_SHAPE)
         written.append(_write(draft, facts | {"target": target.name}, figures))

@@ -63,14 +63,14 @@ def _yarn(m: Metadata) -> dict[str, Any]:
         every = round(every / 0.1, 6)  # the file stores a tenth of config.json's value
     if m.architecture == "mistral3" and (beta := m.number("attention.temperature_scale")):
         settings["llama_4_scaling_beta"] = beta  # of Ministral 3: queries grow with their position
-    both = {"mscale": every if m.architecture == "deepseek2" else 1.0, "mscale_all_dim": every} if every else {}
+    factors = {"mscale": every if m.architecture == "deepseek2" else 1.0, "mscale_all_dim": every} if every else {}
     return {
         "rope_type": "yarn",
         "factor": m.number("rope.scaling.factor") or 1.0,
         "original_max_position_embeddings": m.need("rope.scaling.original_context_length"),
         "truncate": m.architecture != "gpt-oss",
         **{name: value for name, value in settings.items() if value is not None},
-        **both,
+        **factors,
     }
 
 

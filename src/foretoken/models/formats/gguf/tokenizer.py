@@ -260,8 +260,8 @@ def _spaces(vocabulary: _Vocabulary, prefix: bool) -> Iterator[dict[str, Any]]:
         yield {"type": "Prepend", "prepend": SPACE}
     yield {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     if prefix and (user_defined := vocabulary.of_kind(_USER_DEFINED)):
-        alone = rf"\A{SPACE}(?=(?:{'|'.join(map(re.escape, user_defined))})\z)"
-        yield {"type": "Replace", "pattern": {"Regex": alone}, "content": ""}
+        pattern = rf"\A{SPACE}(?=(?:{'|'.join(map(re.escape, user_defined))})\z)"
+        yield {"type": "Replace", "pattern": {"Regex": pattern}, "content": ""}
 
 
 def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> Iterator[tuple[str, str]]:

@@ -95,10 +95,10 @@ def _rule(content: Mapping[str, Any]) -> str:
     parts = content["pre_tokenizer"] or {}
     parts = parts["pretokenizers"] if parts.get("type") == "Sequence" else [parts]
     steps = [_SPLIT_DIGITS if part == _DIGITS else part for part in parts]
-    normalizer, whole = content["normalizer"], bool(content["model"].get("ignore_merges"))
+    normalizer, ignore_merges = content["normalizer"], bool(content["model"].get("ignore_merges"))
     for name, rule in PRE_TOKENIZERS.items():
         same = splits(rule)["pretokenizers"] == steps or _plain(splits(rule)["pretokenizers"]) == _plain(steps)
-        if same and rule.ignore_merges == whole and normalizer == (_NFC if rule.nfc else None):
+        if same and rule.ignore_merges == ignore_merges and normalizer == (_NFC if rule.nfc else None):
             return name
     raise _unknown(f"it splits text by {json.dumps(content['pre_tokenizer'])[:200]}")
 

@@ -154,23 +154,23 @@ def _delta(r: Recurrence, at: str, hidden: int) -> Iterator[LoraProduct]:
     yield LoraProduct("recurrent_in", (module("qkv", r.channels, "apart"), module("z", r.out, "apart")))
     gates = module("b", r.value_heads, "apart"), module("a", r.value_heads, "apart")
     yield LoraProduct("recurrent_gates", gates, _joined)
-    whole, both = module("qkvz", r.channels + r.out, "joined"), module("ba", r.gates, "joined")
-    yield LoraProduct("recurrent_in", (whole,), _ranges(delta_ranges(r)))
-    yield LoraProduct("recurrent_gates", (both,), _ranges(gate_ranges(r)))
+    joined, joined_gates = module("qkvz", r.channels + r.out, "joined"), module("ba", r.gates, "joined")
+    yield LoraProduct("recurrent_in", (joined,), _ranges(delta_ranges(r)))
+    yield LoraProduct("recurrent_gates", (joined_gates,), _ranges(gate_ranges(r)))
     yield LoraProduct("recurrent_out", (LinearModule(f"{at}out_proj", hidden, r.out),))
 
 
 def _mamba(r: Recurrence, at: str, hidden: int) -> Iterator[LoraProduct]:
     rows = r.channels + r.out + r.value_heads
-    whole = (LinearModule(f"{at}in_proj", rows, hidden),)
-    yield LoraProduct("recurrent_in", whole, _ranges(mamba_ranges(r)))
-    yield LoraProduct("recurrent_gates", whole, _ranges([(rows - r.value_heads, rows)]))
+    modules = (LinearModule(f"{at}in_proj", rows, hidden),)
+    yield LoraProduct("recurrent_in", modules, _ranges(mamba_ranges(r)))
+    yield LoraProduct("recurrent_gates", modules, _ranges([(rows - r.value_heads, rows)]))
     yield LoraProduct("recurrent_out", (LinearModule(f"{at}out_proj", hidden, r.out),))
 
 
 def _convolution(r: Recurrence, at: str, hidden: int) -> Iterator[LoraProduct]:
-    whole = (LinearModule(f"{at}in_proj", 3 * r.channels, hidden),)
-    yield LoraProduct("recurrent_in", whole, _ranges(convolution_ranges(r)))
+    modules = (LinearModule(f"{at}in_proj", 3 * r.channels, hidden),)
+    yield LoraProduct("recurrent_in", modules, _ranges(convolution_ranges(r)))
     yield LoraProduct("recurrent_out", (LinearModule(f"{at}out_proj", hidden, r.out),))
 
 

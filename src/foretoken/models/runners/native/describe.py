@@ -229,7 +229,7 @@ class Description:
         layer = self._architecture.stack[number]
         sizes = self._architecture.sizes(layer)
         dim = sizes.head_dim
-        own = weights.q_norm is not None and len(weights.q_norm.weight) > dim  # a norm for each head
+        per_head = weights.q_norm is not None and len(weights.q_norm.weight) > dim  # a norm for each head
         return AttentionSpec(
             qkv=self._weights.matrix(weights.qkv, weights.qkv_bias),
             out=self._weights.matrix([weights.out], weights.out_bias),
@@ -240,7 +240,7 @@ class Description:
             relative=self._weights.keep(weights.relative),
             kv_heads=sizes.kv_heads,
             head_dim=dim,
-            norm_stride=dim if own else 0,
+            norm_stride=dim if per_head else 0,
             window=layer.window,
             rope=layer.rope,
             cache_at=self._architecture.cache_at(number),

@@ -36,12 +36,12 @@ def build_wheel_kernels(name: str, names: Sequence[str] = ()) -> tuple[str, dict
     """
     toolchain, machine, tag = _target(name)
     without = PLATFORMS[name].without if name in PLATFORMS else ()
-    known = {level.name: level for level in LEVELS if machine in level.machines and level.name not in without}
-    if unknown := [each for each in names if each not in known]:
-        raise ValueError(f"no level {', '.join(unknown)} on {machine}; there are {', '.join(known) or 'none'}")
-    if not known:
+    levels = {level.name: level for level in LEVELS if machine in level.machines and level.name not in without}
+    if unknown := [level for level in names if level not in levels]:
+        raise ValueError(f"no level {', '.join(unknown)} on {machine}; there are {', '.join(levels) or 'none'}")
+    if not levels:
         raise ValueError(f"there are no kernels for {machine}")
-    chosen = [level for level in known.values() if not names or level.name in names]
+    chosen = [level for level in levels.values() if not names or level.name in names]
     files = _compiled("pool", [(build.SHARED / "pool.cpp", ())], build.ANY, toolchain)
     for level in chosen:
         for library, sources in whole_libraries().items():
