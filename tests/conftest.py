@@ -183,10 +183,9 @@ def short_audits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Audits of which each check reads few short texts: the least that they read otherwise takes ten seconds."""
     from foretoken.audit.work import AuditSpeed
 
-    for name, least in {"trajectory": 2, "selfdraft": 2}.items():
-        monkeypatch.setattr(f"foretoken.audit.{name}.TEXTS", least)
-    for name in ("greedy", "trajectory", "selfdraft", "sampled"):
-        monkeypatch.setattr(f"foretoken.audit.{name}.TOKENS", 8)
+    monkeypatch.setattr("foretoken.audit.equality.TEXTS", 2)
+    for name in ("equality.TOKENS", "equality.GREEDY_TOKENS", "sampled.TOKENS"):
+        monkeypatch.setattr(f"foretoken.audit.{name}", 8)
     monkeypatch.setattr("foretoken.audit.run.measured_speed", lambda *_: AuditSpeed())  # not this machine's
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretoken.audit.assisted import Assisted
-from foretoken.audit.greedy import greedy
+from foretoken.audit.equality import greedy
 from foretoken.audit.result import CheckOutcome
 from foretoken.audit.sampled import sampled
 from foretoken.audit.subject import CompletionSettings

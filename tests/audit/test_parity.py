@@ -9,12 +9,10 @@ import torch
 from tests.audit.toys import PROMPTS, drafting, subject, work
 
 from foretoken.audit.divergence import Divergence, explain_divergence, first_difference, parity
-from foretoken.audit.greedy import greedy
+from foretoken.audit.equality import greedy, self_draft, trajectory
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.result import CheckOutcome
-from foretoken.audit.selfdraft import self_draft
 from foretoken.audit.subject import CompletionSettings
-from foretoken.audit.trajectory import trajectory
 from foretoken.audit.work import noise
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.verdict import Verdict

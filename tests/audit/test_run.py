@@ -14,8 +14,7 @@ from foretoken import LLM
 from foretoken.audit import Audit, Check, CheckOutcome, audit
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.result import CONTROL
-from foretoken.audit.run import SHARES
-from foretoken.audit.speed import measured_speed
+from foretoken.audit.run import SHARES, measured_speed
 from foretoken.audit.work import AuditSpeed
 from foretoken.core.errors import InvalidRequest
 
@@ -48,7 +47,7 @@ class Slow(Foretoken):
 
 @pytest.fixture
 def slow(monkeypatch):
-    for module in ("run", "work", "negative", "speed"):
+    for module in ("run", "work", "negative"):
         monkeypatch.setattr(f"foretoken.audit.{module}.monotonic", lambda: Slow.now)
     monkeypatch.setattr("foretoken.audit.run.measured_speed", measured_speed)
     return subject(kind=Slow)

@@ -8,21 +8,26 @@ from functools import partial
 from time import monotonic
 
 from foretoken.audit.chance import ALPHA
-from foretoken.audit.greedy import NAME as GREEDY
-from foretoken.audit.greedy import greedy
+from foretoken.audit.equality import (
+    GREEDY,
+    GREEDY_COMPLETIONS,
+    SELF_DRAFT,
+    SELF_DRAFT_COMPLETIONS,
+    TRAJECTORY,
+    greedy,
+    self_draft,
+    trajectory,
+    trajectory_completions,
+)
 from foretoken.audit.negative import negative
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.prefix import NAME as PREFIX
 from foretoken.audit.prefix import prefix
 from foretoken.audit.result import CONTROL, Audit, Check
-from foretoken.audit.sampled import NAMES, sampled
-from foretoken.audit.selfdraft import NAME as SELF
-from foretoken.audit.selfdraft import self_draft
-from foretoken.audit.speed import least_seconds, measured_speed
-from foretoken.audit.subject import Audited
-from foretoken.audit.trajectory import NAME as TRAJECTORY
-from foretoken.audit.trajectory import trajectory
-from foretoken.audit.work import AuditTask, noise
+from foretoken.audit.sampled import NAMES, sampled, text_distributions
+from foretoken.audit.subject import Audited, CompletionSettings, Ids
+from foretoken.audit.tally import TokenTally
+from foretoken.audit.work import NOISE_TOKENS, AuditSpeed, AuditTask, noise
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.checks import integer, number
 from foretoken.core.context import Exactness
@@ -38,7 +43,7 @@ BUDGET = 120.0
 MIN_TEMPERATURE = 0.05
 SHARES = {
     GREEDY: 0.08,
-    SELF: 0.02,
+    SELF_DRAFT: 0.02,
     TRAJECTORY: 0.12,
     NAMES[Exactness.DISTRIBUTION]: 0.38,
     NAMES[Exactness.TRAJECTORY]: 0.10,
@@ -47,6 +52,7 @@ SHARES = {
 }
 """Shares of the budget, in the order of the checks. Time that a check leaves goes to the later ones."""
 
+_PREFIX = 3  # completions of ``NOISE_TOKENS`` that the prefix distribution's short texts cost at least
 STATISTICAL = 3  # number of checks that share ``ALPHA``
 
 Watch = Callable[[str, float], None]
@@ -112,6 +118,29 @@ def audit(
     return Audit(facts, tuple(checks), monotonic() - started)
 
 
+def measured_speed(subject: Audited, prompt: Ids, temperature: float) -> AuditSpeed:
+    """Returns the speed on one text, the second of two: the first may compile kernels."""
+    settings = CompletionSettings(subject.law(temperature), NOISE_TOKENS, (0,), subject.depth, batch=1)
+    speed = AuditSpeed()
+    for _ in range(2):
+        started = monotonic()
+        (text,) = subject.generate([prompt], settings)
+        completed = monotonic()
+        probs, _impossible = text_distributions(subject, prompt, text.tokens, settings.law)
+        TokenTally().add(text, probs, probs.new_full((len(text.tokens),), 0.5), None)
+        speed = AuditSpeed(completed - started, monotonic() - completed)
+    return speed
+
+
+def least_seconds(subject: Audited, speed: AuditSpeed, float32: bool) -> float:
+    """Returns the seconds of an audit with one text for every check."""
+    sampled = 1 + subject.seeded + len(subject.planted())
+    completions = GREEDY_COMPLETIONS + sampled + _PREFIX
+    completions += SELF_DRAFT_COMPLETIONS * (subject.self_drafting() is not None)
+    completions += trajectory_completions(subject) * (1 + float32) * subject.seeded
+    return completions * speed.completion + sampled * speed.distributions
+
+
 def _checks(float32: bool) -> Mapping[str, Callable[[AuditTask], Check]]:
     tokens: list[int] = []
 
@@ -122,7 +151,7 @@ def _checks(float32: bool) -> Mapping[str, Callable[[AuditTask], Check]]:
 
     return {
         GREEDY: greedy,
-        SELF: self_draft,
+        SELF_DRAFT: self_draft,
         TRAJECTORY: partial(trajectory, float32=float32),
         NAMES[Exactness.DISTRIBUTION]: partial(law, grade=Exactness.DISTRIBUTION),
         NAMES[Exactness.TRAJECTORY]: partial(law, grade=Exactness.TRAJECTORY),
