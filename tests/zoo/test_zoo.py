@@ -60,7 +60,7 @@ def test_a_scaled_model_is_built_once(shelf: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_listing_command_is_readable_and_machine_readable(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from foretoken.cli.zoo import zoo as command
+    from foretoken.cli.info import zoo as command
 
     command(as_json=True)
     rows = json.loads(capsys.readouterr().out)

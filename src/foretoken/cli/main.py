@@ -22,17 +22,15 @@ from foretoken.cli.datastore import build_datastore
 from foretoken.cli.demo import demo
 from foretoken.cli.files import check_output_files
 from foretoken.cli.generate import generate
-from foretoken.cli.info import info
+from foretoken.cli.info import info, zoo
 from foretoken.cli.keys import app as keys_app
-from foretoken.cli.lora import OPTION as LORA_MODULES
-from foretoken.cli.lora import is_adapter
 from foretoken.cli.plan import plan
 from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
+from foretoken.cli.serve_options import LORA_MODULES, is_adapter
 from foretoken.cli.simulate import simulate
 from foretoken.cli.theme import compilation_announced
 from foretoken.cli.widen import widen
-from foretoken.cli.zoo import zoo
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.cli.lora import checked_adapters
 from foretoken.cli.options import load
-from foretoken.cli.serve_options import LimitOptions, ServerRuntimeOptions, size_in_bytes
+from foretoken.cli.serve_options import LimitOptions, ServerRuntimeOptions, checked_adapters, size_in_bytes
 from foretoken.cli.theme import ColorMode
 from foretoken.core.checks import check_keys, integer, shown
 from foretoken.core.errors import ForetokenError, InvalidRequest

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foretoken.cli.lora import adapters
 from foretoken.cli.options import MaxModelLen, RuntimeOptions, TensorParallel, WeightFormat
-from foretoken.core.checks import parse_size
+from foretoken.core.checks import parse_size, shown
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.listening import TlsFiles, tls_files
 
+LORA_MODULES = "--lora-modules"
 METHODS = "prediction,ngram,suffix"  # take no memory until a request asks for them
 
 
@@ -161,3 +163,44 @@ def response_store(text: str | None) -> dict[str, Any]:
     if int(text) < 1:
         raise InvalidRequest("--response-store must be at least 1; leave it out to keep none")
     return {"stored_responses": int(text)}
+
+
+def adapters(given: Sequence[str]) -> dict[str, str]:
+    """Returns the paths of adapters by name.
+
+    Args:
+        given: Texts of the form NAME=PATH, or as in vLLM JSON objects with "name" and "path".
+
+    Raises:
+        InvalidRequest: A text is of neither form, or a name is given twice.
+    """
+    listed: dict[str, str] = {}
+    for text in given:
+        name, path = _adapter_in_json(text) if text.startswith("{") else text.partition("=")[::2]
+        if not name or not path:
+            raise InvalidRequest(f"{LORA_MODULES} takes NAME=PATH, got {shown(text)}")
+        if name in listed:
+            raise InvalidRequest(f"{LORA_MODULES} names two adapters {name!r}; give each its own name")
+        listed[name] = path
+    return listed
+
+
+def is_adapter(text: str) -> bool:
+    """Returns whether an argument has the form of an adapter: NAME=PATH or a JSON object."""
+    return text.startswith("{") or (not text.startswith("-") and "=" in text)
+
+
+def checked_adapters(value: Any) -> Mapping[str, str]:
+    """Returns the adapters of a model in a configuration file. Raises InvalidRequest."""
+    if isinstance(value, dict) and all(name and isinstance(path, str) and path for name, path in value.items()):
+        return value
+    raise InvalidRequest(f"lora_modules must be an object of paths by name, got {shown(value)}")
+
+
+def _adapter_in_json(text: str) -> tuple[str, str]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return "", ""
+    name, path = (value.get(key) for key in ("name", "path"))
+    return (name, path) if isinstance(name, str) and isinstance(path, str) else ("", "")
