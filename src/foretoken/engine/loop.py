@@ -53,7 +53,7 @@ class Engine:
         capacity: int | None = None,
     ) -> None:
         self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
-        self._step_rows = StepRows(rule, target.vocab_size)
+        self._step_rows = StepRows(rule)
         self._costs = {costs for costs in (controller.costs, proposer.needs.costs) if costs is not None}
         self.pace = PrefillPacer(prompt_rows)
         callbacks = self._reusable_prefix_len, self._forget

@@ -45,9 +45,12 @@ class SequenceRow:
         self.row = law.token_row(logits[:1], noise)
         self._context, self._vocabulary = context, logits.shape[1]
         self._history = context.history() if law.needs_history else None
-        self._nodes, self._levels = DraftNodes(), list[TokenRow]()
-        if self.row is not None and logprobs is not None:
-            self.row.list_top(min(logprobs, self._vocabulary))
+        self._nodes, self._levels, self._path = DraftNodes(), list[TokenRow](), array("i")
+        self._held: tuple[object, ...] = ()  # arrays that the nodes point to
+        if self.row is not None:
+            self.row.tensor = None  # each step has its own logits
+            if logprobs is not None:
+                self.row.list_top(min(logprobs, self._vocabulary))
 
     @classmethod
     def of(cls, sequence: Running, rule: Rule, logits: Tensor) -> SequenceRow | None:
@@ -73,6 +76,8 @@ class SequenceRow:
         if draft.parents:
             if type(draft.law) is not PointMass or (row.changes and not context.law.changes_follow_tokens):
                 return None
+            if logits.shape[0] != len(draft) + 1:
+                return None
             row.below = self._below(draft, logits)
         row.logits = logits.data_ptr()
         row.position = len(context.tokens) - context.prompt_length
@@ -86,14 +91,12 @@ class SequenceRow:
         deepest, nodes = max(draft.depths), self._nodes
         while len(self._levels) < deepest:
             self._levels.append(self.row.at_node())
-        self._arrays = array("i", draft.parents), array("i", bytes(4 * deepest))
-        self._pointers = (c_void_p * deepest)(*map(addressof, self._levels[:deepest]))
-        nodes.ids, nodes.parents, nodes.path = (
-            draft.tokens.data_ptr(),
-            self._arrays[0].buffer_info()[0],
-            self._arrays[1].buffer_info()[0],
-        )
-        nodes.rows, nodes.stride = addressof(self._pointers), logits.stride(0)
+        ids, parents, self._path = array("q", draft.ids), array("i", draft.parents), array("i", bytes(4 * deepest))
+        pointers = (c_void_p * deepest)(*map(addressof, self._levels[:deepest]))
+        self._held = ids, parents, pointers
+        nodes.ids, nodes.parents = ids.buffer_info()[0], parents.buffer_info()[0]
+        nodes.path = self._path.buffer_info()[0]
+        nodes.rows, nodes.stride = addressof(pointers), logits.stride(0)
         nodes.nodes, nodes.deepest = len(draft.parents), deepest
         return addressof(nodes)
 
@@ -105,7 +108,7 @@ class SequenceRow:
             return None if row.token < 0 else ComputedTokens((), (row,))
         count = self._nodes.path_count
         rows = (row, *self._levels[:count])
-        return None if rows[-1].token < 0 else ComputedTokens(tuple(self._arrays[1][:count]), rows)
+        return None if rows[-1].token < 0 else ComputedTokens(tuple(self._path[:count]), rows)
 
 
 class StepRows:
@@ -113,11 +116,10 @@ class StepRows:
 
     Args:
         rule: The engine's.
-        vocabulary: Number of logits of a row.
     """
 
-    def __init__(self, rule: Rule, vocabulary: int) -> None:
-        self._rule, self._vocabulary = rule, vocabulary
+    def __init__(self, rule: Rule) -> None:
+        self._rule, self._vocabulary = rule, 0
         self._rows = dict[int, SequenceRow | None]()
         self._kernels: native.Kernels | None = None
         self._threads = torch.get_num_threads()
@@ -151,11 +153,12 @@ class StepRows:
     def _request(self, sequence: Running, draft: Draft, logits: Tensor) -> TokenRow | None:
         identifier = sequence.context.id
         try:
-            plain = self._rows.get(identifier)
-            if plain is None:
+            row = self._rows.get(identifier)
+            if row is None:
                 if identifier in self._rows:
                     return None
-                plain = self._rows[identifier] = SequenceRow.of(sequence, self._rule, logits)
-            return None if plain is None else plain.update(draft, logits)
+                row = self._rows[identifier] = SequenceRow.of(sequence, self._rule, logits)
+                self._vocabulary = logits.shape[1]
+            return None if row is None else row.update(draft, logits)
         except Exception:  # raised again by the verifier
             return None

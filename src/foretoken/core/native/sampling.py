@@ -130,6 +130,7 @@ class TokenRow(Structure):
         *((name, c_int64) for name in ("position", "index", "rank", "token")),
     ]
 
+    tensor: Tensor | None
     adjustment: Adjustment | None
     pointer: ctypes.Array[c_void_p]
 
@@ -137,7 +138,7 @@ class TokenRow(Structure):
     def of(logits: Tensor, source: TokenSource, changes: Adjustment | None = None) -> TokenRow:
         """Returns the request for one row, which keeps ``logits`` [1, V] and ``changes`` alive."""
         row = TokenRow(logits=logits.data_ptr(), source=source, top_count=-1, position=-1)
-        row._logits, row.adjustment, row.pointer = logits, changes, (c_void_p * 1)(addressof(row))
+        row.tensor, row.adjustment, row.pointer = logits, changes, (c_void_p * 1)(addressof(row))
         if changes is not None:
             row.changes = addressof(changes)
         return row
