@@ -90,8 +90,8 @@ class Law(Protocol):
 class NodeDistributions:
     """The target's distributions at the root and at every node of a draft, each computed on first use.
 
-    It is indexed like the tensor [n+1, V]: ``rows[i]`` is one distribution, [V]. A verifier that stops early does not
-    pay for the rows below.
+    It is indexed like the tensor [n+1, V]: ``rows[i]`` is one distribution, [V]. The rows below the node where a
+    verifier stops are not computed.
 
     A row where no token is possible is NaN, as in ``Law.probs``. So is a row whose law raises, because the node may be
     rejected, and then the error must have no effect. ``refusal(i)`` is the error for a request that reaches row i.
@@ -113,19 +113,19 @@ class NodeDistributions:
         self._errors: dict[int, Exception] = {}
 
     def __getitem__(self, row: int) -> Tensor:
-        known = self._known.get(row)
-        if known is None and self._argmax is not None:
-            known = self._known[row] = torch.zeros(self.shape[1])
+        probs = self._known.get(row)
+        if probs is None and self._argmax is not None:
+            probs = self._known[row] = torch.zeros(self.shape[1])
             token = self._argmax[row]
-            known[token if token >= 0 else slice(None)] = 1.0 if token >= 0 else torch.nan
-        if known is None:
+            probs[token if token >= 0 else slice(None)] = 1.0 if token >= 0 else torch.nan
+        if probs is None:
             try:
-                known = self._law.probs(self._logits[row : row + 1], self._histories(row))[0]
+                probs = self._law.probs(self._logits[row : row + 1], self._histories(row))[0]
             except Exception as error:
                 self._errors[row] = error
-                known = torch.full(self.shape[1:], torch.nan)
-            self._known[row] = known
-        return known
+                probs = torch.full(self.shape[1:], torch.nan)
+            self._known[row] = probs
+        return probs
 
     def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> Iterator[float]:
         """Yields the probability of ``tokens[i]`` in row ``rows[i]``, NaN where no token is possible.
@@ -191,8 +191,8 @@ class NodeDistributions:
 def not_finite() -> InvalidRequest:
     """Returns the error for logits that do not define a distribution."""
     return InvalidRequest(
-        "the model computed logits that are NaN or infinite, so no token can be drawn; check the checkpoint's weights, "
-        "or load the model in another dtype"
+        "the model computed logits that are NaN or infinite, so no token can be sampled; check the checkpoint's "
+        "weights, or load the model in another dtype"
     )
 
 

@@ -148,7 +148,7 @@ class SamplingLaw:
             self._update(row.adjustment, vocabulary, history)
 
     def _chosen(self, logits: Tensor, histories: Sequence[History], noise: native.Noise | None) -> int | None:
-        """Returns the token of the only row, -1 where none is possible, or None where the kernels cannot choose it."""
+        """Returns the token of the only row, -1 if none is possible, or None if the kernels cannot choose it."""
         row = self.token_row(logits, noise)
         if row is None or (kernels := native.kernels()) is None:
             return None
@@ -261,7 +261,7 @@ class SamplingLaw:
                 change.seen_count = len(seen)
 
     def _mask(self, vocabulary: int, history: History) -> NDArray[np.bool_] | None:
-        """Returns the tokens that are allowed at a node, none where that fails; None for all."""
+        """Returns the mask of the tokens allowed at a node, all False if that fails; None if all are allowed."""
         try:
             mask = self._allowed(vocabulary, history)
         except InvalidRequest:  # no token is possible; the node may never be reached, see ``Law.probs``
@@ -326,23 +326,23 @@ class SamplingLaw:
             scores[banned] = -torch.inf
             possible = not len(banned) or bool((scores > -torch.inf).any())
         else:
-            left = allowed.clone()
-            left[banned] = False
-            possible = bool(left.any())
-            left = left.to(scores.device)
-            scores.masked_fill_(~left, -torch.inf)
+            remaining = allowed.clone()
+            remaining[banned] = False
+            possible = bool(remaining.any())
+            remaining = remaining.to(scores.device)
+            scores.masked_fill_(~remaining, -torch.inf)
             # A draft with a smaller vocabulary may give all of them -inf: then all are equally probable.
-            scores.masked_fill_(left & (scores == -torch.inf).all(), 0.0)
+            scores.masked_fill_(remaining & (scores == -torch.inf).all(), 0.0)
         if not possible:
             limits = {"structured_outputs": self.grammar is not None, "allowed_token_ids": bool(self.allowed_ids)}
-            named = ", ".join([*(name for name, given in limits.items() if given), "bad_words and min_tokens"])
+            named = ", ".join([*(name for name, is_set in limits.items() if is_set), "bad_words and min_tokens"])
             raise InvalidRequest(
                 f"{named} together forbid every token at one position; allow at least one",
-                param=next((name for name, given in limits.items() if given), "bad_words"),
+                param=next((name for name, is_set in limits.items() if is_set), "bad_words"),
             )
 
     def _allowed(self, vocabulary: int, history: History) -> Tensor | None:
-        """Returns which tokens the grammar and ``allowed_ids`` allow at a node: [V], or None for all."""
+        """Returns the mask [V] of the tokens that the grammar and ``allowed_ids`` allow at a node; None for all."""
         allowed = None if self.grammar is None else self.grammar.allowed(history)
         if self.allowed_ids:
             listed = self._listed_mask(vocabulary)
@@ -350,7 +350,7 @@ class SamplingLaw:
         return allowed
 
     def _listed_mask(self, vocabulary: int) -> NDArray[np.bool_]:
-        """Returns which tokens ``allowed_ids`` lists: [vocabulary]."""
+        """Returns the mask [vocabulary] of ``allowed_ids``."""
         if (listed := self._listed.get(vocabulary)) is None:
             listed = self._listed[vocabulary] = np.zeros(vocabulary, np.bool_)
             listed[list(self.allowed_ids)] = True
@@ -376,6 +376,6 @@ def _others(allowed: Tensor | None, ids: Sequence[int]) -> bool:
     """Returns whether any token except ``ids`` is allowed."""
     if allowed is None:
         return True
-    others = allowed.clone()
-    others[list(ids)] = False
-    return bool(others.any())
+    remaining = allowed.clone()
+    remaining[list(ids)] = False
+    return bool(remaining.any())

@@ -303,7 +303,7 @@ class Kernels:
         return out, mass.value
 
     def draw(self, weights: Tensor, u: float) -> tuple[int, float]:
-        """Returns the token at fraction ``u`` of the total weight (-1 where nothing can be drawn), and the total."""
+        """Returns the token at fraction ``u`` of the total weight (-1 if no token is possible), and the total."""
         token, total = c_int64(), c_double()
         wide = weights.dtype == torch.float64
         self._draw(weights.data_ptr(), wide, weights.shape[0], u, token, total, torch.get_num_threads())
@@ -317,7 +317,7 @@ class Kernels:
 
 
 def kernels() -> Kernels | None:
-    """Returns the library, compiled on first use; None where it cannot be compiled."""
+    """Returns the library, compiled on first use; None if it cannot be compiled."""
     return _kernels(os.environ.get(SWITCH), os.environ.get(cpu.VARIABLE))
 
 
@@ -334,8 +334,8 @@ def _kernels(*_: str | None) -> Kernels | None:
 
 def chooser() -> int | None:
     """Returns the address of the kernel that draws a token by logits, for other kernels; None without kernels."""
-    known = kernels()
-    return None if known is None else known.chooser
+    library = kernels()
+    return None if library is None else library.chooser
 
 
 def for_rows(logits: Tensor) -> Kernels | None:
@@ -346,8 +346,8 @@ def for_rows(logits: Tensor) -> Kernels | None:
 
 def for_weights(*weights: Tensor) -> Kernels | None:
     """Returns the kernels if they support ``weights``, [V] each: the first float32 or float64, the others float32."""
-    for i, each in enumerate(weights):
+    for i, tensor in enumerate(weights):
         kinds = (torch.float32, torch.float64)[: 2 - bool(i)]
-        if not each.is_cpu or each.dtype not in kinds or each.ndim != 1 or each.stride(0) != 1:
+        if not tensor.is_cpu or tensor.dtype not in kinds or tensor.ndim != 1 or tensor.stride(0) != 1:
             return None
     return kernels()
