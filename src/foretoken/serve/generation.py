@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from foretoken.core.context import Context
 from foretoken.engine.requests import Request
@@ -21,6 +21,23 @@ from foretoken.serve.request_state import RequestSummary
 
 BuiltRequest = tuple[Request, list[Context]]
 Delivery = tuple["Generation", StreamPiece | Exception]
+
+
+class DraftSource(NamedTuple):
+    """Source of the drafts of a request.
+
+    Attributes:
+        method: The method that drafts.
+        tokens: Configured draft tokens per step.
+        predicted: Number of tokens of the predicted output, if it is the draft.
+    """
+
+    method: str = ""
+    tokens: int = 0
+    predicted: int = 0
+
+
+NO_DRAFTS = DraftSource()
 
 
 class Generation:
@@ -37,9 +54,7 @@ class Generation:
         model: Name of the model in the answer.
         timeout: Seconds after which iterating raises TimeoutError.
         metrics: Counts it.
-        num_spec_tokens: Configured draft tokens per step.
-        predicted_tokens: Number of tokens of the predicted output, if it is the draft.
-        method: The method that drafts.
+        drafts: The source of its drafts.
         names: Names of parameters as the client sent them, for errors. See ``sent_names``.
 
     Attributes:
@@ -58,9 +73,7 @@ class Generation:
         model: str = "",
         timeout: float | None = None,
         metrics: Metrics | None = None,
-        num_spec_tokens: int = 0,
-        predicted_tokens: int = 0,
-        method: str = "",
+        drafts: DraftSource = NO_DRAFTS,
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.id, self.model, self.created = identifier, model, int(time.time())
@@ -72,7 +85,7 @@ class Generation:
         self.arrived = time.monotonic()
         self.began: float | None = None
         self.shown = True
-        self._method, self._names = method, names or {}
+        self._drafts, self._names = drafts, names or {}
         self._first: float | None = None  # seconds until the first token
         self._seconds: float | None = None  # until it was closed
         self._release, self._metrics = release, metrics
@@ -82,7 +95,7 @@ class Generation:
         self._error: Exception | None = None
         self._news = asyncio.Event()
         # the client's side
-        self._record, self._predicted = SpeculationRecord(num_spec_tokens), predicted_tokens
+        self._record = SpeculationRecord(drafts.tokens)
         self._generated = self._accepted_of_prediction = self._cached = 0
         self._unread, self._closed = len(self.members), False
         self._reason: str | None = None
@@ -186,7 +199,7 @@ class Generation:
             "completion_tokens_details": {
                 "reasoning_tokens": reasoning_tokens,
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": max(0, self._predicted * len(self.members) - accepted),
+                "rejected_prediction_tokens": max(0, self._drafts.predicted * len(self.members) - accepted),
             },
         }
 
@@ -207,7 +220,7 @@ class Generation:
             queue_seconds=self._queued,
             first_token_seconds=self._first,
             seconds=time.monotonic() - self.arrived if self._seconds is None else self._seconds,
-            method=self._method,
+            method=self._drafts.method,
             speculation=self._record.to_dict(),
         )
 
@@ -226,7 +239,7 @@ class Generation:
     def _count(self, piece: StreamPiece) -> None:
         self._record.add(piece.step)
         self._generated += len(piece.token_ids)
-        if self._predicted:  # then every draft was the client's prediction
+        if self._drafts.predicted:  # then every draft was the client's prediction
             self._accepted_of_prediction += piece.step.accepted
         if piece.output is not None:
             self._unread -= 1

@@ -23,7 +23,7 @@ from foretoken.params import SamplingParams
 from foretoken.propose.per_request import PREDICTION
 from foretoken.serve.engine_thread import EngineThread
 from foretoken.serve.errors import Overloaded, ServerUnavailable
-from foretoken.serve.generation import BuiltRequest, Generation
+from foretoken.serve.generation import BuiltRequest, DraftSource, Generation
 
 LARGE_TEXT = 2**16  # characters; longer texts take noticeable time to tokenize
 ORDER_PATIENCE = 30.0  # seconds that an order between steps may wait
@@ -120,12 +120,9 @@ class Worker:
     def _queue(self, built: Sequence[BuiltRequest], options: dict[str, Any]) -> Generation:
         context = built[0][1][0]
         method = self.llm.method_of(context)
-        speculation: dict[str, Any] = {
-            "method": method,
-            "num_spec_tokens": self.llm.draft_tokens_of(context),
-            "predicted_tokens": len(context.prediction) if method == PREDICTION else 0,
-        }
-        generation = Generation(built, self._release, **speculation, **options)
+        predicted = len(context.prediction) if method == PREDICTION else 0
+        drafts = DraftSource(method, self.llm.draft_tokens_of(context), predicted)
+        generation = Generation(built, self._release, drafts=drafts, **options)
         self._open.add(generation)
         self.thread.submit(generation)
         return generation
