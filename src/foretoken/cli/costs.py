@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 PARTS = ("passes", "transformers", "steps", "startup")
 
 
+@dataclass(frozen=True, kw_only=True)
+class NumberFormats:
+    """Number formats of the target, by the names of the arguments of ``LLM``."""
+
+    quantization: Quantization = None
+    weight_format: WeightFormat = "raw"
+    kv_cache_dtype: KVCacheDtype = "auto"
+
+
 @grouped
 def costs(
     models: BenchmarkModels,
@@ -30,11 +40,9 @@ def costs(
     batch: Annotated[int, typer.Option(min=1, help="Sequences that share a pass, each with that many rows.")] = 1,
     turns: Annotated[int, typer.Option(min=1, help="Passes of each kind, interleaved.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt whose steps are measured.")] = 64,
-    quantization: Quantization = None,
-    weight_format: WeightFormat = "raw",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
     *,
+    formats: NumberFormats,
+    parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
     report: ResultOptions,
 ) -> None:
     """Time passes beside their lower bound and transformers' step, the parts of a step, and the first token."""
@@ -59,14 +67,14 @@ def costs(
         "setting": setting() | {"target": wide.name, "draft": small.name if small else "recycling"}
     }
     shown: list[Any] = []
-    target = (wide, quantization or "", weight_format, kv_cache_dtype)
+    options = {"model": str(wide), **vars(formats), **drafting}
     measures: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
-        "passes": lambda: _passes(target, sizes, contexts, turns, batch, notes),
+        "passes": lambda: _passes(wide, formats, sizes, contexts, turns, batch, notes),
         "transformers": lambda: _transformers(
             [*([small] if small else []), *bundled, wide], min(contexts), turns, notes
         ),
-        "steps": lambda: _steps(_options(target) | drafting, max_tokens, notes),
-        "startup": lambda: _startup(wide.name, bool(bundled), _options(target) | drafting, min(3, turns), notes),
+        "steps": lambda: _steps(options, max_tokens, notes),
+        "startup": lambda: _startup(wide.name, bool(bundled), options, min(3, turns), notes),
     }
     for part in chosen:
         record[part], tables = measures[part]()
@@ -76,15 +84,12 @@ def costs(
 
 
 def _passes(
-    target: tuple[Path, str, str, str], rows: list[int], contexts: list[int], turns: int, batch: int, notes: Console
+    wide: Path, formats: NumberFormats, rows: list[int], contexts: list[int], turns: int, batch: int, notes: Console
 ) -> tuple[Any, list[Any]]:
-    from dataclasses import asdict
-
     from foretoken.bench import tables
     from foretoken.bench.costs import Loaded, pass_costs
 
-    wide, quantization, weight_format, kv_cache_dtype = target
-    loaded = Loaded.of(wide, quantization, None, weight_format, kv_cache_dtype)
+    loaded = Loaded.of(wide, formats.quantization or "", None, formats.weight_format, formats.kv_cache_dtype)
     result = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
     _keep(loaded, result, notes)
     title = f"\na pass of {wide.name}, {_precision(loaded)}, products read {loaded.weights_bytes / 1e6:.0f} MB"
@@ -108,8 +113,6 @@ def _precision(loaded: Loaded) -> str:
 
 
 def _transformers(folders: Sequence[Path], context: int, turns: int, notes: Console) -> tuple[Any, list[Any]]:
-    from dataclasses import asdict
-
     from foretoken.bench import tables
     from foretoken.bench.costs import Loaded, step_cost
 
@@ -120,8 +123,6 @@ def _transformers(folders: Sequence[Path], context: int, turns: int, notes: Cons
 
 def _steps(options: dict[str, Any], max_tokens: int, notes: Console) -> tuple[Any, list[Any]]:
     """Measures steps on a few prompts after one that warms up, greedy and sampled."""
-    from dataclasses import asdict
-
     from foretoken import LLM, SamplingParams
     from foretoken.bench import tables
     from foretoken.bench.step_times import step_times
@@ -140,8 +141,6 @@ def _steps(options: dict[str, Any], max_tokens: int, notes: Console) -> tuple[An
 
 
 def _startup(name: str, bundled: bool, options: dict[str, Any], times: int, notes: Console) -> tuple[Any, list[Any]]:
-    from dataclasses import asdict
-
     from foretoken.bench import tables
     from foretoken.bench.startup import startup
     from foretoken.cli.theme import waiting
@@ -153,13 +152,6 @@ def _startup(name: str, bundled: bool, options: dict[str, Any], times: int, note
         "\nfrom nothing to the first token, a fresh process",
         tables.startups(result),
     ]
-
-
-def _options(target: tuple[Path, str, str, str]) -> dict[str, Any]:
-    """Returns the arguments of ``LLM`` for a target."""
-    wide, quantization, weight_format, kv_cache_dtype = target
-    options = {"model": str(wide), "weight_format": weight_format, "kv_cache_dtype": kv_cache_dtype}
-    return options | ({"quantization": quantization} if quantization else {})
 
 
 def _numbers(option: str, text: str) -> list[int]:
