@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from safetensors import SafetensorError
-
-from foretoken.core.errors import ForetokenError, InvalidRequest, WriteError
-from foretoken.core.files import atomic_directory, atomic_file, restore_interrupted
+from foretoken.core.errors import InvalidRequest, WriteError
+from foretoken.core.files import atomic_directory, atomic_file, restore_interrupted, write_errors
 
 MODEL = "a model"
 ACCEPTANCE_HEAD = "an acceptance head"
@@ -206,16 +204,10 @@ class Destination:
     @contextmanager
     def file(self) -> Iterator[Path]:
         """Yields the path of a temporary file that becomes the artifact. Raises WriteError. See ``atomic_file``."""
-        try:
+        with write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(self.path.resolve(), self.check) as partial:
                 yield partial
-        except ForetokenError:
-            raise
-        except (OSError, SafetensorError) as error:
-            raise WriteError(
-                f"cannot write {self.path}: {error}; nothing was left behind: free some space or choose another folder"
-            ) from error
 
 
 def _check_input(out: Path, source: Path, what: str) -> None:

@@ -43,18 +43,13 @@ def atomic_directory(out: Path, check: Check = _free) -> Iterator[Path]:
     """
     partial = _beside(out, "partial")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for file in (f for f in partial.rglob("*") if f.is_file()):
-            file.chmod(0o644)  # safetensors creates files that only their owner may read
-        restore_interrupted(out)
-        _exchange(partial, out, check)
-    except ForetokenError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise WriteError(
-            f"cannot write {out}: {error}; nothing was left behind: free some space or choose another folder"
-        ) from error
+        with write_errors(out):
+            partial.mkdir(parents=True)
+            yield partial
+            for file in (f for f in partial.rglob("*") if f.is_file()):
+                file.chmod(0o644)  # safetensors creates files that only their owner may read
+            restore_interrupted(out)
+            _exchange(partial, out, check)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -76,6 +71,18 @@ def atomic_file(out: Path, check: Check = _free) -> Iterator[Path]:
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def write_errors(out: Path) -> Iterator[None]:
+    """Raises errors of writing ``out`` in the block as WriteError."""
+    try:
+        yield
+    except ForetokenError:
+        raise
+    except (OSError, SafetensorError) as error:
+        advice = "nothing was left behind: free some space or choose another folder"
+        raise WriteError(f"cannot write {out}: {error}; {advice}") from error
 
 
 def restore_interrupted(out: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from foretoken.core.threads import read_or_empty
+
 if sys.platform != "win32":
     import resource
 
@@ -64,7 +66,7 @@ class FreeMemory:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit == resource.RLIM_INFINITY:
             return None
-        pages = _text(self._proc / "self/statm").split()
+        pages = read_or_empty(self._proc / "self/statm").split()
         return Memory(max(0, limit - int(pages[0]) * resource.getpagesize()), limit) if pages else None
 
     def _cuda(self) -> Memory | None:
@@ -79,7 +81,7 @@ class FreeMemory:
 def _group_folders(proc: Path, groups: Path) -> list[Path]:
     """Returns the control groups of either version that limit this process: its own and all above."""
     folders = [groups, groups / "memory"]
-    for line in _text(proc / "self/cgroup").splitlines():
+    for line in read_or_empty(proc / "self/cgroup").splitlines():
         _, kinds, name = line.split(":", 2)
         if kinds == "" or "memory" in kinds.split(","):
             root = groups / "memory" if kinds else groups
@@ -90,7 +92,7 @@ def _group_folders(proc: Path, groups: Path) -> list[Path]:
 
 def _group(folder: Path) -> Memory | None:
     for limit_file, usage_file in _LIMITS.items():
-        limit, used = _text(folder / limit_file).strip(), _text(folder / usage_file).strip()
+        limit, used = read_or_empty(folder / limit_file).strip(), read_or_empty(folder / usage_file).strip()
         if limit.isdigit() and used.isdigit() and int(limit) < 2**60:
             sizes = _table(folder / "memory.stat")
             cached = sizes.get("inactive_file", sizes.get("total_inactive_file", 0))  # freed before anything fails
@@ -99,12 +101,5 @@ def _group(folder: Path) -> Memory | None:
 
 
 def _table(file: Path) -> dict[str, int]:
-    rows = (line.split() for line in _text(file).splitlines())
+    rows = (line.split() for line in read_or_empty(file).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError:
-        return ""

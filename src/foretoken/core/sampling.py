@@ -73,7 +73,6 @@ class SamplingLaw:
 
     @cached_property
     def needs_history(self) -> bool:
-        """See ``Law``."""
         return self.penalizes or self._forbids
 
     @cached_property
@@ -83,7 +82,6 @@ class SamplingLaw:
 
     @property
     def takes_argmax(self) -> bool:
-        """See ``Law``."""
         return self.greedy and not self.adjusts
 
     @cached_property
@@ -97,7 +95,6 @@ class SamplingLaw:
         return few or (self.min_tokens > 0 and bool(self.end_ids))
 
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
-        """See ``Law``."""
         scores = self._scores(logits, histories)
         if not self.greedy and (kernels := native.for_rows(scores)):
             return kernels.rows(scores, self.kept)
@@ -110,7 +107,6 @@ class SamplingLaw:
         return probs.masked_fill_(~scores.amax(-1, keepdim=True).isfinite(), torch.nan)
 
     def chances(self, logits: Tensor, histories: Sequence[History], tokens: Sequence[int]) -> list[float]:
-        """See ``Law``."""
         if not self.greedy and logits.dtype != torch.float64:
             scores = self._scores(logits, histories)
             if kernels := native.for_rows(scores):
@@ -118,12 +114,10 @@ class SamplingLaw:
         return at_tokens(self.probs(logits, histories), tokens)
 
     def choose(self, logits: Tensor, histories: Sequence[History], noise: native.Noise) -> int:
-        """See ``Law``."""
         token = self._chosen(logits, histories, noise)
         return -1 if token is None else token
 
     def token_row(self, logits: Tensor, noise: native.Noise | None) -> native.TokenRow | None:
-        """See ``Law``."""
         if logits.dtype != torch.float64:
             logits = logits.float()
         if not native.for_rows(logits):
@@ -131,19 +125,16 @@ class SamplingLaw:
         change = self._fixed_change(logits.shape[1]) if self.adjusts else None
         if self.greedy or noise is None:
             return native.TokenRow.of(logits, native.TokenSource.LIKELIEST, change)
-        row = native.TokenRow.of(
-            logits, native.TokenSource.RACE if noise.races else native.TokenSource.FRACTION, change
-        )
+        source = native.TokenSource.RACE if noise.races else native.TokenSource.FRACTION
+        row = native.TokenRow.of(logits, source, change)
         row.noise, row.filter = noise.bits, self.kept.spec(logits.shape[1])
         return row
 
     @cached_property
     def changes_follow_tokens(self) -> bool:
-        """See ``Law``."""
         return self.grammar is None and self._banned is not None
 
     def update_row(self, row: native.TokenRow, vocabulary: int, history: History) -> None:
-        """See ``Law``."""
         if row.adjustment is not None:
             self._update(row.adjustment, vocabulary, history)
 
@@ -177,7 +168,6 @@ class SamplingLaw:
         return best
 
     def refusal(self, logits: Tensor, history: History) -> InvalidRequest:
-        """See ``Law``."""
         if not logits.isnan().any():
             try:
                 self._forbid(logits.clone(), history)
@@ -224,12 +214,7 @@ class SamplingLaw:
         return self._adjust(logits.clone(), histories)
 
     def _change(self, vocabulary: int, history: History | None) -> native.Adjustment:
-        """Returns the changes of one node for the kernels.
-
-        Args:
-            vocabulary: Number of logits.
-            history: History of the node; None if the law needs none.
-        """
+        """Returns the changes of one node for the kernels. history: None if the law needs none."""
         change = self._fixed_change(vocabulary)
         if history is not None:
             self._update(change, vocabulary, history)
@@ -313,11 +298,7 @@ class SamplingLaw:
         return logits
 
     def _forbid(self, scores: Tensor, history: History) -> None:
-        """Sets forbidden tokens of one node to -inf, in place. Raises InvalidRequest if all are forbidden.
-
-        Args:
-            scores: [V].
-        """
+        """Sets forbidden tokens in a node's scores [V] to -inf. Raises InvalidRequest if all are forbidden."""
         allowed = self._allowed(scores.shape[-1], history)
         banned = torch.from_numpy(BadWords.of(self.bad_words).banned(history.tokens, history.path))
         if history.generated < self.min_tokens and _others(allowed, self.end_ids):
@@ -335,10 +316,10 @@ class SamplingLaw:
             scores.masked_fill_(remaining & (scores == -torch.inf).all(), 0.0)
         if not possible:
             limits = {"structured_outputs": self.grammar is not None, "allowed_token_ids": bool(self.allowed_ids)}
-            named = ", ".join([*(name for name, is_set in limits.items() if is_set), "bad_words and min_tokens"])
+            names = [*(name for name, is_set in limits.items() if is_set), "bad_words"]
             raise InvalidRequest(
-                f"{named} together forbid every token at one position; allow at least one",
-                param=next((name for name, is_set in limits.items() if is_set), "bad_words"),
+                f"{', '.join(names)} and min_tokens together forbid every token at one position; allow at least one",
+                param=names[0],
             )
 
     def _allowed(self, vocabulary: int, history: History) -> Tensor | None:
@@ -374,8 +355,4 @@ class SamplingLaw:
 
 def _others(allowed: Tensor | None, ids: Sequence[int]) -> bool:
     """Returns whether any token except ``ids`` is allowed."""
-    if allowed is None:
-        return True
-    remaining = allowed.clone()
-    remaining[list(ids)] = False
-    return bool(remaining.any())
+    return allowed is None or int(allowed.sum()) > int(allowed[list(set(ids))].sum())

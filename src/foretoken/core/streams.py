@@ -126,16 +126,14 @@ class PrivateStream:
         u = self._uniform(2 * index + 1)
         if kernels := native.for_weights(weights):
             token, total = kernels.draw(weights, u)
-            if token < 0:
-                raise ValueError(f"cannot draw from weights that sum to {total}")
-            return token
-        cumulative = weights.double().cumsum(-1)
-        total = float(cumulative[-1])
-        if not total > 0.0:
+        else:
+            cumulative = weights.double().cumsum(-1)
+            total = float(cumulative[-1])
+            token = int(torch.searchsorted(cumulative, u * total, right=True)) if total > 0.0 else -1
+        if token < 0:
             raise ValueError(f"cannot draw from weights that sum to {total}")
-        drawn = int(torch.searchsorted(cumulative, u * total, right=True))
         # Rounding can put the point past the end; the last token with any mass is then the right one.
-        return drawn if drawn < weights.shape[-1] else int(weights.nonzero()[-1])
+        return token if token < weights.shape[-1] else int(weights.nonzero()[-1])
 
     def noise(self, index: int) -> native.Noise:
         """Returns the number of a categorical draw."""

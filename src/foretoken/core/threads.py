@@ -35,7 +35,7 @@ def usable_threads(root: Path = Path("/")) -> int:
 def quotas(root: Path = Path("/")) -> Iterator[float]:
     """Yields the limits of this process's control groups and those above them, in processors (cgroup v1 and v2)."""
     groups = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if not controllers:
             homes = [groups, groups / "unified"]
@@ -70,8 +70,8 @@ def _respect_limits(_process: int) -> None:
 
 def _quota(folder: Path) -> Iterator[float]:
     """Yields the quota of one control group, if it has one."""
-    unified = _read(folder / "cpu.max").split()
-    pairs = [unified, [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]]
+    unified = read_or_empty(folder / "cpu.max").split()
+    pairs = [unified, [read_or_empty(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]]
     for quota, period in (pair for pair in pairs if len(pair) == 2):
         if quota.isdecimal() and period.isdecimal() and int(period) > 0:  # "max" and -1: no limit
             yield int(quota) / int(period)
@@ -87,14 +87,14 @@ def _allowed() -> set[int]:
 def _performance_cores(root: Path) -> set[int]:
     """Returns the processors of a hybrid processor's performance cores; empty if all cores are equal."""
     processors: set[int] = set()
-    for part in _read(root / "sys/devices/cpu_core/cpus").strip().split(","):
+    for part in read_or_empty(root / "sys/devices/cpu_core/cpus").strip().split(","):
         first, _, last = part.partition("-")
         if first.isdecimal():
             processors |= set(range(int(first), int(last or first) + 1))
     return processors
 
 
-def _read(file: Path) -> str:
+def read_or_empty(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

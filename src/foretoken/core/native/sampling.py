@@ -334,8 +334,7 @@ def _kernels(*_: str | None) -> Kernels | None:
 
 def chooser() -> int | None:
     """Returns the address of the kernel that draws a token by logits, for other kernels; None without kernels."""
-    library = kernels()
-    return None if library is None else library.chooser
+    return library.chooser if (library := kernels()) else None
 
 
 def for_rows(logits: Tensor) -> Kernels | None:

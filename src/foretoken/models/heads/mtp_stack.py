@@ -44,7 +44,6 @@ class MtpStack(DraftNet):
 
     @property
     def normed(self) -> bool:
-        """See ``MtpNet``."""
         return self.nets[0].normed
 
     @normed.setter

@@ -105,7 +105,6 @@ class Geometry:
         view: tuple[int, bool],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``Layout``."""
         mask = self.by_layer[layer] if self.by_layer else self.masks[view]
         return attend(layer, queries_keys, values, self, a, mask, sinks)
 
