@@ -327,7 +327,7 @@ def _by_sequence(
     taps: Mapping[int, Tensor], earlier: Sequence[Sequence[Mapping[int, Tensor]]], counts: Sequence[int]
 ) -> list[dict[int, Tensor]]:
     """Returns each sequence's taps: those of its prefill passes, then its rows of the shared pass."""
-    parts = {layer: tapped.split(list(counts)) for layer, tapped in taps.items()}
+    parts = {i: tapped.split(list(counts)) if len(counts) > 1 else (tapped,) for i, tapped in taps.items()}
     return [
         {i: torch.cat([*(p[i] for p in passes), parts[i][at]]) if passes else parts[i][at] for i in parts}
         for at, passes in enumerate(earlier)
