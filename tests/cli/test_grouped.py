@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from foretoken.cli.grouped import grouped
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.settings import named
 from foretoken.train.config import HEAD_CONFIG, DSparkTrainConfig, Eagle3Config, TrainConfig
 
 
@@ -119,3 +120,30 @@ def test_a_length_in_steps_replaces_the_usual_minutes() -> None:
 def test_values_out_of_range_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="depths must be an integer of at least 1"):
         called(Eagle3Config(), "--depths", "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded:
+    """Settings.
+
+    Args:
+        seconds: How long.
+    """
+
+    seconds: float = named("--patience", 2.0, min=0)
+
+
+def test_settings_beside_options_have_their_names_and_limits() -> None:
+    seen: list[object] = []
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    @grouped
+    def command(inner: Inner, bounded: Bounded) -> None:
+        seen.append((inner, bounded))
+
+    app(["--patience", "3", "--depth", "5"], standalone_mode=False)
+    app([], standalone_mode=False)
+    assert seen == [(Inner(depth=5), Bounded(seconds=3.0)), (Inner(), Bounded())]
+    with pytest.raises(SystemExit):
+        app(["--patience", "-1"])
