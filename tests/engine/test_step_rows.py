@@ -13,6 +13,7 @@ import torch
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
+from foretoken.core.history import History
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
@@ -163,6 +164,22 @@ def test_drawn_tokens_stay_with_their_verifier() -> None:
     drawn = Sampled(torch.full((13, 13), 1 / 13))
     finished(choose, SamplingLaw(), Exactness.DISTRIBUTION, None, Guesses(TOY, drawn))
     assert sum(CHOSEN) < 40
+
+
+class Constant(SamplingLaw):
+    """A law of its own: every token is 7."""
+
+    def probs(self, logits: torch.Tensor, histories: Sequence[History]) -> torch.Tensor:
+        return torch.zeros_like(logits).index_fill_(1, torch.tensor(7), 1.0)
+
+    def choose(self, logits: torch.Tensor, histories: Sequence[History], noise: native.Noise) -> int:
+        return 7
+
+
+@pytest.mark.parametrize("proposer", [SILENT, Guesses(TOY)])
+def test_a_subclass_chooses_its_own_tokens(proposer: Proposer) -> None:
+    (result,) = finished(choose, Constant(), Exactness.DISTRIBUTION, None, proposer, seeds=(5,))
+    assert result.context.tokens[3:] == [7] * 20 and not any(CHOSEN)
 
 
 def test_typical_acceptance_stays_with_its_verifier() -> None:

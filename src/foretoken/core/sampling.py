@@ -118,6 +118,12 @@ class SamplingLaw:
         return -1 if token is None else token
 
     def token_row(self, logits: Tensor, noise: native.Noise | None) -> native.TokenRow | None:
+        """See ``Law``. Subclasses that override ``probs`` or ``choose`` choose tokens by them."""
+        if type(self).probs is not SamplingLaw.probs or type(self).choose is not SamplingLaw.choose:
+            return None
+        return self._token_row(logits, noise)
+
+    def _token_row(self, logits: Tensor, noise: native.Noise | None) -> native.TokenRow | None:
         if logits.dtype != torch.float64:
             logits = logits.float()
         if not native.for_rows(logits):
@@ -140,7 +146,7 @@ class SamplingLaw:
 
     def _chosen(self, logits: Tensor, histories: Sequence[History], noise: native.Noise | None) -> int | None:
         """Returns the token of the only row, -1 if none is possible, or None if the kernels cannot choose it."""
-        row = self.token_row(logits, noise)
+        row = self._token_row(logits, noise)
         if row is None or (kernels := native.kernels()) is None:
             return None
         if self.needs_history:
