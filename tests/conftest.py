@@ -75,7 +75,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 LONGEST = (
     *("serve/test_replicas.py", "serve/test_clients.py", "benchmarks/test_benchmarks.py", "models/test_conformance.py"),
     *("models/test_sanitizers.py", "models/test_warnings.py"),
-    *("models/test_aarch64.py", "serve/test_playground.py", "quantize/test_file.py", "exactness/test_hybrid_texts.py"),
+    *("models/test_emulated.py", "serve/test_playground.py", "quantize/test_file.py", "exactness/test_hybrid_texts.py"),
     *("test_bundled.py", "test_docs.py", "exactness/test_gtest.py", "exactness/test_verifiers.py", "test_wheel.py"),
     *("models/test_gguf.py", "test_kv_cache_texts.py", "serve/test_openapi.py", "models/test_tensor_parallel.py"),
 )

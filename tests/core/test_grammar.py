@@ -1,4 +1,4 @@
-"""Grammars of a sampling law: masked logits, distributions and refusals of single rows."""
+"""Grammars of a sampling law: masked logits, distributions and refusals of single rows; schemas within schemas."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
+from foretoken.core.json_schema import subschemas
 from foretoken.core.sampling import SamplingLaw
 
 V = 6
@@ -103,3 +104,37 @@ def test_a_row_without_logits_of_allowed_tokens_is_uniform():
     probs = SamplingLaw(grammar=Only({3, 4, 5}), bad_words=((4,),)).probs(logits, HERE)[0]
     assert probs.tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.5]
     assert support(SamplingLaw(grammar=Only({2, 3}), bad_words=((2,),)), logits) == [3]
+
+
+def test_schemas_are_found_and_data_is_not() -> None:
+    schema = {
+        "properties": {"format": {"type": "string"}, "items": {"items": {"minimum": 1}}},
+        "enum": [{"type": "data"}],
+        "const": {"properties": {"x": {"type": "data"}}},
+        "default": {"items": {"type": "data"}},
+        "anyOf": [{"maximum": 2}, True],
+        "additionalProperties": {"prefixItems": [{"const": 1}]},
+        "$defs": {"a": {"not": {"type": "null"}}},
+    }
+    assert [path for path, _ in subschemas(schema)] == [
+        (),
+        ("properties", "format"),
+        ("properties", "items"),
+        ("properties", "items", "items"),
+        ("anyOf", "0"),
+        ("additionalProperties",),
+        ("additionalProperties", "prefixItems", "0"),
+        ("$defs", "a"),
+        ("$defs", "a", "not"),
+    ]
+
+
+def test_other_values_have_no_subschemas() -> None:
+    assert not list(subschemas(True)) and not list(subschemas([{"type": "object"}]))
+
+
+def test_schemas_of_any_depth_are_found() -> None:
+    schema: dict[str, object] = {}
+    for _ in range(3_000):
+        schema = {"items": schema}
+    assert sum(1 for _ in subschemas(schema)) == 3_001

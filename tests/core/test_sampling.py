@@ -1,8 +1,9 @@
-"""The sampling law against a transparent reference, its ties, and rows that do not know of each other."""
+"""The sampling law against a transparent reference, its ties, independent rows, and bad words."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +13,9 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from foretoken.core import filters, sampling
+from foretoken.core.bad_words import BadWords
 from foretoken.core.distributions import NodeDistributions
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
 from foretoken.core.sampling import SamplingLaw
 
@@ -321,3 +324,37 @@ def test_other_sampling_parameters_have_rows_too():
     rows = NodeDistributions(Plain(), torch.tensor([[0.0, 2.0, 1.0]]), lambda row: History([1], 1))
     assert rows.certain(0) == 1
     assert rows[0].tolist() == [0.0, 1.0, 0.0]
+
+
+word_tokens = st.integers(0, 3)
+texts = st.lists(word_tokens, max_size=6)
+
+
+@given(st.lists(st.lists(word_tokens, min_size=1, max_size=5).map(tuple), max_size=12), texts, texts)
+def test_banned_tokens_are_those_of_a_loop_over_all_words(words, text, path):
+    history = (*text, *path)
+    expected = {w[-1] for w in words if len(w) <= len(history) + 1 and history[len(history) + 1 - len(w) :] == w[:-1]}
+    assert set(BadWords.of(words).banned(text, tuple(path)).tolist()) == expected
+
+
+def test_bad_words_are_accepted_with_and_without_an_index():
+    words = ((1, 2), (3,))
+    law = SamplingLaw(bad_words=BadWords.of(words))
+    assert law == SamplingLaw(bad_words=words) and law.with_temperature(0.5).bad_words is law.bad_words
+    assert law.probs(torch.zeros(1, 5), [History([1], 1)])[0].nonzero().flatten().tolist() == [0, 1, 4]
+
+
+def test_the_time_of_a_row_does_not_depend_on_the_number_of_words():
+    words = [(i % 500, i // 500, i % 7) for i in range(200_000)] + [(i,) for i in range(1_000)]
+    law = SamplingLaw(bad_words=tuple(words))
+    history, logits = History(list(range(400)), 1), torch.zeros(1, 2_000)
+    law.probs(logits, [history])
+    begun = time.process_time()
+    for _ in range(50):
+        law.probs(logits, [history])
+    assert time.process_time() - begun < 0.5, "a loop over all words takes seconds"
+
+
+def test_a_word_without_tokens_is_refused():
+    with pytest.raises(InvalidRequest, match="a word without tokens"):
+        SamplingLaw(bad_words=((1,), ()))
