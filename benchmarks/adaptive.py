@@ -1,13 +1,13 @@
-"""A mixed stream of requests: the goodput controller beside every proposer at every fixed draft length.
+"""A mixed stream of requests: the draft policy beside every proposer at every fixed draft length.
 
     python benchmarks/adaptive.py --output adaptive.json
     python benchmarks/adaptive.py --crowd 0
 
-With several proposers, given by repeated ``--speculative-config``, the adaptive system is their mixture, under the
-controller that a mixture has by default.
+With several proposers, given by repeated ``--speculative-config``, of which at most one is a model, the adaptive system
+is their mixture.
 
 The stream is that of ``systems.py``, with every completion also at a high temperature, and in batches of ``--crowd``
-completions at once. Figures are total tokens over total seconds. The controller learns within the stream, apart from
+completions at once. Figures are total tokens over total seconds. The policy learns within the stream, apart from
 the warm-up of every ``LLM``.
 """
 
@@ -25,8 +25,10 @@ import typer
 from foretoken.bench.output import report
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import prompts_or_functions
+from foretoken.control.config import build
 from foretoken.engine.loop import Engine
 from foretoken.engine.warmup import warm_up
+from foretoken.propose.union import Union
 from foretoken.speculation import SpeculativeConfig
 from options import Output, Prompts, Repeats, Small, Target, target_path
 from systems import Cell, Task, compare, compared, fixed_engine, forced_builder, proposer_configs, tasks
@@ -72,7 +74,7 @@ def main(
     repeats: Repeats = 2,
     output: Output = None,
 ) -> None:
-    """Prints tokens per second of the adaptive controller and of each fixed draft length, by part and in total."""
+    """Prints tokens per second of the draft policy and of each fixed draft length, by part and in total."""
     torch.set_num_threads(cores())
     path = target_path(target, small)
     builder, members = forced_builder(path), proposer_configs(speculative_config)
@@ -83,8 +85,8 @@ def main(
     config = SpeculativeConfig.of(members[0] if len(members) == 1 else {"method": "mixture", "members": members})
     proposer = builder.build(config)
     warm_up(builder.target, proposer, builder.costs, config.max_tokens)
-    controller = config.controller(builder.target.device, builder.costs, proposer)
-    engines[ADAPTIVE] = Engine(builder.target, proposer, controller)
+    controller = build(config.control_in_force, config.max_tokens, builder.target.device, builder.policy)
+    engines[ADAPTIVE] = Engine(builder.target, Union.of(proposer, builder.policy), controller)
     stream = list(tasks(builder.tokenizer, prompts_or_functions(prompts), count, tokens))
     cells = compare(engines, with_variants(stream, hot, crowd), repeats)
     bound = f"each part at its own best depth, known beforehand: {best_by_part(cells):.3f} of the best single one"

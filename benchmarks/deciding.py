@@ -1,4 +1,4 @@
-"""Overhead of choosing draft lengths: CPU microseconds per step in the controller and its cost model.
+"""Overhead of choosing drafts: CPU microseconds per step in the draft policy and its cost model.
 
     python benchmarks/deciding.py --output deciding.json
 
@@ -20,16 +20,19 @@ from foretoken.bench.clock import Stopwatch
 from foretoken.bench.output import figures, report
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS
+from foretoken.propose.auto import AUTO
 from options import Output, Repeats
 
 
 def measure(llm: LLM, batch: int, tokens: int, repeats: int) -> dict[str, float]:
     """Returns the microseconds per step of choosing, and of the whole step, and the drafted tokens per request."""
     controller: Any = llm.engine.controller
+    policy = llm.proposer_of(AUTO).policy  # type: ignore[attr-defined]
     prompts = list(islice(cycle(FUNCTIONS), batch))
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     llm.generate(prompts, params)
     parts = [(controller, "budgets"), (controller, "observe"), (controller.costs, "observe")]
+    parts += [(policy, name) for name in ("searched", "keep", "lengths", "settle", "learn")]
     with Stopwatch(parts, time.thread_time) as deciding:
         started = time.perf_counter()
         outputs = [output for _ in range(repeats) for output in llm.generate(prompts, params)]
@@ -48,7 +51,7 @@ def main(
     repeats: Repeats = 4,
     output: Output = None,
 ) -> None:
-    """Microseconds per step of choosing draft lengths, beside the whole step."""
+    """Microseconds per step of choosing drafts, beside the whole step."""
     torch.set_num_threads(cores())
     rows: list[dict[str, Any]] = []
     for name, draft in (("draft model", zoo.path("draft")), ("target as its own draft", zoo.path("target"))):

@@ -42,10 +42,7 @@ def main(
     builder, members = forced_builder(path), proposer_configs(member, draft)
     configs = {"none": {"method": "none"}, **{config["method"]: config for config in members}}
     configs["mixture"] = {"method": "mixture", "members": members}
-    engines = {
-        name: fixed_engine(builder, {key: value for key, value in config.items() if key != "cost"})
-        for name, config in configs.items()
-    }
+    engines = {name: fixed_engine(builder, config) for name, config in configs.items()}
     stream = list(tasks(builder.tokenizer, prompts_or_functions(prompts), count, tokens))
     cells = compare(engines, stream, repeats)
     facts = {"target": path.name, "count": count, "tokens": tokens, "repeats": repeats}

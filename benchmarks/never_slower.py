@@ -4,7 +4,7 @@
     python benchmarks/never_slower.py --small --batch 1 --proposer random
 
 random: a draft model of random weights. over-large: the target as its own draft. wrong: an EAGLE-3 head whose weights
-were shuffled. Every repeat begins with a controller that knows nothing. The same requests run in two engines over one
+were shuffled. Every repeat begins with a draft policy that knows nothing. The same requests run in two engines over one
 target, and the engines alternate step by step and prefill chunk by chunk, so that a machine whose speed drifts is as
 slow for one as for the other; both are end to end, prompts included, end-of-text ignored. A ratio is guarded over plain
 tokens per second over all batches of a repeat; of a cell, the repeats' median.
@@ -34,11 +34,13 @@ from foretoken.bench.output import figures, report
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
-from foretoken.costs.model import CostModel
+from foretoken.control.config import build
+from foretoken.control.policy import DraftPolicy
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
 from foretoken.engine.warmup import warm_up
 from foretoken.propose.base import Proposer
+from foretoken.propose.union import Union
 from options import Output, Repeats, Small, Temperatures, target_path
 from systems import Totals, timed_step
 
@@ -125,14 +127,16 @@ class Sides:
     llm: LLM
 
     def __post_init__(self) -> None:
-        self._proposer = self.llm.engine.proposer
         self.begin()
 
     def begin(self) -> None:
-        """Resets the controller to its state after the warm-up."""
-        config, costs = self.llm.speculative_config, CostModel()
-        warm_up(self.llm.target, self._proposer, costs, config.max_tokens)
-        self._controller = config.controller(self.llm.target.device, costs, self._proposer)
+        """Resets the draft policy to its state after the warm-up."""
+        config, target, policy = self.llm.speculative_config, self.llm.target, DraftPolicy()
+        union = self.llm.engine.proposer
+        assert isinstance(union, Union)
+        warm_up(target, union, policy.costs, config.max_tokens)
+        self._proposer = Union(union.sources, policy, union.name)
+        self._controller = build(config.control_in_force, config.max_tokens, target.device, policy)
 
     def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Totals]:
         """Runs one batch on both sides, alternating step by step. Returns the totals by whether the side is guarded.

@@ -18,7 +18,7 @@ from .models.seq2seq import tiny as seq2seq
 from .models.test_packed import save_packed
 from .models.test_quantize import COMPRESSED, TORCHAO, store
 from .models.tiny import ARCHITECTURES, Tiny
-from .propose.stopping.heads import random_head
+from .propose.heads import random_head
 from .propose.test_early_exit import trained as trained_exit
 
 MISSING = object()

@@ -73,7 +73,7 @@ def test_every_proposer_writes_the_same_text(config: dict[str, Any], plain_text:
 
 @pytest.fixture(scope="module")
 def plain_text() -> dict[float, list[Any]]:
-    llm = LLM(zoo.path("target"), dtype="float32")
+    llm = LLM(zoo.path("target"), speculative_config={"method": "none"}, dtype="float32")
     return {temperature: write(llm, temperature, 1) for temperature in (0.0, 1.0)}
 
 

@@ -144,14 +144,6 @@ def test_recycling_learns_from_the_targets_logits():
     assert (runner.drafter.inner.inner.table != before).sum() <= 2, "the prompt's own successions alone"
 
 
-def test_a_mixture_learns_what_passes_take():
-    runner = Runner(CONFIGS[-1])
-    runner.add("a", [1, 2, 3], 40)
-    runner.finish()
-    costs = runner.drafter.inner.needs.costs
-    assert costs is not None and costs.known and costs.pass_seconds(1) > 0.0
-
-
 def test_finished_texts_serve_as_drafts_for_the_same_prompt():
     runner = Runner({"method": "suffix"}, depth=8)
     runner.add("first", [1, 2, 3], 60)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.drafters import drafter
 from tests.real import real_model
 
 from foretoken import LLM, ForetokenError, SamplingParams
@@ -51,7 +52,8 @@ def test_one_text_per_seed_for_every_draft_proposer_and_batch(llm: LLM, any_pair
 
 def test_equal_seeds_give_equal_texts_and_others_do_not(llm: LLM, any_pair: Any) -> None:
     assert texts(llm, seed=1) == texts(llm, seed=1) != texts(llm, seed=2)
-    again = [LLM(any_pair.target, dtype="float32", seed=5) for _ in range(2)]
+    plain: dict[str, Any] = {"speculative_config": {"method": "none"}}  # drafts use random numbers of their own
+    again = [LLM(any_pair.target, dtype="float32", seed=5, **plain) for _ in range(2)]
     assert texts(again[0]) == texts(again[1])
     assert texts(again[0]) != texts(again[1], "y")
 
@@ -369,5 +371,6 @@ def test_an_unknown_quantization_names_the_known(tiny_pair: Any) -> None:
 
 def test_a_draft_model_has_the_maximum_length_of_its_target(tiny_pair: Any) -> None:
     llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_model_len=96)
-    assert isinstance(llm.engine.proposer, DraftModel)
-    assert llm.engine.proposer.model.max_length == llm.target.max_length == 96
+    proposer = drafter(llm)
+    assert isinstance(proposer, DraftModel)
+    assert proposer.model.max_length == llm.target.max_length == 96

@@ -35,7 +35,7 @@ def adapters(tiny_pair: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="module")
 def plain(tiny_pair: Any, adapters: dict[str, Path]) -> LLM:
-    return LLM(tiny_pair.target, dtype="float32", lora=adapters)
+    return LLM(tiny_pair.target, speculative_config={"method": "none"}, dtype="float32", lora=adapters)
 
 
 def texts(llm: LLM, names: Any = NAMES, prompts: Any = PROMPTS, **params: Any) -> list[str]:
@@ -98,7 +98,7 @@ def test_other_layers_change_no_text_by_drafts_caches_and_preemption(
     options: dict[str, Any] = {"dtype": "float32", "lora": adapters, "max_model_len": 240}
     tree = {"method": "draft_model", "num_speculative_tokens": 6, "tree": "top_k", "control": "fixed"}
     with only_runner("compiled"):
-        plain = LLM(path, max_num_seqs=1, **options)
+        plain = LLM(path, speculative_config={"method": "none"}, max_num_seqs=1, **options)
         room = 280 * plain.target.kv_bytes_per_token + 2 * plain.target.state_bytes
         lookup = {"speculative_config": {"method": "ngram"}, "kv_cache_memory_bytes": room}
         copying = LLM(path, enable_prefix_caching=True, **lookup, **options)

@@ -19,13 +19,12 @@ LINE_LENGTH = 120
 
 # Not yet rewritten: files and folders that are not checked. Only entries that are removed from here are an improvement.
 PENDING = (
-    *(f"src/foretoken/{name}" for name in ("control", "costs", "engine", "propose", "speculation.py", "llm.py")),
     "src/foretoken/core/native/csrc",
     "src/foretoken/models/runners/native/csrc",
-    *(f"tests/{name}" for name in ("audit", "bench", "cli", "control", "core/pool_cases.cpp", "costs", "engine")),
+    *(f"tests/{name}" for name in ("audit", "bench", "cli", "core/pool_cases.cpp", "engine")),
     *(f"tests/{name}" for name in ("examples", "models/cross", "plan", "probe", "propose", "serve")),
     *("tests/test_docs.py", "tests/test_llm.py"),
-    *("docs/explanation/control.md", "CHANGELOG.md"),
+    "CHANGELOG.md",
 )
 
 OPENINGS = re.compile(r"\s*(What|How|Who|Whose|Where|Of|Whatever)\b")

@@ -163,7 +163,9 @@ class VllmProposer:
             tokens = text.tolist()
             prompt = tuple(tokens[: len(before)])
             prediction = _predictions.pop(prompt, prompt)
-            context = Context(next(self._ids), tokens, len(before), _GREEDY, Streams(0), prediction=prediction)
+            context = Context(
+                next(self._ids), tokens, len(before), _GREEDY, Streams(0), depth=self.depth, prediction=prediction
+            )
             request = _Request(context, text)
             self._live.append(request)
         request.row = text.astype(np.int32)
@@ -185,8 +187,6 @@ class VllmProposer:
                 observations.append(Observation(_step(request, new, timings), row_scores))
         if contexts:
             self.inner.observe(contexts, observations)
-            if self.inner.needs.costs is not None:
-                self.inner.needs.costs.observe([observation.step for observation in observations])
 
     def _scores(self, rows: Sequence[_Request | None]) -> list[Scores] | None:
         """Returns logits by row; None if they are needed and their number does not match the drafts."""

@@ -151,7 +151,7 @@ class LLM:
         self.engine = Engine(
             self.target,
             chosen,
-            self._methods.controller(self.target.device, builder.costs),
+            self._methods.controller(self.target.device, builder.policy),
             rule=partial(choose, rejection=config.rejection),
             max_sequences=max_num_seqs,
             prompt_rows=max_num_batched_tokens,
@@ -171,7 +171,6 @@ class LLM:
         config, self._proposer = builder.build_default(config)
         if isinstance(config.control_in_force, GoodputConfig):
             warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
-            config, self._proposer = builder.settle(config, self._proposer)
         self.speculative_config = config
         write_kept()
         if adapt is not False:
@@ -320,7 +319,7 @@ class LLM:
         self.methods = (method, *(other for other in self.methods if other != method))
 
     def method_of(self, context: Context) -> str:
-        """Returns which of ``methods`` drafts for a sequence."""
+        """Returns the one of ``methods`` that drafts for a sequence."""
         chosen = self._methods.proposer
         return chosen.of(context) if isinstance(chosen, PerRequestProposer) else self.methods[0]
 

@@ -13,6 +13,7 @@ import torch
 from foretoken.control.base import Controller
 from foretoken.control.config import Control, FixedConfig, GoodputConfig, build, max_tokens, parse
 from foretoken.control.per_method import MethodLength, PerMethod
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.artifacts import heads_method
 from foretoken.core.checks import check_keys, integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
@@ -29,6 +30,7 @@ from foretoken.propose.methods import NONE as NONE
 from foretoken.propose.methods import check_method
 from foretoken.propose.methods import find as find
 from foretoken.propose.per_request import PerRequestProposer
+from foretoken.propose.union import Union
 
 _log = logging.getLogger(__name__)
 _REJECTIONS = ("block", "token")
@@ -36,14 +38,14 @@ _REJECTIONS = ("block", "token")
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How to speculate, by vLLM's names.
+    """A speculative configuration, by vLLM's names.
 
     Args:
         method: One of ``METHODS``, a method added by ``propose.methods.register``, or "none". None infers it: see
             ``method_in_force``, ``with_method`` and ``Builder``.
         model: The draft model, heads or datastore of the method.
         num_speculative_tokens: Draft tokens per step, all nodes of a tree included. None takes the method's default.
-        rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
+        rejection: ``"block"`` or ``"token"``, for sampled drafts in the distribution grade.
         control: How the draft length is chosen. "fixed" is constant. "goodput" maximizes tokens per measured second,
             and may choose 0. A mapping has "name" and the controller's keys. None is "fixed" where
             num_speculative_tokens is given, else "goodput". A given number is the maximum of "goodput".
@@ -82,14 +84,13 @@ class SpeculativeConfig:
 
     @property
     def method_in_force(self) -> str:
-        """``method``, or its inferred value: "auto" for a draft model alone, "draft_model" for one with other keys."""
+        """``method``, or its inferred value: "draft_model" for a draft model with other keys, else "auto"."""
         if self.method is not None:
             return self.method
         if self.options:
             return "draft_model"
-        if self.model is None:
-            return NONE
-        return AUTO if self.num_speculative_tokens is None and self._adapts else "draft_model"
+        adapts = self.num_speculative_tokens is None and self._adapts
+        return AUTO if self.model is None or adapts else "draft_model"
 
     @property
     def unmixed(self) -> Self:
@@ -133,33 +134,36 @@ class SpeculativeConfig:
         """Largest number of draft tokens per step."""
         return max_tokens(self.control_in_force, self.tokens, self.num_speculative_tokens is not None)
 
-    def controller(self, device: torch.device, costs: CostModel, proposer: Proposer) -> Controller:
-        """Returns the controller of ``proposer``, which reads ``costs``."""
-        return build(self.control_in_force, self.max_tokens, device, costs, proposer.prunes, proposer.parts)
-
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes proposers for one target. See ``BuildContext``. The engine's controller shares ``costs``."""
+    """Makes proposers for one target, see ``BuildContext``, and the controller of its engine."""
 
     target: Model
     tokenizer: Any
     path: Path | None
     load: Callable[[str | Path], Model]
-    costs: CostModel = field(default_factory=CostModel)
+    policy: DraftPolicy = field(default_factory=DraftPolicy)
+
+    @property
+    def costs(self) -> CostModel:
+        """The cost model of the policy."""
+        return self.policy.costs
 
     def build(self, config: SpeculativeConfig) -> Proposer:
         """Returns the proposer of a configuration. Raises InvalidRequest or ModelLoadError."""
         method = find(config.method_in_force)
         if method is None:
             return Proposer()
-        context = BuildContext(self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.costs)
+        context = BuildContext(
+            self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.policy
+        )
         return method.build(config.own(), context)
 
     def build_default(self, config: SpeculativeConfig) -> tuple[SpeculativeConfig, Proposer]:
         """Returns ``build`` and its configuration, which is that of what the target ships where nothing is configured.
 
-        What is shipped and does not load is left out.
+        Shipped heads that do not load are skipped.
         """
         if config.method is None and config.model is None and not config.options and self.path is not None:
             for method in shipped_methods(self.path):
@@ -167,15 +171,8 @@ class Builder:
                     shipped = replace(config, method=method)
                     return shipped, self.build(shipped)
                 except (InvalidRequest, ModelLoadError) as reason:
-                    _log.warning("%s ships heads of the method %r, which are left out: %s", self.path, method, reason)
+                    _log.warning("%s ships heads of the method %r, which are skipped: %s", self.path, method, reason)
         return config, self.build(config)
-
-    def settle(self, config: SpeculativeConfig, proposer: Proposer) -> tuple[SpeculativeConfig, Proposer]:
-        """Returns what drafts, now that passes are timed: of an inferred ``auto`` its model alone if they are short."""
-        short = self.costs.plain_seconds(1) < self.costs.tuning.mixed
-        if config.method is None and isinstance(proposer, Auto) and short:
-            return replace(config, method="draft_model"), proposer.chain
-        return config, proposer
 
     def member(self, config: Mapping[str, Any]) -> Proposer:
         """Returns the proposer of a configuration in the form of a dict."""
@@ -203,15 +200,14 @@ class LoadedMethods:
         """Returns the proposer of one method."""
         return self.proposer.members[name] if isinstance(self.proposer, PerRequestProposer) else self.proposer
 
-    def controller(self, device: torch.device, costs: CostModel) -> Controller:
-        """Returns the controller, which reads ``costs`` and gives each request the draft length of its method."""
+    def controller(self, device: torch.device, policy: DraftPolicy) -> Controller:
+        """Returns the controller, which gives each request the draft length of its method."""
         chosen, configs = self.proposer, list(self.configs.values())
-        if not isinstance(chosen, PerRequestProposer):
-            return configs[0].controller(device, costs, chosen)
         charged = next((config for config in configs if config.control_in_force.guard), configs[0])
         config = charged if self.adaptive is None else self.configs[self.adaptive]
-        tokens = max(config.max_tokens for config in configs)
-        inner = build(config.control_in_force, tokens, device, costs, chosen.prunes, chosen.parts)
+        inner = build(config.control_in_force, max(c.max_tokens for c in configs), device, policy)
+        if not isinstance(chosen, PerRequestProposer):
+            return inner
         lengths = {
             name: MethodLength(config.max_tokens, config.has_constant_length) for name, config in self.configs.items()
         }
@@ -239,21 +235,27 @@ def load_methods(
     Raises:
         InvalidRequest: Two methods have the same name.
     """
-    members, configs = {config.method_in_force: default}, {config.method_in_force: config}
+
+    def joined(proposer: Proposer, config: SpeculativeConfig) -> Proposer:
+        """Returns a proposer whose drafts the policy bounds, if it decides their length."""
+        plain = config.method_in_force == NONE or config.has_constant_length
+        return proposer if plain else Union.of(proposer, builder.policy)
+
+    members, configs = {config.method_in_force: joined(default, config)}, {config.method_in_force: config}
     parts = default.alone if isinstance(default, Auto) else {}
     configs |= {name: replace(config, method=name) for name in parts}
     for other in others:
         own = SpeculativeConfig.of({"method": other} if isinstance(other, str) else other)
         name = own.method_in_force
         if name not in configs:
-            members[name] = builder.build(own)
             inherits = own.num_speculative_tokens is None and own.control is None
             tokens, control = config.num_speculative_tokens, config.control
             configs[name] = replace(own, num_speculative_tokens=tokens, control=control) if inherits else own
+            members[name] = joined(builder.build(own), configs[name])
         elif own != SpeculativeConfig(method=name):
             raise InvalidRequest(f"two ways to speculate are named {name!r}; leave one of them out")
     if not others and not parts:
-        return LoadedMethods(guard(default), configs)
+        return LoadedMethods(guard(members[config.method_in_force]), configs)
     guarded = {name: guard(member) for name, member in members.items()}
     proposer = PerRequestProposer(guarded, {name: guard(part) for name, part in parts.items()})
     return LoadedMethods(proposer, {name: configs[name] for name in proposer.members})
@@ -274,12 +276,12 @@ def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> Spe
 
 
 def with_method(config: SpeculativeConfig) -> SpeculativeConfig:
-    """Returns ``config`` with the method of the heads that it names, if it names heads and no method.
+    """Returns ``config`` with the method of the heads that it names, if it names heads, no method, and a draft length.
 
     Raises:
         ModelLoadError: There is no such model.
     """
-    if config.method is not None or config.model is None:
+    if config.method is not None or config.model is None or (config.method_in_force == AUTO and not config.options):
         return config
     return replace(config, method=heads_method(load_config(resolve(config.model))))
 

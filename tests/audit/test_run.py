@@ -87,7 +87,7 @@ def test_as_many_texts_are_checked_as_fit(monkeypatch):
 
 def test_without_drafts_there_is_nothing_to_audit(tiny_pair):
     with pytest.raises(InvalidRequest, match="there is nothing to audit: the method is 'none'"):
-        audit(LLM(tiny_pair.target))
+        audit(LLM(tiny_pair.target, speculative_config={"method": "none"}))
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ ELSEWHERE = {
     "predictions": "imported by planner, plan_endpoint and vllm_plan",
     "servers": "imported by serving, attacks, plan_endpoint, endpoint_alarms and others",
     "systems": "imported by mixture, adaptive, editing, never_slower, planner and others",
+    "record_streams": "needs a real model; tests/control/test_streams.py replays what it wrote",
     "replicas": "tests/serve/test_replicas.py kills one under load",
     "wheel_kernels": "tests/test_wheel.py, which builds a wheel",
 }

@@ -55,6 +55,13 @@ def test_wrong_requests_are_one_line(run, args, said):
     assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1
 
 
-def test_an_engine_needs_a_way_to_speculate(run):
-    result = run("audit", "--engine", "vllm", "--model", "m")
-    assert result.code == 1 and "there is nothing to audit: the method is 'none'" in result.err
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ((), "vllm is audited with draft_model or ngram, not with 'auto'; name one"),
+        (("--speculative-config", '{"method": "none"}'), "there is nothing to audit: the method is 'none'"),
+    ],
+)
+def test_an_engine_needs_a_way_to_speculate(run, args, said):
+    result = run("audit", "--engine", "vllm", "--model", "m", *args)
+    assert result.code == 1 and said in result.err

@@ -98,7 +98,7 @@ def test_another_method_is_loaded_and_chosen(chat):
     told = chat("/method suffix", "a b a b a b a b", "/method", options=more)
     assert told.code == 0 and answers(told)
     assert [r["text"] for r in records(told) if r["type"] == "notice"] == ["speculation: on, method suffix"] * 2
-    assert "drafts by draft_model or ngram or suffix" in records(told)[0]["text"]
+    assert "drafts by auto or draft_model or ngram or suffix" in records(told)[0]["text"]
     assert "--method {oops is no JSON" in chat(options=("--method", "{oops")).err
 
 
@@ -114,7 +114,7 @@ def test_what_is_refused_does_not_end_the_chat(chat, tmp_path):
     assert told.code == 1  # a script is to know
     for part in (
         "no command /nonsense; known: /speculative",
-        "'nobody' is not loaded; loaded: draft_model",
+        "'nobody' is not loaded; loaded: auto, draft_model",
         "/temperature takes",
         "/save takes",
     ):

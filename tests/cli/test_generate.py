@@ -21,7 +21,7 @@ def names(pair):
     return ("--model", str(pair.target), "--draft-model", str(pair.draft))
 
 
-def test_without_names_it_is_the_bundled_pair(run, pair):
+def test_without_columnsit_is_the_bundled_pair(run, pair):
     result = run("generate", "def f(x):", *LENGTH, "--json")
     record = json.loads(result.out)
     assert result.code == 0
@@ -36,6 +36,14 @@ def test_text_alone_goes_to_standard_output(run, names):
     assert result.err.startswith("12 tokens · ")
     assert "mean acceptance" in result.err
     assert "\x1b" not in result.out + result.err
+
+
+def test_the_policys_decisions_are_explained_on_standard_error(run, names):
+    result = run("generate", "x = [1, 2, 3]\n" * 8, *names, *LENGTH, "--explain-drafts", "--speculative-tokens", "3")
+    heading, *lines = result.err.splitlines()
+    columns = "token candidates drafted expected price speedup accepted sources"
+    assert result.code == 0 and " ".join(heading.split()) == columns
+    assert any("draft_model" in line or "suffix" in line for line in lines)
 
 
 def test_an_empty_prompt_continues_from_bos(run, pair, tmp_path):

@@ -3,23 +3,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.control.capped import Capped
 from foretoken.control.config import CONTROLS, build, max_tokens, parse
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput_controller import Goodput
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.errors import InvalidRequest
-from foretoken.costs.model import CostModel
 
 
 def test_controllers_by_name():
-    costs, cpu = CostModel(), torch.device("cpu")
-    goodput = build(parse("goodput"), 16, cpu, costs)
-    assert isinstance(goodput, Goodput) and goodput.costs is costs and goodput.max_tokens == 16
-    assert goodput.ledger is not None and goodput.memory is not None
-    assert build(parse({"name": "fixed", "memory": False}), 4, cpu, costs) == Fixed(4)
-    guarded = build(parse({"name": "fixed", "guard": True, "memory": False}), 4, cpu, costs)
-    assert type(guarded) is Capped and guarded.max_tokens == 4
-    assert guarded.ledger is not None and guarded.memory is None
+    policy, cpu = DraftPolicy(), torch.device("cpu")
+    assert build(parse("goodput"), 12, cpu, policy) is policy and policy.max_tokens == 12 and not policy.constant
+    assert policy.ledger is not None and policy.memory is not None
+    assert build(parse({"name": "fixed", "memory": False}), 4, cpu, policy) == Fixed(4)
+    assert build(parse({"name": "fixed", "guard": True, "memory": False}), 4, cpu, policy) is policy
+    assert policy.constant and policy.max_tokens == 4 and policy.ledger is not None and policy.memory is None
 
 
 def test_the_largest_draft_length():

@@ -1,4 +1,4 @@
-"""The bound: whatever a proposer does, text takes hardly longer than without it."""
+"""The slowdown budget: whatever a proposer does, text takes hardly longer than without it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import random
 
 import pytest
 
-from foretoken.control.capped import Capped
 from foretoken.control.config import FixedConfig
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput_controller import Goodput
-from foretoken.control.ledger import Ledger
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.errors import InvalidRequest
-from foretoken.costs.model import CostModel
 
-from .world import PLAIN, World, chance, flat
+from .world import PLAIN, World, chance, flat, policy
 
 ALLOWANCE, START = 0.01, 4.0
 
 
-def guarded(max_tokens: int = 8, fixed: bool = False, allowance: float = ALLOWANCE) -> Capped:
-    return (Capped if fixed else Goodput)(max_tokens, CostModel(), Ledger(allowance))
+def guarded(max_tokens: int = 8, fixed: bool = False, allowance: float = ALLOWANCE) -> DraftPolicy:
+    return policy(max_tokens, allowance, constant=fixed)
 
 
 def lost(world: World) -> float:

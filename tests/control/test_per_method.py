@@ -8,9 +8,9 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput_controller import Goodput
 from foretoken.control.limited import Limited
 from foretoken.control.per_method import MethodLength, PerMethod
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
@@ -52,7 +52,8 @@ def drafted(llm: LLM, **params: Any) -> int:
 def test_a_model_without_a_drafter_drafts_by_the_methods_that_requests_name(tiny_pair: Any) -> None:
     """A constant length makes this independent of measured seconds."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
-    llm = LLM(tiny_pair.target, dtype="float32", methods=[ngram, {"method": "suffix", "num_speculative_tokens": 2}])
+    plain, suffix = {"method": "none"}, {"method": "suffix", "num_speculative_tokens": 2}
+    llm = LLM(tiny_pair.target, dtype="float32", speculative_config=plain, methods=[ngram, suffix])
     assert llm.methods[0] == "none" and drafted(llm) == 0
     assert drafted(llm, speculative_method="ngram") > 0 and drafted(llm, speculative_method="suffix") > 0
     llm.use_method("ngram")
@@ -84,8 +85,9 @@ def inner(llm: LLM) -> Any:
 
 
 def test_the_controller_is_that_of_the_methods(tiny_pair: Any) -> None:
-    named = inner(LLM(tiny_pair.target, dtype="float32", methods=["ngram"]))
-    assert isinstance(named.inner, Goodput) and named.inner.max_tokens == 16
+    plain = {"method": "none"}
+    named = inner(LLM(tiny_pair.target, dtype="float32", speculative_config=plain, methods=["ngram"]))
+    assert isinstance(named.inner, DraftPolicy) and named.inner.max_tokens == 16
     assert named.lengths == {"none": MethodLength(0, True), "ngram": MethodLength(16, False)}
     config = {"method": "draft_model", "num_speculative_tokens": 4}
     more = ["ngram", {"method": "suffix", "num_speculative_tokens": 6}]
@@ -94,7 +96,7 @@ def test_the_controller_is_that_of_the_methods(tiny_pair: Any) -> None:
     assert [length.max_tokens for length in constant.lengths.values()] == [4, 4, 6]
     more = [{"method": "ngram", "control": "goodput"}, "suffix"]
     mixed = inner(LLM(tiny_pair.target, tiny_pair.draft, speculative_config=config, dtype="float32", methods=more))
-    assert isinstance(mixed.inner, Goodput)
+    assert isinstance(mixed.inner, DraftPolicy)
     assert {name: length.constant for name, length in mixed.lengths.items()} == {
         "draft_model": True,
         "ngram": False,

@@ -1,4 +1,4 @@
-"""What passes take by their rows, on a machine whose speed is not its own."""
+"""Seconds of passes by rows, on a machine whose speed changes."""
 
 from __future__ import annotations
 
@@ -97,16 +97,14 @@ def test_the_faster_of_two_times_of_catching_up_counts_after_the_warm_up():
     assert costs.drafting.missed(10) == pytest.approx(0.001)
 
 
-def test_what_the_warm_up_timed_is_doubted_until_a_request_has_drafted():
+def test_a_warm_up_that_other_programs_delayed_is_corrected_by_the_first_draft():
     costs = CostModel()
-    costs.calibrate({1: 0.03}, {1: 0.1})
-    for _ in range(10):
-        costs.drafting.refuse()
-    assert costs.drafting.seconds(1, 1) < 0.02
-    drafted(costs, 1, 0.1)
-    known = costs.drafting.seconds(1, 1)
-    costs.drafting.refuse()
-    assert costs.drafting.seconds(1, 1) == known > 0.05
+    costs.calibrate({1: 0.03}, {1: 0.1, 4: 0.4})
+    drafted(costs, 1, 0.01)
+    assert costs.drafting.seconds(1, 1) == pytest.approx(0.01)
+    assert costs.drafting.seconds(4, 1) == pytest.approx(0.04)
+    drafted(costs, 1, 0.001)  # later drafts are averaged
+    assert 0.004 < costs.drafting.seconds(1, 1) < 0.01
 
 
 def test_only_what_is_no_prompt_and_no_drafting_counts():
@@ -114,7 +112,7 @@ def test_only_what_is_no_prompt_and_no_drafting_counts():
     step_ = step(4, 0.03)
     costs.observe(step(4, 9.0, position=0))
     costs.observe([])
-    costs.observe(step(2, 0.0))  # nobody looked at a clock
+    costs.observe(step(2, 0.0))  # without a clock
     assert not costs.known
     costs.observe(step_)
     costs.observe(step(4, 9.0, position=0))

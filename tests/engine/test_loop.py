@@ -16,7 +16,7 @@ from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
 from foretoken.engine.loop import Engine
 from foretoken.models.toy import ToyModel
-from foretoken.propose.base import Needs, Proposer
+from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.lookup import Lookup
 
@@ -147,20 +147,6 @@ class Counting(CostModel):
     def observe(self, steps) -> None:  # type: ignore[no-untyped-def]
         super().observe(steps)
         self.seen.append((steps[0].budget, steps[0].timings.missed_tokens))
-
-
-def test_a_cost_model_that_controller_and_proposer_share_observes_each_step_once() -> None:
-    costs = Counting()
-    controller, proposer = Fixed(0), DraftModel(TARGET.perturbed(0.2))
-    object.__setattr__(controller, "costs", costs)
-    proposer.needs = Needs(costs=costs)
-    engine = Engine(TARGET, proposer, controller)
-    engine.add(context(0, 1, Exactness.DISTRIBUTION), Length(40))
-    steps = 0
-    while engine.busy:
-        engine.step()
-        steps += 1
-    assert len(costs.seen) == steps
 
 
 def test_missed_tokens_are_those_since_the_last_draft() -> None:

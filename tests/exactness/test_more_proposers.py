@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.control.fixed import Fixed
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context, Exactness
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
@@ -19,10 +20,9 @@ from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig, ParallelDraftModel
 from foretoken.propose.growers import TreeKind
 from foretoken.propose.lookup import Lookup
-from foretoken.propose.mixture import Mixture
-from foretoken.propose.mixture_members import Member
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.recycling import Recycling, RecyclingConfig
+from foretoken.propose.union import Union, UnionMember
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 
 from .enumerate import Branching, Text, outcomes, total_variation
@@ -53,14 +53,14 @@ def other_tokenizer(algorithm: str, **keys) -> Vocabulary:
     return Vocabulary(draft, LETTERS, PAIRS, VOCAB, VocabularyConfig(algorithm=algorithm, **keys))
 
 
-def mixture(tree: TreeKind = "chain") -> Mixture:
+def mixture(tree: TreeKind = "chain") -> Union:
     model = DraftModel(TARGET.perturbed(0.5), DraftModelConfig(tree=tree, top_k=2))
-    members = [
-        Member("ngram", Lookup(), free=True),
-        Member("recycling", Recycling(VOCAB, RecyclingConfig(top_k=2)), free=True),
-        Member("draft_model", model, free=False, max_nodes=2, cost=0.1),
+    sources = [
+        UnionMember("ngram", Lookup()),
+        UnionMember("recycling", Recycling(VOCAB, RecyclingConfig(top_k=2))),
+        UnionMember("draft_model", model, max_nodes=2),
     ]
-    return Mixture(members)
+    return Union(sources, DraftPolicy(), "mixture")
 
 
 def at_once(tree: TreeKind) -> ParallelDraftModel:

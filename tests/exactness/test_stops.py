@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.propose.stopping.heads import random_head
+from tests.propose.heads import random_head
 
 from foretoken.control.fixed import Fixed
-from foretoken.core.context import Context, Exactness
+from foretoken.core.context import ChainEnd, Context, Exactness
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
@@ -19,10 +19,8 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose import growers
-from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.stopping import base as stopping
-from foretoken.propose.stopping.entropy import EntropyConfig, EntropyStop
-from foretoken.propose.stopping.margin import MarginEstimate, MarginStop
+from foretoken.propose.draft_model import DraftModel
+from foretoken.propose.scores import DraftStop, entropy_bound, make_stop
 from foretoken.verify import choose
 
 from .decode_step import Pair, drawn, table
@@ -36,48 +34,53 @@ LIMIT = 1e-12
 TWO = ToyModel(2, order=1, seed=32, sharpness=1.5)
 THREE = ToyModel(3, order=1, seed=2, sharpness=2.5)
 RULES = ("entropy", "margin", "learned")
-THRESHOLDS = {2: 0.66, 3: 0.56, 12: 0.5}  # by vocabulary: entropies grow with it
+ENTROPY = {2: 0.66, 3: 0.56, 12: 0.5}  # thresholds by vocabulary, as the toys differ
+MARGIN = {2: 0.25, 3: 0.5, 12: 0.25}
 Make = Callable[[ToyModel], DraftModel]
 
 
 @pytest.fixture(scope="module")
 def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Make]:
-    """Rules that end some drafts of the toys at once, some later, some not at all."""
+    """Stops that end some drafts of the toys at once, some later, some not at all."""
     head = random_head(tmp_path_factory.mktemp("stop") / "head", 8, scale=0.2)
-    learned_stop = stopping.make({"rule": "learned", "model": head, "threshold": 0.6}, ToyModel())
+    learned = make_stop({"rule": "learned", "model": head, "threshold": 0.6}, ToyModel())  # loaded once for all runs
 
-    def learned(target: ToyModel) -> DraftModel:
-        made = draft(target, None)
-        made.stop = learned_stop  # without state, so one serves all runs
+    def draft(target: ToyModel, stop: DraftStop | None) -> DraftModel:
+        made = DraftModel(target.perturbed(0.5))
+        made.stop = stop
         return made
 
-    def draft(target: ToyModel, stop: object) -> DraftModel:
-        return DraftModel(target.perturbed(0.5), DraftModelConfig(draft_stop=stop))  # type: ignore[arg-type]
-
-    def margin(target: ToyModel) -> DraftModel:
-        made = draft(target, {"rule": "margin", "warmup": 0, "probe": 3, "threshold": 0.25})
-        assert isinstance(made.stop, MarginStop)
-        for kind in ("greedy", "distribution", "trajectory"):
-            # As if learned, and near a fit, so that what is verified in this very text moves the rule.
-            made.stop.estimates[kind] = MarginEstimate(pooled=torch.tensor([1.5, -2.0]).numpy(), observed=15)
-        return made
+    def scored(target: ToyModel, rule: str, thresholds: dict[int, float]) -> DraftModel:
+        return draft(target, make_stop({"rule": rule, "threshold": thresholds[target.vocab_size]}, target))
 
     return {
-        "entropy": lambda target: draft(target, {"rule": "entropy", "threshold": THRESHOLDS[target.vocab_size]}),
-        "margin": margin,
-        "learned": learned,
+        "entropy": lambda target: scored(target, "entropy", ENTROPY),
+        "margin": lambda target: scored(target, "margin", MARGIN),
+        "learned": lambda target: draft(target, learned),
     }
+
+
+class Ending(Fixed):
+    """Has drafts end as the draft policy would, by calibrated scores and a minimum acceptance for each depth."""
+
+    def admit(self, context: Context) -> None:
+        super().admit(context)
+        context.end = ChainEnd((0.3, 0.6), (0.1, 0.2, 0.4), (0.9, 0.6, 0.5), (0.45, 0.55))
+
+
+CONTROLLERS = {"own threshold": Fixed, "minimum acceptance": Ending}
 
 
 @pytest.mark.parametrize("rejection", ["block", "token"])
 @pytest.mark.parametrize("law", ["plain", "filters and penalties"])
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize(("target", "length", "end"), [(TWO, 4, None), (THREE, 3, 2)], ids=["two", "three"])
-def test_law_of_the_engine(rule, law, rejection, target, length, end, makers):
+def test_law_of_the_engine(rule, law, rejection, controller, target, length, end, makers):
     depth = 2
     lengths: set[tuple[int, int]] = set()  # drafted, and what there was room for
 
-    class Noting(Fixed):
+    class Noting(CONTROLLERS[controller]):  # type: ignore[misc]
         def observe(self, contexts: list[Context], steps: list[StepOutput]) -> None:
             lengths.update((len(step.draft), min(depth, length - 1 - step.position)) for step in steps)
 
@@ -92,7 +95,7 @@ def test_law_of_the_engine(rule, law, rejection, target, length, end, makers):
 
 
 class Peeking(growers.Chain):
-    """Draws, and drops a token that its own law finds unlikely: the chain ends there."""
+    """Samples, and drops a token that its own law finds unlikely: the chain ends there."""
 
     __slots__ = ()
 
@@ -126,20 +129,20 @@ def test_a_rule_that_sees_what_was_drawn_is_caught(rejection):
 def test_law_of_a_round(threshold, rejection):
     """Every history its own logits, three tokens deep."""
     target, draft = (table(3, seed=seed, sharpness=1.5) for seed in (31, 32))
-    gate = EntropyStop(EntropyConfig(threshold))
-    pair = Pair(target, drawn(draft, stop=lambda q: gate.stops(q, None)), rejection=rejection)
+    pair = Pair(target, drawn(draft, stop=lambda q: entropy_bound(q, 0.2) < threshold), rejection=rejection)
     assert pair.gap(length=4) < LIMIT
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize("law", ["plain", "greedy"])
-def test_one_text_per_seed_in_any_batch(rule, law, makers):
+def test_one_text_per_seed_in_any_batch(rule, law, controller, makers):
     """The trajectory grade, and greedy requests of the other: the text of plain decoding."""
     target = ToyModel(12, order=2, seed=3, sharpness=2.0)
     grade = Exactness.DISTRIBUTION if law == "greedy" else Exactness.TRAJECTORY
 
     def texts(depth: int, batch: int) -> list[list[int]]:
-        engine = Engine(target, makers[rule](target), Fixed(depth), max_sequences=batch)
+        engine = Engine(target, makers[rule](target), CONTROLLERS[controller](depth), max_sequences=batch)
         contexts = [Context(i, [*PROMPT, i], 6, LAWS[law], Streams(i), grade) for i in range(6)]
         for context in contexts:
             engine.add(context, Length(20))

@@ -12,14 +12,17 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, WriteError
 from foretoken.propose.adaptive import AdaptConfig, Adaptive
+from foretoken.propose.union import Union
 
 PROMPTS = ["import os\n", "class Stack:\n", "def read(path):\n", "for line in file:\n"] * 4
 FAST = {"every": 300, "buffer": 4000, "window": 64, "steps": 30, "learning_rate": 3e-3, "held_out": 4}
 
 
 def proposer(llm: LLM) -> Adaptive:
-    assert isinstance(llm.engine.proposer, Adaptive)
-    return llm.engine.proposer
+    assert isinstance(llm.engine.proposer, Union)
+    adaptive = llm.engine.proposer.sources[0].proposer
+    assert isinstance(adaptive, Adaptive)
+    return adaptive
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,10 @@ import torch
 
 from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.control.goodput_controller import Goodput
-from foretoken.control.per_method import PerMethod
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.part import DraftPart
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
@@ -27,10 +25,9 @@ from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.propose.auto import Auto
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.mixture import Mixture
-from foretoken.propose.mixture_members import Member
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.propose.recycling import Recycling
+from foretoken.propose.union import Union, UnionMember
 from foretoken.speculation import Builder
 
 TEXT = FUNCTIONS[0]
@@ -50,7 +47,8 @@ def test_requests_may_choose_the_draft_model_alone(pair: LLM) -> None:
     assert pair.methods == ("auto", "draft_model")
     chosen = pair.engine.proposer
     assert isinstance(chosen, PerRequestProposer) and isinstance(chosen.members["auto"], Auto)
-    assert isinstance(chosen.members["draft_model"], DraftModel)
+    alone = chosen.members["draft_model"]
+    assert isinstance(alone, Union) and isinstance(alone.sources[0].proposer, DraftModel)
     assert chosen.kv_bytes_per_token == chosen.members["draft_model"].kv_bytes_per_token
     for params in ({"speculative_tokens": 3}, {"speculative_method": "draft_model", "speculative_tokens": 3}):
         stats = completed(pair, temperature=0.0, **params).stats
@@ -64,7 +62,7 @@ def test_no_request_is_drafted_from_the_text_of_another() -> None:
     llm = LLM(zoo.path("draft"), speculative_config=AUTO, dtype="float32", max_model_len=256)
     chosen = llm.engine.proposer
     assert isinstance(chosen, PerRequestProposer) and isinstance(chosen.members["auto"], Auto)
-    suffix = next(member.proposer for member in chosen.members["auto"].free if member.name == "suffix")
+    suffix = next(source.proposer for source in chosen.members["auto"].copies if source.name == "suffix")
     prompt = llm.tokenizer.encode("zebra quince")
     done = llm.generate(["zebra quince"], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
     again = Context(10**6, [*prompt, done[0].outputs[0].token_ids[0]], len(prompt), SamplingLaw(), Streams(0))
@@ -86,7 +84,8 @@ def test_another_method_becomes_the_default(pair: LLM) -> None:
 @pytest.mark.slow
 def test_no_text_changes(params: dict[str, Any]) -> None:
     """In a batch, with stop strings, prefix-cache hits, preemption, predictions and other methods beside it."""
-    plain = LLM(zoo.path("target"), dtype="float32", max_model_len=192)
+    none = {"method": "none"}
+    plain = LLM(zoo.path("target"), speculative_config=none, dtype="float32", max_model_len=192)
     if not plain.target.batch_invariant:
         pytest.skip("rows are not promised to be independent in float32 on this machine")
     memory = 256 * plain.target.kv_bytes_per_token
@@ -106,15 +105,17 @@ def test_no_text_changes(params: dict[str, Any]) -> None:
     assert usage.preemptions and usage.prefix_hits
 
 
-def test_warm_up_times_the_model_of_a_mixture() -> None:
-    target, costs = ToyModel(vocab_size=8, order=2, seed=3, max_length=512), CostModel()
-    model = DraftModel(target.perturbed(0.1))
-    mixture = Mixture([Member("recycling", Recycling(8), free=True), Member("draft_model", model, free=False)], costs)
-    warm_up(target, mixture, costs, 8)
-    assert costs.drafting.known and costs.known
-    alone = CostModel()
-    warm_up(target, Mixture([Member("recycling", Recycling(8), free=True)], alone), alone, 8)
-    assert alone.known and not alone.drafting.known
+def test_warm_up_times_the_model_of_a_union() -> None:
+    target, policy = ToyModel(vocab_size=8, order=2, seed=3, max_length=512), DraftPolicy()
+    recycling, model = (
+        UnionMember("recycling", Recycling(8)),
+        UnionMember("draft_model", DraftModel(target.perturbed(0.1))),
+    )
+    warm_up(target, Union([recycling, model], policy, "mixture"), policy.costs, 8)
+    assert policy.costs.drafting.known and policy.costs.known
+    alone = DraftPolicy()
+    warm_up(target, Union([recycling], alone, "mixture"), alone.costs, 8)
+    assert alone.costs.known and not alone.costs.drafting.known
 
 
 def test_what_only_the_first_draft_takes_is_not_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,45 +144,31 @@ def test_what_only_the_first_draft_takes_is_not_catching_up(monkeypatch: pytest.
     assert 0.0 < costs.drafting.missed(32) < 0.02
 
 
-def test_each_part_drafts_without_the_others(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", [True, False])
+def test_the_union_drafts_with_and_without_a_model(pair: LLM, model: bool) -> None:
     text, models = pair.tokenizer.encode("x = [1, 2, 3]\n" * 6), {"dtype": "float32", "max_length": 256}
     builder = Builder(pair.target, pair.tokenizer, None, lambda other: load_model(Path(other), **models))
-    chosen = builder.build(SpeculativeConfig.of(AUTO))  # which knows no times, and so prunes alike on every machine
-
-    def draft(part: DraftPart) -> Draft:
-        context = Context(10**6, [*text], len(text), SamplingLaw(temperature=0.0), Streams(0), part=part)
-        with torch.inference_mode():
-            (made,) = chosen.propose([context], [6])
-        chosen.forget(context)
-        return made
-
-    alone = draft(DraftPart.MODEL)
-    assert alone.is_chain and len(alone) == 6 and alone.scores is None
-    with monkeypatch.context() as patched:
-        patched.setattr(DraftModel, "propose", None)
-        free = draft(DraftPart.FREE)
-    assert len(free) and free.scores is not None
-    assert len(draft(DraftPart.ALL)) >= len(free)
+    chosen = builder.build(SpeculativeConfig.of(AUTO if model else {"method": "auto"}))
+    assert isinstance(chosen, Auto) and (chosen.model is not None) == model
+    assert list(chosen.alone) == (["draft_model"] if model else [])
+    context = Context(10**6, [*text], len(text), SamplingLaw(temperature=0.0), Streams(0), depth=6)
+    with torch.inference_mode():
+        (draft,) = chosen.propose([context], [6])
+    assert len(draft) == 6 and draft.scores is not None
+    assert draft.decision is not None and set(draft.decision.sources) <= {"suffix", "draft_model"}
+    chosen.forget(context)
 
 
-def test_requests_whose_drafts_are_pruned_get_their_whole_budget(pair: LLM) -> None:
-    per_method, proposer = pair.engine.controller, pair.engine.proposer
-    assert isinstance(per_method, PerMethod)
-    controller = per_method.inner
-    assert isinstance(controller, Goodput) and controller.max_tokens == 16
-
-    def pruned(method: str | None, depth: int | None = None, temperature: float = 1.0) -> bool:
-        law = SamplingLaw(temperature=temperature)
-        return controller.prunes(Context(10**6, [1], 1, law, Streams(0), depth=depth, method=method))
-
-    assert pruned(None) and pruned("auto") and not pruned("draft_model") and not pruned(None, depth=4)
-    assert pruned("draft_model", temperature=0.0)
-    pair.use_method("draft_model")
-    try:
-        assert not pruned(None) and pruned("auto")
-    finally:
-        pair.use_method("auto")
-    assert controller.prunes == proposer.prunes
+def test_a_model_alone_drafts_by_the_union_of_text(pair: LLM) -> None:
+    """It is the default, changes no text, and speeds up text that repeats."""
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
+    llm = LLM(zoo.path("draft"), **options)
+    assert llm.methods == ("auto",) and llm.speculative_config.method_in_force == "auto"
+    plain = LLM(zoo.path("draft"), speculative_config={"method": "none"}, **options)
+    params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
+    outputs = [one.generate("x = 1\n" * 12, params)[0].outputs[0] for one in (plain, llm)]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[1].stats.steps <= outputs[0].stats.steps == 120
 
 
 def test_a_request_has_as_many_drawn_tokens_as_it_asks_for(pair: LLM) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
@@ -22,8 +23,6 @@ from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.eagle import Eagle
 from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.lookup import Lookup
-from foretoken.propose.mixture import Mixture
-from foretoken.propose.mixture_members import Member
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.prediction import Prediction
@@ -32,6 +31,7 @@ from foretoken.propose.remote import Remote
 from foretoken.propose.remote_transports import DraftEndpoint, start_thread
 from foretoken.propose.remote_worker import DraftingWorker
 from foretoken.propose.suffix import Suffix
+from foretoken.propose.union import Union, UnionMember
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 
 VOCAB, BUDGET = 100, 12
@@ -40,9 +40,9 @@ SECRET = list(range(40, 60))
 PLAIN = [7, 8, 9, 10, 11, 12, 7, 8, 9]
 
 
-def mixture() -> Mixture:
+def mixture() -> Union:
     members = [Suffix(), Recycling(VOCAB), Prediction(), Lookup()]
-    return Mixture([Member(member.name, member, free=True) for member in members])
+    return Union([UnionMember(member.name, member) for member in members], DraftPolicy(), "mixture")
 
 
 def remote() -> Remote:

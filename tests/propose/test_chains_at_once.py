@@ -10,7 +10,7 @@ import torch
 from tests.models.plain import text
 from tests.models.tiny import ARCHITECTURES, VOCAB, only_runner
 
-from foretoken.core.context import Context, Exactness
+from foretoken.core.context import ChainEnd, Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
@@ -48,14 +48,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
         return load_model(folder, "float32", "cpu", "native")
 
 
+def ended(minimum: Sequence[float]) -> ChainEnd | None:
+    """Where a chain ends, if claims come true at other rates."""
+    return ChainEnd((0.1, 0.5), (0.0, 0.1, 0.4), (0.8, 0.7, 0.6), minimum) if minimum else None
+
+
 def drafts(
     model: Model, config: DraftModelConfig, requests: Sequence[Request], vocab: int = VOCAB, rounds: int = 12
 ) -> list[Draft]:
     """Drafts of requests, whose tokens the target accepts up to a varying depth."""
     proposer = DraftModel(model, config, vocab)
     contexts = [
-        Context(i, text(9 + i, i), 9 + i, law, Streams(i), exactness, floors=floors)
-        for i, (law, exactness, floors) in enumerate(requests)
+        Context(i, text(9 + i, i), 9 + i, law, Streams(i), exactness, end=ended(minimum))
+        for i, (law, exactness, minimum) in enumerate(requests)
     ]
     found: list[Draft] = []
     for turn in range(rounds):

@@ -79,16 +79,3 @@ def test_the_number_of_draws_does_not_depend_on_the_draws() -> None:
         growth.expand(probs)
         counts.add(len(growth.tokens))
     assert len(counts) == 1
-
-
-@pytest.mark.parametrize("kind", ["sampled", "greedy_multi"])
-def test_nothing_is_drawn_below_the_floor(kind: str) -> None:
-    for seed in range(10):
-        growth = tree(kind, 16, seed=seed)
-        growth.floor = 0.2
-        draft = grow(growth).finished()
-        assert 0 < len(draft) < 16
-        assert all(growth.reach[parent] >= 0.2 for parent in draft.parents if parent >= 0)
-    growth = tree(kind)
-    growth.floor = 1.0
-    assert len(grow(growth).finished()) == 0

@@ -11,11 +11,11 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.control.config import GoodputConfig, build
 from foretoken.control.fixed import Fixed
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.costs.model import CostModel
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
@@ -102,8 +102,7 @@ def test_every_member_is_guarded(member: str, caplog: pytest.LogCaptureFixture) 
 
 def texts(proposer: Proposer, length: int = 24) -> tuple[dict[int, list[int]], Engine]:
     """Six requests, of which two run at a time, so that some are queued and prefilled while others decode."""
-    costs = CostModel()
-    control = build(GoodputConfig(memory=False, guard=False), 3, TARGET.device, costs, proposer.prunes, proposer.parts)
+    control = build(GoodputConfig(memory=False, guard=False), 3, TARGET.device, DraftPolicy())
     engine = Engine(TARGET, proposer, control, max_sequences=2, prompt_rows=2)
     for i in range(6):
         engine.add(context(i), Length(length))

@@ -34,6 +34,7 @@ from foretoken.models.loading import load_model
 from foretoken.propose import hidden_states
 from foretoken.propose.base import Proposer
 from foretoken.propose.mtp import Mtp, MtpConfig
+from foretoken.propose.union import Union
 
 FAMILIES = ("qwen3.5", "deepseek-v3", "two layers")
 LENGTH = 20
@@ -236,7 +237,8 @@ def test_llm_takes_the_layer_that_the_checkpoint_ships(tiny_pair: Any, tmp_path:
     plain = LLM(folder, dtype="float32", speculative_config={"method": "none"})
     assert plain.methods == ("none",)
     llm = LLM(folder, dtype="float32")
-    assert llm.methods == ("mtp",) and isinstance(llm.engine.proposer, Mtp)
+    assert llm.methods == ("mtp",) and isinstance(llm.engine.proposer, Union)
+    assert isinstance(llm.engine.proposer.sources[0].proposer, Mtp)
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True, speculative_tokens=5)
     outputs = [one.generate("def greet(name):", params)[0].outputs[0] for one in (plain, llm)]
     assert outputs[0].token_ids == outputs[1].token_ids and outputs[1].stats.drafted > 0

@@ -23,6 +23,7 @@ from foretoken.models.heads.mask_token import mask_token
 from foretoken.models.toy import ToyModel
 from foretoken.propose.draft_model import DraftMethodConfig, DraftModelConfig, ParallelDraftModel, _mask_token
 from foretoken.propose.growers import TreeKind
+from foretoken.propose.union import Union
 
 MASK = 6
 
@@ -166,7 +167,8 @@ def test_every_text_is_that_of_plain_decoding(tree: str, target: Path, draft: Pa
     memory = 400 * plain.target.kv_bytes_per_token
     several = LLM(target, speculative_config=config, max_num_seqs=8, kv_cache_memory_bytes=memory, **options)
     alone = LLM(target, speculative_config=config, max_num_seqs=1, **options)
-    assert isinstance(alone.engine.proposer, ParallelDraftModel)
+    assert isinstance(alone.engine.proposer, Union)
+    assert isinstance(alone.engine.proposer.sources[0].proposer, ParallelDraftModel)
     for sampling in SAMPLING:
         wanted = texts(plain, sampling, 0)
         for length in (1, 5):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from math import prod
 
 import pytest
 import torch
@@ -71,8 +72,11 @@ def test_the_best_score_wins(tokens, budget, factor, min_prob):
     score, length = by_definition(tokens, budget, factor, min_prob, 8)
     assert len(draft) <= min(budget, int(factor * length))
     assert isinstance(draft.law, PointMass)
-    total = float(draft.scores.exp().sum()) if len(draft) else 0.0
-    assert total == pytest.approx(score, abs=1e-5)
+    holds = [(length + depth) / (length + depth + 1) for depth in range(len(draft))]  # P(the match goes on)
+    shares = (
+        [float(score) / prod(holds[: depth + 1]) for depth, score in enumerate(draft.scores.exp())] if holds else []
+    )
+    assert sum(shares) == pytest.approx(score, abs=1e-5)
 
 
 def test_a_long_match_is_followed_further_than_a_short_one():

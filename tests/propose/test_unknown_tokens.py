@@ -67,7 +67,6 @@ def test_a_draft_model_skips_a_sequence_that_it_cannot_read(
         if model.batch_invariant:
             assert (healthy.ids, healthy.parents) == (alone.ids, alone.parents)
             assert temperature == 0.0 or torch.equal(healthy.law.probs, alone.law.probs)  # type: ignore[union-attr]
-    assert not proposer.caught_up(contexts[0]) and proposer.caught_up(contexts[1])
 
 
 def test_a_token_that_arrives_later_ends_the_drafts_of_its_sequence_alone(model: Model) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from foretoken import LLM, SamplingParams
 from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
-from foretoken.propose.stopping.learned import AcceptanceHead
+from foretoken.propose.scores import AcceptanceHead
 from foretoken.train.acceptance_head import Classifier, auc, replay, train_acceptance
 from foretoken.train.config import ACCEPTANCE_CONFIG, AcceptanceConfig, RunOptions
 from foretoken.train.data import Corpus
@@ -84,7 +84,7 @@ def test_trained_stored_and_used(tiny_pair: Any, corpus: Corpus, tmp_path: Path)
     output = LLM(tiny_pair.target, tiny_pair.draft, speculative_config=config, dtype="float32").generate("def", params)[
         0
     ]
-    plain = LLM(tiny_pair.target, dtype="float32").generate("def", params)[0]
+    plain = LLM(tiny_pair.target, speculative_config={"method": "none"}, dtype="float32").generate("def", params)[0]
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
     assert output.stats.drafted < 6 * output.stats.steps
 

@@ -10,6 +10,7 @@ from typing import Any
 from foretoken.bench.clock import Stopwatch
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
+from foretoken.propose.union import Union
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class StepTimes:
 
 def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> StepTimes:
     """Times decode steps of one prompt after another through ``LLM.stream``."""
-    drafter: Any = getattr(llm.engine.proposer, "model", None)
+    drafter = _draft_model(llm)
     names = ("score", "chains") if drafter is not None else ()
     sums = dict.fromkeys(("steps", "tokens", "total", "target", "draft", "propose", "verify", "commit"), 0.0)
     with Stopwatch([(drafter, name) for name in names]) as watch:
@@ -78,3 +79,11 @@ def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> Step
                 for name, value in parts.items():
                     sums[name] += value
     return StepTimes(**sums | {"steps": int(sums["steps"]), "tokens": int(sums["tokens"])})  # type: ignore[arg-type]
+
+
+def _draft_model(llm: LLM) -> Any:
+    """Returns the draft model of the default method; None if it has none."""
+    proposer: Any = llm.proposer_of(llm.methods[0])
+    if isinstance(proposer, Union):
+        proposer = proposer.model and proposer.model.proposer
+    return getattr(proposer, "model", None)

@@ -29,6 +29,7 @@ from foretoken.cli.theme import ColorMode
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from foretoken.core.step import StepOutput
     from foretoken.llm import LLM
     from foretoken.outputs import CompletionOutput, StreamPiece
     from foretoken.params import SamplingParams
@@ -84,6 +85,9 @@ def generate(
     runtime: TextRuntimeOptions,
     color: TextColor = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures at the end, on standard error.")] = True,
+    explain_drafts: Annotated[
+        bool, typer.Option(help="A line for each step with the draft policy's numbers, on standard error.")
+    ] = False,
     as_json: Json = False,
     html_file: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with every token's probabilities.")
@@ -107,7 +111,7 @@ def generate(
         if as_json:
             print(json.dumps(_record(llm, _complete(llm, text, params, page)), ensure_ascii=False))
         else:
-            _stream(llm, text, params, color, stats, page)
+            _stream(llm, text, params, color, stats, page, explain_drafts)
         if page is not None:
             page.write()
     finally:
@@ -160,10 +164,16 @@ def _text_of(file: Path) -> str:
 
 
 def _stream(
-    llm: LLM, prompt: str, params: SamplingParams, color: ColorMode, stats: bool, page: _Page | None = None
+    llm: LLM,
+    prompt: str,
+    params: SamplingParams,
+    color: ColorMode,
+    stats: bool,
+    page: _Page | None = None,
+    explain_drafts: bool = False,
 ) -> None:
     """Prints tokens as they are accepted. Several completions are printed one after another, each with its number."""
-    from foretoken.cli.render import Origins, Span, TextWriter, summary
+    from foretoken.cli.render import Origins, Span, TextWriter, decisions, summary
     from foretoken.cli.theme import console
 
     out = console(color)
@@ -171,10 +181,13 @@ def _stream(
     origins = [Origins(llm.tokenizer, llm.requests.tokenize(prompt).ids) for _ in range(params.n)]
     later: dict[int, list[Span]] = {index: [] for index in range(1, params.n)}
     done: list[CompletionOutput] = []
+    steps: list[StepOutput] = []
     started = perf_counter()
     for piece in llm.stream(prompt, params):
         if page is not None:
             page.push(piece)
+        if explain_drafts and piece.step is not None:
+            steps.append(piece.step)
         spans = origins[piece.index].push(piece)
         if piece.index == 0:
             writer.write(spans)
@@ -188,6 +201,8 @@ def _stream(
         out.print(f"--- {index + 1} of {params.n}", style="dim")
         writer.write(spans)
         writer.end_line()
+    if explain_drafts:
+        console(color, stderr=True).print(decisions(steps))
     if stats:
         console(color, stderr=True).print(summary([o.stats for o in done], seconds), style="dim", soft_wrap=True)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from foretoken.cli.theme import MARKS, STYLES, TokenOrigin
+from foretoken.core.step import StepOutput
 from foretoken.engine.detokenize import Detokenizer, Tokenizer
 from foretoken.outputs import SpeculationStats, StreamPiece
 
@@ -134,3 +136,17 @@ def summary(stats: Sequence[SpeculationStats], seconds: float) -> str:
     else:
         parts.append("no drafts")
     return " · ".join(parts)
+
+
+def decisions(steps: Sequence[StepOutput]) -> Table:
+    """Returns a line for each step with the draft policy's numbers, see ``core.draft.Decision``."""
+    names = ("token", "candidates", "drafted", "expected", "price", "speedup", "accepted", "sources")
+    table = Table(*names, box=None, header_style="dim")
+    for step in steps:
+        decision, row = step.draft.decision, [""] * 6
+        if decision is not None and decision.candidates:
+            numbers = (f"{x:.2f}" for x in (decision.expected, decision.price, decision.speedup))
+            sources = ", ".join(f"{name} {count}" for name, count in Counter(decision.sources).items())
+            row = [str(decision.candidates), str(len(step.draft)), *numbers, sources]
+        table.add_row(str(step.position), *row[:5], str(step.accepted or ""), row[5])
+    return table

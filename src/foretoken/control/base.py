@@ -13,8 +13,8 @@ from foretoken.costs.model import CostModel
 class Controller:
     """Base class of controllers. This one never drafts.
 
-    A budget may depend on anything known before the step, never on a token drawn in it (non-anticipation): to drop a
-    drawn token because it looks unlikely biases the output.
+    A budget may depend on anything known before the step, never on a token sampled in it (non-anticipation): to drop a
+    sampled token because it looks unlikely biases the output.
 
     Attributes:
         costs: The cost model that it reads. The engine keeps it up to date.
@@ -40,7 +40,7 @@ class Controller:
         """Receives the outcome of the step, before the cost model does. Not called while ``resting``."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns what it has learned and decided, as JSON. Called between steps."""
+        """Returns its estimates and last decisions, as JSON. Called between steps."""
         return {"name": "none", "max_tokens": 0}
 
     @property

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from foretoken.control.base import Controller
-from foretoken.control.capped import Capped
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput_controller import Goodput, never, only_all
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.checks import check_keys, integer, number
-from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.free_memory import FreeMemory
-from foretoken.core.part import DraftPart
-from foretoken.costs.model import CostModel
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 
 Control = str | Mapping[str, Any]
@@ -94,26 +90,17 @@ def max_tokens(config: FixedConfig, tokens: int, given: bool) -> int:
     return config.max_tokens or max(tokens, _MAX_TOKENS if tokens else 0)
 
 
-def build(
-    config: FixedConfig,
-    tokens: int,
-    device: torch.device,
-    costs: CostModel,
-    prunes: Callable[[Context], bool] = never,
-    parts: Callable[[Context], Collection[DraftPart]] = only_all,
-) -> Controller:
-    """Returns the controller of a configuration.
+def build(config: FixedConfig, tokens: int, device: torch.device, policy: DraftPolicy) -> Controller:
+    """Returns the controller of a configuration: ``policy`` within its bounds, or a constant draft length.
 
     Args:
         config: Its configuration.
         tokens: Draft tokens per step, at most.
         device: Device of the models, whose memory is watched.
-        costs: Measured seconds.
-        prunes: See ``Proposer.prunes``.
-        parts: See ``Proposer.parts``.
+        policy: The draft policy.
     """
     memory = MemoryWatch(tokens, FreeMemory(device)) if config.memory else None
     ledger = Ledger(config.allowance) if config.guard else None
-    if isinstance(config, GoodputConfig):
-        return Goodput(tokens, costs, ledger, memory, prunes, parts)
-    return Capped(tokens, costs, ledger, memory) if ledger else Fixed(tokens, memory)
+    adaptive = isinstance(config, GoodputConfig)
+    policy.bound(tokens, ledger, memory, constant=not adaptive)
+    return policy if adaptive or ledger else Fixed(tokens, memory)

@@ -18,6 +18,9 @@ class Fixed(Controller):
     depth: int
     memory: MemoryWatch | None = None
 
+    def admit(self, context: Context) -> None:
+        context.depth = self.depth if context.depth is None else context.depth
+
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         return caps(contexts, max_draft_tokens, self.depth, self.memory)
 
@@ -29,8 +32,13 @@ class Fixed(Controller):
         return short_of_memory(self.memory, self.depth)
 
 
+def requested(contexts: Sequence[Context], limits: Sequence[int]) -> list[int]:
+    """Returns the budgets of a step in which only requests that ask for a draft length draft."""
+    return [0 if context.depth is None else limit for context, limit in zip(contexts, limits, strict=True)]
+
+
 def halvings(memory: MemoryWatch | None) -> int:
-    """Returns how often draft lengths are halved because memory is short."""
+    """Returns the number of halvings of draft lengths because memory is short."""
     return 0 if memory is None else memory.halvings
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from foretoken.core.context import Context
-from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput, is_decode_only
 from foretoken.costs.model import CostModel
 
@@ -15,11 +14,10 @@ from foretoken.costs.model import CostModel
 class Ledger:
     """Seconds that drafting may still lose.
 
-    A step with drafts is charged its seconds, catching up included, less those in which plain decoding would have given
-    the same tokens. Losses are paid from the allowance, a small share of all time, and from earlier gains up to a
-    limit. A step may draft only as much as would not overdraw the balance if every draft token were rejected. So text
-    takes at most the allowance longer, whatever the proposer does. Requests that ask for a draft length have it, and
-    are not charged.
+    A step with drafts is charged its seconds, less those in which plain decoding would have given the same tokens.
+    Losses are taken from the allowance, a small share of all time, and from earlier gains up to a limit. A step may
+    draft only as much as would not overdraw the balance if every draft token were rejected. So a sequence takes at most
+    the allowance longer, whatever the proposer does. Requests that ask for a draft length have it, and are not charged.
 
     Args:
         allowance: The share of all time that drafting may lose.
@@ -34,7 +32,7 @@ class Ledger:
 
     def cap(self, costs: CostModel, batch: int) -> float:
         """Returns the seconds that the next step may lose."""
-        return costs.tuning.start * costs.plain_seconds(batch) if self.balance is None else self.balance
+        return costs.tuning.budget_steps / 8 * costs.plain_seconds(batch) if self.balance is None else self.balance
 
     def income(self, costs: CostModel, batch: int) -> float:
         """Returns the seconds that a plain step of ``batch`` requests adds."""
@@ -54,7 +52,7 @@ class Ledger:
         own = [step for context, step in zip(contexts, steps, strict=True) if context.depth is None]
         if any(len(step.draft) for step in own):
             balance -= _loss(own, steps, plain, costs)
-        self.balance = min(balance, costs.tuning.max_balance * plain)
+        self.balance = min(balance, costs.tuning.budget_steps * plain)
 
 
 def _loss(own: Sequence[StepOutput], steps: Sequence[StepOutput], plain: float, costs: CostModel) -> float:
@@ -64,14 +62,12 @@ def _loss(own: Sequence[StepOutput], steps: Sequence[StepOutput], plain: float, 
     without = rows - sum(len(step.draft) for step in own)
     base = plain if without == batch else costs.pass_seconds(without)
     if is_decode_only(steps):
-        budgets, free = (
-            [step.budget for step in steps if step.budget],
-            not any(s.budget and s.part is not DraftPart.FREE for s in steps),
-        )
-        drafting = costs.drafting.seconds(max(budgets, default=0), len(budgets), free=free)
-        drafting += costs.drafting.missed(timings.missed_tokens)
-        expected = costs.pass_seconds(rows) + (drafting if costs.drafting.known else timings.propose)
-        seconds = min(timings.total, costs.tuning.charged * expected)
+        levels = [step.levels for step in steps if step.levels]
+        drafting = timings.propose
+        if levels and costs.drafting.known:
+            drafting = costs.drafting.seconds(max(levels), len(levels)) + costs.drafting.missed(timings.missed_tokens)
+        expected = costs.pass_seconds(rows) + drafting
+        seconds = min(timings.total, costs.tuning.outlier_ratio * expected)
         # Plain steps timed while the machine was slower would make a loss look like a gain.
         share = (timings.total - timings.propose) / timings.total
         base = min(base, seconds * share / float(costs.pass_ratio(np.asarray([rows]), without)[0]))

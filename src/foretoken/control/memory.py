@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from foretoken.core.free_memory import Memory
-from foretoken.costs.tuning import TUNING, Tuning
+
+_RECOVERY = 20  # readings with memory to spare before drafts grow again
 
 
 class MemoryWatch:
@@ -18,7 +19,6 @@ class MemoryWatch:
         max_tokens: Largest draft length, which says how many halvings leave nothing.
         read: Returns the free memory; None if it cannot be known, and nothing is limited.
         clock: Returns seconds.
-        tuning: Constants.
 
     Attributes:
         halvings: How often draft lengths are halved at present.
@@ -29,19 +29,18 @@ class MemoryWatch:
         max_tokens: int,
         read: Callable[[], Memory | None],
         clock: Callable[[], float] = time.monotonic,
-        tuning: Tuning = TUNING,
     ) -> None:
-        self._max_tokens, self._read, self._clock, self._tuning = max_tokens, read, clock, tuning
+        self._most, self._read, self._clock = max(1, max_tokens.bit_length()), read, clock
         self.halvings = 0
         self._next, self._spare = 0.0, 0
 
     def cap(self, length: int) -> int:
         """Returns the part of a draft length that memory allows."""
-        return 0 if self.halvings >= self._tuning.max_halvings else length >> self.halvings
+        return 0 if self.halvings >= self._most else length >> self.halvings
 
     def look(self) -> int:
         """Reads the free memory if that is due. Returns ``halvings``."""
-        now, tuning = self._clock(), self._tuning
+        now = self._clock()
         if now < self._next:
             return self.halvings
         memory = self._read()
@@ -50,12 +49,12 @@ class MemoryWatch:
             self.halvings = 0
         elif memory.free < memory.low:
             none = memory.free < memory.low / 2
-            self.halvings = tuning.max_halvings if none else min(tuning.max_halvings, self.halvings + 1)
+            self.halvings = self._most if none else min(self._most, self.halvings + 1)
         elif self.halvings and memory.free > 2 * memory.low:
             self._spare = spare + 1
-            if self._spare >= tuning.recovery:
+            if self._spare >= _RECOVERY:
                 self._spare = 0
-                self.halvings = min(self.halvings, max(1, self._max_tokens.bit_length())) - 1
-        plenty = memory is None or memory.free > tuning.plenty * memory.low
-        self._next = now + (tuning.look_short if self.halvings else tuning.look_plenty if plenty else tuning.look)
+                self.halvings -= 1
+        plenty = memory is None or memory.free > 4 * memory.low  # which cannot be used up within a second
+        self._next = now + (0.05 if self.halvings else 1.0 if plenty else 0.25)
         return self.halvings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,8 +10,36 @@ from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.exactness import Exactness as Exactness
 from foretoken.core.history import History, TokenCounts
-from foretoken.core.part import DraftPart
 from foretoken.core.streams import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class ChainEnd:
+    """End of a draft: at the first token that is reached with less than the minimum acceptance.
+
+    A token that the draft gives probability p is accepted at the rate ``bases[i] + slopes[i] * p``, where i is the
+    number of ``bounds`` up to p. It is reached with the product of the rates of all tokens up to it.
+
+    Attributes:
+        bounds: [buckets - 1], ascending.
+        bases: [buckets].
+        slopes: [buckets].
+        min_acceptance: By depth; the last one also holds for all deeper tokens.
+    """
+
+    bounds: Sequence[float]
+    bases: Sequence[float]
+    slopes: Sequence[float]
+    min_acceptance: Sequence[float]
+
+    def rate(self, probability: float) -> float:
+        """Returns the rate at which a token of this probability is accepted."""
+        bucket = bisect_right(self.bounds, probability)
+        return self.bases[bucket] + self.slopes[bucket] * probability
+
+    def minimum(self, depth: int) -> float:
+        """Returns the minimum acceptance at ``depth``, from 0."""
+        return self.min_acceptance[min(depth, len(self.min_acceptance) - 1)]
 
 
 @dataclass(eq=False, slots=True)
@@ -32,9 +61,7 @@ class Context:
             requests of the same salt. None is a scope like any other.
         adapter: Key of the LoRA adapter with which the target computes the sequence. None is none.
         num_proposer_tokens: Number of leading tokens that the proposer has processed. Kept by the engine.
-        part: The part of the proposer that drafts for it. Kept by the controller.
-        floors: Minimum acceptance probability of a greedy chain's token by depth; the last value repeats. Empty for no
-            early stop. Kept by the controller.
+        end: Where drafts end early that estimate their acceptance; None for nowhere. Kept by the draft policy.
     """
 
     id: int
@@ -50,8 +77,7 @@ class Context:
     cache_salt: str | None = None
     adapter: str | None = None
     num_proposer_tokens: int = 0
-    part: DraftPart = DraftPart.ALL
-    floors: Sequence[float] = ()
+    end: ChainEnd | None = None
     _counts: TokenCounts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,25 @@ from torch import Tensor
 from foretoken.core.law import PointMass, ProposalLaw
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The draft policy's numbers behind a draft.
+
+    Attributes:
+        sources: The source of each node, by name.
+        candidates: Number of candidates of all sources, of which the nodes were selected.
+        expected: Expected accepted tokens.
+        price: Price of the draft's rows, in tokens of the usual speed.
+        speedup: The usual speed, as a multiple of that of plain decoding.
+    """
+
+    sources: tuple[str, ...]
+    candidates: int
+    expected: float
+    price: float
+    speedup: float
+
+
 @dataclass(frozen=True)
 class Draft:
     """A tree of draft tokens below the last committed token of one sequence.
@@ -24,7 +43,8 @@ class Draft:
         parents: Index of each node's parent. -1 is the root, the last committed token.
         law: Distribution of the tokens. It decides which verifier is exact.
         scores: [n]. Confidence (log-probability) for controllers and viewers, or None. Verifiers never read it.
-        levels: Passes of the draft model, if fewer than the budget.
+        levels: Draft-model passes used, when fewer than the budget; 0 if no model drafted.
+        decision: Numbers behind the draft, if a draft policy decided. Verifiers never read it.
     """
 
     tokens: Tensor
@@ -32,6 +52,7 @@ class Draft:
     law: ProposalLaw = field(default_factory=PointMass)
     scores: Tensor | None = None
     levels: int | None = None
+    decision: Decision | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.parents) != self.tokens.shape[0]:

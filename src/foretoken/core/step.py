@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.core.draft import Draft
-from foretoken.core.part import DraftPart
 from foretoken.core.verdict import Verdict
 
 
@@ -51,7 +50,6 @@ class StepOutput:
         timings: Times of the step.
         finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None for an unfinished sequence.
         budget: Number of draft tokens that the proposer was asked for.
-        part: The part of the proposer that drafted.
     """
 
     sequence: int
@@ -62,7 +60,11 @@ class StepOutput:
     timings: Timings
     finish_reason: str | None = None
     budget: int = 0
-    part: DraftPart = DraftPart.ALL
+
+    @property
+    def levels(self) -> int:
+        """Passes of the draft model, or draft tokens that were asked for if the draft does not say."""
+        return self.budget if self.budget == 0 or self.draft.levels is None else self.draft.levels
 
     @property
     def accepted(self) -> int:

@@ -49,8 +49,8 @@ class Curve:
     def add(self, size: int, seconds: float) -> None:
         """Records an observation."""
         mean, weight = self._points.get(size, (0.0, 0.0))
-        weight = min(weight, self._tuning.memory - 1.0)
-        limit = self._tuning.clip * self.at(size) if self.weight >= self._tuning.trusted else seconds
+        weight = min(weight, self._tuning.memory_steps - 1.0)
+        limit = self._tuning.clip_ratio * self.at(size) if self.weight >= self._tuning.trusted_steps else seconds
         if seconds > limit:
             seconds, weight = limit, weight / 2
         self._points[size] = (mean * weight + seconds) / (weight + 1.0), weight + 1.0

@@ -38,7 +38,7 @@ class PassCost:
     """Cost of a pass over ``rows`` rows of each of ``batch`` sequences after ``context`` tokens.
 
     Attributes:
-        floor: Seconds of the bare matrix products, in the same run. None where there is no bare kernel to time.
+        floor: Seconds of the bare matrix products, in the same run. None if there is no bare kernel to time.
         kv_bytes: Bytes of KV cache that the pass reads.
         weights_bytes: Bytes of weights that the pass reads.
     """
@@ -58,7 +58,7 @@ class PassCost:
 
     @property
     def over_read(self) -> float | None:
-        """Ratio to reading weights and KV cache at the bandwidth at which the floor reads its weights."""
+        """Ratio to reading weights and KV cache at the bandwidth of the bare products."""
         ratio = self.over_floor
         return ratio / (1 + self.kv_bytes / self.weights_bytes) if ratio else None
 

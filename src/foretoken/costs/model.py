@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput, is_decode_only
 from foretoken.costs.curve import Array, Curve
 from foretoken.costs.drafting import DraftingTimes
@@ -16,7 +15,7 @@ from foretoken.costs.tuning import TUNING, Tuning
 
 
 class CostModel:
-    """Seconds of passes by rows, of plain steps by batch, of drafting by depth and batch, and of catching up.
+    """Seconds of passes by rows, of plain steps by batch, of drafting by depth and batch, and of missed tokens.
 
     The engine passes every step to ``observe`` once. Controllers and proposers only read.
 
@@ -25,6 +24,7 @@ class CostModel:
 
     Attributes:
         drafting: Seconds of drafting.
+        search_seconds: Seconds in which text to copy is searched for one request.
         level: Seconds of a pass relative to those of the first observed passes.
     """
 
@@ -32,6 +32,7 @@ class CostModel:
         self.tuning, self.level = tuning, 1.0
         self._passes, self._plain = Curve(tuning=tuning), Curve(tuning=tuning)  # at level 1, by rows and by batch
         self.drafting = DraftingTimes(tuning)
+        self.search_seconds = 0.0
         self._disturbed = 0  # disturbed passes in a row
         self._since_plain = 0  # steps since a plain one was timed
         self._speedup = 1.0  # moving average over the steps with drafts
@@ -51,17 +52,17 @@ class CostModel:
             self.observe_pass(rows, timings.total - timings.propose)
             self._since_plain += 1
             if rows == len(steps) and not drafting:
-                if self._since_plain >= self.tuning.refresh:
-                    self._plain.discount(self.tuning.stale)
+                if self._since_plain >= self.tuning.refresh_steps:
+                    self._plain.discount(self.tuning.trusted_steps)
                 self._plain.add(rows, timings.total / self.level)
                 self._since_plain = 0
-        free = all(step.part is DraftPart.FREE for step in drafting)
         drafted = any(len(step.draft) for step in steps)
-        levels = [step.draft.levels for step in drafting]
-        # A search that found nothing took its time, and so did a chain that ended at once; another model was not ready.
-        if drafting and (drafted or free or any(levels)):
-            depth = max(level or step.budget for level, step in zip(levels, drafting, strict=True))
-            self.drafting.observe(depth, len(drafting), timings, free=free)
+        levels = [step.levels for step in drafting if step.levels]
+        # A chain that ended at once took its time. Where nothing says that a pass was made, the model was not ready.
+        if levels and (drafted or any(step.draft.levels for step in drafting)):
+            self.drafting.observe(max(levels), len(levels), timings)
+        if drafting and not levels:
+            self.search_seconds += self.tuning.follow_share * (timings.propose / len(drafting) - self.search_seconds)
         if drafting and drafted:
             plain = self.plain_seconds(len(steps))
             if decode_only and plain and timings.total:  # no step with drafts is shorter than one without
@@ -73,14 +74,13 @@ class CostModel:
         tuning = self.tuning
         if seconds <= 0.0:  # no clock
             return
-        if self._passes.weight_near(rows) >= tuning.known:
+        if self._passes.weight_near(rows) >= tuning.trusted_steps:
             ratio = seconds / self.pass_seconds(rows)
-            self._disturbed = self._disturbed + 1 if ratio > tuning.disturbed else 0
-            if 0 < self._disturbed < tuning.passing:
+            self._disturbed = self._disturbed + 1 if ratio > tuning.outlier_ratio else 0
+            if 0 < self._disturbed <= tuning.trusted_steps:
                 return
-            change = math.log(min(tuning.max_change, max(1.0 / tuning.max_change, ratio)))
-            self.level *= math.exp(change * (tuning.follow if abs(change) < tuning.jump else tuning.leap))
-        elif seconds < tuning.dip * (fewer := self.level * self._passes.below(rows)):
+            self.level *= min(2.0, max(0.5, ratio)) ** tuning.follow_share
+        elif seconds < (fewer := self.level * self._passes.below(rows)):  # more rows in less time: a faster machine
             self.level *= seconds / fewer
         self._passes.add(rows, seconds / self.level)
 
@@ -90,7 +90,7 @@ class CostModel:
         Args:
             passes: Seconds by rows.
             drafting: Seconds of one request's draft by depth.
-            missed: Most seconds of catching up on a token.
+            missed: Maximum seconds of a missed token.
         """
         for rows, seconds in passes.items():
             self._passes.put(rows, seconds / self.level)
@@ -99,17 +99,16 @@ class CostModel:
 
     def discount(self) -> None:
         """Lets everything learned so far count little beside what follows."""
-        self._passes.discount(self.tuning.compared)
-        self._plain.discount(self.tuning.calibrated / 4)  # the first steps show it, and everything is compared with it
+        self._passes.discount(self.tuning.trusted_steps)
+        self._plain.discount(self.tuning.weak_steps / 4)  # the first steps show it, and everything is compared with it
         self.drafting.discount()
         self._since_plain = 0
 
     def describe(self) -> dict[str, Any]:
-        """Returns what was learned, as JSON: seconds at the machine's present speed.
+        """Returns the measured seconds, as JSON: seconds at the machine's present speed.
 
         The keys of ``pass_seconds`` are rows, of ``plain_step_seconds`` requests, of ``draft_seconds`` the number of
-        requests from which a curve holds, and within it draft tokens; ``free_draft_seconds`` are those of steps in
-        which no model was asked.
+        requests from which a curve holds, and within it draft tokens.
         """
 
         def scaled(curve: Curve, scale: float) -> dict[str, float]:
@@ -147,10 +146,6 @@ class CostModel:
         """Returns the seconds of a step of ``batch`` requests without drafts, 0 if none was timed."""
         return self.level * self._plain.at(batch)
 
-    def light(self, batch: int) -> bool:
-        """Returns whether a plain step is so short that the arithmetic of a mixture of methods would show in it."""
-        return self.plain_seconds(batch) < self.tuning.light * batch
-
     def step_table(self, batch: int, rows: Array, *, optimistic: bool = False) -> Array:
         """Returns the seconds of steps of ``batch`` requests whose passes have ``rows`` [N] rows, without drafting.
 
@@ -163,7 +158,8 @@ class CostModel:
     def plain_due(self, batch: int) -> bool:
         """Returns whether a plain step has to be timed before other steps draft."""
         tuning = self.tuning
-        enough = 1.0 if self._plain.weight > tuning.first_plain else tuning.first_plain
+        first = tuning.trusted_steps + tuning.weak_steps  # one alone may be disturbed
+        enough = 1.0 if self._plain.weight > first else first
         if self._plain.weight_near(batch, batch // 8) < enough:
             return True
-        return self._since_plain >= tuning.refresh + tuning.patience * max(0.0, self._speedup - 1.0)
+        return self._since_plain >= tuning.refresh_steps + max(0.0, self._speedup - 1.0) / tuning.timing_share

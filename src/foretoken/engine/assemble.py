@@ -44,7 +44,7 @@ class Assembler:
         return owned[0] if owned else None
 
     def piece(self, step: StepOutput) -> StreamPiece:
-        """Returns what ``step`` added to its request. Takes a finished sequence from the engine.
+        """Returns the piece that ``step`` added to its request. Takes a finished sequence from the engine.
 
         Raises:
             Exception: The error that ended the sequence.

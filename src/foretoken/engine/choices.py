@@ -62,7 +62,7 @@ class Choices:
     def after(self, text: bytes) -> tuple[Tensor, bool] | None:
         """Returns the tokens allowed after ``text``, bool [V], and whether ``text`` is complete.
 
-        Returns None where none of the texts begins with ``text``.
+        Returns None if none of the texts begins with ``text``.
         """
         if text not in self._masks:
             self._masks[text] = self._search(text)

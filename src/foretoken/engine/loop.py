@@ -12,7 +12,6 @@ from foretoken.control.base import Controller
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput, Timings
 from foretoken.engine.clock import StepClock
 from foretoken.engine.kv_budget import state_tokens
@@ -54,7 +53,6 @@ class Engine:
     ) -> None:
         self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
         self._step_rows = StepRows(rule)
-        self._costs = {costs for costs in (controller.costs, proposer.needs.costs) if costs is not None}
         self.pace = PrefillPacer(prompt_rows)
         callbacks = self._reusable_prefix_len, self._forget
         state = state_tokens(target, proposer)
@@ -212,11 +210,10 @@ class Engine:
         if ready:
             contexts = [sequence.context for sequence in ready]
             budgets = self.controller.budgets(contexts, plan.max_draft_tokens)
-            if any(budgets):
-                pairs = zip(contexts, budgets, strict=True)
-                missed = [c.missed_tokens for c, budget in pairs if budget and c.part is not DraftPart.FREE]
-                clock.missed_tokens = sum(missed)
             drafts = readable(self.proposer.propose(contexts, budgets), self.target, self.proposer.name)
+            if any(budgets):
+                asked = zip(contexts, budgets, drafts, strict=True)
+                clock.missed_tokens = sum(c.missed_tokens for c, budget, draft in asked if budget and draft.levels != 0)
         if plan.prefilling:
             drafts += prompt_logprob_drafts(plan.prefilling)
         clock.lap()
@@ -272,10 +269,10 @@ class Engine:
         self.proposer.observe(contexts, [Observation(step, each.scores) for each, step in outcomes])
         if not self.controller.resting:
             self.controller.observe(contexts, steps)
-            for costs in self._costs:
-                costs.observe(steps)
+            if self.controller.costs is not None:
+                self.controller.costs.observe(steps)
         for context, step in zip(contexts, steps, strict=True):
-            if step.budget and step.part is not DraftPart.FREE and (step.position or len(step.draft)):
+            if step.levels and (step.position or len(step.draft)):
                 context.num_proposer_tokens = len(context.tokens)
 
     def _end(self, sequence: Sequence) -> StepOutput:

@@ -83,7 +83,7 @@ class GrammarFollower(Protocol):
         ...
 
     def allowed(self, path: Sequence[int]) -> bytes | None:
-        """Returns the tokens allowed after the text and ``path``, one bit each; None where the grammar refuses them.
+        """Returns the tokens allowed after the text and ``path``, one bit each; None if the grammar refuses them.
 
         Raises:
             InvalidRequest: llguidance reached one of its limits.

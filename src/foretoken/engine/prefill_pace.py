@@ -27,7 +27,7 @@ class PrefillLimit:
 
     Attributes:
         rows: Number of prompt tokens; None is no limit.
-        spare: No further prompt begins when only so many of ``rows`` are left.
+        spare: No further prompt begins when at most this number of ``rows`` is left.
         drafts: Whether decoding sequences may draft while prompt tokens are computed.
     """
 
@@ -86,7 +86,7 @@ class PrefillPacer:
         return PrefillLimit(rows) if steps > _SHORT else PrefillLimit(max(rows, -(-first // steps)), drafts=False)
 
     def rows(self, decoding: int, waiting: int) -> int:
-        """Returns how many prompt tokens may be computed beside ``decoding`` sequences and their draft tokens.
+        """Returns the number of prompt tokens beside ``decoding`` sequences and their draft tokens.
 
         Args:
             decoding: Number of decoding sequences, one or more.

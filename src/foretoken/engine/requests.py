@@ -240,7 +240,7 @@ class RequestBuilder:
 
 
 def prompt_logprobs(sequence: Running, tokenizer: Any) -> PromptLogprobs | None:
-    """Returns one entry per prompt token, None for the first. Returns None where none were requested."""
+    """Returns one entry per prompt token, None for the first. Returns None if none were requested."""
     if sequence.options.prompt_logprobs is None:
         return None
     return (None, *(logprob_entries(recorded, tokenizer) for recorded in sequence.prompt_recorded))

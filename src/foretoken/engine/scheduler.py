@@ -27,7 +27,7 @@ class ScheduledBatch:
     Args:
         ready: Sequences that emit tokens. The last chunk of their prefill runs in the same forward pass.
         max_draft_tokens: Maximum number of draft tokens of each sequence in ``ready``: what could be emitted, what
-            fits, and none where a short prompt takes their place.
+            fits, and none if a short prompt takes their place.
         prefilling: Sequences with a prefill chunk in this step, and no output.
     """
 
@@ -69,8 +69,8 @@ class Scheduler:
         max_sequences: Number of sequences in one forward pass.
         pace: Limits the prefill of a step.
         capacity: Number of tokens whose KV cache fits, or None for no limit.
-        on_admit: Called with a context before its prefill. Returns how many leading tokens need no prefill because the
-            proposer reuses them.
+        on_admit: Called with a context before its prefill. Returns the number of leading tokens whose hidden states the
+            proposer does not need.
         on_preempt: Called with a context that is preempted.
         state_tokens: Number of tokens whose KV cache takes as much memory as the recurrent states of one sequence.
     """

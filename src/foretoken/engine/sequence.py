@@ -40,7 +40,7 @@ class TokenLogprobs:
 
 
 class ComputedTokens(NamedTuple):
-    """What the kernels have computed of a sequence's step.
+    """Results of the kernels for a step of a sequence.
 
     Attributes:
         path: Accepted nodes of the draft.
@@ -53,7 +53,7 @@ class ComputedTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What to record beside the tokens.
+    """Records beside the tokens.
 
     Args:
         logprobs: Number of alternatives for each output token, or None to record no log-probabilities.
@@ -217,7 +217,7 @@ def explain(context: Context, draft: Draft, rows: list[int], tokens: list[int], 
     Args:
         context: The sequence.
         draft: The step's draft.
-        rows: The row of ``logits`` that each of ``tokens`` was drawn from.
+        rows: The row of ``logits`` that each of ``tokens`` was sampled from.
         tokens: The accepted tokens and the target's token.
         logits: [n+1, V].
     """

@@ -35,7 +35,7 @@ class SequenceRow:
         logits: Rows of the first step, [n+1, V].
 
     Attributes:
-        row: The request; None where the kernels cannot choose the token.
+        row: The request; None if the kernels cannot choose the token.
     """
 
     def __init__(self, context: Context, logprobs: int | None, logits: Tensor) -> None:
@@ -64,7 +64,7 @@ class SequenceRow:
         return None if result.row is None else result
 
     def update(self, draft: Draft, logits: Tensor) -> TokenRow | None:
-        """Returns the request for a draft; None where its verifier has to choose the tokens.
+        """Returns the request for a draft; None if its verifier has to choose the tokens.
 
         Args:
             draft: The draft.
@@ -101,7 +101,7 @@ class SequenceRow:
         return addressof(nodes)
 
     def result(self) -> ComputedTokens | None:
-        """Returns the tokens that the kernels have computed; None where the last one is not possible."""
+        """Returns the tokens that the kernels have computed; None if the last one is not possible."""
         row = self.row
         assert row is not None
         if not row.below:
@@ -134,7 +134,7 @@ class StepRows:
         """Computes the tokens of all sequences whose draft has fixed candidates or none, and their log-probabilities.
 
         Returns:
-            The tokens of each sequence; None where its verifier has to choose them.
+            The tokens of each sequence; None if its verifier has to choose them.
         """
         requests, chosen = list[TokenRow](), list[SequenceRow | None]()
         for sequence, draft, score in zip(sequences, drafts, scores, strict=True):

@@ -49,8 +49,8 @@ class VerifiedDraft:
         budget: Number of draft tokens that the proposer was asked for.
         draft: The draft.
         scores: The target's.
-        verdict: The verifier's decision; None where the sequence failed.
-        computed: What the kernels have computed of the step, if they have chosen its tokens.
+        verdict: The verifier's decision; None if the sequence failed.
+        computed: Results of the kernels for the step, if they have chosen its tokens.
     """
 
     sequence: Sequence
@@ -71,7 +71,7 @@ class VerifiedDraft:
         return VerifiedDraft(sequence, budget, draft, scores, _verdict(sequence, draft, scores, rule))
 
     def emit(self, max_length: int) -> tuple[int, ...]:
-        """Returns the tokens that the sequence emits; none where it fails.
+        """Returns the tokens that the sequence emits; none if it fails.
 
         Args:
             max_length: The target's context length.
@@ -87,12 +87,12 @@ class VerifiedDraft:
     def output(self, position: int, tokens: tuple[int, ...], timings: Timings) -> StepOutput:
         """Returns the sequence's output of the step; ``position`` is its number of generated tokens before."""
         context, verdict = self.sequence.context, self.verdict or NO_VERDICT
-        ended, budget, part = self.sequence.finish_reason, self.budget, context.part
-        return StepOutput(context.id, position, self.draft, verdict, tokens, timings, ended, budget, part)
+        ended, budget = self.sequence.finish_reason, self.budget
+        return StepOutput(context.id, position, self.draft, verdict, tokens, timings, ended, budget)
 
 
 def _verdict(sequence: Sequence, draft: Draft, scores: Scores, rule: Rule) -> Verdict | None:
-    """Returns the verdict on a draft; None where the sequence ends in this step.
+    """Returns the verdict on a draft; None if the sequence ends in this step.
 
     Where the verdict reaches a node at which no token is possible, the accepted tokens are still emitted, the last of
     them as the target's own, and the next step ends the sequence.

@@ -25,7 +25,7 @@ from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
 _PROMPT = 32  # tokens
-_FIRST = (0, 1)  # prefill, and the proposer's catching up
+_FIRST = (0, 1)  # prefill, and the tokens that the proposer missed
 _COARSE = (0, 1, 2, 4, 8, 16)  # depths that are always timed; costs between them are interpolated
 _FINE = (6, 7, 12)  # timed as well unless _SECONDS are over
 _SWEEPS = 3  # their medians count, so that a slow moment has no effect; fewer if they take longer than
@@ -43,7 +43,7 @@ class _Script(Controller):
     Attributes:
         depths: Depths that are left.
         passes: Seconds by rows.
-        drafting: Seconds by depth, after the proposer has caught up.
+        drafting: Seconds by depth, after the proposer's cache is up to date.
     """
 
     def __init__(self, depths: Sequence[int], costs: CostModel, synthetic: bool = False) -> None:
@@ -70,7 +70,9 @@ class _Script(Controller):
         self.passes[sum(len(step.draft) + 1 for step in steps)].append(timings.total - timings.propose)
         if self._depth:
             self.drafting[self._depth].append(timings.propose)
-            if not self._synthetic and timings.propose > self._costs.plain_seconds(1):  # deeper drafts cannot pay
+            if not self._synthetic and timings.propose > self._costs.plain_seconds(
+                1
+            ):  # deeper drafts cannot be profitable
                 self.depths = [depth for depth in self.depths if depth < self._depth]
         if time.perf_counter() > self._end:
             self.depths = [depth for depth in self.depths if depth in _COARSE[1:] and depth not in self.drafting]
@@ -95,7 +97,7 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
 
     It needs space for 32 tokens and the drafts in the target's context window, and does nothing with less. Where
     drafting takes no time, or the proposer would learn from the synthetic prompt, only passes are timed; of a mixture,
-    its model drafts alone. Passes of a model with experts are timed apart, over tokens drawn from the vocabulary: what
+    its model drafts alone. Passes of a model with experts are timed apart, over random tokens: what
     a proposer drafts on a synthetic prompt repeats itself, and would choose fewer experts than a text.
 
     Args:
@@ -120,12 +122,12 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
         _run(target, _Synthetic(target.vocab_size), script, length)
         passes = script.pass_seconds
     if timed is not None:
-        # Memory is allocated in the first run, which makes catching up look slow, as a slow moment does in the second.
+        # Memory is allocated in the first run, which makes missed tokens look slow, as a slow moment does.
         first = CostModel()
         _run(target, timed, _Script(_FIRST, first), length)
         script = _Script([*_FIRST, *(sweep * sweeps)], costs)
         _run(target, timed, script, length)
-        drafting = {depth: median(seconds) for depth, seconds in script.drafting.items()}
+        drafting = {depth: min(seconds) for depth, seconds in script.drafting.items()}  # others caused the rest
         passes, missed = passes or script.pass_seconds, first.drafting.missed(1) or missed
     costs.calibrate(passes, drafting, missed)
 

@@ -8,27 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from foretoken.core.context import ChainEnd as ChainEnd
 from foretoken.core.native.sampling import Filter
-
-
-@dataclass(frozen=True, slots=True)
-class ChainEnd:
-    """The end of a greedy chain: before the first token with less than its minimum probability of being reached.
-
-    A token that the model gives probability p is accepted at the rate ``bases[i] + slopes[i] * p``, where i is the
-    number of ``bounds`` up to p. It is reached with the product of the rates of all tokens up to it.
-
-    Attributes:
-        bounds: [buckets - 1], ascending.
-        bases: [buckets].
-        slopes: [buckets].
-        floors: Minimum probability by depth; the last value also holds for all deeper tokens.
-    """
-
-    bounds: Sequence[float]
-    bases: Sequence[float]
-    slopes: Sequence[float]
-    floors: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The target's logits for the text that it emits are free training data. Samples wait in a bounded buffer. A thread trains
 a copy of the draft on them; a finished version replaces the draft between two steps. Within a step the
-draft is constant, and the distribution that travels with its tokens is the one they were drawn from, so exactness is
+draft is constant, and the distribution that travels with its tokens is the one they were sampled from, so exactness is
 not affected. Some samples are held out: a version that does worse on them is rolled back.
 
 One draft serves all requests, so requests with a ``cache_salt`` are not learned from: the draft could repeat their text

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.part import DraftPart
 from foretoken.core.step import StepOutput
-from foretoken.costs.model import CostModel
 from foretoken.models.base import Model, Scores
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a proposer needs from the target.
+    """Inputs that a proposer needs from the target.
 
     Attributes:
         taps: Layer indices whose hidden states it reads.
         live_steps: It learns from decode steps as they ran: from the rows of rejected draft tokens, or from their
             duration.
-        costs: The cost model that it reads. The engine keeps it up to date.
         logits: ``observe`` reads logits. Without it they may be missing, see ``Scores.argmax``.
         ranks: Number of the likeliest tokens of each row that ``observe`` reads, see ``Scores.ranked``. Where a model
             does not rank them, there are logits.
@@ -31,7 +29,6 @@ class Needs:
 
     taps: tuple[int, ...] = ()
     live_steps: bool = False
-    costs: CostModel | None = None
     logits: bool = False
     ranks: int = 0
 
@@ -40,9 +37,8 @@ class Needs:
         """Returns the combined needs."""
         all_needs = list(needs)
         taps = tuple(sorted({tap for each in all_needs for tap in each.taps}))
-        costs = next((each.costs for each in all_needs if each.costs is not None), None)
         live_steps, logits = (any(getattr(each, name) for each in all_needs) for name in ("live_steps", "logits"))
-        return Needs(taps, live_steps, costs, logits, max((each.ranks for each in all_needs), default=0))
+        return Needs(taps, live_steps, logits, max((each.ranks for each in all_needs), default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,38 +57,23 @@ class Proposer:
         needs: What it needs from the target.
         costless: Drafts come from text and tables: they take negligible time and are fixed candidates.
         learns: Keeps state across requests, so warm-up must not use synthetic requests.
-        floor: Probability of acceptance below which a node is not worth drafting. A mixture sets it by measured costs.
-        uses_floor: It estimates that probability before it drafts a node, and leaves out those below ``floor``.
     """
 
     name: str = "none"
     needs: Needs = Needs()
     costless: bool = False
     learns: bool = False
-    floor: float = 0.0
-    uses_floor: bool = False
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """Returns one draft per context with at most ``budgets[i]`` nodes.
 
-        Budgets were decided before anything is drawn.
+        Budgets were decided before anything is sampled.
         """
         return [Draft.empty() for _ in contexts]
 
-    def caught_up(self, context: Context) -> bool:
-        """Returns whether an empty draft was a decision: all of the text was known. Called after ``propose``."""
+    def ends_early(self, context: Context) -> bool:
+        """Returns whether drafts for ``context`` end where ``Context.end`` says."""
         return False
-
-    def prunes(self, context: Context) -> bool:
-        """Returns whether drafts for ``context`` hold only nodes that pay for their rows.
-
-        If so, a controller need not shorten them.
-        """
-        return False
-
-    def parts(self, context: Context) -> Collection[DraftPart]:
-        """Returns the parts that may draft for ``context``: in each step the one that ``context.part`` names."""
-        return (DraftPart.ALL,)
 
     def needs_of(self, context: Context) -> Needs:
         """Returns the needs that ``context`` has."""
@@ -119,7 +100,7 @@ class Proposer:
     def timed_part(self) -> Proposer | None:
         """The part whose drafts warm-up times on a synthetic prompt.
 
-        None where drafting takes no time, or everything would learn from the prompt.
+        None if drafting takes no time, or everything would learn from the prompt.
         """
         return None if self.costless or self.learns else self
 
@@ -181,7 +162,7 @@ for _name in MEMBERS:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a method is built with.
+    """Inputs of a method's builder.
 
     Attributes:
         target: The model to speed up.
@@ -190,7 +171,7 @@ class BuildContext:
         model: What the configuration names under "model": a draft, heads, a datastore.
         load: Loads another model with the target's dtype, device and backend.
         member: Builds another method from its own configuration, for mixtures.
-        costs: Measured seconds, shared within the engine.
+        policy: The engine's draft policy, of which unions ask what to draft.
     """
 
     target: Model
@@ -199,7 +180,7 @@ class BuildContext:
     model: str | Path | None
     load: Callable[[str | Path], Model]
     member: Callable[[Mapping[str, Any]], Proposer]
-    costs: CostModel = field(default_factory=CostModel)
+    policy: DraftPolicy = field(default_factory=DraftPolicy)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +20,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Stream
 from foretoken.models.base import Handle
 from foretoken.models.chains import ChainRequest, Draws, ModelChain
-from foretoken.propose.drawn_tree import expected_acceptance
-from foretoken.propose.stopping.base import Gate
-from foretoken.propose.stopping.paying import PayingDraft
+from foretoken.propose.scores import DraftStop
 
 # Maps logits [rows, Vd] over the draft's vocabulary to [rows, V] over the target's.
 Widen = Callable[[Tensor], Tensor]
@@ -31,16 +30,18 @@ Opened = TypeVar("Opened", bound=Handle, contravariant=True)
 
 @dataclass(slots=True)
 class Chain:
-    """A chain of drawn tokens; under a greedy law each is the argmax.
+    """A chain of sampled tokens; under a greedy law each is the argmax.
+
+    It ends where ``Context.end`` says. A greedy chain keeps the token that is below the minimum acceptance as its last
+    one, so that its acceptance is learned; whether it is verified is the policy's decision.
 
     Attributes:
-        drawn: The tokens are random draws, so the verifier needs their distributions.
-        gate: Decides before each draw whether the chain ends.
-        paying: Decides so by what the next token is worth.
-        floor: Estimated probability of acceptance below which nothing is drawn.
-        reach: Estimated probability that the next token is accepted.
+        sampled: The tokens are random samples, so the verifier needs their distributions.
+        stop: Scores the tokens in the place of the draft's own probabilities.
+        claims: Estimated acceptance of each token, from before it was sampled.
+        reach: Calibrated acceptance of all tokens.
         stopped: It ended before its budget was spent.
-        rows: The distribution [V] of each drawn token.
+        rows: The distribution [V] of each sampled token.
         stacked: These, [tokens, V], where a model drafted the chain at once.
     """
 
@@ -49,10 +50,9 @@ class Chain:
     law: Law
     widen: Widen
     stream: Stream
-    drawn: bool
-    gate: Gate | None = None
-    paying: PayingDraft | None = None
-    floor: float = 0.0
+    sampled: bool
+    stop: DraftStop | None = None
+    claims: list[float] = field(default_factory=list)
     reach: float = 1.0
     stopped: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -67,64 +67,84 @@ class Chain:
         return Draft.chain(self.tokens)
 
     def request(self) -> ChainRequest | None:
-        """Returns what a model is asked for that drafts the chain at once; None where each token needs a look."""
+        """Returns the request to a model that drafts the chain at once; None if each token has to be inspected."""
         law, stream, budget = self.law, self.stream, self.budget
-        if not isinstance(law, SamplingLaw) or law.adjusts or self.gate is not None:
+        if not isinstance(law, SamplingLaw) or law.adjusts or self.stop is not None:
             return None
         if law.greedy:
-            return ChainRequest(budget, end=None if self.paying is None else self.paying.end)
-        if sampling.chooser() is None or (self.floor and self.drawn):
+            return ChainRequest(budget, end=self.context.end)
+        if sampling.chooser() is None:
             return None
         if isinstance(stream, SharedStream):
-            return ChainRequest(budget, Draws(law.kept, keys=stream.keys(budget), rows=self.drawn))
+            return ChainRequest(budget, Draws(law.kept, keys=stream.keys(budget), rows=self.sampled))
         if isinstance(stream, PrivateStream):
-            return ChainRequest(budget, Draws(law.kept, uniforms=stream.uniforms(budget), rows=self.drawn))
+            return ChainRequest(budget, Draws(law.kept, uniforms=stream.uniforms(budget), rows=self.sampled))
         return None
 
     def take(self, chain: ModelChain) -> None:
         """Takes over a chain that a model drafted at once."""
-        self.tokens, self.stopped, self.stacked = chain.tokens, chain.ended, chain.rows
-        if self.paying is not None:
-            self.paying.candidates, self.paying.claims = chain.candidates, chain.probabilities
+        self.tokens, self.stopped, self.stacked = chain.candidates or chain.tokens, chain.ended, chain.rows
+        self.claims = chain.probabilities
 
     def extend(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         logits = self.widen(logits)
         rows = self._rows(self.law, logits)
         certain = rows.certain(0)
-        # If no token is possible the chain ends before the draw: dropping a drawn token would change the distribution.
-        impossible = math.isnan(rows[0][0]) if certain is None else certain < 0
-        unpaid = (
-            not impossible and certain is not None and self.paying is not None and self.paying.ends(logits[0], certain)
-        )
-        self.stopped = impossible or unpaid or self._gated(rows, logits, hidden) or self._unlikely(rows)
-        if self.stopped:
+        # If no token is possible the chain ends before sampling: to drop a sampled token would change the distribution.
+        if math.isnan(rows[0][0]) if certain is None else certain < 0:
+            self.stopped = True
+            return
+        self._score(rows, logits, certain, hidden)
+        if self.stopped and not self._keeps_last:
             return
         self.tokens.append(self.stream.categorical(rows[0], len(self.tokens)) if certain is None else certain)
-        if self.drawn:
+        if self.sampled:
             self.rows.append(rows[0])
 
     def draft(self) -> Draft:
         rows = torch.stack(self.rows) if self.rows else self.stacked
         law: ProposalLaw = Sampled(rows) if rows is not None and self.tokens else PointMass()
-        chain = Draft.chain(self.tokens, law)
-        return replace(chain, levels=len(self.tokens) + 1) if self.stopped else chain
+        scores = torch.tensor(self.claims[: len(self.tokens)]).log().cumsum(0) if self.claims else None
+        return replace(Draft.chain(self.tokens, law), levels=self._levels, scores=scores)
 
-    def _unlikely(self, rows: NodeDistributions) -> bool:
-        """Returns whether a drawn token would be accepted too seldom, by the distribution that it comes from."""
-        if not self.floor or not self.drawn:
-            return False
-        self.reach *= expected_acceptance(rows[0])
-        return self.reach < self.floor
+    @property
+    def _levels(self) -> int | None:
+        """Passes of the model, if fewer than the budget."""
+        return len(self.tokens) + (not self._keeps_last) if self.stopped else None
 
-    def _gated(self, rows: NodeDistributions, logits: Tensor, hidden: Tensor | None) -> bool:
-        """Returns whether the gate ends the chain here."""
-        if self.gate is None:
-            return False
-        tested = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
-        return self.gate.stops(tested[0], None if hidden is None else hidden[0])
+    @property
+    def _keeps_last(self) -> bool:
+        """Whether the token at which the chain ends is its last one."""
+        return not self.sampled and self.context.end is not None
+
+    def _score(self, rows: NodeDistributions, logits: Tensor, certain: int | None, hidden: Tensor | None) -> None:
+        """Estimates the acceptance of the next token, and ends the chain there if it is below the minimum."""
+        if self.stop is not None:
+            tested = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
+            claim = self.stop.score(tested[0], None if hidden is None else hidden[0], self.law.greedy)
+        elif self.law.greedy and certain is not None and self.context.end is not None:
+            claim = _probability(logits[0], certain)
+        else:
+            return
+        end, depth = self.context.end, len(self.claims)
+        self.claims.append(claim)
+        self.reach *= claim if end is None else end.rate(claim)
+        if end is not None:
+            self.stopped = self.reach < end.minimum(depth)
+        elif self.stop is not None:
+            self.stopped = (claim if self.stop.each else self.reach) < self.stop.threshold
 
     def _rows(self, law: Law, logits: Tensor) -> NodeDistributions:
         return NodeDistributions(law, logits, lambda row: self.context.history(self.tokens))
+
+
+def _probability(logits: Tensor, token: int) -> float:
+    """Returns the softmax of logits [V] at ``token``."""
+    if logits.device.type != "cpu":  # one number is copied from the device
+        return float(logits.float().log_softmax(0)[token].exp())
+    scores = logits.float().numpy()  # torch would wake threads that then compete with those of the compiled kernels
+    weights = np.exp(scores - scores.max())
+    return float(weights[token] / weights.sum())
 
 
 @runtime_checkable
@@ -132,14 +152,14 @@ class AtOnce(Protocol):
     """A draft that a model may draft in one call."""
 
     def request(self) -> ChainRequest | None:
-        """Returns what the model is asked for; None where it cannot draft this."""
+        """Returns the request to the model; None if it cannot draft this."""
 
     def take(self, chain: ModelChain) -> None:
         """Takes over what the model drafted."""
 
 
 class DraftsChains(Protocol[Opened]):
-    """What drafts chains in one call: a model, or a head on a target's hidden states."""
+    """A drafter of chains in one call: a model, or a head on a target's hidden states."""
 
     @property
     def vocab_size(self) -> int:

@@ -29,11 +29,23 @@ class CandidateTree:
         """Expected number of accepted tokens, if the estimates are right."""
         return sum(self.probs)
 
-    def draft(self) -> Draft:
-        """Returns fixed candidates. A node's score is the log of its probability."""
+    def draft(self, match: int = 0) -> Draft:
+        """Returns fixed candidates. A node's score is the log of its probability.
+
+        Args:
+            match: Length of the matched context. A longer one is more likely to go on: one of m tokens goes on for
+                another with m / (m + 1). 0 is unknown.
+        """
         if not self.tokens:
             return Draft.empty()
-        scores = torch.from_numpy(np.array([math.log(p) for p in self.probs], np.float32))
+        further: list[float] = []  # P(the match holds up to the node)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else match)
+            above = further[parent] if parent >= 0 else 1.0
+            further.append(above * depths[-1] / (depths[-1] + 1.0) if match else 1.0)
+        probs = [p * holds for p, holds in zip(self.probs, further, strict=True)]
+        scores = torch.from_numpy(np.array([math.log(p) for p in probs], np.float32))
         return Draft.tree(self.tokens, self.parents, scores)
 
 

@@ -1,8 +1,8 @@
 """DFlash (2602.06036): one pass of a small network on the target's hidden states predicts a block of tokens.
 
-Its distributions are independent by position. A chain or a tree drawn from them is verified with the distribution that
-each token was drawn from, so the output is exact; but tokens drawn independently often do not follow each other, so by
-default the likeliest paths are drafted as fixed candidates.
+Its distributions are independent by position. A chain or a tree sampled from them is verified with the distribution
+of each token, so the output is exact; but tokens sampled independently often do not follow each other, so by default
+the likeliest paths are drafted as fixed candidates.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A smaller model drafts (2211.17192, 2302.01318): a chain or a tree, drawn, ranked, or with the target's own noise."""
+"""A smaller model drafts (2211.17192, 2302.01318): chains and trees, sampled, ranked, or with the target's noise."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +25,7 @@ from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
 from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, GrowthConfig, begin, grow_at_once, is_drawn
-from foretoken.propose.stopping import base as stopping
-from foretoken.propose.stopping.base import Stop
-from foretoken.propose.stopping.paying import PayingChains
+from foretoken.propose.scores import DraftStop, check_stop, make_stop
 
 _log = logging.getLogger(__name__)
 PREFILL_CHUNK = 1024  # tokens of the draft's prefill per step; bounds the latency added to other requests
@@ -36,12 +33,13 @@ PREFILL_CHUNK = 1024  # tokens of the draft's prefill per step; bounds the laten
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig(GrowthConfig):
-    """How a draft model drafts.
+    """Shape and parameters of a draft model's drafts.
 
     Attributes:
         draft_temperature: The draft's own temperature. None takes the request's, 0 drafts by argmax.
-        draft_stop: Rule that ends a chain before its budget is spent: "entropy", "margin", "learned", or {"rule": one
-            of these} with the rule's own keys. None never does.
+        draft_stop: Score of each next token, by which a chain ends before its budget is spent: "entropy", "margin",
+            "learned", or {"rule": one of these} with its own keys. None is the draft's own probability, of greedy
+            chains.
     """
 
     draft_temperature: float | None = None
@@ -54,7 +52,7 @@ class DraftModelConfig(GrowthConfig):
             raise InvalidRequest(
                 f"draft_temperature must be 0 (greedy) or at least {SMALLEST:g}, got {self.draft_temperature}"
             )
-        stopping.check(self.draft_stop)
+        check_stop(self.draft_stop)
         if self.draft_stop is not None and self.tree != "chain":
             raise InvalidRequest(f"draft_stop ends chains, and tree is {self.tree!r}; leave one of them out")
 
@@ -62,8 +60,8 @@ class DraftModelConfig(GrowthConfig):
 class DraftModel(Proposer):
     """Drafts with ``model``, all sequences of a step in one pass per level, or all levels in one call.
 
-    In the distribution grade, tokens are drawn from the draft's distribution under the request's own parameters, and
-    the rows travel with them. In the trajectory grade they are drawn with the noise that the target will use
+    In the distribution grade, tokens are sampled from the draft's distribution under the request's own parameters, and
+    the rows travel with them. In the trajectory grade they are sampled with the noise that the target will use
     (2408.07978), so that both pick the same token wherever their distributions agree.
 
     Args:
@@ -77,11 +75,8 @@ class DraftModel(Proposer):
         self.model = model
         self.config = config or DraftModelConfig()
         self.vocab_size = vocab_size or model.vocab_size
-        self.uses_floor = self.config.tree != "chain"
-        self.stop: Stop | None = stopping.make(self.config.draft_stop, model)
-        self.paying = PayingChains()
+        self.stop: DraftStop | None = make_stop(self.config.draft_stop, model)
         self._handles: dict[int, Handle] = {}
-        self._drafts: dict[int, Draft] = {}  # drafts whose outcome the stop learns
         self._unreadable: set[int] = set()  # sequences with a token that the draft model lacks
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
@@ -102,26 +97,12 @@ class DraftModel(Proposer):
             self.model.score(prefilling, [Draft.empty()] * len(prefilling))
         if growers:
             self._grow(list(growers.values()), levels)
-        results = [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
-        if self.stop is not None:
-            self._drafts.update((contexts[i].id, results[i]) for i in growers)
-        return results
+        return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
-    def prunes(self, context: Context) -> bool:
-        return context.law.greedy and self.config.tree == "chain" and self.stop is None
-
-    def caught_up(self, context: Context) -> bool:
-        handle = self._handles.get(context.id)
-        return handle is not None and len(handle.tokens) == len(context.tokens)
+    def ends_early(self, context: Context) -> bool:
+        return context.law.greedy or self.stop is not None
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        if self.stop is not None:
-            for context, observation in zip(contexts, observations, strict=True):
-                # In a mixture another member's draft may have been verified.
-                if self._drafts.pop(context.id, None) is observation.step.draft:
-                    self.stop.observe(context, observation.step)
-        for context, observation in zip(contexts, observations, strict=True):
-            self.paying.observe(context, observation.step)
         known = [
             (handle, observation.step.tokens)
             for context, observation in zip(contexts, observations, strict=True)
@@ -152,21 +133,11 @@ class DraftModel(Proposer):
         self._unreadable.clear()
         self.model = model
 
-    def as_chain(self) -> Self:
-        """Returns a proposer of chains with the same model and the same cache of every sequence."""
-        chain = copy(self)
-        chain.config, chain.uses_floor = replace(self.config, tree="chain"), False
-        return chain
-
     def forget(self, context: Context) -> None:
         handle = self._handles.pop(context.id, None)
         if handle is not None:
             self.model.close(handle)
         self._unreadable.discard(context.id)
-        self.paying.forget(context)
-        if self.stop is not None:
-            self._drafts.pop(context.id, None)
-            self.stop.forget(context)
 
     def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> None:
         """Grows the drafts of all sequences, a level with each pass.
@@ -238,10 +209,7 @@ class DraftModel(Proposer):
         return context.law if own is None or context.law.greedy else context.law.with_temperature(own)
 
     def _grower(self, shape: GrowthConfig, context: Context, law: Law, budget: int) -> Grower:
-        gate = None if self.stop is None else self.stop.begin(context)
-        # In a mixture, whose floor it is, another draft may be verified.
-        paying = self.paying.begin(context) if context.floors and not self.floor else None
-        return begin(shape, context, budget, self._fit, law, gate=gate, paying=paying, floor=self.floor)
+        return begin(shape, context, budget, self._fit, law, stop=self.stop)
 
 
 class ParallelDraftModel(DraftModel):
@@ -261,7 +229,7 @@ class ParallelDraftModel(DraftModel):
             )
         self.mask_token = mask_token
 
-    def prunes(self, context: Context) -> bool:
+    def ends_early(self, context: Context) -> bool:
         return False
 
     def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> None:
@@ -278,7 +246,7 @@ class DraftMethodConfig(DraftModelConfig):
     """Keys of the method "draft_model".
 
     Attributes:
-        parallel_drafting: Whether the draft predicts all positions in one pass. None where its config.json names the
+        parallel_drafting: Whether the draft predicts all positions in one pass. None: if its config.json names the
             mask token of such a draft.
     """
 

@@ -1,8 +1,8 @@
-"""Drawn trees: siblings drawn without replacement, or the most probable ones and one drawn, level by level.
+"""Sampled trees: siblings sampled without replacement, or the most probable ones and one sampled, level by level.
 
-Which nodes have children, and how many, is decided from what was drawn before and from the distribution that the
-children will be drawn from, before anything is drawn from it; every drawn token stays in the tree. So verification is
-exact whatever the estimates below are worth: they decide how much is accepted, never the output distribution.
+Which nodes have children, and how many, is decided from the nodes sampled before and from the distribution that the
+children will be sampled from, before that; every sampled token stays in the tree. So verification is exact whatever the
+quality of the estimates below: they decide how much is accepted, never the output distribution.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from foretoken.core.law import TopPlusSampled, WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.propose.tree import Growth
 
-# Measured with a 1 M draft of a 15 M target. Acceptance of a drawn token x: about MIN_FIRST + (MAX_FIRST - MIN_FIRST)
-# q(x)^2; of a later sibling after those before it were rejected: LATER; of a first child not drawn yet: TYPICAL.
+# Measured with a 1 M draft of a 15 M target. Acceptance of a sampled token x: about MIN_FIRST + (MAX_FIRST - MIN_FIRST)
+# q(x)^2; of a later sibling after those before it were rejected: LATER; of a first child not sampled yet: TYPICAL.
 MIN_FIRST, MAX_FIRST = 0.5, 0.95
 LATER = (0.28, 0.19, 0.14, 0.1)
 TYPICAL = 0.7
@@ -29,24 +29,18 @@ TYPICAL = 0.7
 DrawnTreeKind = Literal["sampled", "greedy_multi"]
 
 
-def expected_acceptance(row: Tensor) -> float:
-    """Returns how likely a token drawn from ``row`` [V] is accepted, before it is drawn."""
-    return MIN_FIRST + (MAX_FIRST - MIN_FIRST) * float(row.double().pow(3).sum())
-
-
 @dataclass(slots=True)
 class DrawnTree(Growth):
-    """A drawn tree while it grows.
+    """A sampled tree while it grows.
 
     Attributes:
-        kind: "sampled", siblings drawn without replacement (Sequoia, 2402.12374), or "greedy_multi", the ``width`` - 1
-            most probable tokens and one drawn from the others (2502.18779).
+        kind: "sampled", siblings without replacement (Sequoia, 2402.12374), or "greedy_multi", the ``width`` - 1
+            most probable tokens and one sampled from the others (2502.18779).
         budget: Maximum number of nodes.
         steps: Levels left to draw.
         width: Maximum number of siblings.
-        stream: The draft's private random numbers. Node i is drawn with number i.
-        floor: Estimated probability of acceptance below which a node is not drawn.
-        rows: The distribution [V] that a node's children were drawn from, by node.
+        stream: The draft's private random numbers. Node i is sampled with number i.
+        rows: The distribution [V] that a node's children were sampled from, by node.
         reach: Estimated probability that a node is accepted, by node.
     """
 
@@ -55,7 +49,6 @@ class DrawnTree(Growth):
     steps: int = 0
     width: int = 0
     stream: Stream | None = None
-    floor: float = 0.0
     rows: dict[int, Tensor] = field(default_factory=dict)
     reach: list[float] = field(default_factory=list)
 
@@ -79,7 +72,7 @@ class DrawnTree(Growth):
         self.advance([node for node, count in zip(new_nodes, counts, strict=True) if count])
 
     def finished(self) -> Draft:
-        """Returns the tree with the distributions that it was drawn from."""
+        """Returns the tree with the distributions that it was sampled from."""
         if not self.tokens:
             return Draft.empty()
         blank = torch.zeros_like(self.rows[-1])
@@ -129,8 +122,6 @@ class DrawnTree(Growth):
         left = self.budget - len(self.tokens)
         while offers and left > 0:
             reach, level, owner, rank, chance = heappop(offers)
-            if -reach < self.floor:
-                break
             counts[owner] += level == 0
             left -= 1
             if rank + 1 < self.width:

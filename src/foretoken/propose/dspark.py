@@ -1,15 +1,13 @@
 """DSpark (2607.05147): DFlash with a Markov head, which makes each token depend on the one drafted before it.
 
 A draft costs one pass and small products. The confidence head estimates the acceptance of each token before it is
-drawn, so a chain can end where it would hardly be accepted, and the output stays exact.
+sampled, so a chain can end where it would hardly be accepted, and the output stays exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from foretoken.core.checks import number
 from foretoken.core.context import Context
@@ -19,6 +17,7 @@ from foretoken.models.heads.loading import load_block
 from foretoken.propose.base import BuildContext, Method
 from foretoken.propose.dflash import BlockProposer
 from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, begin
+from foretoken.propose.scores import DraftStop
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +40,30 @@ class DSparkConfig(GrowthConfig):
             raise InvalidRequest(f"confidence_threshold ends chains, and tree is {self.tree!r}; leave one of them out")
 
 
-class ConfidenceGate:
-    """Ends a chain by the product of its confidences, which are appended to a list as it grows.
-
-    An estimate reads the block's states and the token before, never the token that will be drawn (non-anticipation).
-    """
-
-    def __init__(self, confidence: Sequence[float], threshold: float) -> None:
-        self._confidence, self._threshold, self._accepted, self._read = confidence, threshold, 1.0, 0
-
-    def stops(self, row: Tensor, hidden: Tensor | None) -> bool:
-        """Returns whether the draft ends before the next draw, see ``stopping.base.Gate``."""
-        self._accepted *= self._confidence[self._read]
-        self._read += 1
-        return self._accepted < self._threshold
-
-
 class DSpark(BlockProposer):
-    """Drafts with a DSpark head."""
+    """Drafts with a DSpark head.
+
+    A chain ends by the product of the head's confidences. An estimate reads the block's states and the token before,
+    never the token that will be sampled (non-anticipation).
+    """
 
     config: DSparkConfig
 
     def __init__(self, net: BlockNet, taps: Sequence[int], config: DSparkConfig | None = None) -> None:
         super().__init__("dspark", net, taps, config or DSparkConfig())
 
+    def ends_early(self, context: Context) -> bool:
+        return bool(self.config.confidence_threshold) or super().ends_early(context)
+
     def _grower(self, context: Context, budget: int) -> Grower:
-        threshold, gate = self.config.confidence_threshold, None
+        threshold, stop = self.config.confidence_threshold, None
         if threshold:
             handle = self._handles[context.id]
             assert isinstance(handle, BlockHandle)
             handle.confidence = []
-            gate = ConfidenceGate(handle.confidence, threshold)
-        return begin(
-            self.config, context, budget, self.net.to_target, context.law, self._greedy_rank, gate, floor=self.floor
-        )
+            confidences = iter(handle.confidence)  # it grows with the chain
+            stop = DraftStop(lambda row, hidden, greedy: next(confidences), threshold)
+        return begin(self.config, context, budget, self.net.to_target, context.law, self._greedy_rank, stop=stop)
 
 
 def build(config: DSparkConfig, build_context: BuildContext) -> DSpark:

@@ -1,7 +1,7 @@
 """EAGLE (2401.15077, 2406.16858, 2503.01840): a small head on the target's hidden states drafts a dynamic tree.
 
-Candidates are ranked as in EAGLE-2. For requests that sample, they are drawn, so that verification can use the
-distribution that they were drawn from. In the trajectory grade they lead the race with the noise that the target will
+Candidates are ranked as in EAGLE-2. For requests that sample, they are sampled, so that verification can use the
+distribution that they were sampled from. In the trajectory grade they lead the race with the noise that the target will
 use.
 """
 

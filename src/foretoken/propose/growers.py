@@ -1,7 +1,7 @@
-"""One sequence's draft while a model grows it: a chain, a tree of fixed candidates, or a drawn tree.
+"""One sequence's draft while a model grows it: a chain, a tree of fixed candidates, or a sampled tree.
 
-All growers are driven alike: until ``done``, the model scores ``growing()`` and ``extend`` receives the logits of the
-new nodes.
+All growers are driven in one way: until ``done``, the model scores ``growing()``, and ``extend`` receives the logits
+of the new nodes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from foretoken.core.streams import Purpose
 from foretoken.models.chains import ChainRequest, ModelChain, TreeShape
 from foretoken.propose.chain import Chain, Widen
 from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
-from foretoken.propose.stopping.base import Gate
-from foretoken.propose.stopping.paying import PayingDraft
+from foretoken.propose.scores import DraftStop
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
 
 TreeKind = Literal["chain", "top_k", "ranked", "at_once", DrawnTreeKind]
@@ -36,14 +35,14 @@ Rank = Callable[[Tensor, Tree], Candidates]
 
 @dataclass(frozen=True, slots=True)
 class GrowthConfig:
-    """How a model that drafts level by level spends its budget.
+    """Shape of the drafts of a model that drafts level by level.
 
     Greedy requests and those of the trajectory grade have fixed candidates: any tree is a "top_k" tree for them.
 
     Attributes:
-        tree: "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings drawn
-            without replacement; "greedy_multi", the likeliest siblings and one drawn; "ranked", "top_k" where
-            candidates are fixed, and a chain where tokens are drawn; "at_once", "top_k" for greedy requests, else a
+        tree: "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings
+            sampled without replacement; "greedy_multi", the likeliest siblings and one sampled; "ranked", "top_k" where
+            candidates are fixed, and a chain where tokens are sampled; "at_once", "top_k" for greedy requests, else a
             chain, which a head drafts in one call on a CPU.
         num_steps: Maximum depth, hence the number of draft passes. None is the whole budget, for trees at most 8.
         top_k: Maximum number of siblings, and of nodes expanded on a level.
@@ -85,7 +84,7 @@ class Grower(Protocol):
 
         Args:
             logits: [rows, V] of the nodes of ``growing()`` that were not scored before; first the root's.
-            hidden: [rows, H], the normed states there, if a gate needs them.
+            hidden: [rows, H], the normed states there, if a score needs them.
         """
         ...
 
@@ -112,7 +111,7 @@ class RankedTreeGrower:
     drafted: Draft | None = None
 
     def request(self) -> ChainRequest | None:
-        """Returns what a model is asked for that drafts the tree at once; None if it cannot rank as ``rank`` does."""
+        """Returns the request to a model that drafts the tree at once; None if it cannot rank as ``rank`` does."""
         if self.temperature is None:
             return None
         shape = TreeShape(self.width, self.steps, self.temperature, self.tree.floor)
@@ -139,7 +138,7 @@ class RankedTreeGrower:
 
 @dataclass(slots=True)
 class SampledTreeGrower:
-    """Grows a tree of drawn nodes, whose distributions travel with the draft.
+    """Grows a tree of sampled nodes, whose distributions travel with the draft.
 
     Attributes:
         distributions: Returns the distribution at each node of the frontier.
@@ -166,8 +165,8 @@ def grow_at_once(grower: Grower, logits: Tensor) -> None:
     """Grows a draft from the logits of all its levels, which a model computed before any of its tokens was chosen.
 
     The distribution at a node depends on its depth alone, apart from what the request's own parameters make of the
-    node's history. So a chain's tokens are drawn independently, and all nodes of a level have the same logits. The
-    draft carries the distributions that its tokens were drawn from, as any other.
+    node's history. So a chain's tokens are sampled independently, and all nodes of a level have the same logits. The
+    draft carries the distributions that its tokens were sampled from, as any other.
 
     Args:
         grower: The draft, which has not begun.
@@ -183,7 +182,7 @@ def grow_at_once(grower: Grower, logits: Tensor) -> None:
 
 
 def is_drawn(context: Context, law: Law) -> bool:
-    """Returns whether draft tokens are drawn from ``law``, rather than fixed candidates."""
+    """Returns whether draft tokens are sampled from ``law``, rather than fixed candidates."""
     return context.exactness is not Exactness.TRAJECTORY and not law.greedy
 
 
@@ -194,21 +193,19 @@ def begin(
     widen: Widen,
     law: Law,
     greedy_rank: Rank | None = None,
-    gate: Gate | None = None,
-    paying: PayingDraft | None = None,
-    floor: float = 0.0,
     greedy_temperature: float | None = None,
+    stop: DraftStop | None = None,
 ) -> Grower:
-    """Returns the grower of a draft of ``budget`` nodes for ``context``, which draws from ``law`` or ranks by it.
+    """Returns the grower of a draft of ``budget`` nodes for ``context``, which samples from ``law`` or ranks by it.
+
+    A greedy draft ends where ``Context.end`` says.
 
     Args:
-        floor: Estimated probability of acceptance below which a tree does not grow, and nothing is drawn.
         greedy_rank: Ranks for a greedy request whose law needs no history. None ranks by ``law`` at temperature 1:
             which other token could be the target's argmax depends on the probabilities at temperature 1.
         greedy_temperature: The temperature at which ``greedy_rank`` takes the likeliest tokens; None if it ranks
             otherwise.
-        gate: May end a chain early. A tree always uses its budget.
-        paying: Likewise.
+        stop: Scores the tokens of chains in the place of the draft's own probabilities, also of sampled ones.
     """
     shared = context.exactness is Exactness.TRAJECTORY
     streams, position = context.streams, context.generated
@@ -217,7 +214,7 @@ def begin(
     chained = drawn or (config.tree == "at_once" and not law.greedy)
     steps, width = config.steps(budget, chained), config.top_k
     if config.tree == "chain" or config.is_chain(chained):  # the first tells the type checker what is left
-        return Chain(context, steps, law, widen, stream, drawn=drawn, gate=gate, paying=paying, floor=floor)
+        return Chain(context, steps, law, widen, stream, sampled=drawn, stop=stop)
     ranking = law.with_temperature(1.0) if law.greedy else law
 
     def distributions(logits: Tensor, tree: Growth) -> Tensor:
@@ -226,6 +223,7 @@ def begin(
         return drafting_probs(ranking, widen(logits), histories)
 
     def ranked(rank: Rank, temperature: float | None = None) -> Grower:
+        floor = min(context.end.min_acceptance) if context.end and law.greedy else 0.0
         tree = Tree(floor=math.log(floor) if floor else -math.inf)
         return RankedTreeGrower(budget, steps, width, rank, tree, temperature)
 
@@ -235,5 +233,5 @@ def begin(
         return ranked(lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level))
     if law.greedy or config.tree == "top_k" or config.tree == "ranked" or config.tree == "at_once":
         return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width))
-    grown = DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream, floor=floor)
+    grown = DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream)
     return SampledTreeGrower(grown, distributions)

@@ -50,7 +50,6 @@ class HiddenStateProposer(Proposer):
 
     def __init__(self, name: str, net: DraftNet, taps: Sequence[int], config: GrowthConfig) -> None:
         self.name, self.net, self.config = name, net, config
-        self.uses_floor = config.tree != "chain"
         self.taps = tuple(taps)
         self.needs = Needs(tuple(sorted(set(taps))))
         self._handles: dict[int, HeadHandle] = {}
@@ -70,6 +69,9 @@ class HiddenStateProposer(Proposer):
             self._feed([contexts[i].id for i in growers])
             self._grow(active, [self.config.steps(budgets[i], is_drawn(contexts[i], contexts[i].law)) for i in growers])
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
+
+    def ends_early(self, context: Context) -> bool:
+        return context.law.greedy
 
     def reusable_prefix_len(self, context: Context) -> int:
         self.forget(context)
@@ -148,7 +150,6 @@ class HiddenStateProposer(Proposer):
             self.net.to_target,
             context.law,
             self._greedy_rank,
-            floor=self.floor,
             greedy_temperature=SHARPER.temperature,
         )
 

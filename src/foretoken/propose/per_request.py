@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.part import DraftPart
 from foretoken.models.base import Scores
 from foretoken.propose.base import Needs, Observation, Proposer
 
@@ -57,14 +56,8 @@ class PerRequestProposer(Proposer):
                 drafts[i] = draft
         return drafts
 
-    def caught_up(self, context: Context) -> bool:
-        return self.members[self.of(context)].caught_up(context)
-
-    def prunes(self, context: Context) -> bool:
-        return self.members[self.of(context)].prunes(context)
-
-    def parts(self, context: Context) -> Collection[DraftPart]:
-        return self.members[self.of(context)].parts(context)
+    def ends_early(self, context: Context) -> bool:
+        return self.members[self.of(context)].ends_early(context)
 
     def needs_of(self, context: Context) -> Needs:
         return self.members[self.of(context)].needs_of(context)

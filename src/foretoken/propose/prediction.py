@@ -23,7 +23,7 @@ MAX_GAP = 64  # tokens away from the reference after which nothing is drafted un
 
 @dataclass(frozen=True, slots=True)
 class PredictionConfig:
-    """How the reference is followed.
+    """Options of following the reference.
 
     Attributes:
         replay_edits: Where the output replaced a few tokens of the reference, draft the same replacement at later
@@ -77,7 +77,7 @@ class ReferencePosition:
                 self._rejoin()
 
     def draft(self, budget: int) -> Draft:
-        """Returns what comes next. After a divergence the draft holds several ways in which the output may rejoin."""
+        """Returns the draft. After a divergence the draft holds several ways in which the output may rejoin."""
         if not self.gap:
             chains = [self._continuation(self.at, budget)]
         elif (edit := self._edit(self.at)) and self._in_progress(edit[1]):

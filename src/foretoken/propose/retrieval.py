@@ -17,7 +17,7 @@ from foretoken.propose.matches import LIMIT, PAD, ContextTexts, Matches
 
 @dataclass(frozen=True, slots=True)
 class RetrievalConfig:
-    """How matches become a draft tree.
+    """Size of the draft tree made of matches.
 
     Attributes:
         num_steps: Maximum depth of the tree.

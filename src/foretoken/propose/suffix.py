@@ -101,7 +101,7 @@ class Suffix(Proposer):
         match = best_match(own, budget, self.config)
         earlier = self.store.find_matches(tail, steps, min_length=min_length, cache_salt=context.cache_salt)
         match = best_match(earlier, budget, self.config, match)
-        return match.tree.draft()
+        return match.tree.draft(match.length)
 
 
 def best_match(matches: Matches, budget: int, config: SuffixConfig, incumbent: _Match | None = None) -> _Match:

@@ -100,7 +100,7 @@ class SuffixStore:
     def find_matches(self, tail: Ids, steps: int, limit: int = LIMIT, min_length: int = 1) -> Matches:
         """As ``SearchableText.find_matches``, the latest requests first.
 
-        Contexts less than half as long as the longest are left out.
+        Contexts less than half as long as the longest are skipped.
         """
         texts = [segment.text for segment in reversed(self._segments)]
         longest = max((text.longest(tail) for text in texts if isinstance(text, SuffixArray)), default=0)

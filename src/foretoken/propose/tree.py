@@ -93,7 +93,7 @@ class Growth:
     scored: list[int] = field(default_factory=list)
 
     def growing(self) -> Draft:
-        """Returns what the model scores next: the nodes scored before, then the frontier; empty for the root alone."""
+        """Returns the nodes of the next pass: those scored before, then the frontier; empty for the root alone."""
         return self.subtree(self.scored)
 
     def path(self, node: int) -> tuple[int, ...]:

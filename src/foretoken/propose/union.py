@@ -1,92 +1,246 @@
-"""Drafts of several proposers for one sequence, merged into one tree with shared prefixes."""
+"""The union of several sources: text that can be copied, and at most one model, merged into one tree by the policy.
+
+Sources of fixed candidates join one tree with shared prefixes, of which the policy keeps the profitable nodes. A chain
+of sampled tokens has a distribution of its own and takes the place of the tree: before it is sampled, the policy
+compares what it expects of both. A union of one source is that source under the policy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
-
+from foretoken.control.acceptance import PendingDraft
+from foretoken.control.policy import DraftPolicy
+from foretoken.core.context import Context
 from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.law import PointMass
+from foretoken.models.base import Scores
+from foretoken.propose.base import BuildContext, Needs, Observation, Proposer
+from foretoken.propose.draft_union import DraftUnion
 
-
-@dataclass(eq=False, slots=True)
-class DraftUnion:
-    """A merged tree. Nodes are in the order of insertion, so parents come before children.
-
-    Attributes:
-        rates: P(node accepted | its parent accepted).
-        owners: The proposer with the highest rate for each node.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    owners: list[str] = field(default_factory=list)
-    _nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # by parent and token
-
-    def add(self, draft: Draft, rates: Sequence[float], owner: str) -> list[int]:
-        """Adds a draft of fixed candidates.
-
-        Args:
-            rates: P(node accepted | its parent accepted) of each node.
-
-        Returns:
-            The index in the union of each node of the draft.
-        """
-        places: list[int] = []
-        for token, parent, rate in zip(draft.ids, draft.parents, rates, strict=True):
-            above = places[parent] if parent >= 0 else -1
-            node = self._nodes.setdefault((above, token), len(self.tokens))
-            places.append(node)
-            if node == len(self.tokens):
-                self.tokens.append(token)
-                self.parents.append(above)
-                self.rates.append(rate)
-                self.owners.append(owner)
-            elif rate > self.rates[node]:
-                self.rates[node], self.owners[node] = rate, owner
-        return places
-
-    def weights(self) -> list[float]:
-        """Returns P(node accepted) of every node. At most one sibling can be: the surest keeps its rate, the next
-        shares what is left.
-        """
-        left = [1.0] * (len(self.tokens) + 1)  # by parent, the root's first
-        shares = [0.0] * len(self.tokens)
-        for node in sorted(range(len(self.tokens)), key=lambda i: -self.rates[i]):
-            above = self.parents[node] + 1
-            shares[node] = min(self.rates[node], left[above])
-            left[above] -= shares[node]
-        weights: list[float] = []
-        for share, parent in zip(shares, self.parents, strict=True):
-            weights.append(share * (weights[parent] if parent >= 0 else 1.0))
-        return weights
-
-    def draft(self, kept: Sequence[int], weights: Sequence[float]) -> Draft:
-        """Returns the tree of the nodes ``kept``, scored by log ``weights``.
-
-        Args:
-            kept: Indices in rising order, with every node's parent.
-        """
-        number = {node: i for i, node in enumerate(kept)}
-        return Draft(
-            torch.tensor([self.tokens[node] for node in kept], dtype=torch.int64),
-            tuple(number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in kept),
-            scores=torch.tensor([weights[node] for node in kept]).log(),
-        )
+_NOTHING = replace(Draft.empty(), levels=0)
 
 
 @dataclass(frozen=True, slots=True)
-class MergedDraft:
-    """The free members' drafts, and the tree of the nodes that pay for their rows.
+class UnionMember:
+    """A member of a union.
 
     Attributes:
-        names: The member that proposed each node of ``draft``.
-        promised: Expected number of accepted tokens.
+        name: Its name in statistics.
+        proposer: Drafts.
+        max_nodes: Maximum number of nodes of its drafts, None for the budget.
     """
 
-    union: DraftUnion
-    draft: Draft
-    names: tuple[str, ...]
-    promised: float
+    name: str
+    proposer: Proposer
+    max_nodes: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Merge:
+    """The draft of one request in a step, while its sources draft.
+
+    Attributes:
+        context: The request.
+        limit: Number of nodes, at most.
+        union: The candidates of all sources.
+        weights: P(node accepted) of each.
+        kept: Those that are verified, in their order.
+        value: Expected accepted tokens of these, less their price.
+    """
+
+    context: Context
+    limit: int
+    union: DraftUnion = field(default_factory=DraftUnion)
+    weights: Sequence[float] = ()
+    kept: Sequence[int] = ()
+    value: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class ModelDraft:
+    """A model's draft in a step.
+
+    Attributes:
+        requested: Number of tokens that it was to have.
+        verified: Number of its nodes that are verified.
+        pending: The draft.
+    """
+
+    requested: int
+    verified: int
+    pending: PendingDraft
+
+
+class Union(Proposer):
+    """Merges the drafts of its sources.
+
+    Args:
+        sources: The sources; at most one that is not ``costless``.
+        policy: Decides what is drafted and verified. Requests that ask for a draft length get it.
+        name: The method's name.
+
+    Attributes:
+        copies: Sources that copy text.
+        model: The source that is a model.
+    """
+
+    def __init__(self, sources: Sequence[UnionMember], policy: DraftPolicy, name: str) -> None:
+        self.sources, self.policy, self.name = tuple(sources), policy, name
+        self.copies = [source for source in sources if source.proposer.costless]
+        models = [source for source in sources if not source.proposer.costless]
+        if len(models) > 1:
+            names = ", ".join(source.name for source in models)
+            raise InvalidRequest(
+                f"a mixture has at most one member that is a model, got {names}; pass the others as methods"
+            )
+        self.model = models[0] if models else None
+        self.costless = self.model is None
+        self.learns = any(source.proposer.learns for source in sources)
+        self.needs = Needs.union(source.proposer.needs for source in sources)
+        self._pending: dict[int, ModelDraft] = {}  # by context id
+
+    @staticmethod
+    def of(proposer: Proposer, policy: DraftPolicy) -> Union:
+        """Returns a union of one proposer, or the proposer if it is a union."""
+        return (
+            proposer
+            if isinstance(proposer, Union)
+            else Union([UnionMember(proposer.name, proposer)], policy, proposer.name)
+        )
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        drafts, batch = [Draft.empty()] * len(contexts), len(contexts)
+        asked = [i for i, budget in enumerate(budgets) if budget > 0]
+        if not asked:
+            return drafts
+        requests = [Merge(contexts[i], budgets[i]) for i in asked]
+        self._copy(requests, batch)
+        lengths = self._lengths(requests, batch)
+        modelled = drafts[: len(asked)]
+        if self.model and any(lengths):
+            modelled = self.model.proposer.propose([request.context for request in requests], lengths)
+        for i, request, length, draft in zip(asked, requests, lengths, modelled, strict=True):
+            drafts[i] = self._joined(request, length, draft, batch)
+        return drafts
+
+    def _copy(self, requests: Sequence[Merge], batch: int) -> None:
+        """Merges the drafts of the sources that copy text."""
+        contexts = [request.context for request in requests]
+        searched = [c.depth is not None or self.policy.searches(c) for c in contexts]
+        budgets = [request.limit if due else 0 for request, due in zip(requests, searched, strict=True)]
+        for source in self.copies if any(budgets) else ():
+            own = budgets if source.max_nodes is None else [min(budget, source.max_nodes) for budget in budgets]
+            for request, draft in zip(requests, source.proposer.propose(contexts, own), strict=True):
+                if len(draft):
+                    record = self.policy.copy_record(request.context, source.name)
+                    request.union.add(draft, record.add(draft, len(request.context.tokens)), source.name)
+        for request, due in zip(requests, searched, strict=True):
+            if due and request.context.depth is None:
+                self._keep(request, batch)
+                self.policy.searched(request.context, request.value if self.copies else None)
+
+    def _keep(self, request: Merge, batch: int) -> None:
+        """Selects the nodes that are verified: the profitable ones, or as many as the request asks for."""
+        weights = request.weights = request.union.weights()
+        if request.context.depth is None:
+            nodes, request.value = self.policy.keep(weights, request.limit, batch)
+        else:
+            nodes = sorted(range(len(weights)), key=lambda i: (-weights[i], i))[: request.limit]
+        request.kept = sorted(nodes)
+
+    def _lengths(self, requests: Sequence[Merge], batch: int) -> list[int]:
+        """Returns the number of tokens that the model drafts for each request."""
+        if self.model is None:
+            return [0] * len(requests)
+        policy, name, most = self.policy, self.model.name, self.model.max_nodes
+        lengths = [request.limit if most is None else min(request.limit, most) for request in requests]
+        if free := [i for i, request in enumerate(requests) if request.context.depth is None]:
+            contexts = [requests[i].context for i in free]
+            early = [self.model.proposer.ends_early(context) for context in contexts]
+            decided = policy.lengths(name, contexts, [lengths[i] for i in free], early, batch)
+            for i, length in zip(free, decided, strict=True):
+                profitable = length and policy.value(requests[i].context) > requests[i].value
+                lengths[i] = length if profitable else 0
+        return lengths
+
+    def _joined(self, request: Merge, length: int, draft: Draft, batch: int) -> Draft:
+        """Returns the draft of one request, for which the model was to draft ``length`` tokens."""
+        context, union = request.context, request.union
+        levels = (length if draft.levels is None else draft.levels) if length else 0
+        ready = bool(len(draft) or draft.levels)  # otherwise the model had to process more of the text first
+        if length and not ready and not union.tokens:
+            return draft
+        if length and ready and self.model:
+            made = self._pending[context.id] = ModelDraft(length, len(draft), PendingDraft(draft, len(context.tokens)))
+            rates = self.policy.claim_record(context, self.model.name).add(draft, len(context.tokens))
+            if not isinstance(draft.law, PointMass) or not (union.tokens or context.depth is None):
+                expected = self.policy.value(context) if context.depth is None else 0.0
+                decision = self.policy.decision((self.model.name,) * len(draft), len(draft), expected, batch)
+                return replace(draft, levels=levels, decision=decision)
+            nodes = union.add(draft, rates, self.model.name)
+            self._keep(request, batch)
+            made.verified = len({*nodes} & {*request.kept})
+        elif context.depth is not None:
+            self._keep(request, batch)
+        sources = tuple(union.owners[node] for node in request.kept)
+        expected = sum(request.weights[node] for node in request.kept)
+        decision = self.policy.decision(sources, len(union.tokens), expected, batch)
+        if not request.kept:
+            return replace(_NOTHING, levels=levels, decision=decision)
+        return replace(union.draft(request.kept, request.weights, levels), decision=decision)
+
+    def reusable_prefix_len(self, context: Context) -> int:
+        return min(source.proposer.reusable_prefix_len(context) for source in self.sources)
+
+    def prefill(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
+        for source in self.sources:
+            source.proposer.prefill(contexts, scores)
+
+    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
+        for source in self.sources:
+            source.proposer.observe(contexts, observations)
+        for context, observation in zip(contexts, observations, strict=True):
+            self.policy.settle(context)
+            made = self._pending.pop(context.id, None)
+            if made is not None and observation.step.finish_reason is None:
+                made.pending.follow(context.tokens)
+                path = made.pending.draft.path(made.pending.at)
+                self.policy.learn(context, made.requested, made.verified, made.pending.draft, path)
+
+    def needs_of(self, context: Context) -> Needs:
+        return Needs.union(source.proposer.needs_of(context) for source in self.sources)
+
+    @property
+    def timed_part(self) -> Proposer | None:
+        return self.model.proposer.timed_part if self.model else None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(source.proposer.kv_bytes_per_token for source in self.sources)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(source.proposer.state_bytes for source in self.sources)
+
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        self.enable_prefix_caches((source.proposer for source in self.sources), max_bytes)
+
+    def forget(self, context: Context) -> None:
+        for source in self.sources:
+            source.proposer.forget(context)
+        self.policy.settle(context)
+        self._pending.pop(context.id, None)
+
+
+def build_sources(configs: Sequence[Mapping[str, Any]], build_context: BuildContext) -> list[UnionMember]:
+    """Builds the source of every configuration, each with a name of its own."""
+    sources: list[UnionMember] = []
+    for config in configs:
+        method = config["method"]
+        name = method if all(source.name != method for source in sources) else f"{method} {len(sources) + 1}"
+        sources.append(UnionMember(name, build_context.member(config), config.get("num_speculative_tokens")))
+    return sources

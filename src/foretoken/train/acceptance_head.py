@@ -26,7 +26,7 @@ from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import load_tokenizer, vocabulary_size
 from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
-from foretoken.propose.stopping.learned import EXTRA, MODEL_TYPE, features
+from foretoken.propose.scores import EXTRA, MODEL_TYPE, features
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.config import (
     ACCEPTANCE_CONFIG,
@@ -49,7 +49,7 @@ class AcceptanceExamples:
 
     Args:
         chance: Probability of acceptance, [N].
-        x: Features, float32 [N, H + 3], see ``stopping.learned.features``.
+        x: Features, float32 [N, H + 3], see ``propose.scores.features``.
     """
 
     chance: Tensor
@@ -57,7 +57,7 @@ class AcceptanceExamples:
 
 
 class Classifier(nn.Module):
-    """``propose.stopping.learned.AcceptanceHead`` in training, on features with mean 0 and standard deviation 1."""
+    """``propose.scores.AcceptanceHead`` in training, on features with mean 0 and standard deviation 1."""
 
     mean: Tensor
     deviation: Tensor

@@ -80,7 +80,7 @@ class ChainArrays:
         self._bounds = array("f", bounds)
         self._bases = array("f", [base for end in ends for base in end.bases])
         self._slopes = array("f", [slope for end in ends for slope in end.slopes])
-        self._floors = array("f", [end.floors[min(depth, len(end.floors) - 1)] for end in ends for depth in depths])
+        self._floors = array("f", [end.minimum(depth) for end in ends for depth in depths])
         size, count = len(requests) * self._longest, len(requests)
         self._trees, self._parents = (TreeSpec * count)(), array("i", bytes(4 * size))
         self._tokens, self._probabilities = array("i", bytes(4 * size)), array("f", bytes(4 * size))

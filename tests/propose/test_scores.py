@@ -1,32 +1,125 @@
-"""Chains that end early: where the rule says, for each sequence alone, and with the same tokens before."""
+"""Scores of draft tokens: their names, their values, and the chains that they end."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.propose.stopping.heads import random_head
+from tests.propose.heads import random_head
 
 from foretoken import LLM, SamplingParams
-from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.context import ChainEnd, Context, Exactness
+from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.law import PointMass, Sampled
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
-from foretoken.core.verdict import Verdict
-from foretoken.models.base import Scores
 from foretoken.models.toy import ToyModel
-from foretoken.propose.base import Observation
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.early_exit import EarlyExitConfig
-from foretoken.propose.stopping.base import Stop
-from foretoken.propose.stopping.margin import MarginEstimate, MarginStop
+from foretoken.propose.scores import AcceptanceHead, DraftStop, check_stop, entropy_bound, features, make_stop, margin
 from foretoken.propose.vocabulary import VocabularyConfig
+
+TOY = ToyModel(8)
+UNIFORM = torch.full((8,), 0.125)
+CERTAIN = torch.eye(8)[3]
+
+
+# names and keys
+
+
+def test_stops_are_made_by_name(tmp_path: Path) -> None:
+    assert make_stop(None, TOY) is None
+    for value, threshold in (("entropy", 0.1), ("margin", 0.1), ({"rule": "entropy", "threshold": 0.6}, 0.6)):
+        stop = make_stop(value, TOY)
+        assert stop is not None and stop.threshold == threshold and not stop.hidden
+    stop = make_stop({"rule": "learned", "model": random_head(tmp_path / "head", 8), "threshold": 0.7}, TOY)
+    assert stop is not None and stop.hidden and stop.threshold == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("entropie", "entropy, margin, learned"),
+        ({"threshold": 0.3}, "entropy, margin, learned"),
+        (3, "draft_stop must be None"),
+        ({"rule": ["entropy"]}, "entropy, margin, learned"),
+        ({"rule": "entropy", "lambda": 0.3}, "unknown key.*lambda; known: threshold, coefficient"),
+        ({"rule": "entropy", "threshold": 2}, "threshold of the entropy stop must be a number from 0 to 1"),
+        ({"rule": "entropy", "coefficient": -1}, "coefficient of the entropy stop"),
+        ({"rule": "margin", "warmup": 3}, "unknown key.*warmup"),
+        ("learned", "foretoken train acceptance"),
+        ({"rule": "learned", "model": "m", "threshold": "high"}, "threshold of the learned stop"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(value: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        check_stop(value)
+
+
+# scores
+
+
+def test_the_entropy_score_is_the_papers_bound() -> None:
+    assert entropy_bound(UNIFORM, 0.2) == pytest.approx(1 - math.sqrt(0.2 * math.log(8)))
+    assert entropy_bound(CERTAIN, 0.2) == 1.0 == entropy_bound(UNIFORM, 0.0)
+    assert entropy_bound(UNIFORM, 9.0) == 0.0
+
+
+def test_the_margin_score_is_one_less_the_ratio_of_the_largest() -> None:
+    assert margin(torch.tensor([0.1, 0.6, 0.3])) == pytest.approx(0.5)
+    assert margin(UNIFORM) == 0.0
+    assert margin(CERTAIN) == margin(torch.tensor([1.0])) == 1.0
+
+
+# the trained head
+
+
+def test_a_head_reads_states_and_distributions(tmp_path: Path) -> None:
+    head = AcceptanceHead.load(random_head(tmp_path / "head", 8), torch.device("cpu"))
+    hidden = torch.randn(2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = features(hidden, torch.stack([UNIFORM, CERTAIN]), greedy=True)
+    assert x.dtype == torch.float32
+    assert x[:, 8:].tolist() == [[pytest.approx(math.sqrt(math.log(8))), 0.125, 1.0], [0.0, 1.0, 1.0]]
+    z = torch.nn.functional.silu(x @ head.up.T + head.bias) @ head.down[0] + head.offset
+    assert torch.allclose(head.chances(x), z.sigmoid())
+
+
+def test_a_head_scores_one_position(tmp_path: Path) -> None:
+    folder, hidden = random_head(tmp_path / "head", 8), torch.ones(8)
+    head = AcceptanceHead.load(folder, torch.device("cpu"))
+    stop = make_stop({"rule": "learned", "model": folder}, TOY)
+    assert stop is not None
+    wanted = float(head.chances(features(hidden[None], UNIFORM[None], False)))
+    assert stop.score(UNIFORM, hidden, False) == pytest.approx(wanted) and 0.05 < wanted < 0.95
+    with pytest.raises(TypeError, match="hidden states"):
+        stop.score(UNIFORM, None, False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"model_type": "llama"}, "no acceptance head.*train acceptance"),
+        ({"intermediate_size": 5}, "lacks a tensor 'up"),
+    ],
+)
+def test_other_folders_are_refused(tmp_path: Path, facts: dict[str, Any], says: str) -> None:
+    folder = random_head(tmp_path / "head", 8, **facts)
+    with pytest.raises(ModelLoadError, match=says):
+        make_stop({"rule": "learned", "model": folder}, TOY)
+
+
+def test_a_head_for_another_draft_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="reads hidden states of 9 and this draft's have 8"):
+        make_stop({"rule": "learned", "model": random_head(tmp_path / "head", 9)}, TOY)
+    with pytest.raises(ModelLoadError, match="no folder"):
+        make_stop({"rule": "learned", "model": "./nowhere"}, TOY)
+
+
+# chains
 
 DRAFT = ToyModel(vocab_size=7, order=2, seed=1, sharpness=2.0)
 DEPTH = 8
@@ -45,17 +138,10 @@ def drafter(stop: Any, **keys: Any) -> DraftModel:
 def rules(tmp_path: Path) -> dict[str, Callable[[], DraftModel]]:
     """Proposers whose drafts end sometimes at once, sometimes never."""
 
-    def margin() -> DraftModel:
-        made = drafter({"rule": "margin", "warmup": 0, "probe": 10_000, "threshold": 0.3})
-        assert isinstance(made.stop, MarginStop)
-        for kind in ("greedy", "distribution", "trajectory"):  # as if learned: only wide margins are to be trusted
-            made.stop.estimates[kind] = MarginEstimate(pooled=torch.tensor([2.0, -2.0]).numpy())
-        return made
-
     head = random_head(tmp_path / "head", DRAFT.hidden_size, scale=1.0)
     return {
         "entropy": lambda: drafter({"rule": "entropy", "threshold": 0.5}),
-        "margin": margin,
+        "margin": lambda: drafter({"rule": "margin", "threshold": 0.3}),
         "learned": lambda: drafter({"rule": "learned", "model": head, "threshold": 0.6}),
     }
 
@@ -112,19 +198,10 @@ def test_a_draft_may_end_before_it_begins() -> None:
     assert isinstance(draft.law, PointMass)
 
 
-def test_a_rule_sees_the_drawn_distribution_and_of_greedy_requests_temperature_one() -> None:
+def test_a_score_sees_the_sampled_distribution_and_of_greedy_requests_temperature_one() -> None:
     seen: list[torch.Tensor] = []
-
-    class Watching(Stop):
-        def begin(self, context: Context) -> Any:
-            return self
-
-        def stops(self, row: torch.Tensor, hidden: torch.Tensor | None) -> bool:
-            seen.append(row)
-            return False
-
     proposer = DraftModel(DRAFT)
-    proposer.stop = Watching()
+    proposer.stop = DraftStop(lambda row, hidden, greedy: seen.append(row) or 1.0, 0.0)
     draft = proposer.propose([context(top_k=3)], [4])[0]
     assert isinstance(draft.law, Sampled)
     assert torch.equal(torch.stack(seen), draft.law.probs)
@@ -133,29 +210,18 @@ def test_a_rule_sees_the_drawn_distribution_and_of_greedy_requests_temperature_o
     assert torch.equal(seen[1], DRAFT.probs([*PROMPTS[1], *draft.ids[:1]]))
 
 
-def test_a_rule_observes_only_its_own_drafts() -> None:
-    observed: list[Draft] = []
-
-    class Listening(Stop):
-        def observe(self, context: Context, step: StepOutput) -> None:
-            observed.append(step.draft)
-
-    proposer, c = DraftModel(DRAFT), context()
-    proposer.stop = Listening()
-    nothing = Scores(torch.zeros(1, 7))
-
-    def observe(draft: Draft) -> None:
-        step = StepOutput(0, 0, draft, Verdict((), 1), (1,), Timings(0, 0, 0, 0, 1))
-        c.tokens.append(1)
-        proposer.observe([c], [Observation(step, nothing)])
-
-    own = proposer.propose([c], [3])[0]
-    observe(own)
-    observe(own)  # a step without its draft
-    proposer.propose([c], [3])
-    observe(Draft.chain([1, 2]))
-    assert observed == [own]
-    proposer.forget(c)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_policys_minimum_takes_the_place_of_the_threshold(temperature: float) -> None:
+    """The calibrated score counts; a greedy chain keeps the token that is below the minimum."""
+    c = context(temperature=temperature)
+    c.end = ChainEnd(
+        (0.5,), (0.0, 0.5), (0.0, 0.0), (0.1,)
+    )  # at a score of 0.9 a token is accepted in half of all cases
+    proposer = DraftModel(DRAFT)
+    proposer.stop = DraftStop(lambda row, hidden, greedy: 0.9, 1.0)
+    draft = proposer.propose([c], [DEPTH])[0]
+    assert len(draft) == (4 if temperature == 0.0 else 3)  # 0.5 ** 4 is below 0.1
+    assert draft.scores is not None and draft.scores[0].exp() == pytest.approx(0.9)
 
 
 def test_trees_take_no_stopping_rule() -> None:

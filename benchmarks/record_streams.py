@@ -1,0 +1,95 @@
+"""Records the token streams on which tests/control replays the draft policy.
+
+    python benchmarks/record_streams.py --output tests/control/streams.json
+
+Five kinds of text (code, editing, repetition, chat, mixed) of the bundled pair and, without a draft, of a real model.
+Of each token it keeps what the draft model would have done there: the probability of its likeliest token, whether that
+token is right, and the probability that a sampled draft token is accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.editing import EDITS
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.core.draft import Draft
+from foretoken.engine.chat_template import apply_template
+from foretoken.models.base import Model
+from foretoken.zoo.real import real_model_path
+
+QUESTION = "Explain in four paragraphs why the sky is blue, and why sunsets are red."
+LINE = "- {0}: the {1} was checked, no problems were found\n"
+PARTS = ("door", "window", "roof", "cellar", "lift", "kitchen", "garden", "gate")
+
+
+def texts(llm: LLM, kind: str) -> tuple[str | list[int], str | None]:
+    """Returns the prompt of a kind of text, and the text that follows; None if the model writes it."""
+    if kind == "editing":
+        return EDITS[0].prompt, EDITS[0].edited
+    if kind == "repetition":
+        lines = [LINE.format(i, PARTS[i % len(PARTS)]) for i in range(1, 60)]
+        return "".join(lines[:4]), "".join(lines[4:])
+    prompt = FUNCTIONS[0] if kind == "code" else QUESTION
+    if kind == "chat" and llm.tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        return apply_template(llm.tokenizer, messages, add_generation_prompt=True, return_dict=False), None
+    return prompt, None
+
+
+def scored(model: Model, tokens: list[int]) -> torch.Tensor:
+    """Returns the distributions [N, V] of a model after each token."""
+    handle = model.open(tokens[:1])
+    (scores,) = model.score([handle], [Draft.chain(tokens[1:])])  # a row for each token
+    probs = scores.logits.float().softmax(-1)
+    model.close(handle)
+    return probs
+
+
+def record(llm: LLM, kind: str, temperature: float, count: int, draft: Model | None) -> dict[str, Any]:
+    """Returns one stream of a kind of text."""
+    params = SamplingParams(max_tokens=count, temperature=temperature, seed=7, ignore_eos=True)
+    text, following = texts(llm, kind)
+    prompt = text if isinstance(text, list) else llm.tokenizer.encode(text)
+    if following is None:
+        tokens = list(llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0].token_ids)
+    else:
+        tokens = llm.tokenizer.encode(following)[:count]
+    stream: dict[str, Any] = {"kind": kind, "temperature": temperature, "prompt": prompt, "tokens": tokens}
+    if draft is not None:
+        whole, first = [*prompt, *tokens], len(prompt) - 1
+        p, q = scored(llm.target, whole)[first:-1], scored(draft, whole)[first:-1]
+        best = q.max(-1)
+        stream["claims"] = [round(float(claim), 2) for claim in best.values]
+        stream["right"] = [int(a == b) for a, b in zip(best.indices.tolist(), tokens, strict=True)]
+        stream["accepted"] = [round(float(value), 2) for value in torch.minimum(p, q).sum(-1)]
+    return stream
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="File to write.")] = Path("tests/control/streams.json"),
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 400,
+) -> None:
+    """Records the streams."""
+    streams: dict[str, list[dict[str, Any]]] = {}
+    plain = {"method": "none"}
+    for pair in ("bundled", "smollm2"):
+        path = zoo.path("target") if pair == "bundled" else real_model_path("smollm2")
+        llm = LLM(path, speculative_config=plain, dtype="float32" if pair == "bundled" else "auto", max_model_len=2048)
+        draft = LLM(zoo.path("draft"), speculative_config=plain, dtype="float32").target if pair == "bundled" else None
+        streams[pair] = [
+            record(llm, kind, temperature, tokens, draft)
+            for kind, temperature in product(("code", "editing", "repetition", "chat"), (0.0, 1.0))
+        ]
+    output.write_text(json.dumps(streams, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,424 @@
+"""The draft policy: how much each source drafts, and which of the drafted nodes are verified.
+
+It has a cost model (seconds of passes by rows, of drafting by depth) and an acceptance model. The price of a step's
+added seconds is the number of tokens that the usual speed yields in them, so a draft is profitable where its expected
+accepted tokens exceed its price (Dinkelbach's method for ratios). Everything is decided before a token is sampled, or
+by fixed candidates alone, so that no decision can change the distribution of the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from foretoken.control.acceptance import CLAIMS, Rates, SourceRecord, Survival
+from foretoken.control.allocation import LengthCandidates, Worst, allocate, min_acceptance
+from foretoken.control.base import Controller
+from foretoken.control.fixed import caps, halvings, requested, short_of_memory
+from foretoken.control.ledger import Ledger
+from foretoken.control.memory import MemoryWatch
+from foretoken.core.context import ChainEnd, Context
+from foretoken.core.draft import Decision, Draft
+from foretoken.core.step import StepOutput
+from foretoken.costs.model import CostModel
+
+RequestKind = tuple[str, bool, object, bool]  # source, greedy, grade, whether there is a prediction
+
+
+@dataclass(eq=False, slots=True)
+class ModelState:
+    """One request's drafts by the model of its proposer.
+
+    Attributes:
+        survival: Acceptance by rank.
+        wait: Steps without a draft before the next trial.
+        since: Step of its last draft, or of its last trial that was refused.
+        length: Draft tokens until step ``until``.
+        value: Expected accepted tokens of these, less their price; of a trial the price alone.
+        trial: Whether the last draft was a trial.
+    """
+
+    survival: Survival
+    wait: int
+    since: int
+    length: int = 0
+    value: float = 0.0
+    until: int = 0
+    trial: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """State of one request.
+
+    Attributes:
+        copies: Acceptance of each source that copies text, by its name.
+        model: Its drafts by a model, None before the first decision.
+        claims: Acceptance of a model's fixed candidates, by the model's own probabilities.
+        failures: Searches for text to copy since one was profitable.
+        next_search: Step of the next one.
+    """
+
+    copies: dict[str, SourceRecord] = field(default_factory=dict)
+    model: ModelState | None = None
+    claims: SourceRecord | None = None
+    failures: int = 0
+    next_search: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBatch:
+    """Requests for which a model may draft in a step.
+
+    Attributes:
+        contexts: The requests.
+        states: Their states.
+        limits: Maximum number of draft tokens of each.
+        early: Whether each request's drafts end where ``Context.end`` says.
+        missed: Seconds in which the model would process the tokens that it missed, of each.
+        size: Number of requests in the step, others included.
+        allowed: Seconds that the step may lose.
+    """
+
+    contexts: Sequence[Context]
+    states: Sequence[ModelState]
+    limits: Sequence[int]
+    early: Sequence[bool]
+    missed: Sequence[float]
+    size: int
+    allowed: float
+
+
+class DraftPolicy(Controller):
+    """Decides how much is drafted, down to nothing, by measured costs and acceptance.
+
+    Sources that copy text are compared with the text that followed, verified or not, so they need no trials: while they
+    find nothing profitable they are searched less often. A model that is not profitable gets a trial after a wait,
+    which doubles after each trial that fails.
+
+    Args:
+        costs: Measured seconds.
+        max_tokens: Largest number of draft tokens of a request.
+    """
+
+    costs: CostModel
+
+    def __init__(self, costs: CostModel | None = None, max_tokens: int = 16) -> None:
+        self.costs = costs or CostModel()
+        self.tuning = self.costs.tuning
+        self.bound(max_tokens)
+        self.step = 0  # steps so far
+        self._requests: dict[int, RequestState] = {}
+        self._survivals: dict[RequestKind, Survival] = {}
+        self._rates: dict[RequestKind, Rates] = {}
+        self._wait = self.tuning.wait_steps  # steps before the first trial of a new request
+        self._cooldown = 0  # step before which no trial is made, after one that failed
+        self._worst = 0.0  # seconds that the model's drafts of a step lose if all are rejected
+        self._usual = [0.0, 0.0]  # decayed sums over all steps: seconds that plain decoding would take, seconds
+        self._priced: tuple[int, int, list[float], list[float]] = (0, 0, [], [])  # step, batch, seconds, prices
+        self._budgets: list[int] = []
+        self._drafted = False
+
+    def bound(
+        self, max_tokens: int, ledger: Ledger | None = None, memory: MemoryWatch | None = None, constant: bool = False
+    ) -> None:
+        """Sets the bounds on drafts, before any request.
+
+        Args:
+            max_tokens: Largest number of draft tokens of a request.
+            ledger: Bounds the seconds that drafting may lose against plain decoding, None for no bound.
+            memory: Bounds draft lengths while memory is short.
+            constant: Drafts of models have the largest length that the ledger allows.
+        """
+        self.max_tokens, self.ledger, self.memory, self.constant = max_tokens, ledger, memory, constant
+
+    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
+        self.step += 1
+        limits = caps(contexts, max_draft_tokens, self.max_tokens, self.memory)
+        budgets = requested(contexts, limits)
+        if due := not self.costs.plain_due(len(contexts)):
+            for i, context in enumerate(contexts):
+                if context.depth is None and self._due(context):
+                    budgets[i] = limits[i]
+        self.resting = due and not any(budgets) and self.step % self.tuning.hold_steps != 0
+        if self.resting and self.ledger:
+            self.ledger.add(self.ledger.income(self.costs, len(contexts)))
+        self._budgets = budgets
+        return budgets
+
+    def lengths(
+        self, source: str, contexts: Sequence[Context], caps: Sequence[int], early: Sequence[bool], batch: int
+    ) -> list[int]:
+        """Returns the number of tokens that a model drafts for each request, at most ``caps[i]``.
+
+        Args:
+            source: Name of the model's source.
+            contexts: The requests that may draft.
+            caps: Draft tokens of each, at most.
+            early: Whether its drafts for each end where ``Context.end`` says.
+            batch: Number of requests in the step.
+        """
+        states = [self._model(source, context) for context in contexts]
+        allowed = self._allowed(batch)
+        if any(state.until <= self.step for state in states) or self._worst > allowed:
+            missed = [self.costs.drafting.missed(context.missed_tokens) for context in contexts]
+            self._decide(source, ModelBatch(contexts, states, caps, early, missed, batch, allowed))
+        return [min(state.length, cap) for state, cap in zip(states, caps, strict=True)]
+
+    def value(self, context: Context) -> float:
+        """Returns the expected accepted tokens of a request's model, less their price, as last decided."""
+        model = self._requests[context.id].model
+        return math.inf if model is None or model.trial else model.value
+
+    def searches(self, context: Context) -> bool:
+        """Returns whether the sources that copy text are searched for a request in this step."""
+        return self._request(context).next_search <= self.step
+
+    def keep(self, weights: Sequence[float], budget: int, batch: int) -> tuple[list[int], float]:
+        """Returns the nodes of a merged draft that are verified, the best first, and their expected net tokens.
+
+        Every number of nodes is evaluated, since eight rows may take as long as five, and nine much longer. Weights
+        only fall along a path, and of equals the older node comes first, so that no node is kept without its parent.
+
+        Args:
+            weights: Probability that each node is accepted.
+            budget: Number of nodes, at most.
+            batch: Number of requests in the step.
+        """
+        seconds, prices = self._prices(batch)
+        allowed, nodes = self._allowed(batch), sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+        best, count, tokens = self.tuning.margin_tokens, 0, 0.0
+        for number, node in enumerate(nodes[: min(budget, len(prices) - 1)], 1):
+            if seconds[number] > allowed:
+                break
+            tokens += weights[node]
+            if tokens - prices[number] > best:
+                best, count = tokens - prices[number], number
+        return nodes[:count], best if count else 0.0
+
+    def decision(self, sources: tuple[str, ...], candidates: int, expected: float, batch: int) -> Decision:
+        """Returns the numbers behind a draft with ``sources`` by node; see ``Decision``."""
+        prices = self._prices(batch)[1]
+        price = prices[min(len(sources), len(prices) - 1)]
+        return Decision(sources, candidates, expected, price, self._speedup())
+
+    def searched(self, context: Context, value: float | None) -> None:
+        """Receives the expected net tokens of the text that a search found; None if there is nothing to search."""
+        state, plain = self._request(context), self.costs.plain_seconds(1)
+        profitable = None if value is None else value > self._speedup() * self.costs.search_seconds / (plain or 1.0)
+        state.failures = 0 if profitable else state.failures + 1
+        gap = min(self.tuning.wait_steps - 2, 2 ** max(0, state.failures - self.tuning.hold_steps))
+        state.next_search = math.inf if profitable is None else self.step + gap
+
+    def copy_record(self, context: Context, source: str) -> SourceRecord:
+        """Returns the acceptance of a source that copies text, in one request."""
+        records = self._request(context).copies
+        if source not in records:
+            records[source] = SourceRecord(self._kind_rates(context, source).for_request(), copies=True)
+        return records[source]
+
+    def claim_record(self, context: Context, source: str) -> SourceRecord:
+        """Returns the acceptance of a model's fixed candidates, in one request."""
+        state = self._request(context)
+        if state.claims is None:
+            state.claims = SourceRecord(self._kind_rates(context, source).for_request(), copies=False)
+        return state.claims
+
+    def settle(self, context: Context) -> None:
+        """Compares a request's drafts of fixed candidates with its text, which has grown."""
+        if (state := self._requests.get(context.id)) is not None:
+            for record in state.copies.values():
+                record.settle(context.tokens)
+                if record.streak > 1:  # the text began to repeat
+                    state.next_search = min(state.next_search, self.step)
+            if state.claims is not None:
+                state.claims.settle(context.tokens)
+
+    def learn(self, context: Context, requested: int, verified: int, draft: Draft, path: Sequence[int]) -> None:
+        """Learns from a model's draft.
+
+        Args:
+            context: The request.
+            requested: Number of tokens that the model was to draft.
+            verified: Number of its nodes that were verified.
+            draft: The draft.
+            path: The nodes that agree with the text.
+        """
+        state, tuning = self._requests[context.id].model, self.tuning
+        if state is None:
+            return
+        state.since = self.step
+        if state.trial:
+            success = 2 * len(path) >= requested and len(path) > state.value
+            state.wait = 1 if success else min((32 * tuning.wait_steps), 2 * max(state.wait, tuning.wait_steps // 2))
+            self._wait = tuning.wait_steps if success else min((32 * tuning.wait_steps) // 4, 2 * self._wait)
+            self._cooldown = self.step + (0 if success else tuning.wait_steps)
+            state.until = 0
+            if success:
+                state.survival.discount(tuning.follow_share)
+        else:
+            state.wait = self._wait = tuning.wait_steps
+        state.survival.observe(requested, draft, path, verified)
+
+    def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
+        self._drafted = any(len(step.draft) for step in steps)
+        if self.ledger:
+            self.ledger.observe(contexts, steps, self.costs)
+        plain, total = self.costs.plain_seconds(len(steps)), steps[0].timings.total
+        if plain and total:
+            keep, tokens = 1.0 - 1.0 / self.tuning.shared_drafts, sum(len(step.tokens) for step in steps) / len(steps)
+            self._usual = [keep * self._usual[0] + tokens * plain, keep * self._usual[1] + max(plain, total)]
+
+    def describe(self) -> dict[str, Any]:
+        kinds = [
+            {
+                "temperature": "zero" if greedy else "positive",
+                "source": source,
+                "predicted_output": predicted,
+                "accepted": [round(float(p), 4) for p in survival.accepted()],
+            }
+            for (source, greedy, _, predicted), survival in self._survivals.items()
+        ]
+        return {
+            "name": "fixed" if self.constant else "goodput",
+            "max_tokens": self.max_tokens,
+            "memory_halvings": halvings(self.memory),
+            "budgets": list(self._budgets),
+            "balance_seconds": None if self.ledger is None else self.ledger.balance,
+            "acceptance": kinds,
+        }
+
+    @property
+    def pause(self) -> str | None:
+        if self._drafted or not self._budgets:
+            return None
+        if reason := short_of_memory(self.memory, self.max_tokens):
+            return reason
+        if self.ledger is not None and self.ledger.balance is not None and self.ledger.balance <= 0.0:
+            return "drafting has lost as many seconds as it may"
+        return "drafting is not profitable at the measured costs and acceptance"
+
+    @property
+    def num_known(self) -> int:
+        """Number of requests with a state."""
+        return len(self._requests)
+
+    def forget(self, context: Context) -> None:
+        self._requests.pop(context.id, None)
+
+    def _request(self, context: Context) -> RequestState:
+        return self._requests.setdefault(context.id, RequestState())
+
+    def _due(self, context: Context) -> bool:
+        """Returns whether any source may draft for a request in this step."""
+        state = self._request(context)
+        model = state.model
+        return state.next_search <= self.step or (model is not None and (model.length > 0 or model.until <= self.step))
+
+    def _speedup(self) -> float:
+        """Returns the usual speed, as a multiple of that of plain decoding."""
+        plain, seconds = self._usual
+        return max(1.0, plain / seconds) if seconds else 1.0
+
+    def _kind(self, context: Context, source: str) -> RequestKind:
+        return source, context.law.greedy, context.exactness, bool(context.prediction)
+
+    def _kind_rates(self, context: Context, source: str) -> Rates:
+        return self._rates.setdefault(self._kind(context, source), Rates())
+
+    def _end(self, source: str, context: Context, minimum: Sequence[float]) -> ChainEnd:
+        """Returns the end of a request's drafts, by the acceptance of a model's claims."""
+        rates = self.claim_record(context, source).rates
+        bases, slopes = zip(*(rates.line(cell) for cell in range(len(CLAIMS) + 1)), strict=True)
+        return ChainEnd(CLAIMS, bases, slopes, minimum)
+
+    def _model(self, source: str, context: Context) -> ModelState:
+        state = self._request(context)
+        if state.model is None:
+            kind = self._kind(context, source)
+            if kind not in self._survivals:
+                self._survivals[kind] = Survival(self.max_tokens, memory=self.tuning.shared_drafts, tuning=self.tuning)
+            survival = Survival(self.max_tokens, self._survivals[kind], tuning=self.tuning)
+            state.model = ModelState(survival, self._wait, self.step)
+        return state.model
+
+    def _allowed(self, batch: int) -> float:
+        """Returns the seconds that the step may lose."""
+        return self.ledger.cap(self.costs, batch) if self.ledger else math.inf
+
+    def _prices(self, batch: int) -> tuple[list[float], list[float]]:
+        """Returns the seconds of 0, 1, ... further rows for each request of a step, and their price in tokens."""
+        step, size = self._priced[:2]
+        if size != batch or self.step - step >= self.tuning.hold_steps:
+            rows = np.arange(self.max_tokens + 1.0)
+            seconds = self.costs.step_table(batch, batch * (1.0 + rows))
+            added = np.maximum.accumulate(seconds - seconds[0])
+            plain = self.costs.plain_seconds(batch) or float(seconds[0])
+            prices = self._speedup() * added / plain if plain else self.tuning.row_share * rows  # nothing was timed
+            self._priced = self.step, batch, added.tolist(), prices.tolist()
+        return self._priced[2:]
+
+    def _decide(self, source: str, requests: ModelBatch) -> None:
+        """Sets the lengths of all requests for some steps, and makes a trial where one is due."""
+        tuning, costs, contexts, limits = self.tuning, self.costs, requests.contexts, requests.limits
+        for state, context in zip(requests.states, contexts, strict=True):
+            hold = tuning.hold_steps if context.generated else 1
+            state.length, state.value, state.trial, state.until = 0, 0.0, False, self.step + hold
+        self._worst = 0.0
+        if not costs.drafting.known:
+            first = next((i for i, context in enumerate(contexts) if context.generated and limits[i]), None)
+            if first is not None and requests.allowed > 0.0:
+                self._try(requests.states[first], min(tuning.trial_tokens // 2, limits[first]))
+            return
+        if welcome := [i for i, limit in enumerate(limits) if limit and self._welcome(requests, i)]:
+            self._allocate(source, requests, welcome)
+        self._trial(requests, [i for i in welcome if not requests.states[i].length])
+
+    def _allocate(self, source: str, requests: ModelBatch, welcome: Sequence[int]) -> None:
+        """Sets the lengths of the requests ``welcome`` that are profitable."""
+        states, early = requests.states, [requests.early[i] for i in welcome]
+        candidates = LengthCandidates.of(
+            [states[i].survival for i in welcome],
+            [requests.limits[i] for i in welcome],
+            [requests.missed[i] for i in welcome],
+        )
+        best = allocate(candidates, requests.size, self.costs, requests.allowed, self.constant, early)
+        self._worst = best.worst
+        for number, i in enumerate(welcome):
+            states[i].length, states[i].value = best.lengths[number], best.values[number]
+            requests.contexts[i].end = None
+            if early[number] and best.lengths[number] and not self.constant:
+                minimum = min_acceptance(best, number, requests.size, self.costs)
+                requests.contexts[i].end = self._end(source, requests.contexts[i], minimum)
+
+    def _trial(self, requests: ModelBatch, idle: Sequence[int]) -> None:
+        """Makes a trial for the request that is due and missed fewest tokens, and sets when the others are due."""
+        tuning, states = self.tuning, requests.states
+        due = [i for i in idle if self.step - states[i].since > states[i].wait and self.step >= self._cooldown]
+        if due:
+            first = min(due, key=lambda i: requests.contexts[i].missed_tokens)
+            allowed, limit = requests.allowed - self._worst, min(tuning.trial_tokens, requests.limits[first])
+            if length := Worst(self.costs, requests.size).trial(limit, requests.missed[first], allowed):
+                requests.contexts[first].end = None
+                seconds = self.costs.drafting.seconds(length, 1) + self._prices(requests.size)[0][length]
+                self._try(states[first], length, seconds)
+        if not any(state.length for state in states):
+            for i in idle:
+                left = states[i].wait - (self.step - states[i].since)
+                states[i].until = self.step + max(tuning.hold_steps, min(left, (16 * tuning.hold_steps)))
+
+    def _try(self, state: ModelState, length: int, seconds: float = 0.0) -> None:
+        """Lets a request draft ``length`` tokens once, which take ``seconds``."""
+        state.length, state.trial, state.until = length, True, self.step + 1
+        state.value = seconds / plain if (plain := self.costs.plain_seconds(1)) else 0.0
+
+    def _welcome(self, requests: ModelBatch, index: int) -> bool:
+        """Returns whether a model may draft for a request: before its first token only if that hardly delays it."""
+        if requests.contexts[index].generated:
+            return True
+        added = self.costs.drafting.seconds(requests.limits[index], 1) + requests.missed[index]
+        return added <= self.tuning.follow_share * self.costs.plain_seconds(requests.size)
