@@ -41,7 +41,6 @@ class PositionCounts:
             self.accepted[position] += weight * chance
 
     def merge(self, other: PositionCounts) -> None:
-        """Adds the counts of ``other``."""
         self._extend(len(other.drafted))
         for position, (drafted, accepted) in enumerate(zip(other.drafted, other.accepted, strict=True)):
             self.drafted[position] += drafted

@@ -215,16 +215,11 @@ class SamplingLaw:
         if self.needs_history and len(histories) != logits.shape[0]:
             raise ValueError(f"{len(histories)} histories for {logits.shape[0]} rows")
         if kernels := native.for_rows(logits):
-            nodes = histories if self.needs_history else (None,) * logits.shape[0]
-            return kernels.adjusted(logits, [self._change(logits.shape[1], node) for node in nodes])
+            changes = [self._fixed_change(logits.shape[1]) for _ in range(logits.shape[0])]
+            for change, history in zip(changes, histories, strict=True) if self.needs_history else ():
+                self._update(change, logits.shape[1], history)
+            return kernels.adjusted(logits, changes)
         return self._adjust(logits.clone(), histories)
-
-    def _change(self, vocabulary: int, history: History | None) -> native.Adjustment:
-        """Returns the changes of one node for the kernels. history: None if the law needs none."""
-        change = self._fixed_change(vocabulary)
-        if history is not None:
-            self._update(change, vocabulary, history)
-        return change
 
     def _update(self, change: native.Adjustment, vocabulary: int, history: History) -> None:
         """Sets the changes that depend on a node's history."""
