@@ -1,4 +1,4 @@
-"""What the documentation says is run: its Python, its commands, its links, its list of packages."""
+"""The documentation is run: its Python, its commands, its links, its list of packages."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_other_commands_exist(line):
 
 @pytest.fixture(scope="module")
 def help_text() -> str:
-    """What ``foretoken --help`` prints."""
+    """The output of ``foretoken --help``."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
         main(["--help"])
     return printed.getvalue()

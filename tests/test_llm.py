@@ -211,7 +211,7 @@ def test_lossy_outputs_are_labelled(llm: LLM) -> None:
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted(tiny_pair: Any) -> None:
-    always = {"control": "fixed"}  # drafting with the target itself never pays
+    always = {"control": "fixed"}  # drafting with the target itself is never profitable
     same = LLM(tiny_pair.target, tiny_pair.target, dtype="float32", speculative_config=always)
     for params in ({"temperature": 0.0}, {"seed": 1}, {"temperature": 1.0}):
         stats = same.generate("abc", SamplingParams(max_tokens=40, ignore_eos=True, **params))[0].stats

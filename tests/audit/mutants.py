@@ -1,6 +1,6 @@
 """The mistakes of well-known code that a rule or a proposer can make, planted into an engine.
 
-Left out are those that no sample of texts shows, as roundings, and those that other tests own: stopping inside a block,
+Omitted are those that no sample of texts shows, as roundings, and those that other tests own: stopping inside a block,
 and parameters that a verifier never sees.
 """
 
@@ -58,7 +58,7 @@ STRENGTHS = {
 
 
 class Tampered(Proposer):
-    """Another proposer, whose drafts are changed after they were drawn."""
+    """Another proposer, whose drafts are changed after they were sampled."""
 
     def __init__(self, other: Proposer, change: Callable[[Draft], Draft]) -> None:
         self.other, self.change = other, change
@@ -79,14 +79,14 @@ def argmax_with_softmax_q(draft: Draft) -> Draft:
 
 
 def drops_unlikely(draft: Draft) -> Draft:
-    """Cut before the first drawn token that its own law found unlikely."""
+    """Cut before the first sampled token that its own law found unlikely."""
     q = draft.law.probs
     keep = next((i for i, token in enumerate(draft.ids) if float(q[i, token]) < 0.15), len(draft))
     return Draft.chain(draft.tokens[:keep], Sampled(q[:keep])) if keep else Draft.empty()
 
 
 def silent_top_k(draft: Draft) -> Draft:
-    """Drawn among the likeliest three, reported as drawn from all."""
+    """Sampled among the likeliest three, reported as sampled from all."""
     q = draft.law.probs
     best = q[0].topk(3).indices.tolist()
     return Draft.chain([draft.ids[0] if draft.ids[0] in best else best[0]], Sampled(q[:1]))

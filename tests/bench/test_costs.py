@@ -1,4 +1,4 @@
-"""Clocks, floors, the parts of a step, and the test of a law."""
+"""Clocks, lower bounds, the parts of a step, and the test of a law."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_floor_streams_every_weight_of_the_model():
 
 @pytest.mark.parametrize(("quantization", "bits"), [("", 16), ("int8", 8)])
 def test_weights_are_counted_as_they_are_held(quantization, bits):
-    """Of a model whose runner does not count them."""
+    """Weights of a model whose runner does not count them."""
     config = {
         "hidden_size": 8,
         "num_attention_heads": 2,
@@ -112,7 +112,7 @@ def test_the_parts_of_a_step_add_up(tiny_pair):
 
 
 def test_a_bent_law_shows(tiny_pair, tokenizer):
-    """Draws at temperature 1 pass; texts drawn at 0.7, or greedily, and with_sampling_bias at 1 do not."""
+    """Draws at temperature 1 pass; texts sampled at 0.7, or greedily, and with_sampling_bias at 1 do not."""
     llm = LLM(tiny_pair.target)
     prompt = tokenizer.encode("def greet(")
 

@@ -1,4 +1,4 @@
-"""The order of the turns, the contents of the rows, and which systems are left out with which reason."""
+"""The order of the turns, the contents of the rows, and which systems are skipped with which reason."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_one_that_fails_is_named_and_left_out():
 
 
 def test_memory_decides_who_stays():
-    """Room for two: the one whose turn is farthest goes, and nobody is loaded twice in a row."""
+    """Room for two: the one whose turn is farthest goes, and no model is loaded twice in a row."""
     setups = {name: Setup(name, "plain", "t") for name in "abc"}
     loaded: list[str] = []
     made: dict[str, Fake] = {}

@@ -1,4 +1,4 @@
-"""What vLLM's process is started with. vLLM itself is not needed."""
+"""The arguments and environment of vLLM's process. vLLM itself is not needed."""
 
 from __future__ import annotations
 

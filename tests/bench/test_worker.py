@@ -98,7 +98,7 @@ def test_a_killed_race_leaves_no_sleeper(tmp_path):
 
 
 def test_a_peers_process_sees_the_package_and_nothing_beside_it(tmp_path):
-    """An environment without foretoken: -S leaves out site-packages, and with them the installed package."""
+    """An environment without foretoken: -S skips site-packages, and with them the installed package."""
     (tmp_path / "peer.py").write_text("")
     code = (
         f"import runpy, sys; boot = runpy.run_path({str(BOOT)!r})['boot']\n"

@@ -37,7 +37,7 @@ def runner(seen: list[object]) -> typer.Typer:
     @app.command()
     @grouped
     def command(source: str, first: bool = False, *, group: Outer, last: float = 0.5) -> None:
-        """What it does."""
+        """Runs the command."""
         seen.append((source, first, group, last))
 
     return app
@@ -46,7 +46,7 @@ def runner(seen: list[object]) -> typer.Typer:
 def test_options_of_a_command_are_the_fields_in_order() -> None:
     command = typer.main.get_command(runner([]))
     assert [each.name for each in command.params] == ["source", "first", "name", "depth", "words", "last"]
-    assert command.help == "What it does."
+    assert command.help == "Runs the command."
 
 
 def test_a_command_gets_its_groups() -> None:

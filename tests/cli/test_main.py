@@ -1,4 +1,4 @@
-"""How the command leaves: help, version, usage, errors, signals."""
+"""Exits of the command: help, version, usage, errors, signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who guessed which characters."""
+"""Authors of characters in rendered drafts."""
 
 from __future__ import annotations
 

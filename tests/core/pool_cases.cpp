@@ -10,7 +10,7 @@
 extern "C" {
 
 // Runs `loops` loops of `items` items. Each item adds one to its number, and reads all of the loop before.
-// `slow`: every so many items sleep for a moment. Returns the number of wrong ones.
+// `slow`: every `slow`-th item sleeps for a moment. Returns the number of wrong ones.
 int64_t sums(int threads, int loops, int64_t items, int64_t grain, int slow) {
     std::vector<std::atomic<int64_t>> counts(items);
     std::atomic<int64_t> wrong{0};

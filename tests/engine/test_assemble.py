@@ -1,4 +1,4 @@
-"""What a step added to a request: its own log-probabilities and explanation, and not those of other steps."""
+"""Additions of a step to a request: its own log-probabilities and explanation, and not those of other steps."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ WORDS = st.lists(st.text(alphabet="abü🙂 ", max_size=5), min_size=1, max_size
 
 
 def expected(texts: list[str], tokens: list[int]) -> set[int] | None:
-    """By trying every token on every text; None where no text begins with ``tokens``."""
+    """By trying every token on every text; None if no text begins with ``tokens``."""
     if not all(t < len(SPELLED) and SPELLED[t] for t in tokens):
         return None
     so_far = b"".join(SPELLED[t] or b"" for t in tokens)

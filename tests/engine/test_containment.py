@@ -1,4 +1,4 @@
-"""What fails in one request's own work ends that request alone; the others' texts are what they would have been."""
+"""A failure in one request's own work ends that request alone; the others' texts are what they would have been."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VICTIM, LENGTH = 1, 14  # the request that fails, and its prompt's length: the o
 
 
 class Failure(Exception):
-    """Not an error that anybody expects."""
+    """An unexpected error."""
 
 
 class FailingLaw(SamplingLaw):

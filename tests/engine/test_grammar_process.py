@@ -1,4 +1,4 @@
-"""Grammars that take too much: they end their own request, and nobody else's."""
+"""Grammars that take too much: they end their own request, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How memory for keys and values is shared out."""
+"""Shares of the memory for keys and values."""
 
 from __future__ import annotations
 

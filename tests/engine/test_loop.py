@@ -124,7 +124,7 @@ def test_aborting_frees_every_slot() -> None:
 
 
 def test_a_request_that_stops_drafting_and_starts_again() -> None:
-    """A draft model that did not run for some steps catches up by itself."""
+    """A draft model that did not run for some steps computes the missed tokens by itself."""
 
     class Alternating(Fixed):
         def budgets(self, contexts, max_draft_tokens):  # type: ignore[no-untyped-def]
@@ -138,7 +138,7 @@ def test_a_request_that_stops_drafting_and_starts_again() -> None:
 
 
 class Counting(CostModel):
-    """What it observed: budgets and missed tokens of each step."""
+    """Observations: budgets and missed tokens of each step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -122,7 +122,7 @@ def test_without_a_limit_nothing_is_too_long(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("text", ["a\ud800", "\udcff"])
 def test_half_of_a_surrogate_pair_is_refused(builder: RequestBuilder, text: str) -> None:
-    """What bytes that are not UTF-8 become on a command line; tokenizers raise a TypeError that says nothing."""
+    """Bytes that are not UTF-8 on a command line; tokenizers raise a TypeError that says nothing."""
     for refused in (
         lambda: builder.tokenize(text),
         lambda: builder.build("a", SamplingParams(prediction=text)),

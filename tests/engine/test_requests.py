@@ -47,7 +47,7 @@ def test_a_prediction_of_wrong_ids_is_refused(builder, wrong):
 
 @pytest.fixture
 def smaller(tokenizer) -> RequestBuilder:
-    """Of a model that lacks the tokenizer's last tokens, the one that spells " return" among them."""
+    """The builder for a model that lacks the tokenizer's last tokens, the one that spells " return" among them."""
     size = tokenizer.encode(" return", add_special_tokens=False)[-1]
     assert size > 256
     return RequestBuilder(tokenizer, size, [tokenizer.eos_token_id, size + 1], seed=0)

@@ -1,4 +1,4 @@
-"""Who runs when: pieces of prompts, bounds on memory, priorities, and texts that never change for any of it."""
+"""The order of requests: pieces of prompts, bounds on memory, priorities, and texts that never change for any of it."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_prefill_pace_of_a_burst_is_not_that_of_the_step_before_it():
 
 
 def test_prefill_pace_without_a_step_to_compare_with():
-    """Where every step has had prefill, weights are counted as rows, which makes chunks smaller and never larger."""
+    """If every step has had prefill, weights are counted as rows, which makes chunks smaller and never larger."""
     pace = PrefillPacer("auto")
     pace.observe(Timings(0.0, 0.05 + 0.001 * 100, 0.0, 0.0, 4, 96))
     assert 0 < pace.rows(4, 1) <= 54

@@ -76,7 +76,7 @@ def local(pair) -> Grammars:
 
 @pytest.fixture(scope="module")
 def reference(grammars) -> Grammars:
-    """Of the same vocabulary as ``grammars``, in this process."""
+    """Grammars of the same vocabulary as ``grammars``, in this process."""
     return Grammars(grammars.tokenizer, len(grammars.tokenizer) + EXTRA)
 
 
@@ -311,7 +311,7 @@ def test_many_alternatives_are_followed_to_their_end(grammars):
 
 
 def test_an_error_of_llguidance_ends_the_text_where_it_occurs(pair, monkeypatch):
-    """It is no refusal, after which anything could come; other nodes are judged as before."""
+    """It is no refusal, after which anything could come; other nodes are verified as before."""
     monkeypatch.setitem(matching.LIMITS, "max_items_in_row", 20)
     alternatives = " | ".join(f'"k" /[0-{i % 9 + 1}]+/ "{i}"' for i in range(40))
     grammars = Grammars(pair.tokenizer, pair.target.vocab_size)

@@ -23,7 +23,7 @@ def rows(*pairs: tuple[float, float]) -> Gaussians:
 
 @dataclass
 class Scripted:
-    """Answers ``bernoulli`` from a list and ``normal`` with one number, and notes what the answers are worth."""
+    """Answers ``bernoulli`` from a list and ``normal`` with one number, and notes the weight of the answers."""
 
     answers: list[bool]
     z: float = 0.0
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def break_points(self) -> list[float]:
-        """Where p = q, and so the chance to stand has a kink."""
+        """The points where p = q, at which the chance to stand has a kink."""
         (mu, sigma), (m, s) = self.p, self.q
         a, b = 1 / s**2 - 1 / sigma**2, mu / sigma**2 - m / s**2
         c = m**2 / s**2 - mu**2 / sigma**2 + 2 * math.log(s / sigma)

@@ -28,7 +28,7 @@ PROMPT = "def read_lines(path):"
 
 @pytest.fixture(scope="module")
 def url(preloaded_launcher: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where the service answers."""
+    """The address of the service."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -74,7 +74,7 @@ def _answering(url: str, process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _end(group: int) -> None:
-    """What is left of the session that the test started."""
+    """Processes that remain of the session that the test started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 

@@ -142,7 +142,7 @@ def pair():
 
 @pytest.mark.parametrize("own_scale", [False, True])
 def test_futures_follow_the_targets_law(pair, own_scale):
-    """Every value, given those before it, is N(target's mean, scale^2); and futures look like those drawn plainly."""
+    """Every value, given those before it, is N(target's mean, scale^2); and futures look like those sampled plainly."""
     past, target, draft = pair
     drawn = [series.forecast(past, 8, target, draft, random_seed_from(4, i), 3, own_scale)[0] for i in range(250)]
     pasts = [np.concatenate([past, future[:t]])[-series.WINDOW :] for future in drawn for t in range(8)]

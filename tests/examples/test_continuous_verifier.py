@@ -153,7 +153,7 @@ def test_several_coordinates_are_mirrored_along_the_line_between_the_means():
         assert result == pytest.approx(pdf(p, y), abs=1e-12)
 
 
-# Trajectories drawn with the production streams
+# Trajectories sampled with the production streams
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class AR:
         return self.a * before[-1] + self.b * before[-2], self.scale
 
     def covariance(self, length: int) -> np.ndarray:
-        """Of the first ``length`` values, from their weights on the noise."""
+        """Covariance of the first ``length`` values, from their weights on the noise."""
         weights = np.zeros((length, length))
         for t in range(length):
             if t:

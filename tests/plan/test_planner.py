@@ -158,7 +158,7 @@ def test_step_times_of_one_size_are_medians_in_plain_steps():
 
 
 def test_reading_prompts_is_timed_beside_plain_reading(monkeypatch):
-    """The first, which finds weights that nobody has touched, does not count."""
+    """The first, which finds weights that no process has read, does not count."""
     seconds, order = iter([9.0, 2.0, 3.0, 3.0, 2.0, 2.0, 4.0]), []
 
     class Read:
@@ -331,7 +331,7 @@ def drawn_tree_and_chain(texts, depth: int = 4):
 
 
 def test_a_drawn_tree_is_compared_with_a_chain_on_the_same_texts():
-    """What it ran on was as easy as it was; beside the chain it is as good on any sample."""
+    """Its sample was as easy as it was; beside the chain it is as good on any sample."""
     prompts = [[i % 6, 1, 2] for i in range(6)]
     samples = [drawn_tree_and_chain(write(TARGET, prompts, WARM, 16, seed=seed)) for seed in range(4)]
     chains = [chain.tokens_per_pass for _, chain in samples]

@@ -26,7 +26,7 @@ from foretoken.plan.predictors import (
 
 
 def request(seed: int, noise: float, length: int = 150, vocab: int = 12) -> TextDistributions:
-    """A text drawn from p, with a draft that is off by ``noise``."""
+    """A text sampled from p, with a draft that is off by ``noise``."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(length, vocab, generator=generator, dtype=torch.float64)
     p = logits.softmax(-1)

@@ -69,7 +69,7 @@ def test_teacher_forcing_says_what_decoding_said():
 
 
 def test_states_of_a_prompt_are_read_where_its_rows_are_known(tiny_pair):
-    """A target that keeps prompts would leave out the rows that it has."""
+    """A target that keeps prompts would skip the rows that it has."""
     prompt = [7 + i % 50 for i in range(150)]
     first, kept = load_model(tiny_pair.target), load_model(tiny_pair.target)
     if not kept.enable_prefix_cache(1 << 30):

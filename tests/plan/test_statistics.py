@@ -1,4 +1,4 @@
-"""Intervals by request: against scipy, against leaving out by hand, and against the truth, a few thousand times."""
+"""Intervals by request: against scipy, against omission by hand, and against the truth, a few thousand times."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ OURS = VllmCandidate.of({"method": "custom_class", "model": "a.B"}, "ours", {"fo
 
 
 def run(lane: str, depth: int, seconds: float, emitted: tuple[int, ...], beside: str | None = None) -> VllmRun:
-    """Two requests alike."""
+    """Two equal requests."""
     tokens, passes = sum(n * count for n, count in enumerate(emitted, 1)), sum(emitted)
     return VllmRun(
         lane=lane,

@@ -1,4 +1,4 @@
-"""Requests: what is tried again, what is kept, what is told apart."""
+"""Requests: what is tried again, what is kept, what is distinguished."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_draft_of_any_depth_is_one_pass_for_all_sequences(tmp_path: Path, monk
 
 
 def test_marginals_and_conditionals_are_what_was_drawn_from(tmp_path: Path) -> None:
-    """Where siblings exist, a DFlash node's children have the same distribution whatever the node; DSpark's do not."""
+    """If siblings exist, a DFlash node's children have the same distribution whatever the node; DSpark's do not."""
     for method, same in (("dflash", True), ("dspark", False)):
         proposed = proposer(tmp_path / method, method, tree="sampled", top_k=3)
         (context,) = ready(proposed, 1, temperature=1.0)

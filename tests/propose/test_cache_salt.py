@@ -1,4 +1,4 @@
-"""What one request taught a proposer shows in the drafts of requests with the same ``cache_salt``, and in no others."""
+"""A proposer's knowledge of one request shows in drafts of requests with the same ``cache_salt``, and in no others."""
 
 from __future__ import annotations
 

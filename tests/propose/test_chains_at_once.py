@@ -24,7 +24,7 @@ from foretoken.propose.draft_model import PREFILL_CHUNK, DraftModel, DraftModelC
 
 GREEDY = SamplingLaw(temperature=0.0)
 FILTERED = SamplingLaw(temperature=0.7, min_p=0.01, top_k=30, top_p=0.95)
-Request = tuple[SamplingLaw, Exactness, tuple[float, ...]]  # the last: what a token has to be worth, by depth
+Request = tuple[SamplingLaw, Exactness, tuple[float, ...]]  # the last: the least probability of a token, by depth
 PLAIN: list[Request] = [
     (GREEDY, Exactness.DISTRIBUTION, (0.05, 0.1, 0.2)),
     (GREEDY, Exactness.TRAJECTORY, ()),
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def ended(minimum: Sequence[float]) -> ChainEnd | None:
-    """Where a chain ends, if claims come true at other rates."""
+    """The end of a chain, if claims come true at other rates."""
     return ChainEnd((0.1, 0.5), (0.0, 0.1, 0.4), (0.8, 0.7, 0.6), minimum) if minimum else None
 
 

@@ -101,7 +101,7 @@ def test_after_any_verdict_it_drafts_as_after_one_prefill(shape: str) -> None:
             assert torch.equal(draft.law.probs, fresh.law.probs)
 
 
-TREES = [kind for kind in get_args(TreeKind) if kind not in ("chain", "ranked", "at_once")]  # of a drawn draft
+TREES = [kind for kind in get_args(TreeKind) if kind not in ("chain", "ranked", "at_once")]  # of a sampled draft
 
 
 def tree(shape: str, budget: int = 6, c: Context | None = None, **config: int) -> Draft:

@@ -122,7 +122,7 @@ def test_drawn_drafts_carry_distributions_over_the_targets_vocabulary(tmp_path: 
 
 
 def test_a_head_with_a_mask_drafts_all_levels_from_marginals(tmp_path: Path) -> None:
-    """P-EAGLE: the rows of a chain are those of mask tokens, whatever was drawn above them."""
+    """P-EAGLE: the rows of a chain are those of mask tokens, whatever was sampled above them."""
     head = read_eagle(tiny.save(tmp_path, *tiny.eagle3(mask=7)))
     net = EagleNet(head, head.tensors["embed_tokens.weight"], torch.float32, torch.device("cpu"), 512)
     proposer = ParallelEagle(net, head.taps or (), EagleConfig(tree="chain"))
@@ -183,7 +183,7 @@ def test_texts_that_are_too_long_for_the_head_cost_it_nothing(tmp_path: Path, mo
         method = getattr(proposer.net, name)
         monkeypatch.setattr(proposer.net, name, lambda *a, m=method, n=name: (used.append(n), m(*a))[1])
     c = context(0, [i % 101 for i in range(600)], temperature=0.0)
-    assert proposer.reusable_prefix_len(c) == 600  # whatever the target knows of it may be left out
+    assert proposer.reusable_prefix_len(c) == 600  # whatever the target knows of it may be omitted
     proposer.prefill([c], [seen((5,), Draft.empty(), (), 0, 256).scores])
     c.tokens += [5]
     proposer.observe([c], [seen((5,), Draft.empty(), (), 256, 344)])

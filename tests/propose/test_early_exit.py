@@ -67,7 +67,7 @@ def rows(model: Decoder, tokens: list[int], draft: Draft, taps: tuple[int, ...] 
 
 
 def test_the_first_layers_are_the_targets(target: Decoder, tmp_path: Path) -> None:
-    """Norm and head over the input of the layer that is left out; the same with a trained norm and adapter."""
+    """Norm and head over the input of the layer that is skipped; the same with a trained norm and adapter."""
     draft = repeating((-1, 0, -1), 8)
     states = rows(target, PROMPT, draft, (2, 3)).taps
     loaded = Exit.load(trained(tmp_path / "exit"))

@@ -29,7 +29,7 @@ LOGGER = "foretoken.propose.fallback"
 
 
 class Failure(Exception):
-    """Not an error that anybody expects."""
+    """An unexpected error."""
 
 
 def context(identifier: int, method: str | None = None) -> Context:

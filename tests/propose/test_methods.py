@@ -44,7 +44,7 @@ def _registry(monkeypatch):
 def test_a_registered_method_is_built_by_its_name(tiny_pair):
     register("repeat", METHOD)
     params = SamplingParams(max_tokens=8, temperature=0)
-    config = {"method": "repeat", "times": 3, "control": "fixed"}  # measured costs might not pay for any draft
+    config = {"method": "repeat", "times": 3, "control": "fixed"}  # by measured costs no draft might be profitable
     (drafted,) = LLM(tiny_pair.target, speculative_config=config).generate("def f", params)
     (plain,) = LLM(tiny_pair.target, speculative_config={"method": "none"}).generate("def f", params)
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids

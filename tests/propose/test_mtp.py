@@ -73,7 +73,7 @@ def run(
 
 @pytest.mark.slow
 def test_texts_are_those_of_plain_decoding(folder: Path) -> None:
-    """Chains and trees, alone and in a batch of eight, greedy and drawn: any two of the three settings meet."""
+    """Chains and trees, alone and in a batch of eight, greedy and sampled: any two of the three settings meet."""
     prompts = [text(length, length) for length in (1, 2, 3, 5, 40, 70, 130, 300)]
     configs: tuple[dict[str, Any], ...] = ({"tree": "chain"}, {"tree": "top_k", "top_k": 2}, {"tree": "sampled"})
     for temperature, batches in ((0.0, (1, 8, 1)), (1.0, (8, 1, 8))):

@@ -59,7 +59,7 @@ def test_a_correct_prediction_is_drafted_whole():
         (*REFERENCE[:20], 99, *REFERENCE[21:]),  # one token replaced
         (*REFERENCE[:20], 97, 98, 99, *REFERENCE[21:]),  # one by three
         (*REFERENCE[:20], 99, *REFERENCE[23:]),  # three by one
-        (*REFERENCE[:20], *REFERENCE[26:]),  # some left out
+        (*REFERENCE[:20], *REFERENCE[26:]),  # some omitted
         (*REFERENCE[:20], 97, 98, 99, *REFERENCE[20:]),  # some put in
         (90, 91, 92, 93, *REFERENCE),  # something said before
         (*REFERENCE, 90, 91, 92),  # and after

@@ -112,12 +112,12 @@ def to_the_end(drafting: Remote) -> None:
 
 
 def whole(texts: list[list[int]]) -> list[list[int]]:
-    """Leaves out the aborted request, whose length depends on what was accepted."""
+    """Skips the aborted request, whose length depends on what was accepted."""
     return texts[:1] + texts[2:]
 
 
 def facts(steps: Sequence[StepOutput]) -> list[object]:
-    """Returns what two runs must have in common, drafts bit by bit."""
+    """Returns the part that two runs must have in common, drafts bit by bit."""
     return [(s.sequence, s.position, s.tokens, s.verdict, s.draft.ids, s.draft.parents, law(s.draft)) for s in steps]
 
 

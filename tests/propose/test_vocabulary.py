@@ -203,7 +203,7 @@ def test_rows_are_the_drafts_own_on_shared_tokens(tokenizer: Any, other: Any) ->
 
 @pytest.mark.slow
 def test_bundled_target_with_another_tokenizer(other_draft: Path) -> None:
-    """One text per seed, and more than the target alone writes in a pass; drawn drafts too."""
+    """One text per seed, and more than the target alone writes in a pass; sampled drafts too."""
     plain = LLM(TARGET)
     for params in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 2}):
         settings = SamplingParams(max_tokens=24, ignore_eos=True, **params)  # type: ignore[arg-type]

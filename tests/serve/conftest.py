@@ -117,7 +117,7 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _new(noisy: Path) -> LLM:
-    # So many tokens are drafted however busy the machine is: left to measurement it may be none.
+    # This number of tokens is drafted however busy the machine is: left to measurement it may be none.
     steady = {"num_speculative_tokens": 4}
     methods = ("prediction", "ngram")
     return LLM(
@@ -134,7 +134,7 @@ def _new(noisy: Path) -> LLM:
 
 @pytest.fixture(scope="session")
 def llm(noisy: Path) -> LLM:
-    """What ``server`` serves, and nobody else may use."""
+    """The model that ``server`` serves; no other test may use it."""
     return _new(noisy)
 
 

@@ -1,4 +1,4 @@
-"""Whose text shows to whom: scopes by ``cache_salt`` and by API key, through the real server."""
+"""Scopes of texts by ``cache_salt`` and by API key, through the real server."""
 
 from __future__ import annotations
 

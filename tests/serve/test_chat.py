@@ -14,7 +14,7 @@ from foretoken import LLM
 pytestmark = pytest.mark.slow
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def main(args):"}]
-DRAFTING = {"speculative_tokens": 4}  # whether or not that pays on this machine
+DRAFTING = {"speculative_tokens": 4}  # whether or not that is profitable on this machine
 GREEDY: dict[str, Any] = {"model": "stdlib", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 24}
 
 

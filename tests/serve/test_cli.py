@@ -114,7 +114,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("host, keys, warned", [("0.0.0.0", "a b", False), ("0.0.0.0", "", True)])
 def test_the_address_is_said_and_an_open_one_without_keys_warned_of(host: str, keys: str, warned: bool) -> None:
-    """Where it is, and a warning on an open address without keys; Ctrl-C ends it well."""
+    """The address, and a warning on an open address without keys; Ctrl-C ends it well."""
     arguments = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--host", host, "--dtype", "float32"]
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "FORETOKEN_API_KEY": keys}
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:

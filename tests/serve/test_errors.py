@@ -1,4 +1,4 @@
-"""What is refused, how, and that it is said in OpenAI's shape."""
+"""Requests that are refused, with errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_bodies_that_cannot_be_read(server: Running, content: bytes, words: str)
 
 
 def test_brackets_and_escapes_in_text_are_text(server: Running) -> None:
-    """What looks deep and wide within a string, and characters beyond 16 bits as pairs of escapes."""
+    """Text that looks deep and wide within a string, and characters beyond 16 bits as pairs of escapes."""
     text = ('[{"\\' * 400 + "🙂") * 3
     assert server.post({**OK, "prompt": text, "max_tokens": 1}).status_code == 200
     large = {**OK, "user": '[{:"\\' * 50_000 + "🙂"}
@@ -333,7 +333,7 @@ def test_no_origins_by_default(server: Running) -> None:
 
 
 def test_full_queue(limited: Running) -> None:
-    """Eight share a pass and none may wait: one beside eight is told to come again, nine in one can never fit."""
+    """Eight share a pass and none may wait: one beside eight is asked to come again, nine in one can never fit."""
     with httpx.stream(
         "POST", f"{limited.url}/v1/completions", json={**LONG, "n": 8, "stream": True}, headers=KEY
     ) as taken:

@@ -1,4 +1,4 @@
-"""What goes wrong while the server runs, and that others do not notice."""
+"""Faults while the server runs, which other requests do not notice."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_slow_reader(server: Running, text_alone: str) -> None:
 
 
 class Broken(RuntimeError):
-    """What a test makes happen."""
+    """An error that a test causes."""
 
 
 def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_the_field_is_named_where_the_request_is_prepared(
 
 @pytest.mark.slow
 def test_the_field_is_named_where_a_stream_fails(server: Running) -> None:
-    """Of no token that the grammar demands the model has the pieces left, once ``allowed_token_ids`` are counted."""
+    """The model has the pieces of no token that the grammar demands, once ``allowed_token_ids`` are counted."""
     body = {"prompt": "x", "max_tokens": 8, "guided_choice": ["yes"], "allowed_token_ids": [1], "stream": True}
     error = error_of(server.post(body), 400)
     assert error["param"] == "guided_choice" and error["message"].startswith("guided_choice")

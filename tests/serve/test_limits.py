@@ -1,4 +1,4 @@
-"""What clients may send before the app sees them: headers, bodies, and the time they take. With raw sockets."""
+"""Limits of what clients send before the app sees them: headers, bodies, and the time they take. With raw sockets."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_memory_of_large_bodies_is_bounded_and_given_back() -> None:
             return body
 
     async def use() -> int:
-        """Returns how many of 200 large bodies are refused."""
+        """Returns the number of 200 large bodies that are refused."""
         hold = asyncio.Event()
         large = [asyncio.create_task(receive_of(limit, hold)) for _ in range(200)]
         await asyncio.sleep(0)

@@ -84,7 +84,7 @@ async def crowd(url: str, bodies: list[dict[str, Any]], leaving: list[int | None
 async def ask(
     client: httpx.AsyncClient, places: asyncio.Semaphore, url: str, body: dict[str, Any], leave: int | None
 ) -> str | None:
-    """The text, None where the client left after so many chunks."""
+    """The text; None if the client left after this number of chunks."""
     async with places, client.stream("POST", url, json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
         text, chunks = "", 0

@@ -43,7 +43,7 @@ def record(*steps: StepOutput, configured: int = 0, detailed: bool = False) -> d
 
 
 def check_as_a_load_generator(payload: dict[str, Any]) -> None:
-    """What AIPerf's reader of vLLM responses refuses, said again: a payload that fails is dropped there in silence."""
+    """The checks of AIPerf's reader of vLLM responses: a payload that fails is dropped there in silence."""
     histogram = payload["acceptance_histogram"]
     assert isinstance(histogram, list) and all(type(count) is int and count >= 0 for count in histogram)
     assert len(histogram) == payload["num_spec_tokens"] + 1

@@ -69,7 +69,7 @@ class Sight:
             self.bodies.append(json.loads(request.post_data))
 
     def race(self, **fields: Any) -> None:
-        """Fill ``fields`` in by their ids, race, and wait for what came of it."""
+        """Fill ``fields`` in by their ids, race, and wait for the result."""
         for name, value in {"max-tokens": 40, "depth": 4, **fields}.items():
             self.page.fill(f"#{name}", str(value))
         self.page.click("#go")

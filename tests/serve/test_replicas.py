@@ -43,7 +43,8 @@ OPTIONS = {
     "max_num_seqs": 8,
     "seed": 1,
     "enable_prefix_caching": True,
-    "speculative_config": {"num_speculative_tokens": 4},  # so many engines on few cores might measure that none pays
+    # by measured costs no draft might be profitable for eight engines on few cores
+    "speculative_config": {"num_speculative_tokens": 4},
 }
 SYSTEM = "import os\nimport sys\n\n\n" + "def helper(values):\n    return sorted(values)\n" * 20
 
@@ -192,7 +193,7 @@ def test_a_client_that_goes_cancels_its_request(server: Distant) -> None:
 
 
 def test_a_replica_is_killed_under_load(server: Distant, spare: LLM) -> None:
-    """Nobody notices: all answers are whole, and each is what it is alone. Then there are four again."""
+    """No client notices: all answers are whole, and each is what it is alone. Then there are four again."""
     before = set(server.figures("num_requests_running"))
     bodies = [
         {
@@ -220,7 +221,7 @@ def test_a_replica_is_killed_under_load(server: Distant, spare: LLM) -> None:
 
 
 async def _load(server: Distant, bodies: list[dict[str, Any]]) -> list[str]:
-    """Ask all at once, and kill whoever has begun a stream."""
+    """Ask all at once, and kill the replica that has begun a stream."""
     begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:

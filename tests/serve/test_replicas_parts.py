@@ -1,4 +1,4 @@
-"""What the front is made of, without Ray: what it reads of a request, whom it asks, how a stream goes on."""
+"""Parts of the front, without Ray: what it reads of a request, whom it asks, how a stream goes on."""
 
 from __future__ import annotations
 

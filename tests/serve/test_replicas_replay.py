@@ -1,4 +1,4 @@
-"""A stream told again by another replica: the client gets each part of it once."""
+"""A stream repeated by another replica: the client gets each part of it once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identifiers of requests, and unknown fields: told in headers, counted, refused by a strict server."""
+"""Identifiers of requests, and unknown fields: named in headers, counted, refused by a strict server."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def small(tiny_pair: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def texts(spare: LLM, small: LLM) -> dict[str, str]:
-    """What each model writes by itself, taken before the server has it: an engine belongs to one thread."""
+    """The texts of each model by itself, taken before the server has it: an engine belongs to one thread."""
     params = SamplingParams(max_tokens=8, temperature=0)
     own = {llm: llm.generate("x = ", params)[0].outputs[0].text for llm in (spare, small)}
     return {"stdlib": own[spare], "usual": own[spare], "tiny": own[small]}

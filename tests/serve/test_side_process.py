@@ -34,7 +34,7 @@ def post(server: Running, content: bytes, path: str) -> httpx.Response:
 
 
 def without_identifiers(answer: httpx.Response) -> Any:
-    """What two answers to one request have in common."""
+    """The part that two answers to one request have in common."""
     body = answer.json()
     for name in ("id", "created", "metrics"):
         body.pop(name, None)

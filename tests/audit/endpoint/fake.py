@@ -47,7 +47,7 @@ DRAFT = _table(2, TARGET)
 
 @dataclass
 class Behaviour:
-    """How the server behaves. fault: of ``FAULTS``. trouble: what happens to requests after ``healthy`` of them."""
+    """Behaviour of the server. fault: of ``FAULTS``. trouble: what happens to requests after ``healthy`` of them."""
 
     fault: str = ""
     trouble: str = ""

@@ -113,7 +113,7 @@ class Completion {
         }
     }
 
-    // Appends the accepted tokens and the next one. Returns how many were accepted; their cache rows follow the text's.
+    // Appends the accepted tokens and the next one. Returns the number of accepted ones; their cache rows follow the text's.
     size_t accept(Tokens& text, int id, const Nodes& nodes, const float* logits, const typename Decoder::Pages& pages) {
         const int count = (int)text.size();
         std::vector<int32_t> places;

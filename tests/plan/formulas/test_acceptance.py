@@ -1,4 +1,4 @@
-"""What every rule accepts by its formula is what the production verifier accepts, by enumeration."""
+"""Every rule's acceptance by its formula is that of the production verifier, by enumeration."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def distributions(vocab: int = 4) -> st.SearchStrategy[torch.Tensor]:
 @pairs
 def test_token_acceptance_is_that_of_the_enumeration(seed, zeros):
     p, q = models(4, seed, zeros)
-    for rejection in ("token", "block"):  # a chain of one is verified alike
+    for rejection in ("token", "block"):  # a chain of one is verified in the same way
         pair = Pair(p, drawn(q), rejection=rejection, budget=lambda generated: 1)
         assert accepted(pair) == pytest.approx(float(acceptance.token(row(p), row(q))), abs=1e-12)
 

@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 
 @st.composite
 def rows(draw, count: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """p, q: [count, V], from alike to unlike and from flat to one-hot, some tokens impossible."""
+    """p, q: [count, V], from equal to unlike and from flat to one-hot, some tokens impossible."""
     vocab = draw(st.integers(2, 6))
     one = st.lists(st.integers(0, 20), min_size=vocab, max_size=vocab).filter(any)
     p, q = (torch.tensor([draw(one) for _ in range(count)], dtype=torch.float64) for _ in range(2))
