@@ -46,7 +46,7 @@ def write(
 def test_its_mtp_layer_drafts_by_default_and_is_accepted_often() -> None:
     """A bound far below the card's figure, so that a broken layer is noticed."""
     llm = opened("float32")
-    assert llm.speculative_config is not None and llm.speculative_config.method == "mtp"
+    assert llm.methods == ("auto", "mtp")
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True, speculative_tokens=3)
     stats = [output.stats for output in llm.generate(FUNCTIONS[:6], params)]
     assert 1 + sum(s.accepted for s in stats) / sum(s.drafts for s in stats) > 2.2

@@ -49,9 +49,9 @@ class LLM:
     Args:
         model: Folder or hub name of the target. ``LLM()`` alone loads the bundled pair.
         draft_model: Folder or hub name of a draft model, or of heads.
-        speculative_config: As in vLLM. See ``SpeculativeConfig``. Without a method, heads draft by theirs; a draft
-            model by "auto", or by "draft_model" with other keys, with ``adapt``, or where a pass takes less than 50
-            milliseconds; without a model either, what the target ships: MTP layers, or heads in its folder.
+        speculative_config: As in vLLM. See ``SpeculativeConfig``. Without a method, "auto": copied text, and the draft
+            model or heads, or those that the target ships. With a number of tokens or other keys, and with ``adapt``, a
+            draft model drafts by "draft_model", heads by their method.
         tokenizer: Folder or hub name of the tokenizer. None takes the target's.
         dtype: "auto" is bfloat16 where the hardware supports it, else float32.
         device: "auto" or a torch device.

@@ -23,14 +23,14 @@ from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.models.heads.kinds import shipped_methods
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.auto import AUTO as AUTO
-from foretoken.propose.auto import Auto
+from foretoken.propose.auto import Auto, around
 from foretoken.propose.base import BuildContext, Proposer
 from foretoken.propose.methods import METHODS as METHODS
 from foretoken.propose.methods import NONE as NONE
 from foretoken.propose.methods import check_method
 from foretoken.propose.methods import find as find
 from foretoken.propose.per_request import PerRequestProposer
-from foretoken.propose.union import Union
+from foretoken.propose.union import Union, UnionMember
 
 _log = logging.getLogger(__name__)
 _REJECTIONS = ("block", "token")
@@ -153,15 +153,10 @@ class Builder:
     def build(self, config: SpeculativeConfig) -> Proposer:
         """Returns the proposer of a configuration. Raises InvalidRequest or ModelLoadError."""
         method = find(config.method_in_force)
-        if method is None:
-            return Proposer()
-        context = BuildContext(
-            self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.policy
-        )
-        return method.build(config.own(), context)
+        return Proposer() if method is None else method.build(config.own(), self._context(config.model))
 
     def build_default(self, config: SpeculativeConfig) -> tuple[SpeculativeConfig, Proposer]:
-        """Returns ``build`` and its configuration, which is that of what the target ships where nothing is configured.
+        """Returns ``build`` and its configuration; if nothing is configured, with the heads that the target ships.
 
         Shipped heads that do not load are skipped.
         """
@@ -169,10 +164,16 @@ class Builder:
             for method in shipped_methods(self.path):
                 try:
                     shipped = replace(config, method=method)
-                    return shipped, self.build(shipped)
+                    head = self.build(shipped)
+                    if config.has_constant_length:
+                        return shipped, head
+                    return config, around(UnionMember(method, head), self._context(None))
                 except (InvalidRequest, ModelLoadError) as reason:
                     _log.warning("%s ships heads of the method %r, which are skipped: %s", self.path, method, reason)
         return config, self.build(config)
+
+    def _context(self, model: str | None) -> BuildContext:
+        return BuildContext(self.target, self.tokenizer, self.path, model, self.load, self.member, self.policy)
 
     def member(self, config: Mapping[str, Any]) -> Proposer:
         """Returns the proposer of a configuration in the form of a dict."""

@@ -88,4 +88,4 @@ def test_other_number_formats(target: Path) -> None:
 def test_an_assistant_is_no_draft_model(target: Path) -> None:
     with pytest.raises(InvalidRequest, match="method 'assistant'"):
         LLM(target, str(target / "heads" / "assistant"), speculative_config={"method": "draft_model"}, dtype="float32")
-    assert LLM(target, str(target / "heads" / "assistant"), dtype="float32").methods == ("assistant",)
+    assert LLM(target, str(target / "heads" / "assistant"), dtype="float32").methods == ("auto", "assistant")

@@ -73,7 +73,7 @@ def test_heads_in_the_targets_folder_draft_unless_they_do_not_fit(
     assert "'medusa', which are skipped" in caplog.text
     tiny.save(folder / "heads" / "eagle3", *tiny.eagle3(vocab=plain.target.vocab_size))
     llm = LLM(folder, dtype="float32")
-    assert llm.methods == ("eagle3",) and llm.speculative_config.method == "eagle3"
+    assert llm.methods == ("auto", "eagle3") and llm.speculative_config.method_in_force == "auto"
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True, speculative_tokens=4)
     texts = [one.generate("def greet(name):", params)[0].outputs[0] for one in (plain, llm)]
     assert texts[0].token_ids == texts[1].token_ids and texts[1].stats.drafted > 0

@@ -237,8 +237,9 @@ def test_llm_takes_the_layer_that_the_checkpoint_ships(tiny_pair: Any, tmp_path:
     plain = LLM(folder, dtype="float32", speculative_config={"method": "none"})
     assert plain.methods == ("none",)
     llm = LLM(folder, dtype="float32")
-    assert llm.methods == ("mtp",) and isinstance(llm.engine.proposer, Union)
-    assert isinstance(llm.engine.proposer.sources[0].proposer, Mtp)
+    assert llm.methods == ("auto", "mtp")
+    alone = llm.proposer_of("mtp")
+    assert isinstance(alone, Union) and isinstance(alone.sources[0].proposer, Mtp)
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True, speculative_tokens=5)
     outputs = [one.generate("def greet(name):", params)[0].outputs[0] for one in (plain, llm)]
     assert outputs[0].token_ids == outputs[1].token_ids and outputs[1].stats.drafted > 0

@@ -9,7 +9,7 @@ from typing import Any
 from foretoken.core.artifacts import heads_method
 from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.propose.base import BuildContext, Method, Proposer
-from foretoken.propose.union import Union, build_sources
+from foretoken.propose.union import Union, UnionMember, build_sources
 
 AUTO = "auto"
 COPIES: tuple[Mapping[str, Any], ...] = (
@@ -33,13 +33,18 @@ class AutoConfig:
     """The method has no keys: other members or options are those of a mixture."""
 
 
+def around(model: UnionMember | None, build_context: BuildContext) -> Auto:
+    """Returns the union of copied text and ``model``."""
+    members = [*build_sources(COPIES, build_context), *([model] if model else [])]
+    return Auto(members, build_context.policy, AUTO)
+
+
 def build(config: AutoConfig, build_context: BuildContext) -> Auto:
-    """Builds the union, around the draft that "model" names if it names one."""
-    members = list(COPIES)
-    if (name := build_context.model) is not None:
-        method = heads_method(load_config(resolve(name))) or "draft_model"
-        members.append({"method": method, "model": str(name)})
-    return Auto(build_sources(members, build_context), build_context.policy, AUTO)
+    """Builds the union, around the draft or heads that "model" names if it names any."""
+    if (name := build_context.model) is None:
+        return around(None, build_context)
+    method = heads_method(load_config(resolve(name))) or "draft_model"
+    return around(UnionMember(method, build_context.member({"method": method, "model": str(name)})), build_context)
 
 
 METHOD = Method(AutoConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)
