@@ -52,7 +52,7 @@ class Machine:
     passes: Mapping[int, float]
     level: float | None = None
     step: float = 0.15
-    search: float = 0.1
+    search: float = 0.25
 
     def rows(self, rows: float) -> float:
         """Returns the seconds of a pass."""

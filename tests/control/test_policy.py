@@ -313,7 +313,7 @@ def test_the_slowdown_budget_limits_the_rows() -> None:
 def test_a_token_is_profitable_from_the_tokens_that_its_seconds_yield() -> None:
     costs = CostModel()
     costs.calibrate({1: 0.020, 5: 0.0208, 9: 0.040, 17: 0.040}, {1: 0.0005, 16: 0.008})
-    below = min_acceptance(Allocation([16], [0.0], rate=100.0), 0, 1, costs)
+    below = min_acceptance(Allocation([16], [0.0], [0.0], rate=100.0), 0, 1, costs)
     assert below[:4] == pytest.approx([0.07] * 4)  # 0.2 ms for the row and 0.5 ms to draft it, at 100 tokens per second
     assert below[4] == pytest.approx(0.53)
     assert below[8:] == pytest.approx([0.05] * 8)
@@ -322,8 +322,8 @@ def test_a_token_is_profitable_from_the_tokens_that_its_seconds_yield() -> None:
 def test_an_expensive_row_counts_as_a_step_to_rows_that_cost_nothing() -> None:
     costs = CostModel()
     costs.calibrate({1: 0.020, 2: 0.030, 17: 0.030}, {16: 0.0})
-    assert min_acceptance(Allocation([1], [0.0], rate=50.0), 0, 1, costs)[0] == pytest.approx(0.5)
-    below = min_acceptance(Allocation([2], [0.0], rate=50.0), 0, 1, costs)
+    assert min_acceptance(Allocation([1], [0.0], [0.0], rate=50.0), 0, 1, costs)[0] == pytest.approx(0.5)
+    below = min_acceptance(Allocation([2], [0.0], [0.0], rate=50.0), 0, 1, costs)
     assert below[0] == pytest.approx(0.5 / (1.0 + costs.tuning.prior_acceptance)) and below[1] == 0.0
 
 

@@ -72,7 +72,7 @@ def test_the_best_score_wins(tokens, budget, factor, min_prob):
     score, length = by_definition(tokens, budget, factor, min_prob, 8)
     assert len(draft) <= min(budget, int(factor * length))
     assert isinstance(draft.law, PointMass)
-    holds = [(length + depth) / (length + depth + 1) for depth in range(len(draft))]  # P(the match goes on)
+    holds = [(length + depth) / (length + depth + 2) for depth in range(len(draft))]  # P(the match goes on)
     shares = (
         [float(score) / prod(holds[: depth + 1]) for depth, score in enumerate(draft.scores.exp())] if holds else []
     )

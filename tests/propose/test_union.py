@@ -202,6 +202,9 @@ def test_every_method_of_a_source_is_called(member: str) -> None:
     class Watched(SampledDraft):
         kv_bytes_per_token = 1
 
+        def observe(self, contexts: object, observations: object) -> None:
+            called.append("observe")
+
         def __getattribute__(self, name: str) -> object:
             called.append(name)
             return super().__getattribute__(name)
@@ -242,18 +245,19 @@ def test_bad_members_are_refused(members: object, message: str) -> None:
 @pytest.mark.parametrize("cliff, expected", [(1.1, 16), (4.0, 4)])
 def test_a_model_drafts_up_to_the_step_of_the_cost_curve(cliff: float, expected: int) -> None:
     """It is always right; its sixth row costs three passes, or nothing."""
-    drafted: list[int] = []
+    verified: list[int] = []
 
-    class Counting(Oracle):
+    class Counting(Union):
         def propose(self, contexts, budgets):
-            drafted.extend(budgets)
-            return super().propose(contexts, budgets)
+            drafts = super().propose(contexts, budgets)
+            verified.extend(map(len, drafts))
+            return drafts
 
     seconds = {1: 1.0, 5: 1.05, 6: cliff, 17: cliff + 0.5}
-    joined = union(Oracle((0, 1)), Counting(costless=False), seconds=seconds, level=0.01, nodes=16)
-    texts, _ = run(joined, nodes=16)
+    joined = union(Oracle((0, 1)), Oracle(costless=False), seconds=seconds, level=0.01, nodes=16)
+    texts, _ = run(Counting(joined.sources, joined.policy, "union"), nodes=16)
     assert texts == run(Proposer())[0]
-    assert max(drafted[-10:]) == expected
+    assert max(verified[-10:]) == expected
 
 
 # merging

@@ -284,7 +284,7 @@ def test_a_file_becomes_a_folder_that_transformers_loads(architecture: str, tmp_
         ("mistral", {"sliding_window": 8}, "windows"),
         ("gemma2", {"query_pre_attn_scalar": 60}, "scale"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "rope"),
-        ("llama", {"mlp_bias": True}, "no place"),
+        ("llama", {"mlp_bias": True}, "has no name"),
     ],
 )
 def test_settings_without_a_key_in_gguf_are_refused(

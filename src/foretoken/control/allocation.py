@@ -40,13 +40,15 @@ class Allocation:
 
     Attributes:
         lengths: Number of nodes of each.
-        values: Expected accepted tokens of each, less the price of their seconds at the speed of the step.
+        gains: Expected accepted tokens of each.
+        values: These, less the price of their seconds at the speed of the step.
         worst: Seconds that the step loses if all nodes are rejected.
         rate: Expected tokens per second, of all requests of the step.
         rows: Expected rows of the step, those of nodes included.
     """
 
     lengths: Sequence[int]
+    gains: Sequence[float]
     values: Sequence[float]
     worst: float = 0.0
     rate: float = 0.0
@@ -102,7 +104,8 @@ def allocate(
     seconds = drafting + missed / (8 * costs.tuning.hold_steps) + costs.step_table(batch, batch + rows)
     plain = costs.plain_seconds(batch)
     limit = Worst(costs, batch).affordable(drafting + missed, allowed)
-    nothing = Allocation([0] * len(candidates.caps), [0.0] * len(candidates.caps))
+    none = [0.0] * len(candidates.caps)
+    nothing = Allocation([0] * len(candidates.caps), none, none)
     if not limit:
         return nothing
     value = (batch + gains[:limit]) / seconds[:limit]
@@ -114,9 +117,11 @@ def allocate(
     worst = float(Worst(costs, batch).table(drafting + missed)[count - 1])
     if any(early) and not constant:
         lengths, worst = _lengthened(lengths, candidates, early, batch, costs, allowed, worst)
-    net = float(gains[count - 1] - batch * added) / max(1, sum(length > 0 for length in lengths))
-    values = [net if length else 0.0 for length in lengths]
-    return Allocation(lengths, values, worst, float(value[count - 1]), batch + float(rows[count - 1]))
+    drafting_count = max(1, sum(length > 0 for length in lengths))
+    gain, price = float(gains[count - 1]) / drafting_count, float(batch * added) / drafting_count
+    expected = [gain if length else 0.0 for length in lengths]
+    values = [gain - price if length else 0.0 for length in lengths]
+    return Allocation(lengths, expected, values, worst, float(value[count - 1]), batch + float(rows[count - 1]))
 
 
 def min_acceptance(best: Allocation, number: int, batch: int, costs: CostModel) -> list[float]:

@@ -23,7 +23,7 @@ from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.core.context import ChainEnd, Context
 from foretoken.core.draft import Decision, Draft
-from foretoken.core.step import StepOutput
+from foretoken.core.step import StepOutput, is_decode_only
 from foretoken.costs.model import CostModel
 
 RequestKind = tuple[str, bool, object, bool]  # source, greedy, grade, whether there is a prediction
@@ -38,7 +38,8 @@ class ModelState:
         wait: Steps without a draft before the next trial.
         since: Step of its last draft, or of its last trial that was refused.
         length: Draft tokens until step ``until``.
-        value: Expected accepted tokens of these, less their price; of a trial the price alone.
+        gain: Expected accepted tokens of these.
+        value: These, less their price; of a trial the price alone.
         trial: Whether the last draft was a trial.
     """
 
@@ -46,9 +47,33 @@ class ModelState:
     wait: int
     since: int
     length: int = 0
+    gain: float = 0.0
     value: float = 0.0
     until: int = 0
     trial: bool = False
+
+
+class Repetition:
+    """Notices when a sequence repeats itself, for a set lookup per token.
+
+    Attributes:
+        now: Whether the last tokens occurred before.
+    """
+
+    _LENGTH = 3
+
+    def __init__(self) -> None:
+        self.now = False
+        self._seen: set[tuple[int, ...]] = set()
+        self._end = self._LENGTH
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """Reads the tokens that were added."""
+        for end in range(self._end, len(tokens) + 1):
+            gram = tuple(tokens[end - self._LENGTH : end])
+            self.now = gram in self._seen
+            self._seen.add(gram)
+        self._end = max(self._end, len(tokens) + 1)
 
 
 @dataclass(eq=False, slots=True)
@@ -59,15 +84,28 @@ class RequestState:
         copies: Acceptance of each source that copies text, by its name.
         model: Its drafts by a model, None before the first decision.
         claims: Acceptance of a model's fixed candidates, by the model's own probabilities.
-        failures: Searches for text to copy since one was profitable.
+        pending: Whether any of these drafts is still compared with the text.
+        repetition: Whether the text repeats itself at present.
+        search_values: Moving averages of the expected net tokens of a search for text to copy: where the text does not
+            repeat itself, and where it does.
+        failures: Searches since they were profitable on average.
         next_search: Step of the next one.
+        next_repeat: Step from which a repetition is searched before that.
     """
 
     copies: dict[str, SourceRecord] = field(default_factory=dict)
     model: ModelState | None = None
     claims: SourceRecord | None = None
+    pending: bool = False
+    repetition: Repetition = field(default_factory=Repetition)
+    search_values: list[float] = field(default_factory=list)
     failures: int = 0
     next_search: float = 0
+    next_repeat: float = 0
+
+    def searched_at(self, step: int) -> bool:
+        """Returns whether text to copy is searched in a step."""
+        return self.next_search <= step or (self.repetition.now and self.next_repeat <= step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +153,7 @@ class DraftPolicy(Controller):
         self._requests: dict[int, RequestState] = {}
         self._survivals: dict[RequestKind, Survival] = {}
         self._rates: dict[RequestKind, Rates] = {}
+        self._search_values = [0.1, 1.0]  # of new requests, see ``RequestState``; so much a real text yields
         self._wait = self.tuning.wait_steps  # steps before the first trial of a new request
         self._cooldown = 0  # step before which no trial is made, after one that failed
         self._worst = 0.0  # seconds that the model's drafts of a step lose if all are rejected
@@ -144,7 +183,7 @@ class DraftPolicy(Controller):
             for i, context in enumerate(contexts):
                 if context.depth is None and self._due(context):
                     budgets[i] = limits[i]
-        self.resting = due and not any(budgets) and self.step % self.tuning.hold_steps != 0
+        self.resting = due and not any(budgets) and self.step % self.tuning.wait_steps != 0
         if self.resting and self.ledger:
             self.ledger.add(self.ledger.income(self.costs, len(contexts)))
         self._budgets = budgets
@@ -169,14 +208,19 @@ class DraftPolicy(Controller):
             self._decide(source, ModelBatch(contexts, states, caps, early, missed, batch, allowed))
         return [min(state.length, cap) for state, cap in zip(states, caps, strict=True)]
 
-    def value(self, context: Context) -> float:
-        """Returns the expected accepted tokens of a request's model, less their price, as last decided."""
+    def value(self, context: Context, covered: float = 0.0) -> float:
+        """Returns the expected accepted tokens of a request's model, less their price, as last decided.
+
+        Args:
+            context: The request.
+            covered: Probability that text that was copied makes the model's tokens unnecessary.
+        """
         model = self._requests[context.id].model
-        return math.inf if model is None or model.trial else model.value
+        return math.inf if model is None or model.trial else model.value - covered * model.gain
 
     def searches(self, context: Context) -> bool:
         """Returns whether the sources that copy text are searched for a request in this step."""
-        return self._request(context).next_search <= self.step
+        return self._request(context).searched_at(self.step)
 
     def keep(self, weights: Sequence[float], budget: int, batch: int) -> tuple[list[int], float]:
         """Returns the nodes of a merged draft that are verified, the best first, and their expected net tokens.
@@ -208,15 +252,25 @@ class DraftPolicy(Controller):
 
     def searched(self, context: Context, value: float | None) -> None:
         """Receives the expected net tokens of the text that a search found; None if there is nothing to search."""
-        state, plain = self._request(context), self.costs.plain_seconds(1)
-        profitable = None if value is None else value > self._speedup() * self.costs.search_seconds / (plain or 1.0)
-        state.failures = 0 if profitable else state.failures + 1
-        gap = min(self.tuning.wait_steps - 2, 2 ** max(0, state.failures - self.tuning.hold_steps))
-        state.next_search = math.inf if profitable is None else self.step + gap
+        state, wait = self._request(context), self.tuning.wait_steps
+        if value is None:
+            state.next_search = state.next_repeat = math.inf
+            return
+        repeats = state.repetition.now
+        for values, weight in (
+            (state.search_values, 1.0 / wait),
+            (self._search_values, 1.0 / self.tuning.memory_steps),
+        ):
+            values[repeats] += (value - values[repeats]) * weight
+        state.failures = 0 if state.search_values[repeats] > self._search_price() else state.failures + 1
+        state.next_repeat = self.step + min(2**state.failures, wait // 2)
+        if not repeats or not state.failures:
+            state.next_search = self.step + min(2**state.failures, 8 * wait)
 
     def copy_record(self, context: Context, source: str) -> SourceRecord:
         """Returns the acceptance of a source that copies text, in one request."""
-        records = self._request(context).copies
+        state = self._request(context)
+        records, state.pending = state.copies, True
         if source not in records:
             records[source] = SourceRecord(self._kind_rates(context, source).for_request(), copies=True)
         return records[source]
@@ -224,19 +278,22 @@ class DraftPolicy(Controller):
     def claim_record(self, context: Context, source: str) -> SourceRecord:
         """Returns the acceptance of a model's fixed candidates, in one request."""
         state = self._request(context)
+        state.pending = True
         if state.claims is None:
             state.claims = SourceRecord(self._kind_rates(context, source).for_request(), copies=False)
         return state.claims
 
     def settle(self, context: Context) -> None:
         """Compares a request's drafts of fixed candidates with its text, which has grown."""
-        if (state := self._requests.get(context.id)) is not None:
-            for record in state.copies.values():
-                record.settle(context.tokens)
-                if record.streak > 1:  # the text began to repeat
-                    state.next_search = min(state.next_search, self.step)
-            if state.claims is not None:
-                state.claims.settle(context.tokens)
+        state = self._requests.get(context.id)
+        if state is None or not state.pending:
+            return
+        records = [*state.copies.values(), *([state.claims] if state.claims else [])]
+        for record in records:
+            record.settle(context.tokens)
+            if record.copies and record.streak > 1:  # the text began to repeat
+                state.next_search = min(state.next_search, self.step + 1)
+        state.pending = any(record.open for record in records)
 
     def learn(self, context: Context, requested: int, verified: int, draft: Draft, path: Sequence[int]) -> None:
         """Learns from a model's draft.
@@ -269,7 +326,7 @@ class DraftPolicy(Controller):
         if self.ledger:
             self.ledger.observe(contexts, steps, self.costs)
         plain, total = self.costs.plain_seconds(len(steps)), steps[0].timings.total
-        if plain and total:
+        if plain and total and is_decode_only(steps):
             keep, tokens = 1.0 - 1.0 / self.tuning.shared_drafts, sum(len(step.tokens) for step in steps) / len(steps)
             self._usual = [keep * self._usual[0] + tokens * plain, keep * self._usual[1] + max(plain, total)]
 
@@ -311,13 +368,22 @@ class DraftPolicy(Controller):
         self._requests.pop(context.id, None)
 
     def _request(self, context: Context) -> RequestState:
-        return self._requests.setdefault(context.id, RequestState())
+        if context.id not in self._requests:
+            self._requests[context.id] = RequestState(search_values=[*self._search_values])
+        return self._requests[context.id]
 
     def _due(self, context: Context) -> bool:
         """Returns whether any source may draft for a request in this step."""
         state = self._request(context)
         model = state.model
-        return state.next_search <= self.step or (model is not None and (model.length > 0 or model.until <= self.step))
+        if state.next_repeat < math.inf:
+            state.repetition.update(context.tokens)
+        return state.searched_at(self.step) or (model is not None and (model.length > 0 or model.until <= self.step))
+
+    def _search_price(self) -> float:
+        """Returns the price of a search for text to copy, in tokens."""
+        plain = self.costs.plain_seconds(1)
+        return self._speedup() * self.costs.search_seconds / plain if plain else 0.0
 
     def _speedup(self) -> float:
         """Returns the usual speed, as a multiple of that of plain decoding."""
@@ -389,7 +455,8 @@ class DraftPolicy(Controller):
         best = allocate(candidates, requests.size, self.costs, requests.allowed, self.constant, early)
         self._worst = best.worst
         for number, i in enumerate(welcome):
-            states[i].length, states[i].value = best.lengths[number], best.values[number]
+            states[i].length = best.lengths[number]
+            states[i].gain, states[i].value = best.gains[number], best.values[number]
             requests.contexts[i].end = None
             if early[number] and best.lengths[number] and not self.constant:
                 minimum = min_acceptance(best, number, requests.size, self.costs)

@@ -74,6 +74,10 @@ class Curve:
         """Returns the mean seconds of each measured size."""
         return {size: mean for size, (mean, _) in sorted(self._points.items())}
 
+    def weight_of(self, size: int) -> float:
+        """Returns the weight of the observations of ``size``."""
+        return self._points[size][1] if size in self._points else 0.0
+
     def weight_near(self, size: int, slack: int = 0) -> float:
         """Returns the weight of the observations within ``slack`` of ``size``."""
         return sum(weight for at, (_, weight) in self._points.items() if abs(at - size) <= slack)

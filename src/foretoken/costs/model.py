@@ -160,6 +160,6 @@ class CostModel:
         tuning = self.tuning
         first = tuning.trusted_steps + tuning.weak_steps  # one alone may be disturbed
         enough = 1.0 if self._plain.weight > first else first
-        if self._plain.weight_near(batch, batch // 8) < enough:
+        if self._plain.weight_of(batch) < enough and self._plain.weight_near(batch, batch // 8) < enough:
             return True
         return self._since_plain >= tuning.refresh_steps + max(0.0, self._speedup - 1.0) / tuning.timing_share

@@ -34,7 +34,7 @@ class CandidateTree:
 
         Args:
             match: Length of the matched context. A longer one is more likely to go on: one of m tokens goes on for
-                another with m / (m + 1). 0 is unknown.
+                another with m / (m + 2). 0 is unknown.
         """
         if not self.tokens:
             return Draft.empty()
@@ -43,7 +43,7 @@ class CandidateTree:
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else match)
             above = further[parent] if parent >= 0 else 1.0
-            further.append(above * depths[-1] / (depths[-1] + 1.0) if match else 1.0)
+            further.append(above * depths[-1] / (depths[-1] + 2.0) if match else 1.0)
         probs = [p * holds for p, holds in zip(self.probs, further, strict=True)]
         scores = torch.from_numpy(np.array([math.log(p) for p in probs], np.float32))
         return Draft.tree(self.tokens, self.parents, scores)

@@ -20,6 +20,7 @@ from foretoken.core.law import PointMass
 from foretoken.models.base import Scores
 from foretoken.propose.base import BuildContext, Needs, Observation, Proposer
 from foretoken.propose.draft_union import DraftUnion
+from foretoken.propose.growers import is_drawn
 
 _NOTHING = replace(Draft.empty(), levels=0)
 
@@ -101,6 +102,8 @@ class Union(Proposer):
         self.costless = self.model is None
         self.learns = any(source.proposer.learns for source in sources)
         self.needs = Needs.union(source.proposer.needs for source in sources)
+        base = Proposer.observe
+        self._observers = [source for source in sources if getattr(type(source.proposer), "observe", None) is not base]
         self._pending: dict[int, ModelDraft] = {}  # by context id
 
     @staticmethod
@@ -163,9 +166,20 @@ class Union(Proposer):
             early = [self.model.proposer.ends_early(context) for context in contexts]
             decided = policy.lengths(name, contexts, [lengths[i] for i in free], early, batch)
             for i, length in zip(free, decided, strict=True):
-                profitable = length and policy.value(requests[i].context) > requests[i].value
-                lengths[i] = length if profitable else 0
+                lengths[i] = length if length and self._adds(requests[i]) else 0
         return lengths
+
+    def _adds(self, request: Merge) -> bool:
+        """Returns whether the model is profitable beside the copied text.
+
+        A sampled chain takes the place of that text. Fixed candidates join it, and are of use if its first tokens are
+        wrong.
+        """
+        context = request.context
+        if is_drawn(context, context.law):
+            return self.policy.value(context) > request.value
+        first = max((request.weights[node] for node in request.kept), default=0.0)
+        return self.policy.value(context, covered=first) > 0.0
 
     def _joined(self, request: Merge, length: int, draft: Draft, batch: int) -> Draft:
         """Returns the draft of one request, for which the model was to draft ``length`` tokens."""
@@ -201,7 +215,7 @@ class Union(Proposer):
             source.proposer.prefill(contexts, scores)
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        for source in self.sources:
+        for source in self._observers:
             source.proposer.observe(contexts, observations)
         for context, observation in zip(contexts, observations, strict=True):
             self.policy.settle(context)

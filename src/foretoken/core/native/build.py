@@ -84,7 +84,7 @@ def linked(
 
     Args:
         name: Beginning of the library's file name.
-        sources: C++ files with their flags. They may include headers beside them and in ``SHARED``.
+        sources: C++ files with their flags. They include headers beside them, in ``-I`` folders and in ``SHARED``.
         level: The instruction sets that may be used; None for those of this machine.
         whole: Sources of the wheel's library of this name, if it has more than ``sources``.
         tools: Compiler, which is run wherever the cache has no library of its own; None for this machine's, which is
@@ -124,16 +124,20 @@ def shipped_name(name: str, sources: Sources, level: Level, suffix: str) -> str:
     return f"{name}-{level.name}-{_key(parts)}{suffix}"
 
 
-def _with_headers(source: Path) -> list[bytes]:
+def _with_headers(source: Path, flags: Sequence[str]) -> list[bytes]:
     """Returns the contents of a source file and of all headers that it includes, directly or not, in a fixed order."""
     contents: dict[Path, bytes] = {}
-    pending = [source]
+    pending, folders = [source], [Path(flag[2:]) for flag in flags if flag.startswith("-I")]
     while pending:
         file = pending.pop()
         if file not in contents:
             contents[file] = file.read_bytes()
             names = [match.decode() for match in _INCLUDED.findall(contents[file])]
-            pending += [path if (path := file.parent / name).is_file() else SHARED / name for name in names]
+            searched = [file.parent, *folders]
+            pending += [
+                next((path for folder in searched if (path := folder / name).is_file()), SHARED / name)
+                for name in names
+            ]
     return list(contents.values())
 
 
@@ -150,7 +154,7 @@ class _ObjectFile(NamedTuple):
     @classmethod
     def of(cls, source: Path, flags: Sequence[str]) -> _ObjectFile:
         flags = (*FLAGS, QUIET, *flags)
-        text = b"\0".join([*_with_headers(source), " ".join(flags).encode()])
+        text = b"\0".join([*_with_headers(source, flags), " ".join(flags).encode()])
         name = f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.o"
         return cls(name, [*flags, "-c", f"-I{SHARED}", str(source)])
 
