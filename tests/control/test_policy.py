@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from foretoken.control.acceptance import PendingDraft, Rates, SourceRecord, Surv
 from foretoken.control.allocation import Allocation, min_acceptance
 from foretoken.control.fixed import Fixed
 from foretoken.control.memory import MemoryWatch
+from foretoken.control.policy import Repetition
 from foretoken.core.draft import Draft
 from foretoken.core.free_memory import Memory
 from foretoken.core.sampling import SamplingLaw
@@ -271,6 +274,22 @@ def test_verification_starts_within_eight_tokens_of_a_repetition() -> None:
     steps = len(made.drafted)
     made.run(60)
     assert next(step for step, length in enumerate(made.drafted[steps:]) if length) <= 8
+
+
+def test_repetitions_are_noticed_at_the_third_token_and_rarely_elsewhere() -> None:
+    repetition, numbers = Repetition(), random.Random(0)
+    tokens = [numbers.randrange(50_000) for _ in range(3000)]
+    wrong = 0
+    for end in range(1, len(tokens) + 1):
+        repetition.update(tokens[:end])
+        wrong += repetition.now
+    assert wrong < 0.1 * len(tokens)
+    seen = []
+    for token in tokens[500:520]:
+        tokens.append(token)
+        repetition.update(tokens)
+        seen.append(repetition.now)
+    assert all(seen[2:])
 
 
 def test_a_profitable_model_drafts_beside_copied_text() -> None:
