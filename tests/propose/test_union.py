@@ -153,6 +153,15 @@ def test_a_models_sampled_chain_takes_the_place_of_the_tree() -> None:
     assert draft.decision is not None and draft.decision.sources == ("b",)
 
 
+def test_nothing_is_kept_of_a_request_under_a_constant_length() -> None:
+    joined = union(Oracle((1,)), Oracle((0,), costless=False))
+    engine = Engine(TARGET, joined, Fixed(4))
+    engine.add(Context(0, [1, 2, 3], 3, GREEDY, Streams(0)), Length(20))
+    while engine.busy:
+        engine.step()
+    assert joined.policy.num_known == 0 and not joined._pending
+
+
 def test_a_request_starts_from_what_others_showed() -> None:
     good = Oracle(costless=False)
     joined = union(Oracle((0, 1)), good)

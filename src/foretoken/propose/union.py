@@ -247,6 +247,7 @@ class Union(Proposer):
         for source in self.sources:
             source.proposer.forget(context)
         self.policy.settle(context)
+        self.policy.forget(context)  # it may not be the engine's controller
         self._pending.pop(context.id, None)
 
 
