@@ -100,7 +100,7 @@ class CostModel:
     def discount(self) -> None:
         """Lets everything learned so far count little beside what follows."""
         self._passes.discount(self.tuning.trusted_steps)
-        self._plain.discount(self.tuning.weak_steps / 4)  # the first steps show it, and everything is compared with it
+        self._plain.discount(self.tuning.weak_steps)
         self.drafting.discount()
         self._since_plain = 0
 
