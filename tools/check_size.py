@@ -25,8 +25,9 @@ def sizes(root: Path) -> Sizes:
     """Returns lines and files of each package and of src, tests and benchmarks, and the words of the docs."""
     package = root / "src" / "foretoken"
     result = {"modules": _python(package.glob("*.py"))}  # those in no package
-    for folder in sorted(path for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"):
-        result[folder.name] = _python(folder.rglob("*.py"))
+    for folder in sorted(path for path in package.iterdir() if path.is_dir()):
+        if (size := _python(folder.rglob("*.py")))["files"]:  # byte code may be left of a package that is gone
+            result[folder.name] = size
     for name in ("src", "tests", "benchmarks"):
         result[name] = _python((root / name).rglob("*.py"))
     pages = [root / "README.md", *(root / "docs").rglob("*.md")]
