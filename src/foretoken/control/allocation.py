@@ -44,7 +44,6 @@ class Allocation:
         values: These, less the price of their seconds at the speed of the step.
         worst: Seconds that the step loses if all nodes are rejected.
         rate: Expected tokens per second, of all requests of the step.
-        rows: Expected rows of the step, those of nodes included.
     """
 
     lengths: Sequence[int]
@@ -52,7 +51,6 @@ class Allocation:
     values: Sequence[float]
     worst: float = 0.0
     rate: float = 0.0
-    rows: float = 0.0
 
 
 class Worst:
@@ -101,7 +99,7 @@ def allocate(
     owners, ranks = (indices[order] for indices in np.nonzero(within))
     gains, rows = np.cumsum(accepted[within][order]), np.cumsum(exists[within][order])
     drafting, missed = _drafting(costs, owners, ranks, candidates.missed)
-    seconds = drafting + missed / (8 * costs.tuning.hold_steps) + costs.step_table(batch, batch + rows)
+    seconds = drafting + missed / costs.tuning.horizon_steps + costs.step_table(batch, batch + rows)
     plain = costs.plain_seconds(batch)
     limit = Worst(costs, batch).affordable(drafting + missed, allowed)
     none = [0.0] * len(candidates.caps)
@@ -121,7 +119,7 @@ def allocate(
     gain, price = float(gains[count - 1]) / drafting_count, float(batch * added) / drafting_count
     expected = [gain if length else 0.0 for length in lengths]
     values = [gain - price if length else 0.0 for length in lengths]
-    return Allocation(lengths, expected, values, worst, float(value[count - 1]), batch + float(rows[count - 1]))
+    return Allocation(lengths, expected, values, worst, float(value[count - 1]))
 
 
 def min_acceptance(best: Allocation, number: int, batch: int, costs: CostModel) -> list[float]:

@@ -156,7 +156,10 @@ class DraftPolicy(Controller):
         self._requests: dict[int, RequestState] = {}
         self._survivals: dict[RequestKind, Survival] = {}
         self._rates: dict[RequestKind, Rates] = {}
-        self._search_values = [0.1, 1.0]  # of new requests, see ``RequestState``; so much a real text yields
+        self._search_values = [
+            0.1,
+            1.0,
+        ]  # of new requests, see ``RequestState``; high, so that an engine begins with searches
         self._wait = self.tuning.wait_steps  # steps before the first trial of a new request
         self._cooldown = 0  # step before which no trial is made, after one that failed
         self._worst = 0.0  # seconds that the model's drafts of a step lose if all are rejected
@@ -319,7 +322,7 @@ class DraftPolicy(Controller):
             self._cooldown = self.step + (0 if success else tuning.wait_steps)
             state.until = 0
             if success:
-                state.survival.discount(tuning.follow_share)
+                state.survival.discount(tuning.doubt_share)
         else:
             state.wait = self._wait = tuning.wait_steps
         state.survival.observe(requested, draft, path, verified)
@@ -376,7 +379,7 @@ class DraftPolicy(Controller):
         return self._requests[context.id]
 
     def _due(self, context: Context) -> bool:
-        """Returns whether any source may draft for a request in this step."""
+        """Returns whether any source may draft for a request in this step, after reading its new tokens."""
         state = self._request(context)
         model = state.model
         if state.next_repeat < math.inf:
@@ -491,4 +494,4 @@ class DraftPolicy(Controller):
         if requests.contexts[index].generated:
             return True
         added = self.costs.drafting.seconds(requests.limits[index], 1) + requests.missed[index]
-        return added <= self.tuning.follow_share * self.costs.plain_seconds(requests.size)
+        return added <= self.tuning.first_token_steps * self.costs.plain_seconds(requests.size)

@@ -157,10 +157,10 @@ class Student:
 
     def _compare(self, spans: Sequence[TargetSpan]) -> Tensor:
         """Returns sum min(p, q) of every row of the spans, [rows]."""
-        longest = max(len(lesson.tokens) for lesson in spans)
+        longest = max(len(span.tokens) for span in spans)
         ids = torch.zeros(len(spans), longest, dtype=torch.int64)
-        for row, lesson in zip(ids, spans, strict=True):
-            row[: len(lesson.tokens)] = torch.from_numpy(lesson.tokens)
+        for row, span in zip(ids, spans, strict=True):
+            row[: len(span.tokens)] = torch.from_numpy(span.tokens)
         # Padding follows the tokens, so the causal mask is enough.
         logits = self.module(ids.to(self._device), use_cache=False).logits
         parts = [row[len(x.tokens) - len(x) : len(x.tokens)] for row, x in zip(logits, spans, strict=True)]
