@@ -205,5 +205,5 @@ def _record(
         "setting": asdict(setting) | {"repeats": repeats, "unit": "seconds"},
         "verdict": verdict,
         "outcomes": [asdict(one) for one in outcomes],
-        "sweep": result.to_dict() if result is not None else None,
+        "sweep": asdict(result) if result is not None else None,
     }

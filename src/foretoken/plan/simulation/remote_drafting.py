@@ -23,34 +23,21 @@ TOKENS = 1000  # tokens of the simulated text
 
 @dataclass(frozen=True, slots=True)
 class DraftingOption:
-    """One way to use a draft model.
+    """One way to use a draft model."""
 
-    Args:
-        strategy: ``LOCAL``, as timed, or one of ``STRATEGIES``.
-        depth: Draft length, None if the strategy chooses its own.
-        speedup: Speedup of decoding over plain decoding here.
-    """
-
-    strategy: str
-    depth: int | None
-    speedup: float
+    strategy: str  # ``LOCAL``, as timed, or one of ``STRATEGIES``
+    depth: int | None  # draft length, None if the strategy chooses its own
+    speedup: float  # of decoding over plain decoding here
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraftingEstimate:
-    """All options of one draft model at one temperature.
+    """All options of one draft model at one temperature."""
 
-    Args:
-        name: Name of the candidate.
-        temperature: Sampling temperature.
-        rtt: Seconds of a round trip.
-        options: ``LOCAL`` and each strategy at its best draft length.
-    """
-
-    name: str
+    name: str  # of the candidate
     temperature: float
-    rtt: float
-    options: tuple[DraftingOption, ...]
+    rtt: float  # seconds of a round trip
+    options: tuple[DraftingOption, ...]  # ``LOCAL`` and each strategy at its best draft length
 
     @property
     def local(self) -> DraftingOption:
@@ -95,9 +82,7 @@ def check_rtt(rtt_ms: float | None, batches: Sequence[int]) -> None:
 def remote_drafting(rows: Sequence[PlanRow], rtt: float) -> tuple[RemoteDraftingEstimate, ...]:
     """Returns estimates for the best draft models that draft chains, at every temperature and batch 1.
 
-    Args:
-        rows: Rows of a plan.
-        rtt: Seconds of a round trip.
+    rows: of a plan. rtt: seconds of a round trip.
     """
     return tuple(
         RemoteDraftingEstimate(chains[0].name, temperature, rtt, tuple(_options(chains, rtt)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretoken.core.checks import integer, number
@@ -25,26 +25,17 @@ MAX_TOKENS = 1_000_000
 class Setting:
     """Workers and a text.
 
-    Args:
-        target: Seconds of a target pass.
-        draft: Seconds of a draft pass.
-        acceptance: Acceptance of a draft token by its position since the last token of the target's own. The last value
-            is that of all further positions.
-        depth: Tokens drafted before a target pass is requested (gamma, lookahead).
-        verifiers: Target servers. Only ``dsi`` uses more than one.
-        rtt: Seconds of a round trip between draft and target.
-        tokens: Length of the text.
-        seed: Seed of the acceptance.
+    acceptance: of a draft token by its position since the last token of the target's own; the last value repeats.
     """
 
-    target: float
-    draft: float
+    target: float  # seconds of a target pass
+    draft: float  # seconds of a draft pass
     acceptance: tuple[float, ...]
-    depth: int = 5
-    verifiers: int = 1
-    rtt: float = 0.0
-    tokens: int = 1000
-    seed: int = 0
+    depth: int = 5  # tokens drafted before a target pass is requested (gamma, lookahead)
+    verifiers: int = 1  # target servers; only ``dsi`` uses more than one
+    rtt: float = 0.0  # seconds of a round trip between draft and target
+    tokens: int = 1000  # length of the text
+    seed: int = 0  # of the acceptance
 
     def __post_init__(self) -> None:
         number("target", self.target, 0.0)
@@ -66,52 +57,28 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Result of one strategy.
-
-    Args:
-        strategy: Its name.
-        tokens: Emitted tokens.
-        seconds: Seconds until the text was done.
-        drafted: Draft tokens.
-        accepted: Accepted draft tokens.
-        wasted: Draft tokens that did not become text.
-        passes: Target passes.
-        drafting: Share of the time in which the drafting worker was busy.
-        verifying: Share of the time in which the target servers were busy.
-        over_plain: Speedup in seconds per token over the target alone on the same text.
-        over_si: Speedup in seconds per token over sequential speculation on the same text.
-    """
+    """Result of one strategy. Speedups are ratios of seconds per token on the same texts."""
 
     strategy: str
-    tokens: int
-    seconds: float
-    drafted: int
-    accepted: int
-    wasted: int
-    passes: int
-    drafting: float
-    verifying: float
-    over_plain: float
-    over_si: float
+    tokens: int  # emitted
+    seconds: float  # until the texts were done
+    drafted: int  # draft tokens
+    accepted: int  # of them
+    wasted: int  # draft tokens that did not become text
+    passes: int  # of the target
+    drafting: float  # fraction of the time in which the drafting worker was busy
+    verifying: float  # fraction of the time in which the target servers were busy
+    over_plain: float = math.nan  # speedup over the target alone
+    over_si: float = math.nan  # speedup over sequential speculation
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Results of every strategy by a value that was varied.
+    """Results of every strategy by a value that was varied."""
 
-    Args:
-        by: One of ``SWEEPS``.
-        values: Its values, times in seconds.
-        outcomes: Results at each value.
-    """
-
-    by: str
-    values: tuple[float, ...]
-    outcomes: tuple[tuple[SimulationResult, ...], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the sweep for JSON."""
-        return asdict(self)
+    by: str  # of ``SWEEPS``
+    values: tuple[float, ...]  # times in seconds
+    outcomes: tuple[tuple[SimulationResult, ...], ...]  # at each value
 
 
 def simulate(
@@ -133,7 +100,7 @@ def simulate(
             raise InvalidRequest(f"no strategy {name!r}: choose from {', '.join(STRATEGIES)}")
     texts = [replace(setting, seed=setting.seed * 1_000_003 + text) for text in range(repeats)]
     names = dict.fromkeys((*strategies, "plain", "si"))
-    results = {name: _sum([_run(text, name) for text in texts]) for name in names}
+    results = {name: _run(texts, name) for name in names}
     paces = {name: one.seconds / one.tokens for name, one in results.items()}
     return tuple(
         replace(results[name], over_plain=paces["plain"] / paces[name], over_si=paces["si"] / paces[name])
@@ -177,44 +144,35 @@ def pays(outcomes: Sequence[SimulationResult]) -> SimulationResult | None:
     return best if best is not None and best.over_plain > MARGIN * sequential_speedup(outcomes) else None
 
 
-def _run(setting: Setting, name: str) -> SimulationResult:
+def _run(texts: Sequence[Setting], name: str) -> SimulationResult:
+    """Returns the sums over all texts. A worker is busy for no longer than its text takes."""
     try:
         import simpy
 
         from foretoken.plan.simulation import strategies
     except ImportError as error:
         raise InvalidRequest("the simulator needs SimPy; pip install 'foretoken[simulate]'") from error
-    env = simpy.Environment()
-    tape = strategies.AcceptanceTape(setting.acceptance, setting.seed)
-    work = strategies.SimulatedRequest(env, tape, setting.tokens, setting.verifiers)
-    env.process(strategies.STRATEGIES[name](work, setting.target, setting.draft, setting.depth, setting.rtt))
-    env.run(until=work.done)
-    seconds = env.now
-    busy = work.verifying / (seconds * (setting.verifiers if name == "dsi" else 1))
+    works: list[strategies.SimulatedRequest] = []
+    seconds = drafting = verifying = 0.0
+    for text in texts:
+        env = simpy.Environment()
+        tape = strategies.AcceptanceTape(text.acceptance, text.seed)
+        work = strategies.SimulatedRequest(env, tape, text.tokens, text.verifiers)
+        env.process(strategies.STRATEGIES[name](work, text.target, text.draft, text.depth, text.rtt))
+        env.run(until=work.done)
+        seconds += env.now
+        drafting += min(env.now, work.drafting)
+        verifying += min(env.now, work.verifying / (text.verifiers if name == "dsi" else 1))
+        works.append(work)
+    drafted, accepted = sum(work.drafted for work in works), sum(work.accepted for work in works)
     return SimulationResult(
         strategy=name,
-        tokens=work.tokens,
+        tokens=sum(work.tokens for work in works),
         seconds=seconds,
-        drafted=work.drafted,
-        accepted=work.accepted,
-        wasted=work.drafted - work.accepted,
-        passes=work.passes,
-        drafting=min(1.0, work.drafting / seconds),
-        verifying=min(1.0, busy),
-        over_plain=math.nan,
-        over_si=math.nan,
+        drafted=drafted,
+        accepted=accepted,
+        wasted=drafted - accepted,
+        passes=sum(work.passes for work in works),
+        drafting=drafting / seconds,
+        verifying=verifying / seconds,
     )
-
-
-def _sum(outcomes: Sequence[SimulationResult]) -> SimulationResult:
-    """Adds counts and seconds, and averages shares over the time."""
-    seconds = sum(one.seconds for one in outcomes)
-    counts = {
-        field.name: sum(getattr(one, field.name) for one in outcomes)
-        for field in fields(SimulationResult)
-        if field.name in ("tokens", "drafted", "accepted", "wasted", "passes")
-    }
-    shares = {
-        name: sum(getattr(one, name) * one.seconds for one in outcomes) / seconds for name in ("drafting", "verifying")
-    }
-    return replace(outcomes[0], seconds=seconds, **counts, **shares)
