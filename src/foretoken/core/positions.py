@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -11,7 +10,7 @@ class PositionCounts:
     """Steps by draft position. Entry i of both lists belongs to position i.
 
     Args:
-        drafted: Number of steps that drafted a token at the position. Weighted where expectations are added.
+        drafted: Number of steps that drafted a token at the position, an expected number where steps are expected.
         accepted: Number of those steps that accepted it.
     """
 
@@ -25,20 +24,6 @@ class PositionCounts:
             self.drafted[position] += 1
         for position in range(accepted):
             self.accepted[position] += 1
-
-    def add_expected(self, drafted: int, survival: Sequence[float], weight: float) -> None:
-        """Counts a step that happens with probability ``weight``.
-
-        Args:
-            drafted: Number of drafted positions.
-            survival: Probability that the first 1, 2, ... positions are accepted.
-            weight: Probability of the step.
-        """
-        self._extend(drafted)
-        for position in range(drafted):
-            self.drafted[position] += weight
-        for position, chance in enumerate(survival):
-            self.accepted[position] += weight * chance
 
     def merge(self, other: PositionCounts) -> None:
         self._extend(len(other.drafted))

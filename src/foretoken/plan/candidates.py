@@ -22,17 +22,11 @@ FREE: tuple[Mapping[str, Any], ...] = ({"method": "ngram"}, {"method": "suffix"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration at several draft lengths.
+    """One configuration at several draft lengths."""
 
-    Args:
-        name: Unique within a plan.
-        config: A speculative_config without "num_speculative_tokens".
-        depths: Draft lengths or tree sizes.
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    depths: tuple[int, ...]
+    name: str  # unique within a plan
+    config: Mapping[str, Any]  # a speculative_config without "num_speculative_tokens"
+    depths: tuple[int, ...]  # draft lengths or tree sizes
 
     @property
     def method(self) -> str:

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.distributions import Law
+from foretoken.core.positions import PositionCounts
 from foretoken.models.base import Model
-from foretoken.plan.formulas.theory import text_survival
+from foretoken.plan.formulas.theory import step_starts, text_survival
 from foretoken.plan.tally import AcceptanceEstimate, StepTally
 from foretoken.plan.texts import SampledText, TextChunk, chunk_distributions, teacher_forced
 
@@ -35,19 +36,12 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TextProbabilities:
-    """Probabilities of one text's own tokens.
-
-    Args:
-        text: The text, of n tokens.
-        p: The target's, [n].
-        q: The draft's, [n].
-        fixed: Whether the draft proposes the argmax of q instead of a sample from q.
-    """
+    """Probabilities of the n tokens of one text."""
 
     text: SampledText
-    p: Reals
-    q: Reals
-    fixed: bool
+    p: Reals  # the target's, [n]
+    q: Reals  # the draft's, [n]
+    fixed: bool  # whether the draft proposes the argmax of q instead of a sample from q
 
     @property
     def acceptance(self) -> float:
@@ -58,11 +52,7 @@ class TextProbabilities:
 def token_distributions(model: Model, text: SampledText, law: Law, vocab: int) -> Tensor:
     """Returns the model's distribution of each of the text's tokens, [n, vocab], from one teacher-forced pass.
 
-    Args:
-        model: Target or draft.
-        text: A text of n tokens.
-        law: Its sampling distribution.
-        vocab: Logits of another width are cut, or filled with -inf.
+    Logits of another width than ``vocab`` are cut, or filled with -inf.
     """
     chunks = (_resized(chunk, vocab) for chunk in teacher_forced(model, text))
     return torch.cat(list(chunk_distributions(text, chunks, law)))
@@ -95,41 +85,25 @@ def survival(text: TextProbabilities, depth: int, rejection: str = "block") -> R
 def chain_estimate(
     texts: Sequence[TextProbabilities], depth: int, rejection: str = "block", max_length: int | None = None
 ) -> AcceptanceEstimate:
-    """Returns the estimate for chains of ``depth`` tokens.
+    """Returns the estimate for chains of ``depth`` tokens over one text per request.
 
-    Args:
-        texts: One per request.
-        depth: Draft length.
-        rejection: "block" or "token".
-        max_length: Greatest sequence length of the draft model, beyond which it drafts nothing.
+    rejection: "block" or "token". max_length: of the draft model's sequences, beyond which it drafts nothing.
     """
     return AcceptanceEstimate(tuple(_tally(text, depth, rejection, max_length) for text in texts), "distribution")
 
 
 def _tally(probabilities: TextProbabilities, depth: int, rejection: str, max_length: int | None) -> StepTally:
-    text, size = probabilities.text, len(probabilities.text.tokens)
-    reach = survival(probabilities, depth, rejection)
-    begins = np.zeros(size)  # P(a step begins here)
-    begins[0] = 1.0
-    tally = StepTally()
-    for at in range(size):
-        left = size - at
-        drafted = min(depth, text.limit - at - 1)
-        if max_length is not None and len(text.prompt) + at + depth > max_length:
-            drafted = 0
-        chances = reach[: min(drafted, left) + 1, at]  # a step that reaches the text's end finishes the request
-        lengths = np.append(chances[:-1] - chances[1:], chances[-1])  # P(the step emits 1, 2, ... tokens)
-        onward = min(len(lengths), left - 1)
-        begins[at + 1 : at + 1 + onward] += begins[at] * lengths[:onward]
-        if at:
-            emitted = float((np.minimum(np.arange(1, len(lengths) + 1), left) * lengths).sum())
-            _add_expected(tally, float(begins[at]), emitted, drafted, chances)
-    return tally
-
-
-def _add_expected(tally: StepTally, weight: float, emitted: float, drafted: int, chances: Reals) -> None:
-    """Counts a step that begins with probability ``weight``. chances: survival from 0 tokens on."""
-    tally.steps += weight
-    tally.tokens += weight * emitted
-    tally.add_size(drafted, weight)
-    tally.positions.add_expected(drafted, chances[1:].tolist(), weight)
+    text, at = probabilities.text, np.arange(len(probabilities.text.tokens))
+    drafted = np.minimum(depth, text.limit - at - 1)  # by a step that begins at each token
+    if max_length is not None:
+        drafted[len(text.prompt) + at + depth > max_length] = 0
+    reach = survival(probabilities, depth, rejection)[1:].T * (np.arange(depth) < drafted[:, None])
+    begins, lengths = (each.numpy() for each in step_starts(torch.from_numpy(reach)))
+    begins[0] = 0.0  # the prompt's step
+    emitted = (np.minimum(np.arange(1, depth + 2), len(at) - at[:, None]) * lengths).sum(1)  # the text's end ends it
+    longest = int(drafted[1:].max(initial=0))
+    positions = PositionCounts(
+        [float(begins[drafted > position].sum()) for position in range(longest)], (begins @ reach)[:longest].tolist()
+    )
+    sizes = {int(size): float(begins[drafted == size].sum()) for size in np.unique(drafted[1:])}
+    return StepTally(float(begins @ emitted), float(begins.sum()), positions, sizes)

@@ -32,12 +32,10 @@ def measured(
     turns: int = TURNS,
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> MeasuredCosts:
-    """Returns the saved costs; missing ones are measured and saved.
+    """Returns the saved costs of passes over ``rows`` of a checkpoint; missing ones are measured and saved.
 
     Args:
-        loaded: The checkpoint.
-        rows: Rows of a pass.
-        contexts: Tokens before it.
+        contexts: Tokens before the rows.
         batches: Sequences that share a pass.
         turns: Passes of each kind.
         track: Wraps the turns for progress.

@@ -17,6 +17,7 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.formulas import bounds
 from foretoken.plan.formulas.acceptance import normalized, token, total_variation
+from foretoken.plan.formulas.theory import text_survival
 
 Reals = NDArray[np.float64]
 
@@ -31,16 +32,11 @@ class TextDistributions:
 
     Row i is the distribution of token i under the request's sampling parameters. Concatenate several chunks of one
     request.
-
-    Args:
-        p: The target's, [n, V].
-        q: The draft's, [n, V].
-        tokens: The n tokens of the text.
     """
 
-    p: Tensor
-    q: Tensor
-    tokens: Sequence[int] = field(repr=False)
+    p: Tensor  # the target's, [n, V]
+    q: Tensor  # the draft's, [n, V]
+    tokens: Sequence[int] = field(repr=False)  # the n tokens of the text
 
     def __post_init__(self) -> None:
         if self.p.ndim != 2 or self.p.shape != self.q.shape or len(self.tokens) != len(self.p) or not self.tokens:
@@ -55,19 +51,12 @@ class Predictor:
     """Linear fit of the requests' acceptance to a statistic.
 
     The predictor "constant" predicts the mean. A statistic with no smaller error is of no use.
-
-    Args:
-        name: Name of the statistic.
-        correlation: Pearson's, between statistic and acceptance.
-        error: Root mean square error of predicting each request from a fit to the others.
-        slope: Slope of the line.
-        intercept: Intercept of the line.
     """
 
-    name: str
-    correlation: float
-    error: float
-    slope: float
+    name: str  # of the statistic
+    correlation: float  # Pearson's, between statistic and acceptance
+    error: float  # root mean square error of predicting each request from a fit to the others
+    slope: float  # of the line
     intercept: float
 
     def predict(self, statistic: float) -> float:
@@ -128,7 +117,7 @@ def text_acceptance(rows: TextDistributions) -> float:
     """
     tokens = torch.as_tensor(rows.tokens, device=rows.p.device).unsqueeze(-1)
     p, q = (normalized(side).gather(-1, tokens).squeeze(-1) for side in (rows.p, rows.q))
-    return float(torch.where(p > 0, q / p, 0.0).clamp(max=1.0).mean())
+    return float(text_survival(p, q, 1).mean())
 
 
 def predictors(requests: Sequence[TextDistributions], acceptance: Sequence[float] | None = None) -> list[Predictor]:

@@ -140,13 +140,9 @@ class NotReplayable(Exception):
 def replay_estimate(
     target: Model, recordings: Sequence[Recording], proposer: Proposer, law: Law, depth: int, batch: int = BATCH
 ) -> AcceptanceEstimate:
-    """Runs the engine over recorded texts.
+    """Runs the engine over texts that were recorded of ``target``.
 
     Args:
-        target: The model that was recorded.
-        recordings: Recorded texts.
-        proposer: The proposer.
-        law: Sampling distribution.
         depth: Draft length or tree size.
         batch: Sequences at once. With 1 a proposer that learns sees the texts in order.
 
@@ -178,19 +174,13 @@ def step_estimate(
     batch: int = BATCH,
     seed: int = 0,
 ) -> AcceptanceEstimate:
-    """Runs the engine with the target itself.
+    """Runs the engine with the target itself, up to ``limit`` tokens for each prompt.
 
     Args:
-        target: Target model.
-        prompts: One per text.
-        proposer: The proposer.
-        law: Sampling distribution.
         depth: Draft length or tree size.
-        limit: Greatest number of tokens of a completion.
         eos: Ids of end-of-text tokens.
         rejection: "block" or "token".
         batch: Sequences at once.
-        seed: Seed of the random streams.
     """
     engine = Engine(target, proposer, Fixed(depth), rule=partial(choose, rejection=rejection), max_sequences=batch)
     made = contexts(prompts, law, seed)

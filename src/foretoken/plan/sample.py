@@ -42,23 +42,14 @@ class Proposers:
 
 @dataclass
 class Sample:
-    """Texts of one temperature.
+    """Texts of one temperature."""
 
-    Args:
-        target: The model that sampled them.
-        law: Its sampling distribution.
-        texts: One per request.
-        eos: Ids of end-of-text tokens.
-        proposers: Proposers of the candidates.
-        taps: Layers whose hidden states any candidate needs.
-    """
-
-    target: Model
+    target: Model  # the model that sampled them
     law: SamplingLaw
-    texts: Sequence[SampledText]
-    eos: Collection[int]
-    proposers: Proposers
-    taps: Sequence[int] = ()
+    texts: Sequence[SampledText]  # one per request
+    eos: Collection[int]  # ids of end-of-text tokens
+    proposers: Proposers  # of the candidates
+    taps: Sequence[int] = ()  # layers whose hidden states any candidate needs
     _recordings: list[Recording] = field(default_factory=list)
     _chains: dict[str, Chains] = field(default_factory=dict)
 
@@ -114,15 +105,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Chains:
-    """Probabilities and statistics of one draft model on every text.
-
-    Args:
-        probabilities: One per request.
-        statistics: See ``predictors``, one per request. At temperature 0 those of temperature 1.
-    """
+    """Probabilities and statistics of one draft model on every text, one of each per request."""
 
     probabilities: list[TextProbabilities]
-    statistics: list[dict[str, float]]
+    statistics: list[dict[str, float]]  # see ``predictors``; at temperature 0 those of temperature 1
 
 
 def chain_of(proposer: Proposer) -> DraftModel | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from foretoken.core.positions import PositionCounts
@@ -11,19 +12,12 @@ from foretoken.plan.texts import SampledText
 
 @dataclass(slots=True)
 class StepTally:
-    """Steps of one request after its prefill. Expected values where the estimator computes expectations.
+    """Steps of one request after its prefill. Expected values where the estimator computes expectations."""
 
-    Args:
-        tokens: Emitted tokens.
-        steps: Number of steps.
-        positions: Steps by draft position.
-        sizes: Steps by number of draft tokens.
-    """
-
-    tokens: float = 0.0
+    tokens: float = 0.0  # emitted
     steps: float = 0.0
-    positions: PositionCounts = field(default_factory=PositionCounts)
-    sizes: dict[int, float] = field(default_factory=dict)
+    positions: PositionCounts = field(default_factory=PositionCounts)  # steps by draft position
+    sizes: dict[int, float] = field(default_factory=dict)  # steps by number of draft tokens
 
     def add(self, step: StepOutput) -> None:
         """Counts one step, unless it is the prompt's."""
@@ -31,29 +25,18 @@ class StepTally:
             return
         self.tokens += len(step.tokens)
         self.steps += 1
-        self.add_size(len(step.draft))
+        self.sizes[len(step.draft)] = self.sizes.get(len(step.draft), 0.0) + 1.0
         self.positions.add(max(step.draft.depths, default=0), step.accepted)
-
-    def add_size(self, size: int, weight: float = 1.0) -> None:
-        """Counts a step with ``size`` draft tokens."""
-        self.sizes[size] = self.sizes.get(size, 0.0) + weight
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceEstimate:
-    """Tokens, steps and acceptance of one proposer at one draft length on the sample.
+    """Tokens, steps and acceptance of one proposer at one draft length on the sample."""
 
-    Args:
-        tallies: One per text.
-        estimator: "distribution" (see ``chains``), "text" or "steps" (see ``replay``).
-        texts: Texts that the steps sampled, where they did not run on the sample's.
-        draws: Number of such texts of each request.
-    """
-
-    tallies: tuple[StepTally, ...]
-    estimator: str
-    texts: tuple[SampledText, ...] = ()
-    draws: int = 1
+    tallies: tuple[StepTally, ...]  # one per text
+    estimator: str  # "distribution" (see ``chains``), "text" or "steps" (see ``replay``)
+    texts: tuple[SampledText, ...] = ()  # those that the steps sampled, where they did not run on the sample's
+    draws: int = 1  # number of such texts of each request
 
     @property
     def tokens(self) -> list[float]:
@@ -82,13 +65,12 @@ class AcceptanceEstimate:
 
     @property
     def sizes(self) -> dict[int, float]:
-        """Shares of the steps by number of draft tokens. No token is drafted where there are no steps."""
-        total = StepTally()
-        for tally in self.tallies:
-            for size, count in tally.sizes.items():
-                total.add_size(size, count)
-        shares = {size: count / sum(total.sizes.values()) for size, count in sorted(total.sizes.items())}
-        return shares or {0: 1.0}
+        """Fractions of the steps by number of draft tokens. No token is drafted where there are no steps."""
+        counts: dict[int, float] = defaultdict(float)
+        for size, count in (pair for tally in self.tallies for pair in tally.sizes.items()):
+            counts[size] += count
+        total = sum(counts.values())
+        return {size: count / total for size, count in sorted(counts.items())} or {0: 1.0}
 
     @property
     def acceptance(self) -> tuple[float, ...]:

@@ -28,19 +28,12 @@ _CHUNK = 64  # tokens of a text per teacher-forced pass
 
 @dataclass(frozen=True, slots=True)
 class SampledText:
-    """One completion that the target sampled.
-
-    Args:
-        prompt: Token ids of the prompt.
-        tokens: Token ids of the completion.
-        limit: Greatest number of tokens. The completion is shorter where it ended by itself.
-        source: Token ids of the encoder's input, for encoder-decoders.
-    """
+    """One completion that the target sampled, in token ids."""
 
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    limit: int
-    source: tuple[int, ...] = ()
+    tokens: tuple[int, ...]  # the completion
+    limit: int  # greatest number of tokens; the completion is shorter where it ended by itself
+    source: tuple[int, ...] = ()  # the encoder's input, for encoder-decoders
 
     @classmethod
     def of(cls, context: Context, limit: int) -> SampledText:
@@ -82,16 +75,7 @@ def write(
     eos: Collection[int] = (),
     seed: int = 0,
 ) -> list[SampledText]:
-    """Completes every prompt by plain decoding.
-
-    Args:
-        target: Target model.
-        prompts: One per text.
-        law: Sampling distribution.
-        limit: Greatest number of tokens of a completion.
-        eos: Ids of end-of-text tokens.
-        seed: Seed of the random streams.
-    """
+    """Completes every prompt by plain decoding, with up to ``limit`` tokens. eos: ids of end-of-text tokens."""
     engine = Engine(target, Proposer(), Controller(), max_sequences=BATCH)
     made = contexts(prompts, law, seed)
     for _ in engine.run((context, Length(limit, eos)) for context in made):
@@ -101,28 +85,19 @@ def write(
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Consecutive tokens of a text.
+    """Consecutive tokens of a text."""
 
-    Args:
-        tokens: n token ids.
-        logits: Logits before each of them, [n, V].
-        taps: See ``teacher_forced``.
-    """
-
-    tokens: tuple[int, ...]
-    logits: Tensor
-    taps: dict[int, Tensor]
+    tokens: tuple[int, ...]  # n token ids
+    logits: Tensor  # before each of them, [n, V]
+    taps: dict[int, Tensor]  # see ``teacher_forced``
 
 
 @torch.inference_mode()
 def teacher_forced(model: Model, text: SampledText, taps: Sequence[int] = ()) -> Iterator[TextChunk]:
     """Computes the model's logits along a text, chunk by chunk.
 
-    Args:
-        model: Target or draft.
-        text: The text.
-        taps: Layers whose hidden states are returned. Those of all chunks together are [len(whole) - 1, H], one row for
-            each token but the last; the first chunk includes the prompt's.
+    taps: layers whose hidden states are returned. Those of all chunks together are [len(whole) - 1, H], one row for
+    each token but the last; the first chunk includes the prompt's.
     """
     known = 1 if taps else len(text.prompt)  # a prefix-cache hit would leave rows without hidden states
     handle = model.open(text.prompt[:known], text.source)

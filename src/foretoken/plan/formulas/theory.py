@@ -195,22 +195,29 @@ def text_survival(p: Tensor, q: Tensor, depth: int, block: bool = False) -> Tens
 
 
 def text_steps(reach: Tensor) -> float:
-    """Returns the expected number of steps that emit a text of n tokens, given the text.
+    """Returns the expected number of steps that emit a text of n tokens, given the text: sum_t pi_t.
 
-    A step that begins at t is followed by one at t + N. With pi_0 = 1 and pi_{t+m} += pi_t (S_{m-1} - S_m), the result
-    is sum_t pi_t, exact for this text. An average over all beginnings would weight them equally.
+    It is exact for this text. An average over all beginnings would weight them equally. reach: see ``step_starts``.
+    """
+    return float(step_starts(reach)[0].sum())
+
+
+def step_starts(reach: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the probability pi_t that a step begins at each token, [n], and P(N = 1), P(N = 2), ..., [n, depth + 1].
+
+    A step that begins at t is followed by one at t + N: pi_0 = 1 and pi_{t+m} += pi_t (S_{m-1} - S_m).
 
     Args:
         reach: Survival of a step that begins at each token, [n, depth], from ``text_survival``.
     """
     length, depth = reach.shape
     one, zero = reach.new_ones(length, 1), reach.new_zeros(length, 1)
-    lengths = -torch.cat([one, reach, zero], dim=1).diff(dim=1)  # [n, depth + 1]: column m is P(N = m + 1)
+    lengths = -torch.cat([one, reach, zero], dim=1).diff(dim=1)
     begins = reach.new_zeros(length + depth + 1)
     begins[0] = 1.0
     for t in range(length):
         begins[t + 1 : t + depth + 2] += begins[t] * lengths[t]
-    return float(begins[:length].sum())
+    return begins[:length], lengths
 
 
 def _same(alpha: float, depth: int) -> list[float]:
