@@ -17,7 +17,7 @@ from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, candidates, head_method
-from foretoken.plan.outcome import Plan, choices, mark_best
+from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings
 from foretoken.plan.predictions import spread, timed_depths
 from foretoken.plan.replay import step_estimate
@@ -77,7 +77,7 @@ def test_the_best_is_chosen_and_plain_decoding_where_nothing_gains():
         row("a", 4, 0.7, 1.0),
         row("b", 2, 0.95, 1.0),
     ]
-    result = Plan(tuple(mark_best(rows)), tuple(choices(rows)))
+    result = Plan.of(rows)
     assert [r.best for r in result.rows] == [False, True, False, False, False, False]
     first, second = result.choices
     assert first.row.num_speculative_tokens == 4 and first.sure
@@ -89,7 +89,7 @@ def test_the_best_is_chosen_and_plain_decoding_where_nothing_gains():
     assert record["rows"][0]["tokens_per_pass_high"] is None
     assert record["rows"][1]["paste"]["vLLM"]["method"] == "ngram"
     json.dumps(record, allow_nan=False)
-    assert Plan((row("a", 2, 0.9),), tuple(choices([row("a", 2, 0.9)]))).best is None
+    assert Plan.of([row("a", 2, 0.9)]).best is None
 
 
 def test_depths_that_are_timed_hold_both_ends():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,19 +14,12 @@ from foretoken.plan.simulation.remote_drafting import RemoteDraftingEstimate
 
 @dataclass(frozen=True)
 class Choice:
-    """The recommendation at one temperature and batch.
-
-    Args:
-        temperature: Sampling temperature.
-        batch: Sequences at once.
-        row: The fastest configuration, None for plain decoding.
-        sure: Whether the interval of the speedup lies on one side of 1.
-    """
+    """The recommendation at one temperature and batch."""
 
     temperature: float
     batch: int
-    row: PlanRow | None
-    sure: bool
+    row: PlanRow | None  # the fastest configuration, None for plain decoding
+    sure: bool  # whether the interval of the speedup lies on one side of 1
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the choice for JSON."""
@@ -41,25 +34,35 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of the planner.
+    """Result of the planner."""
 
-    Args:
-        rows: One per candidate, draft length, temperature and batch.
-        choices: One per temperature and batch.
-        predictors: Predictors of a request's acceptance by draft and temperature, the best first.
-        setting: Facts of machine and models.
-        prompts: Description of the prompts.
-        costs: Forward passes by rows, for each model.
-        remote_drafting: Estimates of drafting on another machine, if requested.
-    """
+    rows: tuple[PlanRow, ...]  # one per candidate, draft length, temperature and batch
+    choices: tuple[Choice, ...]  # one per temperature and batch
+    predictors: Mapping[tuple[str, float], Sequence[Predictor]] = field(default_factory=dict)  # see ``fitted``
+    setting: Mapping[str, Any] = field(default_factory=dict)  # facts of machine and models
+    prompts: str = ""  # their description
+    costs: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # passes by rows, for each model
+    remote_drafting: tuple[RemoteDraftingEstimate, ...] = ()  # drafting on another machine, if requested
 
-    rows: tuple[PlanRow, ...]
-    choices: tuple[Choice, ...]
-    predictors: Mapping[tuple[str, float], Sequence[Predictor]] = field(default_factory=dict)
-    setting: Mapping[str, Any] = field(default_factory=dict)
-    prompts: str = ""
-    costs: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    remote_drafting: tuple[RemoteDraftingEstimate, ...] = ()
+    @classmethod
+    def of(cls, rows: Sequence[PlanRow], **facts: Any) -> Plan:
+        """Returns a plan with a choice for each temperature and batch, in the order of the rows. facts: other fields.
+
+        The fastest row of each is marked as the best if its speedup exceeds 1.
+        """
+        fastest: dict[tuple[float, int], PlanRow] = {}
+        for row in rows:
+            place = row.temperature, row.batch
+            if place not in fastest or row.speedup > fastest[place].speedup:
+                fastest[place] = row
+        marked = (replace(r, best=r.speedup > 1.0 and r is fastest[r.temperature, r.batch]) for r in rows)
+        chosen = (
+            Choice(*place, replace(top, best=True), top.low > 1.0)
+            if top.speedup > 1.0
+            else Choice(*place, None, top.high < 1.0)
+            for place, top in fastest.items()
+        )
+        return cls(tuple(marked), tuple(chosen), **facts)
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -96,21 +99,3 @@ class Plan:
             ],
             "remote_drafting": [each.to_dict() for each in self.remote_drafting],
         }
-
-
-def mark_best(rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
-    """Yields the rows. The fastest at each temperature and batch is marked if its speedup exceeds 1."""
-    fastest = {(row.temperature, row.batch): row for row in sorted(rows, key=lambda row: row.speedup)}
-    for row in rows:
-        yield replace(row, best=row is fastest[row.temperature, row.batch] and row.speedup > 1.0)
-
-
-def choices(rows: Sequence[PlanRow]) -> Iterator[Choice]:
-    """Yields a choice for each temperature and batch, in the order of the rows."""
-    for temperature, batch in dict.fromkeys((row.temperature, row.batch) for row in rows):
-        fastest = max(
-            (row for row in rows if (row.temperature, row.batch) == (temperature, batch)), key=lambda row: row.speedup
-        )
-        gains = fastest.speedup > 1.0
-        sure = fastest.low > 1.0 if gains else fastest.high < 1.0
-        yield Choice(temperature, batch, replace(fastest, best=True) if gains else None, sure)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import fmean
 
 from foretoken.core.errors import InvalidRequest
@@ -19,7 +18,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
-from foretoken.plan.outcome import Plan, choices, mark_best
+from foretoken.plan.outcome import Plan
 from foretoken.plan.predictions import Place, lane_name, predicted_row, timed_depths
 from foretoken.plan.predictors import Predictor, fitted
 from foretoken.plan.rows import PlanRow
@@ -40,31 +39,20 @@ from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
 _MOMENTS = 6  # moments at each temperature at which steps are timed
-PredictorsByDraft = dict[tuple[str, float], list[Predictor]]
-"""Predictors by draft and temperature."""
 Say = Callable[[str, float], None]
-"""Reports progress: what is being done, and the share of the whole that is done."""
+"""Reports progress: the current stage, and the finished fraction of the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """Settings of a plan.
-
-    Args:
-        temperatures: Sampling temperatures.
-        batches: Numbers of sequences at once.
-        max_tokens: Greatest number of tokens per request.
-        turns: Timed steps of every candidate, spread over several moments of the plan.
-        top_p: Nucleus sampling.
-        seed: Seed of the target's texts.
-    """
+    """Settings of a plan."""
 
     temperatures: Sequence[float] = (0.0, 1.0)
-    batches: Sequence[int] = (1,)
-    max_tokens: int = 64
-    turns: int = 24
+    batches: Sequence[int] = (1,)  # numbers of sequences at once
+    max_tokens: int = 64  # greatest number of tokens per request
+    turns: int = 24  # timed steps of every candidate, spread over several moments of the plan
     top_p: float = 1.0
-    seed: int = 0
+    seed: int = 0  # of the target's texts
 
     def __post_init__(self) -> None:
         if self.max_tokens < 8:
@@ -94,6 +82,8 @@ class Planner:
     settings: PlanSettings
     eos: Collection[int] = ()
     say: Say = lambda what, share: None
+    _done: float = field(default=0.0, init=False)  # units of work: texts, candidates and timed lanes
+    _total: float = field(default=1.0, init=False)
 
     def plan(
         self,
@@ -113,58 +103,52 @@ class Planner:
         """
         if not prompts or not candidates:
             raise InvalidRequest("a plan needs a prompt and a way to speculate at least")
-        proposers = Proposers(self.build)
+        settings, proposers = self.settings, Proposers(self.build)
         built = {candidate.name: proposers.get(candidate) for candidate in candidates}
         taps = sorted({tap for proposer in built.values() for tap in proposer.needs.taps})
-        progress = _Progress(self.say, self.settings, candidates)
-        prefills = self._time_prefills(prompts, built, progress)
+        lanes, batches = sum(len(timed_depths(candidate.depths)) for candidate in candidates), len(settings.batches)
+        self._done, self._total = 0.0, batches + len(settings.temperatures) * (1 + len(candidates) + lanes * batches)
+        prefills = {}
+        for batch in settings.batches:
+            self._next(f"prefill, batch {batch}")
+            together = [prompts[i % len(prompts)] for i in range(batch)]
+            prefills[batch] = time_prefill(self.target, built, together, settings.law(settings.temperatures[0]))
         for proposer in built.values():  # from here on each prompt's KV cache is computed once
             split_kv_memory(self.target, proposer, None, True, MAX_OPEN)
         measurements: list[_Measurements] = []
-        predictors: PredictorsByDraft = {}
-        for temperature in self.settings.temperatures:
-            law = self.settings.law(temperature)
-            progress.next(f"sampling texts at temperature {temperature:g}")
+        predictors: dict[tuple[str, float], list[Predictor]] = {}
+        for temperature in settings.temperatures:
+            law = settings.law(temperature)
+            self._next(f"sampling texts at temperature {temperature:g}")
             sample = Sample(self.target, law, self._texts(prompts, completions, law), self.eos, proposers, taps)
-            measurements.append(self._measure(sample, candidates, progress))
+            measurements.append(self._measure(sample, candidates))
             predictors |= _predictors(sample, candidates, temperature)
-        rows = list(self._rows(measurements, candidates, prefills))
-        return Plan(tuple(mark_best(rows)), tuple(choices(rows)), predictors)
+        return Plan.of(list(self._rows(measurements, candidates, prefills)), predictors=predictors)
 
-    def _time_prefills(
-        self, prompts: Sequence[Prompt], proposers: Mapping[str, Proposer], progress: _Progress
-    ) -> dict[int, PrefillTiming]:
-        """Returns the time of prefill by batch."""
-        law, result = self.settings.law(self.settings.temperatures[0]), {}
-        for batch in self.settings.batches:
-            progress.next(f"prefill, batch {batch}")
-            together = [prompts[i % len(prompts)] for i in range(batch)]
-            result[batch] = time_prefill(self.target, proposers, together, law)
-        return result
+    def _next(self, what: str, weight: float = 1.0) -> None:
+        """Reports the beginning of ``what``, which is ``weight`` units of work."""
+        self.say(what, min(1.0, self._done / self._total))
+        self._done += weight
 
-    def _measure(self, sample: Sample, candidates: Sequence[Candidate], progress: _Progress) -> _Measurements:
+    def _measure(self, sample: Sample, candidates: Sequence[Candidate]) -> _Measurements:
         """Estimates acceptance and times steps.
 
         Steps are timed at several moments, because a machine's speed changes; plain passes between all estimates.
         """
         result = _Measurements(sample.texts)
-        moments = min(_MOMENTS, self.settings.turns, len(candidates))
+        moments, batches = min(_MOMENTS, self.settings.turns, len(candidates)), self.settings.batches
+        halfway = {batch: halfway_prompts(sample.texts, batch) for batch in batches}
         for i in range(moments):
             for candidate in candidates[i::moments]:
                 for depth in candidate.depths:
-                    progress.next(f"{candidate.name} on its text", 1 / len(candidate.depths))
+                    self._next(f"{candidate.name} on its text", 1 / len(candidate.depths))
                     result.estimates[candidate.name, depth] = sample.estimate(candidate, depth)
-                    self._time_plain(sample, result)
-            turns = (self.settings.turns + i) // moments
-            for batch in self.settings.batches:
-                result.visits[batch].append(self._visit(sample, candidates, batch, turns, progress))
+                    for batch in batches:
+                        result.plain_passes[batch].append(time_plain_pass(self.target, halfway[batch], sample.law))
+            for batch in batches:
+                visit = self._visit(sample, candidates, halfway[batch], (self.settings.turns + i) // moments)
+                result.visits[batch].append(visit)
         return result
-
-    def _time_plain(self, sample: Sample, result: _Measurements) -> None:
-        for batch in self.settings.batches:
-            result.plain_passes[batch].append(
-                time_plain_pass(self.target, halfway_prompts(sample.texts, batch), sample.law)
-            )
 
     def _rows(
         self,
@@ -204,59 +188,35 @@ class Planner:
             raise InvalidRequest("every text ends at once; give prompts that the target continues")
         return texts
 
-    def _visit(
-        self, sample: Sample, candidates: Sequence[Candidate], batch: int, turns: int, progress: _Progress
-    ) -> Visit:
+    def _visit(self, sample: Sample, candidates: Sequence[Candidate], prompts: Sequence[Prompt], turns: int) -> Visit:
         """Times ``turns`` steps of every timed candidate and draft length."""
         lanes = {
             lane_name(candidate, depth): (sample.proposers.get(candidate), depth)
             for candidate in candidates
             for depth in timed_depths(candidate.depths)
         }
-        what = f"steps at temperature {sample.law.temperature:g}, batch {batch}"
-        progress.next(what, 0.0)
-        tick = partial(self._tick, progress, what)
-        return time_lanes(self.target, lanes, halfway_prompts(sample.texts, batch), sample.law, turns, tick)
-
-    def _tick(self, progress: _Progress, what: str, steps: int) -> None:
-        progress.next(what, steps / self.settings.turns)
+        what = f"steps at temperature {sample.law.temperature:g}, batch {len(prompts)}"
+        self._next(what, 0.0)
+        return time_lanes(
+            self.target, lanes, prompts, sample.law, turns, lambda steps: self._next(what, steps / self.settings.turns)
+        )
 
 
 @dataclass
 class _Measurements:
-    """Measurements at one temperature.
+    """Measurements at one temperature."""
 
-    Args:
-        texts: The sample.
-        estimates: Acceptance by candidate and draft length.
-        visits: Timed steps by batch, one visit per moment.
-        plain_passes: Seconds of plain passes between the moments, by batch.
-    """
-
-    texts: Sequence[SampledText]
-    estimates: dict[tuple[str, int], AcceptanceEstimate] = field(default_factory=dict)
-    visits: dict[int, list[Visit]] = field(default_factory=lambda: defaultdict(list))
-    plain_passes: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    texts: Sequence[SampledText]  # the sample
+    estimates: dict[tuple[str, int], AcceptanceEstimate] = field(default_factory=dict)  # by candidate and draft length
+    visits: dict[int, list[Visit]] = field(default_factory=lambda: defaultdict(list))  # by batch, one per moment
+    plain_passes: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # seconds, by batch
 
 
-class _Progress:
-    """Counts finished units of work: texts, candidates and timed lanes."""
-
-    def __init__(self, say: Say, settings: PlanSettings, candidates: Sequence[Candidate]) -> None:
-        lanes = sum(len(timed_depths(candidate.depths)) for candidate in candidates)
-        batches = len(settings.batches)
-        self._total = batches + len(settings.temperatures) * (1 + len(candidates) + lanes * batches)
-        self._say, self._done = say, 0.0
-
-    def next(self, what: str, weight: float = 1.0) -> None:
-        """Reports the beginning of ``what``, which is ``weight`` units of work."""
-        self._say(what, min(1.0, self._done / self._total))
-        self._done += weight
-
-
-def _predictors(sample: Sample, candidates: Sequence[Candidate], temperature: float) -> PredictorsByDraft:
+def _predictors(
+    sample: Sample, candidates: Sequence[Candidate], temperature: float
+) -> dict[tuple[str, float], list[Predictor]]:
     """Returns the predictors of each draft model's acceptance on a request."""
-    result: PredictorsByDraft = {}
+    result = {}
     for candidate in candidates:
         draft = chain_of(sample.proposers.get(candidate))
         if draft is not None and len(sample.texts) >= 3:

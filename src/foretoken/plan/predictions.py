@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.statistics import exponential, ratio_interval
+from foretoken.plan.statistics import around, ratio_interval
 from foretoken.plan.step_times import MeasuredStepTimes, StepTime
 from foretoken.plan.step_timing import PrefillTiming
 from foretoken.plan.tally import AcceptanceEstimate
@@ -30,33 +30,19 @@ def lane_name(candidate: Candidate, depth: int) -> str:
 def _time(candidate: Candidate, depth: int, times: MeasuredStepTimes, estimate: AcceptanceEstimate) -> StepTime:
     """Returns the time of a step, interpolated where the draft length was not timed."""
     near = timed_depths(candidate.depths)
-    if depth in near:
-        return times.of(lane_name(candidate, depth), estimate.sizes)
-    low, high = max(d for d in near if d < depth), min(d for d in near if d > depth)
-    ends = [times.of(lane_name(candidate, d), estimate.sizes) for d in (low, high)]
-    share = (depth - low) / (high - low)
-
-    def between(name: str) -> float:
-        return float((1 - share) * getattr(ends[0], name) + share * getattr(ends[1], name))
-
-    return StepTime(**{name: between(name) for name in StepTime.__dataclass_fields__})
+    low, high = max(d for d in near if d <= depth), min(d for d in near if d >= depth)
+    start, end = (times.of(lane_name(candidate, d), estimate.sizes) for d in (low, high))
+    share = (depth - low) / (high - low) if low < high else 0.0
+    return StepTime(*((1 - share) * a + share * b for a, b in zip(start, end, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Measurements at one temperature and batch, shared by all candidates.
-
-    Args:
-        temperature: Sampling temperature.
-        batch: Sequences at once.
-        tokens: Mean tokens of a completion.
-        times: Step times.
-        prefill: Time of the step that holds the prompts.
-    """
+    """Measurements at one temperature and batch, shared by all candidates."""
 
     temperature: float
     batch: int
-    tokens: float
+    tokens: float  # mean of a completion
     times: MeasuredStepTimes
     prefill: PrefillTiming
 
@@ -66,6 +52,7 @@ def predicted_row(candidate: Candidate, depth: int, place: Place, estimate: Acce
     time = _time(candidate, depth, place.times, estimate)
     mean, width = estimate.tokens_per_pass, spread(estimate)
     speedup, off = mean / time.over_plain, math.hypot(width, math.sqrt(2) * _NORMAL * time.error)
+    (fewest, most), (low, high) = around(mean, width), around(speedup, off)
     plain = place.prefill.seconds + (place.tokens - 1) * place.times.plain
     own_prefill = place.prefill.seconds * place.prefill.over_plain[candidate.name]
     steps = sum(estimate.steps) / max(1, len(estimate.tallies))
@@ -76,11 +63,11 @@ def predicted_row(candidate: Candidate, depth: int, place: Place, estimate: Acce
         temperature=place.temperature,
         batch=place.batch,
         tokens_per_pass=mean,
-        tokens_per_pass_low=mean * exponential(-width),
-        tokens_per_pass_high=mean * exponential(width),
+        tokens_per_pass_low=fewest,
+        tokens_per_pass_high=most,
         speedup=speedup,
-        low=speedup * exponential(-off),
-        high=speedup * exponential(off),
+        low=low,
+        high=high,
         end_to_end=plain / (own_prefill + steps * time.seconds),
         step_seconds=time.seconds,
         draft_seconds=time.propose,

@@ -31,48 +31,29 @@ class PlanRow:
 
     Intervals are for further runs over as many requests: 95 of 100 should lie inside. Times are of the whole batch.
 
-    Args:
-        name: Name of the candidate.
-        method: Its speculative method.
-        config: The speculative_config to paste.
-        temperature: Sampling temperature.
-        batch: Sequences at once.
-        tokens_per_pass: Emitted tokens over target passes, without prefill.
-        tokens_per_pass_low: Lower end of its interval.
-        tokens_per_pass_high: Upper end of its interval.
-        speedup: Speedup of decoding over plain decoding in the same batch.
-        low: Lower end of the speedup's interval.
-        high: Upper end of the speedup's interval.
-        end_to_end: Speedup with prefill included.
-        step_seconds: Seconds of a decode step.
-        draft_seconds: Seconds of drafting in a step.
-        plain_seconds: Seconds of a plain step.
-        acceptance: By position. In a plan for this engine, the share of steps that accepted so deep. In a plan for
-            vLLM, conditional on the positions before.
-        estimator: "distribution" (see ``chains``), "text" or "steps" (see ``replay``), "runs" (see ``vllm``).
-        requests: Number of requests in the sample.
-        best: Whether it is the fastest at its temperature and batch.
+    acceptance: by position. In a plan for this engine, the fraction of steps that accepted so deep. In a plan for vLLM,
+    conditional on the positions before.
     """
 
-    name: str
+    name: str  # of the candidate
     method: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the speculative_config to paste
     temperature: float
-    batch: int
-    tokens_per_pass: float
-    tokens_per_pass_low: float
+    batch: int  # sequences at once
+    tokens_per_pass: float  # emitted tokens over target passes, without prefill
+    tokens_per_pass_low: float  # ends of its interval
     tokens_per_pass_high: float
-    speedup: float
-    low: float
+    speedup: float  # of decoding over plain decoding in the same batch
+    low: float  # ends of its interval
     high: float
-    end_to_end: float
+    end_to_end: float  # speedup with prefill included
     step_seconds: float
-    draft_seconds: float
-    plain_seconds: float
+    draft_seconds: float  # seconds of drafting in a step
+    plain_seconds: float  # seconds of a plain step
     acceptance: tuple[float, ...]
-    estimator: str
-    requests: int
-    best: bool = False
+    estimator: str  # "distribution" (see ``chains``), "text" or "steps" (see ``replay``), "runs" (see ``vllm``)
+    requests: int  # number of requests in the sample
+    best: bool = False  # whether it is the fastest at its temperature and batch
 
     @property
     def num_speculative_tokens(self) -> int:

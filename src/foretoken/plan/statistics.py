@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,12 +51,11 @@ class UncertainValue(NamedTuple):
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], level: float = LEVEL) -> Interval:
-    """Returns sum(numerators) / sum(denominators) with its interval.
+    """Returns sum(numerators) / sum(denominators) with its interval at a confidence ``level``.
 
     Args:
         numerators: One per request, for example tokens.
         denominators: One per request, for example steps. Requests in which both are 0 are skipped.
-        level: Confidence level.
 
     Raises:
         InvalidRequest: The numbers of both differ, values are not finite, or denominators are negative or all 0.
@@ -75,13 +74,9 @@ def ratio_of_ratios(
 ) -> Interval:
     """Returns (sum a / sum b) / (sum c / sum d), for example a speed over another, with its interval.
 
-    The interval is symmetric in the logarithm.
+    a, b, c and d are the arguments in their order, one per request. The interval is symmetric in the logarithm.
 
     Args:
-        numerators: a, one per request.
-        denominators: b, one per request.
-        base_numerators: c, one per request.
-        base_denominators: d, one per request.
         level: Confidence level.
         paired: Both sides have the same requests in the same order, so that their common variation cancels. Otherwise
             the sides are independent samples of any sizes (Welch).
@@ -90,7 +85,8 @@ def ratio_of_ratios(
         InvalidRequest: As ``ratio_interval``, or a sum is not positive.
     """
     number("level", level, 0.0, 1.0 - 1e-12)
-    sides = _pairs(numerators, denominators), _pairs(base_numerators, base_denominators)
+    columns = numerators, denominators, base_numerators, base_denominators
+    sides = _pairs(*columns[:2]), _pairs(*columns[2:])
     for top, bottom in sides:
         if not (top.sum() > 0.0 and bottom.sum() > 0.0):
             raise InvalidRequest("a ratio of ratios needs positive sums on both sides; got one that is not")
@@ -100,9 +96,7 @@ def ratio_of_ratios(
                 f"paired ratios need the same requests on both sides, got {len(numerators)} and "
                 f"{len(base_numerators)}: pass paired=False for independent samples"
             )
-        spread = _paired(
-            _column(numerators), _column(denominators), _column(base_numerators), _column(base_denominators)
-        )
+        spread = _paired(*map(_column, columns))
     else:
         spread = _independent(*(_relative(_ratio(*side)) for side in sides))
     estimate, low, high = spread.interval(level)
@@ -138,9 +132,8 @@ def _whole_quantile(probability: float, degrees: int) -> float:
 def _central(t: float, degrees: int) -> float:
     """P(|T| <= t) for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(degrees))
-    cosine, term, total = math.cos(angle) ** 2, 1.0, 0.0
-    first = 2 if degrees % 2 else 1
-    term = math.cos(angle) if degrees % 2 else 1.0
+    cosine, total = math.cos(angle) ** 2, 0.0
+    first, term = (2, math.cos(angle)) if degrees % 2 else (1, 1.0)
     for power in range(first, degrees, 2):
         total += term
         term *= cosine * power / (power + 1)
@@ -201,18 +194,15 @@ def _relative(spread: UncertainValue) -> UncertainValue:
 
 def _paired(a: Reals, b: Reals, c: Reals, d: Reals) -> UncertainValue:
     """Returns log (sum a / sum b) / (sum c / sum d). The jackknife omits a request on both sides."""
-    used = (a != 0.0) | (b != 0.0) | (c != 0.0) | (d != 0.0)
-    columns = [column[used] for column in (a, b, c, d)]
-    estimate = _log_ratio(*(column.sum() for column in columns))
-    left = [column.sum() - column for column in columns]
-    if used.sum() < 2 or not all(bool((column > 0.0).all()) for column in left):
-        return UncertainValue(float(estimate), math.inf, 1)
+    columns = np.stack([a, b, c, d])
+    columns = columns[:, (columns != 0.0).any(0)]
+    sums = columns.sum(1)
+    others, signs = sums[:, None] - columns, np.array([1.0, -1.0, -1.0, 1.0])
+    estimate = float(signs @ np.log(sums))
+    if columns.shape[1] < 2 or not others.min() > 0.0:
+        return UncertainValue(estimate, math.inf, 1)
     freedom = min(_freedom(columns[1]), _freedom(columns[3]))
-    return UncertainValue(float(estimate), _jackknife(_log_ratio(*left) - estimate), freedom)
-
-
-def _log_ratio(a: Any, b: Any, c: Any, d: Any) -> Any:
-    return np.log(a) - np.log(b) - np.log(c) + np.log(d)
+    return UncertainValue(estimate, _jackknife(signs @ np.log(others) - estimate), freedom)
 
 
 def _independent(one: UncertainValue, other: UncertainValue) -> UncertainValue:
@@ -223,6 +213,11 @@ def _independent(one: UncertainValue, other: UncertainValue) -> UncertainValue:
         return UncertainValue(one.estimate - other.estimate, math.sqrt(total), 1)
     freedom = total**2 / sum(part**2 / side.freedom for part, side in zip(parts, (one, other), strict=True))
     return UncertainValue(one.estimate - other.estimate, math.sqrt(total), freedom)
+
+
+def around(mean: float, width: float) -> tuple[float, float]:
+    """Returns the ends of an interval that reaches ``width`` to both sides of ``mean`` in the logarithm."""
+    return mean * exponential(-width), mean * exponential(width)
 
 
 def exponential(value: float) -> float:

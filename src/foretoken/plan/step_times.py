@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median, stdev
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,28 +17,19 @@ _ALIKE = 0.06  # relative differences between plain passes below which they say 
 _DRIFT = 0.01  # relative error of any ratio of two times on one machine, however often measured
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Time of a batch's step.
-
-    Args:
-        seconds: Seconds of the step.
-        propose: Seconds of drafting.
-        over_plain: Time over that of a plain step.
-        error: Relative error of ``over_plain``.
-    """
+class StepTime(NamedTuple):
+    """Time of a batch's step."""
 
     seconds: float
-    propose: float
-    over_plain: float
-    error: float
+    propose: float  # seconds of drafting
+    over_plain: float  # time over that of a plain step
+    error: float  # relative error of ``over_plain``
 
 
-@dataclass(frozen=True, slots=True)
-class SpeedSample:
-    """Seconds of an operation at one visit, and of the plain pass beside it. weight: number of timed steps."""
+class SpeedSample(NamedTuple):
+    """Seconds of an operation at one visit, and of the plain pass beside it."""
 
-    weight: int
+    weight: int  # number of timed steps
     seconds: float
     plain: float
 
@@ -50,9 +41,7 @@ class PassTimes:
     because steps may be disturbed. Visits differ in the machine's speed: plain passes are memory-bound and long ones
     compute-bound, so neither a pass's seconds nor their ratio to a plain pass are constant. See ``at_speed``.
 
-    Args:
-        visits: Timed lanes.
-        between: Seconds of plain passes at other moments of the same time.
+    between: seconds of plain passes at other moments of the same time.
     """
 
     def __init__(self, visits: Sequence[Visit], between: Sequence[float] = ()) -> None:
@@ -61,8 +50,7 @@ class PassTimes:
             for key, pairs in _passes(visit).items():
                 own, plain = zip(*pairs, strict=True)
                 samples[key].append(SpeedSample(len(pairs), median(own), fmean(plain)))
-        beside = [fmean(_plain(lane, lambda step: step.score) for lane in visit.values()) for visit in visits]
-        self.plain = fmean([*beside, *between])
+        self.plain = fmean([*(fmean(map(_plain_pass, visit.values())) for visit in visits), *between])
         self._of = {key: at_speed(each, self.plain) for key, each in samples.items()}
         self._curve = Curve.of({rows: seconds for (name, rows), seconds in self._of.items() if name == _ANY})
 
@@ -83,7 +71,7 @@ def at_speed(samples: Sequence[SpeedSample], plain: float) -> float:
     (compute-bound) and the ratio of the seconds to plain ones (memory-bound). It is shrunk towards that ratio where the
     moments are too similar.
     """
-    weight, seconds, beside = np.array([(each.weight, each.seconds, each.plain) for each in samples]).T
+    weight, seconds, beside = np.array(samples).T
     weight = weight / weight.mean()
     own, middle = (weight * seconds).mean(), (weight * beside).mean()
     across, along = ((weight * (beside - middle) * each).sum() for each in (seconds - own, beside - middle))
@@ -95,10 +83,7 @@ def at_speed(samples: Sequence[SpeedSample], plain: float) -> float:
 class MeasuredStepTimes:
     """Step times at one temperature and batch size.
 
-    Args:
-        visits: Timed lanes.
-        batch: Sequences at once.
-        passes: Passes of this batch size at any temperature. None is those of ``visits``.
+    passes: of this batch size at any temperature; None is those of ``visits``.
     """
 
     def __init__(self, visits: Sequence[Visit], batch: int, passes: PassTimes | None = None) -> None:
@@ -108,15 +93,11 @@ class MeasuredStepTimes:
         self.plain = self._passes.plain + self._overhead(plain, same_rows=True)
 
     def of(self, name: str, sizes: Mapping[int, float]) -> StepTime:
-        """Returns the step time of a lane.
+        """Returns the step time of a lane. sizes: fractions of the steps by number of draft tokens, of one sequence.
 
         If all timed drafts have one size, the pass takes its measured time, scaled by the curve of all passes where the
         end of a text shortens drafts. If sizes vary, a few steps are no fair sample of them: the pass is then averaged
         over ``sizes`` on that curve.
-
-        Args:
-            name: The lane.
-            sizes: Shares of the steps by number of draft tokens, of one sequence.
         """
         lanes = [visit[name] for visit in self._visits]
         rows = {step.rows for lane in lanes for step in lane.steps}
@@ -132,21 +113,13 @@ class MeasuredStepTimes:
         )
         over = (overhead + pass_seconds) / self.plain
         error = _joined([_relative(lane, over, same_rows=same_rows) for lane in lanes])
-        return StepTime(
-            seconds=overhead + pass_seconds,
-            propose=overhead * drafting / whole if whole else 0.0,
-            over_plain=over,
-            error=float(np.hypot(error, _DRIFT)),
-        )
+        propose = overhead * drafting / whole if whole else 0.0
+        return StepTime(overhead + pass_seconds, propose, over, float(np.hypot(error, _DRIFT)))
 
     def _overhead(self, lanes: Sequence[LaneTimes], *, same_rows: bool) -> float:
         """Returns the seconds of a step outside of the target's pass."""
-        samples = [
-            SpeedSample(
-                len(lane.steps), _part(lane, _overhead, same_rows=same_rows), _plain(lane, lambda step: step.score)
-            )
-            for lane in lanes
-        ]
+        parts = [(_part(lane, _overhead, same_rows=same_rows), _plain_pass(lane)) for lane in lanes]
+        samples = [SpeedSample(len(lane.steps), *part) for lane, part in zip(lanes, parts, strict=True)]
         return at_speed(samples, self._passes.plain)
 
     def _mean_pass(self, sizes: Mapping[int, float]) -> float:
@@ -167,7 +140,7 @@ def _passes(visit: Visit) -> dict[tuple[str, int], list[tuple[float, float]]]:
     """Returns seconds of passes and of the plain one beside each, by lane and rows, and under ``_ANY`` by rows."""
     result: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for name, lane in visit.items():
-        base = _plain(lane, lambda step: step.score)
+        base = _plain_pass(lane)
         for step in lane.steps:
             result[name, step.rows].append((step.score, base))
         for step in (*lane.steps, *lane.plain):
@@ -175,9 +148,9 @@ def _passes(visit: Visit) -> dict[tuple[str, int], list[tuple[float, float]]]:
     return result
 
 
-def _plain(lane: LaneTimes, part: Callable[[TimedStep], float]) -> float:
-    """Returns the median seconds of a part of a plain step."""
-    return median(part(step) for step in lane.plain)
+def _plain_pass(lane: LaneTimes) -> float:
+    """Returns the median seconds of a plain pass."""
+    return median(step.score for step in lane.plain)
 
 
 def _part(lane: LaneTimes, part: Callable[[TimedStep], float], *, same_rows: bool) -> float:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from statistics import median
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.distributions import Law
@@ -39,14 +40,7 @@ _ids = count(1 << 40)  # ids of contexts, unique across lanes because lanes shar
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One step of a whole batch.
-
-    Args:
-        seconds: Seconds of the step.
-        propose: Seconds of drafting.
-        score: Seconds of the target's pass.
-        rows: Rows of the target's pass, all sequences together.
-    """
+    """One step of a whole batch, in seconds: of the step, of drafting, and of the target's pass over ``rows`` rows."""
 
     seconds: float
     propose: float
@@ -56,23 +50,14 @@ class TimedStep:
 
 @dataclass(slots=True)
 class TimedBatch:
-    """A batch that is decoded without end. It restarts when a sequence reaches the model's length.
-
-    Args:
-        target: Target model.
-        proposer: The proposer.
-        depth: Draft length or tree size.
-        prompts: One per sequence.
-        law: Sampling distribution.
-        prefill: Seconds of the step that held the prompts.
-    """
+    """A batch that is decoded without end. It restarts when a sequence reaches the model's length."""
 
     target: Model
     proposer: Proposer
-    depth: int
-    prompts: Sequence[Prompt]
+    depth: int  # draft length or tree size
+    prompts: Sequence[Prompt]  # one per sequence
     law: Law
-    prefill: float = 0.0
+    prefill: float = 0.0  # seconds of the step that held the prompts
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,12 +91,11 @@ class TimedBatch:
                 self.engine.step_or_raise()
 
 
-@dataclass(frozen=True, slots=True)
-class LaneTimes:
+class LaneTimes(NamedTuple):
     """Timed steps of one lane, and of plain decoding beside each."""
 
-    steps: tuple[TimedStep, ...]
-    plain: tuple[TimedStep, ...]
+    steps: Sequence[TimedStep]
+    plain: Sequence[TimedStep]
 
 
 Visit = Mapping[str, LaneTimes]
@@ -136,43 +120,29 @@ def time_lanes(
         steps: Timed steps per lane.
         tick: Called now and then with the number of steps timed since, those of plain decoding not counted.
     """
-    names, result = list(lanes), {}
+    ordered, result = list(lanes.items()), dict[str, LaneTimes]()
     together = max(1, MAX_OPEN // len(prompts) - 1)
-    for start in range(0, len(names), together):
-        group = names[start : start + together]
-        running = {PLAIN: TimedBatch(target, Proposer(), 0, prompts, law)}
-        try:
-            for name in group:
-                running[name] = TimedBatch(target, *lanes[name], prompts, law)
-            timed = alternate(running, steps, tick)
-        finally:
-            for lane in running.values():
-                lane.close()
-        for name in group:
-            own, plain = timed[name]
-            result[name] = LaneTimes(tuple(own), tuple(plain))
+    for start in range(0, len(ordered), together):
+        group = {PLAIN: (Proposer(), 0), **dict(ordered[start : start + together])}
+        with ExitStack() as stack:
+            running = {
+                name: stack.enter_context(closing(TimedBatch(target, *lane, prompts, law)))
+                for name, lane in group.items()
+            }
+            result |= alternate(running, steps, tick)
     return result
 
 
 def time_plain_pass(target: Model, prompts: Sequence[Prompt], law: Law) -> float:
     """Returns the seconds of the target's pass in plain decoding of ``prompts`` at this moment."""
-    lane = TimedBatch(target, Proposer(), 0, prompts, law)
-    try:
+    with closing(TimedBatch(target, Proposer(), 0, prompts, law)) as lane:
         for _ in range(_SETTLING):
             lane.step()
         return median(lane.step().score for _ in range(_STRETCH))
-    finally:
-        lane.close()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTiming:
-    """Time of the step that holds a batch's prompts.
-
-    Args:
-        seconds: Seconds without speculation.
-        over_plain: Its time with each proposer over that without speculation.
-    """
+class PrefillTiming(NamedTuple):
+    """Seconds of the step that holds a batch's prompts, and by proposer its time with it over that."""
 
     seconds: float
     over_plain: Mapping[str, float]
@@ -196,15 +166,10 @@ def time_prefill(
     return PrefillTiming(median(plain for *_, plain in timed), {name: median(own) for name, own in ratios.items()})
 
 
-def alternate(
-    running: Mapping[str, TimedBatch], steps: int, tick: Callable[[int], None]
-) -> dict[str, tuple[list[TimedStep], list[TimedStep]]]:
+def alternate(running: Mapping[str, TimedBatch], steps: int, tick: Callable[[int], None]) -> dict[str, LaneTimes]:
     """Times a stretch of each lane in rotating order, with plain decoding in the midst of every few lanes.
 
     With one stretch of plain steps for all lanes, its chance error would be theirs.
-
-    Returns:
-        The steps of each lane, and the plain steps beside them.
     """
     keys = [key for key in running if key != PLAIN]
     timed: dict[str, tuple[list[TimedStep], list[TimedStep]]] = {key: ([], []) for key in keys}
@@ -215,7 +180,7 @@ def alternate(
             timed[key][0].extend(own)
             timed[key][1].extend(plain)
         tick(count * len(keys))
-    return timed
+    return {key: LaneTimes(*times) for key, times in timed.items()}
 
 
 def interleave(keys: Sequence[Key], plain: Key, run: Callable[[Key], Result]) -> Iterator[tuple[Key, Result, Result]]:

@@ -25,9 +25,9 @@ from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.candidates import Candidate
-from foretoken.plan.outcome import Plan, choices, mark_best
+from foretoken.plan.outcome import Plan
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.statistics import exponential, ratio_interval
+from foretoken.plan.statistics import around, ratio_interval
 
 CHAIN = (1, 2, 4, 8)  # draft lengths of chains that are run
 COPIED = (2, 4, 8)  # draft lengths of methods that copy text
@@ -351,7 +351,7 @@ def vllm_plan(lanes: Sequence[VllmCandidate], runs: Sequence[VllmRun], **facts: 
             plain = next(run for run in here if run.lane == PLAIN and run.beside in (lane.name, PLAIN))
             depths = range(min(lane.depths), max(lane.depths) + 1)
             rows += [_row(lane, depth, speculative, plain) for depth in depths]
-    return Plan(tuple(mark_best(rows)), tuple(choices(rows)), **facts)
+    return Plan.of(rows, **facts)
 
 
 def _row(lane: VllmCandidate, depth: int, runs: Sequence[VllmRun], plain: VllmRun) -> PlanRow:
@@ -360,6 +360,7 @@ def _row(lane: VllmCandidate, depth: int, runs: Sequence[VllmRun], plain: VllmRu
     speedup = mean * plain.step_seconds / prediction.step_seconds
     width = math.sqrt(2) * prediction.tokens_width  # of another sample of as many requests, and of this one
     off = math.hypot(width, math.sqrt(2) * prediction.seconds_width, math.sqrt(2) * plain.seconds_width)
+    (fewest, most), (low, high) = around(mean, width), around(speedup, off)
     plain_first, first = (median(s for run in each for s in run.first_seconds) for each in ([plain], runs))
     tokens = sum(plain.tokens) / len(plain.tokens)
     decoding = tokens / mean * prediction.step_seconds
@@ -370,11 +371,11 @@ def _row(lane: VllmCandidate, depth: int, runs: Sequence[VllmRun], plain: VllmRu
         temperature=plain.temperature,
         batch=plain.batch,
         tokens_per_pass=mean,
-        tokens_per_pass_low=mean * math.exp(-width),
-        tokens_per_pass_high=mean * exponential(width),
+        tokens_per_pass_low=fewest,
+        tokens_per_pass_high=most,
         speedup=speedup,
-        low=speedup * math.exp(-off),
-        high=speedup * exponential(off),
+        low=low,
+        high=high,
         end_to_end=(plain_first + tokens * plain.step_seconds) / (first + decoding),
         step_seconds=prediction.step_seconds,
         draft_seconds=math.nan,
