@@ -1,6 +1,7 @@
 """Cost of a start: seconds to load and to the first token, and memory, with packed weights made anew and from disk.
 
     python benchmarks/loading.py --model llama-3b-q4_0.gguf --draft-model DRAFT
+    python benchmarks/loading.py --model smollm2 --tokens 1500     # and the memory of a text
 
 Every start is a fresh process. The first one of a pair packs the weights and keeps them in a cache folder of this run's
 own, the second maps them. "Cold" means that the system's page cache was emptied before, for which the benchmark has to
@@ -8,6 +9,9 @@ run as root; reading the file alone is timed beside each.
 
 A virtual machine may have to ask its host for each page of memory that it has not used lately, which takes longer than
 packing. With ``--touch`` as much memory is filled just before the load, and timed alone.
+
+Memory is that of the process less what it had after its imports: the highest while the target was loaded, what is left
+afterwards, and the highest by the end of the text. "Engine" builds models, tokenizer and warm-up from loaded files.
 """
 
 from __future__ import annotations
@@ -20,21 +24,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.core.folders import cache_folder
-from foretoken.models.formats.checkpoint import resolve
-from options import Output
+from options import MODEL_HELP, Output, model_path
 
 DROP = Path("/proc/sys/vm/drop_caches")
 _MIB = 2**20
+Start = dict[str, Any]  # seconds and bytes of one start
 _PROGRAM = """
 import ctypes, json, sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -73,50 +75,42 @@ del model
 again = clock()
 llm = LLM(sys.argv[1], sys.argv[2] or None)
 built = clock()
-next(iter(llm.stream("def", SamplingParams(max_tokens=1, temperature=0))))
+pieces = iter(llm.stream("def", SamplingParams(max_tokens=int(sys.argv[4]), temperature=0, ignore_eos=True)))
+next(pieces)
 first = clock()
+for _ in pieces:
+    pass
 print(json.dumps({"imports": began - touched - started, "touch": touched, "load": loaded - began, "peak": peak - before,
-                  "after": after - before, "engine": built - again, "first": first - built}))
+                  "after": after - before, "engine": built - again, "first": first - built,
+                  "text_peak": memory("VmHWM") - before}))
 """
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start. Seconds and bytes; memory is that of the process less what it had after its imports.
-
-    Attributes:
-        name: whether the page cache was cold, and whether weights were packed or mapped.
-        read: reading the file from disk or from the page cache, alone.
-        imports: importing the package.
-        touch: filling fresh memory of the file's size; 0 if that was not asked for.
-        load: loading the target.
-        engine: building everything from loaded files: both models, tokenizer, warm-up.
-        first: the first token of the first request.
-        peak: highest resident memory while the target was loaded.
-        after: resident memory afterwards.
-    """
-
-    name: str
-    read: float
-    imports: float
-    touch: float
-    load: float
-    engine: float
-    first: float
-    peak: int
-    after: int
+COLUMNS = {
+    "start": "{name}",
+    "read the file": "{read:.2f} s",
+    "imports": "{imports:.2f} s",
+    "touch memory": "{touch:.2f} s",
+    "load": "{load:.2f} s",
+    "load / read": "{over_read:.2f}",
+    "engine": "{engine:.2f} s",
+    "first token": "{first:.2f} s",
+    "peak / file": "{over_file:.2f}",
+    "resident after, less file": "{beyond:+.0f} MiB",
+}
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="GGUF file or folder of a checkpoint.")],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     draft_model: Annotated[str, typer.Option(help="Draft model of the engine; empty for none.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 3,
     cold: Annotated[bool, typer.Option(help="Cold starts too, which empty the system's page cache.")] = True,
     touch: Annotated[bool, typer.Option("--touch", help="Fill as much memory before each load.")] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text.")] = 1,
     output: Output = None,
 ) -> None:
     """Start a model several times and print what it took."""
-    path = resolve(model)
+    path = model_path(model)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     starts = []
@@ -125,10 +119,17 @@ def main(
         for _ in range(repeats):
             with OwnCache() as environment:
                 for name, found in runs.items():
-                    found.append(start(name, [str(path), draft_model, str(size * touch)], files, emptied, environment))
-        starts += [_medians(found) for found in runs.values()]
+                    found.append(
+                        start(
+                            name, [str(path), draft_model, str(size * touch), str(tokens)], files, emptied, environment
+                        )
+                    )
+        starts += [_medians(found, size) for found in runs.values()]
+    said = [
+        f"{each['name']}: a text of {tokens} tokens, {each['text_beyond']:+.0f} MiB over the file" for each in starts
+    ]
     facts = {"model": path.name, "megabytes": round(size / 1e6)}
-    report([table(size, starts)], facts, output, bytes=size, starts=[asdict(start) for start in starts])
+    report([listing(COLUMNS, starts), *said], facts, output, bytes=size, starts=starts)
 
 
 def start(name: str, arguments: list[str], files: list[Path], cold: bool, environment: dict[str, str]) -> Start:
@@ -141,7 +142,7 @@ def start(name: str, arguments: list[str], files: list[Path], cold: bool, enviro
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr)
-    return Start(f"{'cold' if cold else 'warm'}, {name}", read, **json.loads(done.stdout))
+    return {"name": f"{'cold' if cold else 'warm'}, {name}", "read": read, **json.loads(done.stdout)}
 
 
 class OwnCache(tempfile.TemporaryDirectory[str]):
@@ -171,21 +172,12 @@ def _drop() -> None:
         DROP.write_text("3", encoding="ascii")
 
 
-def _medians(starts: list[Start]) -> Start:
-    columns = [asdict(each) for each in starts]
-    numbers = {key: median(column[key] for column in columns) for key in columns[0] if key != "name"}
-    return Start(starts[0].name, **{key: type(columns[0][key])(value) for key, value in numbers.items()})
-
-
-def table(size: int, starts: list[Start]) -> Table:
-    """Returns a table with a line for each kind of start."""
-    rows = []
-    for start in starts:
-        seconds = [f"{value:.2f} s" for value in (start.read, start.imports, start.touch, start.load)]
-        seconds += [f"{start.load / start.read:.2f}", f"{start.engine:.2f} s", f"{start.first:.2f} s"]
-        rows.append((start.name, *seconds, f"{start.peak / size:.2f}", f"{(start.after - size) / _MIB:+.0f} MiB"))
-    heads = ("read the file", "imports", "touch memory", "load", "load / read", "engine", "first token")
-    return figures(("start", *heads, "peak / file", "resident after, less file"), rows)
+def _medians(starts: list[Start], size: int) -> Start:
+    """Returns the medians of equal starts, with their ratios to the file."""
+    result = {"name": starts[0]["name"]}
+    result |= {key: median(each[key] for each in starts) for key in starts[0] if key != "name"}
+    beyond = {"beyond": (result["after"] - size) / _MIB, "text_beyond": (result["text_peak"] - size) / _MIB}
+    return result | beyond | {"over_read": result["load"] / result["read"], "over_file": result["peak"] / size}
 
 
 if __name__ == "__main__":

@@ -97,12 +97,12 @@ def test_the_wheel_has_the_whole_package_and_its_kernels(wheel: Path) -> None:
 @pytest.mark.slow
 def test_the_benchmark_of_a_wheel_compares_its_kernels(wheel: Path) -> None:
     arguments = ["--scheme", "int8", "--rows", "3", "--context", "8", "--turns", "2", "--json", "--target"]
-    program = ROOT / "benchmarks" / "wheel_kernels.py"
-    command = [sys.executable, str(program), str(wheel), *arguments, str(zoo.path("draft"))]
+    program = ROOT / "benchmarks" / "schemes.py"
+    command = [sys.executable, str(program), "--wheel", str(wheel), *arguments, str(zoo.path("draft"))]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (passes,) = json.loads(done.stdout)["passes"]
-    assert (passes["rows"], passes["same_bits"]) == (3, True)
+    compiled, wheel_passes = json.loads(done.stdout)["times"]
+    assert (wheel_passes["rows"], wheel_passes["same_bits"]) == (3, True) and compiled["rows"] == 3
 
 
 def test_a_wheel_that_is_not_asked_for_kernels_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,26 +34,22 @@ NGRAM = """--config '{"method": "ngram", "num_speculative_tokens": 4}'"""
 COPYING = ('\'{"method": "suffix"}\'', '\'{"method": "ngram"}\'')  # cost nothing to load
 COMMANDS = {
     "acceptance": '--config \'{"method": "ngram"}\' --count 1 --tokens 8 --nodes 4 --temperature 0 --batch 1',
-    "adaptive": "--target DRAFT --depth 2 --count 1 --tokens 8 --crowd 2 --repeats 1",
     "all_apis": "--minutes 0.05 --rate 12",
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
-    "deciding": "--batch 1 --tokens 8 --repeats 1",
     "defaults": "--target TARGET --draft DRAFT --count 2 --batch 2 --tokens 8 --temperature 1 "
     "--prompts prompts.jsonl --by-category "
     """--config '{"method": "draft_model", "num_speculative_tokens": 2}'""",
-    "editing": f"--target DRAFT --dtype float32 {NGRAM} --turns 1 --tasks 1",
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer --turns 1",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
     "long_context": "--target TARGET --part prefill --part attention --part loss --cache int8 --context 80 --rows 1 "
     "--turns 1 --prompt 100 --windows 1",
     "long_prompts": "--target TARGET --tokens 80 --repeats 1 --peers none",
-    "loading": "--model TARGET --repeats 1 --touch",
-    "schemes": "--small --scheme int8 --scheme int4 --rows 1 --rows 3 --context 20 --turns 2",
+    "loading": "--model TARGET --repeats 1 --touch --tokens 4",
+    "schemes": "--small --scheme int8 --scheme bf16 --scheme packed --rows 1 --rows 3 --context 20 --turns 2 --loads 1",
     "verification": "--rows 3 --vocabulary 512 --repeats 4",
-    "mixture": f"--target DRAFT {' '.join(f'--member {each}' for each in COPYING)} --count 1 --tokens 8 --repeats 1",
+    "streams": f"--target DRAFT {' '.join(f'--config {each}' for each in COPYING)} --count 1 --tokens 8 --repeats 1",
     "never_slower": "--small --proposer wrong --text code --temperature 0 --batch 1 --tokens 8 --requests 1 "
     "--repeats 1",
-    "packed_weights": "--model TARGET --rows 1 --rows 13 --context 8 --turns 1 --loads 1",
     "planner": f"--small {' '.join(f'--config {each}' for each in COPYING)} --count 2 --unseen 1 --max-tokens 8 "
     "--temperature 0 --batch 1 --depth 2 --nodes 8 --turns 3",
     "quantization": "--model DRAFT --scheme int4-g64 --scheme Q4_K_M --windows 2 --characters 4000",
@@ -70,14 +66,13 @@ SMALLER = {"request_fuzz": {"TINY": [{"method": "ngram"}, {"method": "suffix"}],
 ELSEWHERE = {
     "attacks": "tests/serve/test_attacks.py",
     "attackers": "its attacks",
-    "kernels": "imported by schemes, packed_weights, wheel_kernels and long_context",
+    "kernels": "imported by schemes and long_context",
     "options": "imported by the others",
     "predictions": "imported by planner, plan_endpoint and vllm_plan",
     "servers": "imported by serving, attacks, plan_endpoint, endpoint_alarms and others",
-    "systems": "imported by mixture, adaptive, editing, never_slower, planner and others",
+    "systems": "imported by streams, never_slower, planner and others",
     "record_streams": "needs a real model; tests/control/test_streams.py replays what it wrote",
     "replicas": "tests/serve/test_replicas.py kills one under load",
-    "wheel_kernels": "tests/test_wheel.py, which builds a wheel",
 }
 
 
@@ -124,7 +119,10 @@ def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder, monkeypa
 
 def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monkeypatch):
     """Into a file of its own, and with starts that took a second each."""
-    drop, figures = folder / "drop_caches", ("imports", "touch", "load", "peak", "after", "engine", "first")
+    drop, figures = (
+        folder / "drop_caches",
+        ("imports", "touch", "load", "peak", "after", "engine", "first", "text_peak"),
+    )
     drop.touch()
     monkeypatch.setattr("loading.DROP", drop)
     monkeypatch.setattr("os.sync", lambda: None)
@@ -135,10 +133,17 @@ def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monke
     assert drop.read_text(encoding="ascii") == "3"
 
 
-@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
-def test_memory_is_measured_in_a_process_of_its_own():
-    assert "stdlib-1m" in call("memory", ["--model", str(zoo.path("draft")), "--tokens", "4"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"--policy --depth 2 --hot 1.5 --crowd 2 {NGRAM}",
+        f"--part editing --decode-only --dtype float32 {NGRAM}",
+    ],
+)
+def test_the_policy_and_single_parts_of_a_stream_are_measured(words):
+    short = f"--target {zoo.path('draft')} --count 1 --tokens 8 --repeats 1"
+    assert "| plain" in call("streams", shlex.split(f"{words} {short}"))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from foretoken.bench.editing import EDITS
 from foretoken.bench.entrants import UNNAMED, Config, Pairing, own, peers
 from foretoken.bench.peers.protocol import Setup
 from foretoken.bench.peers.registry import OURS, Peer
-from foretoken.bench.pool import RaceWorker
+from foretoken.bench.peers.worker import PeerWorker
 from foretoken.bench.race import RaceRow, RaceTask, race
 from foretoken.bench.workloads import FUNCTIONS, ragged
 from foretoken.core.errors import WriteError
@@ -136,7 +136,7 @@ def run(
     encode: Callable[[str], list[int]],
     task: GridTask,
     record: GridRecord,
-    start: Callable[[Setup], RaceWorker],
+    start: Callable[[Setup], PeerWorker],
     say: Callable[[str], None],
 ) -> Iterator[tuple[GridCell, list[RaceRow]]]:
     """Races every cell that the record lacks, and yields it once it is kept.

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.outputs import CompletionOutput, StreamPiece
 from foretoken.params import SamplingParams
 
-
-class StreamingLLM(Protocol):
-    """The part of ``LLM`` that timing needs."""
-
-    def stream(self, prompts: str, sampling_params: SamplingParams) -> Iterator[StreamPiece]:
-        """Yields pieces of the output as tokens are accepted."""
-        ...
-
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
 
 OnPiece = Callable[[StreamPiece, float], None]
 
@@ -93,7 +87,7 @@ class Totals:
         return self.tokens / self.steps if self.steps else 0.0
 
 
-def timed(llm: StreamingLLM, prompt: str, params: SamplingParams, on_piece: OnPiece | None = None) -> TimedCompletion:
+def timed(llm: LLM, prompt: str, params: SamplingParams, on_piece: OnPiece | None = None) -> TimedCompletion:
     """Completes ``prompt`` once. ``on_piece`` receives each piece and the seconds so far; its own time is excluded."""
     if params.n != 1:
         raise InvalidRequest(f"a timed run makes one completion; got n={params.n}")

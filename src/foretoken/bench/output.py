@@ -40,6 +40,24 @@ def figures(heads: Sequence[str], rows: Iterable[Sequence[object]], title: str |
     return table
 
 
+def listing(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]], title: str | None = None) -> Table:
+    """Returns a table of records.
+
+    Args:
+        columns: The format of each column over a record's fields, such as "{seconds:.2f}", by the column's head.
+        records: Fields by name. A cell is empty if a field of its format is missing or None.
+        title: A line above the table.
+    """
+    return figures(list(columns), ([_cell(form, each) for form in columns.values()] for each in records), title)
+
+
+def _cell(form: str, record: Mapping[str, Any]) -> str:
+    try:
+        return form.format_map({name: value for name, value in record.items() if value is not None})
+    except KeyError:
+        return ""
+
+
 def report(
     parts: Iterable[Table | str],
     facts: Mapping[str, Any],

@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
-from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
+from foretoken.bench.peers.protocol import Setup
+from foretoken.bench.peers.worker import PeerWorker
 from foretoken.bench.setting import memory
 
 WEIGHT_COPIES, OVERHEAD = 2.5, 2 * 2**30  # while loading, a system may hold its weights twice; and its libraries
-
-
-class RaceWorker(Protocol):
-    """The part of ``PeerWorker`` that a race needs."""
-
-    version: str
-
-    @property
-    def resident_bytes(self) -> int:
-        """Resident memory of its processes."""
-        ...
-
-    def answer(self, request: PeerRequest) -> Answer:
-        """Completes the request's prompts."""
-        ...
-
-    def close(self) -> None:
-        """Ends the process."""
-        ...
 
 
 class Pool:
@@ -42,19 +23,19 @@ class Pool:
 
     def __init__(
         self,
-        start: Callable[[Setup], RaceWorker],
+        start: Callable[[Setup], PeerWorker],
         schedule: Sequence[Setup],
         fits: Callable[[Setup], bool] = lambda setup: memory("MemAvailable") >= needed(setup),
     ) -> None:
         self._start, self._schedule, self._fits = start, list(schedule), fits
-        self._workers: dict[Setup, RaceWorker] = {}
+        self._workers: dict[Setup, PeerWorker] = {}
 
     @property
     def loaded(self) -> int:
         """Number of loaded workers."""
         return len(self._workers)
 
-    def get(self, turn: int) -> RaceWorker:
+    def get(self, turn: int) -> PeerWorker:
         """Returns the worker of a turn and loads it if necessary, unloading others. Raises PeerError."""
         setup = self._schedule[turn]
         if setup not in self._workers:

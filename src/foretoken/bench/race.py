@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
-from foretoken.bench.peers.worker import PeerError
-from foretoken.bench.pool import Pool, RaceWorker
+from foretoken.bench.peers.worker import PeerError, PeerWorker
+from foretoken.bench.pool import Pool
 
 WARM_UP = 8  # tokens
 
@@ -85,7 +85,7 @@ def race(
     entrants: Sequence[Entrant],
     tasks: Sequence[RaceTask],
     repeats: int,
-    start: Callable[[Setup], RaceWorker],
+    start: Callable[[Setup], PeerWorker],
     say: Callable[[str], None],
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> tuple[list[RaceRow], RaceAnswers]:
@@ -146,7 +146,7 @@ def _rows(
     return rows
 
 
-def run(worker: RaceWorker, entrant: Entrant, task: RaceTask) -> list[Answer]:
+def run(worker: PeerWorker, entrant: Entrant, task: RaceTask) -> list[Answer]:
     """Runs one turn: a short warm-up, then every group once."""
 
     def answer(group: list[list[int]], tokens: int) -> Answer:
