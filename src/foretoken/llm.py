@@ -37,7 +37,16 @@ from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
 from foretoken.propose.base import Proposer
 from foretoken.propose.fallback import guarded
 from foretoken.propose.per_request import PerRequestProposer
-from foretoken.speculation import AUTO, Builder, LoadedMethods, SpeculativeConfig, load_methods, with_draft, with_method
+from foretoken.speculation import (
+    AUTO,
+    Builder,
+    LoadedMethods,
+    SpeculativeConfig,
+    load_methods,
+    with_draft,
+    with_method,
+    with_published,
+)
 from foretoken.verify import choose
 
 LoraChoice = LoRARequest | str | Sequence[LoRARequest | str | None] | None
@@ -48,7 +57,8 @@ class LLM:
 
     Args:
         model: Folder or hub name of the target. ``LLM()`` alone loads the bundled pair.
-        draft_model: Folder or hub name of a draft model, or of heads.
+        draft_model: Folder or hub name of a draft model, or of heads. "auto" is the best published one on this machine,
+            which ``foretoken drafts MODEL`` lists and ``llm.drafter`` names; nothing is downloaded.
         speculative_config: As in vLLM. See ``SpeculativeConfig``. Without a method, "auto": copied text, and the draft
             model or heads, or those that the target ships. With a number of tokens or other keys, and with ``adapt``, a
             draft model drafts by "draft_model", heads by their method.
@@ -125,9 +135,10 @@ class LLM:
             model = zoo.path("target")
             if draft_model is None and config.model is None and config.method in (None, AUTO, "draft_model"):
                 draft_model = zoo.path("draft")
-        config = with_method(with_draft(config, draft_model))
-        config = config if adapt is False else config.unmixed  # a mixture does not learn
         path = resolve(model, gguf_file)
+        config, self.drafter = with_published(with_draft(config, draft_model), path)
+        config = with_method(config)
+        config = config if adapt is False else config.unmixed  # a mixture does not learn
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         load = partial(load_model, dtype=dtype, device=device, backend=backend, max_length=max_model_len)
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from foretoken import zoo
 from foretoken.control.base import Controller
 from foretoken.control.config import Control, FixedConfig, GoodputConfig, build, max_tokens, parse
 from foretoken.control.per_method import MethodLength, PerMethod
@@ -21,6 +22,7 @@ from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.models.heads.kinds import shipped_methods
+from foretoken.models.heads.published import published_drafters
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.auto import AUTO as AUTO
 from foretoken.propose.auto import Auto, around
@@ -274,6 +276,39 @@ def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> Spe
     if method is not None and not method.takes_draft_model:
         raise InvalidRequest(f"method {config.method!r} takes no draft model, but {draft_model!s} was given")
     return replace(config, model=str(draft_model))
+
+
+def with_published(config: SpeculativeConfig, target: str | Path) -> tuple[SpeculativeConfig, str]:
+    """Returns ``config`` with the best published drafter on this machine in the place of the model "auto".
+
+    Args:
+        config: A configuration. Its method, if it names one, restricts the drafters. The name of a bundled model is
+            replaced by its folder.
+        target: Folder or GGUF file of the target.
+
+    Returns:
+        The configuration, and a line on the choice, "" if ``config`` does not ask for it. Without a drafter on this
+        machine there is no model, and a warning says which drafters there are and how to download one.
+
+    Raises:
+        ModelLoadError: The target is damaged.
+    """
+    if config.model != AUTO:
+        bundled = {model.name: str(model.path) for model in zoo.list_models()}
+        return (replace(config, model=bundled.get(config.model, config.model)) if config.model else config), ""
+    found = published_drafters(target)
+    if config.method not in (None, AUTO):
+        found = [drafter for drafter in found if drafter.row.method == config.method]
+    chosen = next((drafter for drafter in found if drafter.path is not None), None)
+    if chosen is None:
+        names = [drafter.row.name for drafter in found if not drafter.row.in_target]
+        known = f"known are {', '.join(names)}; get one: hf download {names[0]}" if names else "none is known"
+        _log.warning("no drafter of %s is bundled or in the hub's cache; %s", target, known)
+        return replace(config, model=None), ""
+    if not chosen.row.in_target:
+        return replace(config, model=str(chosen.path)), chosen.line
+    fixed = config.options or config.method == chosen.row.method
+    return replace(config, model=None, method=chosen.row.method if fixed else None), chosen.line
 
 
 def with_method(config: SpeculativeConfig) -> SpeculativeConfig:

@@ -20,6 +20,7 @@ from foretoken.cli.chat import chat
 from foretoken.cli.convert import convert
 from foretoken.cli.datastore import build_datastore
 from foretoken.cli.demo import demo
+from foretoken.cli.drafts import drafts
 from foretoken.cli.files import check_output_files
 from foretoken.cli.generate import generate
 from foretoken.cli.info import info, zoo
@@ -122,6 +123,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(demo)
+app.command()(drafts)
 app.command()(plan)
 app.command()(simulate)
 app.command()(audit)

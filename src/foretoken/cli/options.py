@@ -73,7 +73,8 @@ class ModelOptions(TargetOptions):
     """The models, and the way to speculate."""
 
     draft_model: Annotated[
-        str | None, typer.Option(*DRAFT_MODEL, help="Draft model: a folder, GGUF file or hub name.")
+        str | None,
+        typer.Option(*DRAFT_MODEL, help="Draft model or heads: a folder, GGUF file, hub name, or auto: see drafts."),
     ] = None
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
@@ -91,12 +92,13 @@ class ModelOptions(TargetOptions):
             InvalidRequest: They contradict each other.
         """
         from foretoken import zoo
-        from foretoken.speculation import SpeculativeConfig, with_draft
+        from foretoken.speculation import SpeculativeConfig, with_draft, with_published
 
         config, draft = SpeculativeConfig.of(self.config), self.draft_model
         if self.model is None and draft is None and config.model is None and config.method in (None, "draft_model"):
             draft = str(zoo.path("draft"))
-        return self.model or zoo.path("target"), with_draft(config, draft).unmixed
+        target = self.model or zoo.path("target")
+        return target, with_published(with_draft(config, draft), target)[0].unmixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +279,8 @@ def load(model: str | None, draft_model: str | None, color: ColorMode, **options
         from foretoken.core.native.sampling import kernels
 
         llm = LLM(model, draft_model, **options)
+        if llm.drafter:
+            console(color, stderr=True).print(llm.drafter, style="dim", soft_wrap=True, markup=False)
         if llm.target.device.type == "cpu":
             kernels()  # which the first token would compile
         return llm

@@ -117,7 +117,7 @@ def tell_memory(entries: list[ModelEntry]) -> None:
 
     sizes = {}
     for entry in entries:
-        folders = [resolve(name) for name in (entry.model, entry.draft_model) if name is not None]
+        folders = [resolve(name) for name in (entry.model, entry.draft_model) if name not in (None, "auto")]
         sizes[entry.names[0]] = sum(_weights(folder) for folder in folders)
     listed = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in sizes.items())
     memory = FreeMemory(torch.device("cpu"))()
