@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ def invoke(*args: object) -> Any:
     return result
 
 
+def use(printed: str) -> list[str]:
+    """Runs the command that is printed last, which uses what was trained. Returns its options."""
+    program, *words = shlex.split(printed.splitlines()[-1])
+    assert program == "foretoken"
+    assert json.loads(invoke(*words, "--max-tokens", 4, "--json").stdout)["text"]
+    return words[2:]
+
+
 @pytest.fixture
 def texts(corpus: Corpus, tmp_path: Path) -> Path:
     for i, text in enumerate((*corpus.train, *corpus.held_out)):
@@ -43,7 +52,9 @@ def test_target_draft_card_and_scale_up(texts: Path, tmp_path: Path) -> None:
     out = json.loads(invoke("train", "target", target, "--corpus", texts, *RUN, "--json").stdout)
     assert out["path"] == str(target)
     assert out["held_out_loss"] > 0
-    assert "overlap" in invoke("train", "draft", draft, target, "--corpus", texts, *RUN).stdout
+    printed = invoke("train", "draft", draft, target, "--corpus", texts, *RUN).stdout
+    assert "overlap" in printed
+    assert use(printed) == ["--model", str(target), "--draft-model", str(draft)]
     assert str(draft / "README.md") in invoke("train", "card", target, "--draft", draft, "--corpus", texts).stdout
     assert "--corpus FILES" in (draft / "README.md").read_text()
     sizes = ["--hidden", "64", "--intermediate", "96", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
@@ -58,8 +69,9 @@ def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.
     data = ["--data", texts, "--model", target, "--windows", "4", "--held-out", "2", "--device", "cpu", "--no-compile"]
     invoke("train", "target", target, "--corpus", texts, *RUN, "--layers", "4")
     for role, own in (("eagle3", ("--taps", "1,2,3", "--vocabulary", "64", "--depths", "2")), ("blockwise", ())):
-        done = invoke("train", role, head, *data, *own, "--steps", "2", "--batch", "2", "--window", "24", "--json")
-        assert json.loads(done.stdout)["length_drawn"] > 1
+        done = invoke("train", role, head, *data, *own, "--steps", "2", "--batch", "2", "--window", "24")
+        assert "length_drawn 1." in done.stdout
+        assert use(done.stdout)[-1] == json.dumps({"method": role, "model": str(head)})
         assert str(head / "README.md") in invoke("train", "card", target, "--head", head, "--data", texts).stdout
         card = (head / "README.md").read_text()
         assert f"foretoken train {role} h --model t" in card

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from foretoken.core import progress as reporting
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
 from foretoken.models.heads.blockwise import read_blockwise
@@ -330,6 +332,21 @@ def test_patience_ends_a_run_with_its_best_weights(
     config = replace(CONFIG, steps=100, patience=2, evaluate_every_seconds=0.0)
     figures = train("blockwise", tmp_path / "b", target, corpus, config)
     assert (figures["step"], figures["length_greedy"]) == (2, 1.9)
+
+
+def test_progress_shows_tokens_speed_time_left_and_held_out_tokens_per_pass(
+    target: Path,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(reporting, "PLAIN_SECONDS", 0.0)
+    data, config = replace(DATA, windows=200), replace(CONFIG, window=64, evaluate_every_seconds=0.0)
+    train("blockwise", tmp_path / "b", target, corpus, config, data=data)
+    shown = capsys.readouterr().err
+    assert re.search(r"the target wrote [\d,]+ tokens in \d+ s \([\d,]+ tok/s\)", shown)
+    assert re.search(r"training  67%  [\d.]+ min, [\d.]+ left  step 2  loss .* tok/s  held out \d\.\d+ tokens", shown)
 
 
 def test_settings_that_do_not_fit_the_target_are_refused(target: Path, corpus: Corpus, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from foretoken.core.errors import InvalidRequest, TrainingError
 from foretoken.train.config import TrainConfig
-from foretoken.train.trainer import Trainer
+from foretoken.train.trainer import Score, Trainer
 
 from .tiny import STEPS
 
@@ -22,10 +22,10 @@ def batches(start: int = 0) -> Iterator[torch.Tensor]:
         start += 1
 
 
-def trainer(folder: Path, config: TrainConfig = STEPS) -> Trainer:
+def trainer(folder: Path, config: TrainConfig = STEPS, score: Score | None = None) -> Trainer:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
-    return Trainer(model, config, folder / "run.checkpoint")
+    return Trainer(model, config, folder / "run.checkpoint", score)
 
 
 def run(t: Trainer, stop_at: int | None = None, by_signal: bool = False) -> None:
@@ -66,6 +66,35 @@ def test_ctrl_c_finishes_the_step_and_keeps_a_checkpoint(tmp_path: Path, capsys:
     assert "--resume" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert [f.name for f in tmp_path.iterdir()] == ["run.checkpoint"]
+
+
+def test_ctrl_c_keeps_the_best_weights_for_a_run_that_ends_early(tmp_path: Path) -> None:
+    config = replace(STEPS, evaluate_every_seconds=0.0)
+    seen: dict[int, torch.Tensor] = {}
+
+    def run_scored(t: Trainer, stop_at: int | None = None) -> None:
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            if t.step == stop_at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return (t.model(x) - x).square().mean()
+
+        def evaluate() -> dict[str, float]:
+            seen[t.step] = weights(t).clone()
+            return {"score": {1: 1.0, 2: 5.0}.get(t.step, 2.0)}
+
+        t.run(batches(t.step), loss, evaluate)
+
+    def score(row: dict[str, float]) -> float:
+        return row["score"]
+
+    with pytest.raises(KeyboardInterrupt):
+        run_scored(trainer(tmp_path, config, score), stop_at=3)
+    shortened = trainer(tmp_path, replace(config, steps=4), score)
+    assert shortened.resume()
+    run_scored(shortened)
+    assert shortened.history[-1] == {"step": 2, "minutes": 0.0, "score": 5.0}
+    assert torch.equal(weights(shortened), seen[2])
+    assert not torch.equal(seen[2], seen[4])
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

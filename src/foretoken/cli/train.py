@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,7 +51,7 @@ def target(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape:
     """Train a tokenizer and a small Llama from scratch (two hours on two cores for the bundled one)."""
     from foretoken.train.target import train_target
 
-    _show(run, train_target(run, _corpus(corpus), shape, config), as_json)
+    _show(run, train_target(run, _corpus(corpus), shape, config), as_json, _usage(_out(run)))
 
 
 @app.command()
@@ -60,7 +61,7 @@ def hybrid(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape:
     from foretoken.train.hybrid.model import HYBRID
     from foretoken.train.target import train_target
 
-    _show(run, train_target(run, _corpus(corpus), shape, config, HYBRID), as_json)
+    _show(run, train_target(run, _corpus(corpus), shape, config, HYBRID), as_json, _usage(_out(run)))
 
 
 @app.command()
@@ -86,10 +87,11 @@ def draft(
     """Distil a draft from TARGET (20 minutes on two cores for the bundled one)."""
     from foretoken.train.draft import train_draft
 
-    path = _model(named_once(target, model))
+    name = named_once(target, model)
     if generate and not distill.generated_share:
         distill = replace(distill, generated_share=0.5)
-    _show(run, train_draft(run, path, _corpus(corpus), shape, config, distill), as_json)
+    figures = train_draft(run, _model(name), _corpus(corpus), shape, config, distill)
+    _show(run, figures, as_json, _usage(name, _out(run)))
 
 
 @app.command()
@@ -118,7 +120,8 @@ def acceptance(
         raise InvalidRequest("--model is given without --draft-model; name the draft that the head is for")
     draft = zoo.path("draft") if draft_model is None else resolve(draft_model).absolute()
     figures = train_acceptance(run, _model(model), draft, _corpus(data), config, settings)
-    _show(run, figures, as_json)
+    stop = {"rule": "learned", "model": str(_out(run))}
+    _show(run, figures, as_json, _usage(model, method="draft_model", model=str(draft), draft_stop=stop))
 
 
 def _register_head(role: str, help_text: str) -> None:
@@ -155,7 +158,8 @@ def _register_head(role: str, help_text: str) -> None:
         held, path = hold if unfreeze else None, _model(model)
         corpus = _corpus(data, model)
         figures = train_head(role, run, path, corpus, settings, config, data_config, lessons, held, start)
-        _show(run, figures, as_json)
+        used = _out(run) / "target" if unfreeze else model
+        _show(run, figures, as_json, _usage(used, method=configs.method_of(role), model=str(_out(run))))
 
 
 for _role, _help in HEADS.items():
@@ -166,7 +170,8 @@ for _role, _help in HEADS.items():
 @grouped(run=CPU_RUN, config=configs.SEQ2SEQ_CONFIG, shape=shapes.SEQ2SEQ_SHAPE, without=("dropout", "device"))
 def seq2seq(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape: Any, as_json: Json = False) -> None:
     """Train a small T5 from scratch to fix broken Python (34 minutes on one core for the bundled one)."""
-    _show(run, repair_script().train_seq2seq(run, _corpus(corpus), shape, config), as_json)
+    figures = repair_script().train_seq2seq(run, _corpus(corpus), shape, config)
+    _show(run, figures, as_json, _usage(_out(run)))
 
 
 @app.command("seq2seq-draft")
@@ -190,7 +195,8 @@ def seq2seq_draft(
 
     path = zoo.path("seq2seq-target") if target is None else target.expanduser().absolute()
     train = repair_script().train_seq2seq_draft
-    _show(run, train(run, path, _corpus(corpus), shape, config, acceptance_share), as_json)
+    figures = train(run, path, _corpus(corpus), shape, config, acceptance_share)
+    _show(run, figures, as_json, _usage(path, _out(run)))
 
 
 @app.command("seq2seq-card")
@@ -249,10 +255,25 @@ def repair_script() -> Any:
     return module
 
 
-def _show(run: RunOptions, figures: dict[str, float], as_json: bool) -> None:
-    """Prints the last evaluation."""
-    out = run.out.expanduser().absolute()
+def _out(run: RunOptions) -> Path:
+    """Returns the absolute path of the output."""
+    return run.out.expanduser().absolute()
+
+
+def _usage(target: str | Path | None, draft: Path | None = None, **speculative_config: Any) -> str:
+    """Returns the command that uses what was trained. target: None for the bundled one."""
+    words = ["foretoken", "generate", "def main():"]
+    words += [] if target is None else ["--model", str(target)]
+    words += [] if draft is None else ["--draft-model", str(draft)]
+    words += ["--speculative-config", json.dumps(speculative_config)] if speculative_config else []
+    return shlex.join(words)
+
+
+def _show(run: RunOptions, figures: dict[str, float], as_json: bool, usage: str) -> None:
+    """Prints the last evaluation, and the command that uses what was trained."""
+    out = _out(run)
     if as_json:
         print(json.dumps({"path": str(out)} | figures))
     else:
         print(f"{out}: " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()))
+        print(usage)

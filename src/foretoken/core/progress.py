@@ -23,6 +23,7 @@ class Reporter:
     def __init__(self, title: str, shown: bool = True) -> None:
         self.title, self.shown = title, shown
         self._started = self._printed = time.monotonic()
+        self._first: float | None = None  # fraction that was finished before, of a task that is resumed
         self._bar: Progress | None = None
         if shown and sys.stderr.isatty():
             times = (TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -32,12 +33,14 @@ class Reporter:
 
     def update(self, fraction: float, status: str = "") -> None:
         """Shows the finished fraction of the work, from 0 to 1."""
+        self._first = fraction if self._first is None else self._first
         if self._bar is not None:
             self._bar.update(self._task, completed=fraction, status=status)
         elif time.monotonic() - self._printed >= PLAIN_SECONDS:
             self._printed = time.monotonic()
-            minutes = (self._printed - self._started) / 60
-            self.line(f"{self.title} {fraction:4.0%}  {minutes:.1f} min  {status}".rstrip())
+            minutes, done = (self._printed - self._started) / 60, fraction - self._first
+            left = f", {minutes / done * (1 - fraction):.1f} left" if done > 0 else ""
+            self.line(f"{self.title} {fraction:4.0%}  {minutes:.1f} min{left}  {status}".rstrip())
 
     def line(self, text: str) -> None:
         """Prints a permanent line, above the bar if there is one."""

@@ -22,7 +22,7 @@ from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.params import SamplingParams
 from foretoken.speculation import SpeculativeConfig
-from foretoken.train.config import DistillConfig, TrainConfig
+from foretoken.train.config import DistillConfig, TrainConfig, method_of
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.draft import measure
 from foretoken.train.frozen_target import FrozenTarget
@@ -42,7 +42,6 @@ _KINDS = {
     "blockwise": "blockwise parallel heads",
     "early-exit": "adapter for an early exit",
 }
-_METHODS = {"peagle": "eagle3", "early-exit": "early_exit"}  # of the kinds that have another name
 
 
 def measure_pair(target: Path, draft: Path, corpus: Corpus, batch: int = 16, window: int = 512) -> dict[str, float]:
@@ -228,7 +227,7 @@ def measure_head(target: Path, head: Path, role: str, corpus: Corpus) -> dict[st
 
     They are measured over continuations of prefixes from held-out files.
     """
-    method = _METHODS.get(role, role)
+    method = method_of(role)
     llm = LLM(target, speculative_config={"method": method, "model": str(head), "control": "fixed"}, seed=0)
     stream = encode(corpus.held_out, load_tokenizer(target))
     prompts = cut_prompts(stream, np.random.default_rng(0), _PROMPTS, 100, 100)

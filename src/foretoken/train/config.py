@@ -405,3 +405,8 @@ HEAD_SETTINGS: dict[str, type[HeadSettings]] = {
     "dspark": DSparkTrainConfig,
 }
 """Settings of each kind of head."""
+
+
+def method_of(role: str) -> str:
+    """Returns the method that drafts with a kind of heads."""
+    return {"peagle": "eagle3", "early-exit": "early_exit"}.get(role, role)

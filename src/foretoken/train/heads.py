@@ -25,7 +25,7 @@ from foretoken.models.loading import resolve_device
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train import processes
 from foretoken.train.block_heads import DFlashHead, DSparkHead
-from foretoken.train.config import HEAD_CONFIG, HEAD_SETTINGS, HeadConfig, RunOptions, TrainConfig
+from foretoken.train.config import HEAD_CONFIG, HEAD_SETTINGS, HeadConfig, RunOptions, TrainConfig, method_of
 from foretoken.train.data import Corpus
 from foretoken.train.dataset import HiddenStateDataset
 from foretoken.train.eagle import Eagle3Head, PEagleHead
@@ -96,7 +96,7 @@ def train_head(
     config = config or replace(HEAD_CONFIG, learning_rate=settings.learning_rate)
     started = time.monotonic()
     inputs = (target, start, *corpus.paths)
-    run = TrainingRun(options, heads_of("eagle3" if role == "peagle" else role), (*inputs, dataset))
+    run = TrainingRun(options, heads_of(method_of(role)), (*inputs, dataset))
     if dataset is not None:
         Destination.checked(dataset, TRAINING_TEXT, inputs, force=True)
     source, target = target, checkpoint_folder(target)
@@ -110,7 +110,7 @@ def train_head(
         head.to(where)
         datasets = _datasets(frozen, head, text, folder, data)
         together = None if hold is None else CoTrained(head, frozen, hold).to(where)
-        trainer = run.trainer(together or head, config, _length, _rate)
+        trainer = run.trainer(together or head, config, _length, scale=_rate, headline=_headline)
         trainer.shorten(time.monotonic() - started)
         loss = _loss(head, datasets["train"], data, together)
         evaluate = _evaluation(head, datasets, together, text["text"])
@@ -179,6 +179,10 @@ def _rate(name: str) -> float:
 
 def _length(row: dict[str, float]) -> float:
     return row["length_greedy"] + row["length_drawn"]
+
+
+def _headline(row: dict[str, float]) -> str:
+    return f"held out {row['length_greedy']:.2f} tokens/pass greedily, {row['length_drawn']:.2f} at temperature 1"
 
 
 def _loss(

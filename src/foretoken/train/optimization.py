@@ -1,4 +1,4 @@
-"""Optimizers of training, Muon among them, and compilation of functions."""
+"""Optimizers of training, Muon among them, and faster steps: compiled functions, recorded CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from foretoken.train.config import TrainConfig
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as torch.optim.Muon has them
 _ITERATIONS = 5
+_WARMUP = 3  # runs before a CUDA graph is recorded, in which libraries allocate and choose their algorithms
 
 
 class StackedMuon(torch.optim.Optimizer):
@@ -106,3 +107,51 @@ def compiled(fn: Callable[..., Any], enabled: bool | None, dynamic: bool | None 
     if enabled is None:
         enabled = shutil.which("g++") is not None
     return torch.compile(fn, dynamic=dynamic) if enabled else fn
+
+
+class CudaGraphStep:
+    """A training step without the optimizer's part, recorded at the first batch.
+
+    All batches must have the shape of the first one, and ``loss_fn`` must neither wait for the device nor branch on
+    computed values.
+
+    Args:
+        model: The model, whose parameters get gradients.
+        loss_fn: Returns the loss of a batch.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Tensor], Tensor]) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._loss_fn = loss_fn
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """Sets the gradients of a batch, and returns its loss."""
+        if self._graph is None:
+            self._graph = self._record(batch)
+        self._batch.copy_(batch)
+        self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._loss
+
+    def _record(self, batch: Tensor) -> torch.cuda.CUDAGraph:
+        self._batch = batch.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARMUP):
+                self._loss_fn(self._batch).backward()
+                self._clear()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._loss = self._loss_fn(self._batch)
+            self._loss.backward()
+        self._loss = self._loss.detach()
+        self._gradients = [p.grad for p in self._parameters]
+        return graph
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None

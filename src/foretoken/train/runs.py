@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.train import processes
 from foretoken.train.config import RunOptions, TrainConfig
-from foretoken.train.trainer import Score, Trainer, same_rate
+from foretoken.train.trainer import Score, Trainer
 
 
 class TrainingRun:
@@ -60,11 +61,9 @@ class TrainingRun:
         if force and not resume:
             self.checkpoint.unlink(missing_ok=True)
 
-    def trainer(
-        self, model: nn.Module, config: TrainConfig, score: Score, scale: Callable[[str], float] = same_rate
-    ) -> Trainer:
-        """Returns the run's trainer, at its checkpoint if the run is resumed."""
-        self.config, self._trainer = config, Trainer(model, config, self.checkpoint, score, scale)
+    def trainer(self, model: nn.Module, config: TrainConfig, score: Score, **options: Any) -> Trainer:
+        """Returns the run's trainer, at its checkpoint if the run is resumed. options: further ones of ``Trainer``."""
+        self.config, self._trainer = config, Trainer(model, config, self.checkpoint, score, **options)
         if self._resume:
             self._trainer.resume()
         return self._trainer

@@ -282,7 +282,7 @@ def sample_windows(
                 if at % 64 == 0:
                     written = done * length + len(answers) * at
                     speed = written / (time.monotonic() - started)
-                    report.update(written / (len(temperatures) * length), f"{speed:,.0f} tok/s")
+                    report.update(written / (len(temperatures) * length), f"{written:,} tokens  {speed:,.0f} tok/s")
             rows.append(torch.cat(tokens, dim=1).cpu())
             done += len(answers)
             if limit_seconds is not None and time.monotonic() - started > limit_seconds:

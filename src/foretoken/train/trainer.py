@@ -14,16 +14,15 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from foretoken.core.errors import TrainingError, reason_of
 from foretoken.core.files import atomic_file
 from foretoken.core.progress import Reporter
 from foretoken.train import processes
 from foretoken.train.config import TrainConfig
-from foretoken.train.optimization import compiled, optimizers
+from foretoken.train.optimization import CudaGraphStep, compiled, optimizers
 
-_WARMUP = 3  # runs before a CUDA graph is recorded, in which libraries allocate and choose their algorithms
 LossFn = Callable[[Any], torch.Tensor]
 Score = Callable[[dict[str, float]], float]
 """Returns the score of an evaluation, higher for better ones."""
@@ -43,6 +42,7 @@ class Trainer:
         checkpoint: File from which ``resume`` continues.
         score: Compares evaluations. ``config.patience`` needs it.
         scale: Returns the factor of the learning rate of a parameter, by its name.
+        headline: Returns the figures of an evaluation that the progress shows until the next one.
     """
 
     def __init__(
@@ -52,13 +52,14 @@ class Trainer:
         checkpoint: Path,
         score: Score | None = None,
         scale: Callable[[str], float] = same_rate,
+        headline: Callable[[dict[str, float]], str] = lambda row: "",
     ) -> None:
         self.model, self.config, self.checkpoint = model, config, checkpoint
-        self.step, self.elapsed = 0, 0.0
+        self.step, self.elapsed, self._finished = 0, 0.0, False
         self.history: list[dict[str, float]] = []
         self.optimizers = optimizers(model, config, scale)
-        self._score, self._best, self._waited = score, -math.inf, 0
-        self._best_weights: dict[str, torch.Tensor] = {}
+        self._score, self._headline = score, headline
+        self._best: dict[str, Any] = {"score": -math.inf, "waited": 0, "row": {}, "weights": {}}
 
     def resume(self) -> bool:
         """Loads the checkpoint, and returns whether there is one. Raises TrainingError if it cannot be used."""
@@ -70,6 +71,7 @@ class Trainer:
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.step, self.elapsed, self.history = state["step"], state["elapsed"], state["history"]
+            self._best, self._finished = state["best"], state["finished"]
         except Exception as error:
             raise TrainingError(
                 f"the checkpoint {self.checkpoint} is damaged or was written with other settings ({reason_of(error)}); "
@@ -85,6 +87,8 @@ class Trainer:
             "step": self.step,
             "elapsed": self.elapsed,
             "history": self.history,
+            "best": self._best,
+            "finished": self._finished,
         }
         if processes.rank() > 0:
             return
@@ -121,41 +125,60 @@ class Trainer:
         """Trains to the end of the schedule, evaluates, and writes a checkpoint.
 
         Ctrl-C finishes the current step, writes a checkpoint and raises KeyboardInterrupt; a second one stops at once.
+        A run that is resumed with a length which it has already reached ends with the weights of its best evaluation.
 
         Args:
             batches: Token ids [B, T], or tuples that begin with them.
             loss_fn: Returns the loss of a batch.
             evaluate: Returns figures by name.
         """
-        backward = self._backward(loss_fn)
-        next_evaluation = self.elapsed + self.config.evaluate_every_seconds
+        shortened = self.progress() >= 1.0 and not self._finished
         with Reporter("training", shown=processes.rank() == 0) as report, _Interrupt() as interrupt:
             try:
-                stop = interrupt.requested
-                while self.progress() < 1.0 and not self._stalled():
-                    if stop:
-                        raise KeyboardInterrupt
-                    started = time.monotonic()
-                    batch = next(batches)
-                    loss = self._update(batch, backward)
-                    spent = time.monotonic() - started
-                    self.elapsed, stop = processes.largest(self.elapsed + spent, interrupt.requested)
-                    self.step += 1
-                    speed = (batch if isinstance(batch, torch.Tensor) else batch[0]).numel() / spent
-                    report.update(self.progress(), f"step {self.step}  loss {loss:.3f}  {speed:,.0f} tok/s")
-                    if self.elapsed >= next_evaluation and self.progress() < 1.0:
-                        self._record(evaluate, report)
-                        self.save_checkpoint()
-                        next_evaluation = self.elapsed + self.config.evaluate_every_seconds
+                self._train(batches, self._backward(loss_fn), evaluate, report, interrupt)
                 if not self.history or self.history[-1]["step"] != self.step:
                     self._record(evaluate, report)
-                self._restore_best(report)
+                if shortened or self._stalled():
+                    self._restore_best(report)
             except KeyboardInterrupt:
                 self.model.train()
                 self.save_checkpoint()
-                report.line(f"stopped at step {self.step}; --resume continues from {self.checkpoint}")
+                report.line(
+                    f"stopped at step {self.step}: the same command with --resume continues; with --resume, and with "
+                    f"--steps {self.step} as its length, it writes the best weights so far"
+                )
                 raise
+            self._finished = True
             self.save_checkpoint()
+
+    def _train(
+        self,
+        batches: Iterator[Any],
+        backward: LossFn,
+        evaluate: Callable[[], dict[str, float]],
+        report: Reporter,
+        interrupt: _Interrupt,
+    ) -> None:
+        """Takes steps until the schedule, the patience or Ctrl-C ends the run."""
+        next_evaluation, stop = self.elapsed + self.config.evaluate_every_seconds, interrupt.requested
+        while self.progress() < 1.0 and not self._stalled():
+            if stop:
+                raise KeyboardInterrupt
+            started = time.monotonic()
+            batch = next(batches)
+            loss = self._update(batch, backward)
+            spent = time.monotonic() - started
+            self.elapsed, stop = processes.largest(self.elapsed + spent, interrupt.requested)
+            self.step += 1
+            speed = (batch if isinstance(batch, torch.Tensor) else batch[0]).numel() / spent
+            status = f"step {self.step}  loss {loss:.3f}  {speed:,.0f} tok/s"
+            if self.history:
+                status += f"  {self._headline(self.history[-1])}"
+            report.update(self.progress(), status.rstrip())
+            if self.elapsed >= next_evaluation and self.progress() < 1.0:
+                self._record(evaluate, report)
+                self.save_checkpoint()
+                next_evaluation = self.elapsed + self.config.evaluate_every_seconds
 
     def _backward(self, loss_fn: LossFn) -> LossFn:
         """Returns a function that sets the gradients of a batch and returns its loss."""
@@ -192,21 +215,22 @@ class Trainer:
         self.model.train()
         self.history.append(row)
         report.line("  ".join(f"{k} {v:.4g}" for k, v in row.items()))
-        if self._score is not None and self.config.patience is not None:
-            self._waited += 1
-            if (value := self._score(row)) > self._best:
-                self._best, self._waited = value, 0
-                self._best_weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        if self._score is not None:
+            self._best["waited"] += 1
+            if (value := self._score(row)) > self._best["score"]:
+                weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+                self._best = {"score": value, "waited": 0, "row": row, "weights": weights}
 
     def _stalled(self) -> bool:
-        return self.config.patience is not None and self._waited >= self.config.patience
+        return self.config.patience is not None and self._best["waited"] >= self.config.patience
 
     def _restore_best(self, report: Reporter) -> None:
-        """After an early stop, restores the weights of the best evaluation, and appends it to the history."""
-        if self._stalled() and self._best_weights and self._score is not None:
-            self.model.load_state_dict(self._best_weights)
-            self.history.append(max(self.history, key=self._score))
-            report.line(f"stopped early: nothing better since step {self.history[-1]['step']:.0f}")
+        """After an early end, restores the weights of the best evaluation, and appends it to the history."""
+        best = self._best
+        if best["weights"] and best["row"] != self.history[-1]:
+            self.model.load_state_dict(best["weights"])
+            self.history.append(best["row"])
+            report.line(f"stopped early: nothing better since step {best['row']['step']:.0f}")
 
 
 class _Interrupt:
@@ -230,51 +254,3 @@ class _Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         sys.stderr.write("\nstopping after this step (press again to stop at once)\n")
-
-
-class CudaGraphStep:
-    """A training step without the optimizer's part, recorded at the first batch.
-
-    All batches must have the shape of the first one, and ``loss_fn`` must neither wait for the device nor branch on
-    computed values.
-
-    Args:
-        model: The model, whose parameters get gradients.
-        loss_fn: Returns the loss of a batch.
-    """
-
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Tensor], Tensor]) -> None:
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._loss_fn = loss_fn
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, batch: Tensor) -> Tensor:
-        """Sets the gradients of a batch, and returns its loss."""
-        if self._graph is None:
-            self._graph = self._record(batch)
-        self._batch.copy_(batch)
-        self._graph.replay()
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        return self._loss
-
-    def _record(self, batch: Tensor) -> torch.cuda.CUDAGraph:
-        self._batch = batch.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARMUP):
-                self._loss_fn(self._batch).backward()
-                self._clear()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._loss = self._loss_fn(self._batch)
-            self._loss.backward()
-        self._loss = self._loss.detach()
-        self._gradients = [p.grad for p in self._parameters]
-        return graph
-
-    def _clear(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None

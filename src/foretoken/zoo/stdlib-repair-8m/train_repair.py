@@ -437,7 +437,7 @@ def train_seq2seq(
     data = snippets(corpus.train, tokenizer, config.window, config.seed)
     held_out = evaluation_batches(corpus, tokenizer, config)
     model = new_model(shape, tokenizer, config.seed, tied=False)
-    trainer = run.trainer(model, replace(config, compile=False), lambda row: -row["held_out_loss"], rate_scale)
+    trainer = run.trainer(model, replace(config, compile=False), lambda row: -row["held_out_loss"], scale=rate_scale)
 
     def loss_fn(batch: Batch) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -513,7 +513,7 @@ def train_seq2seq_draft(
     data = snippets(corpus.train, tokenizer, config.window, config.seed)
     held_out = evaluation_batches(corpus, tokenizer, config)
     model = new_model(shape, tokenizer, config.seed, tied=True)
-    trainer = run.trainer(model, replace(config, compile=False), lambda row: row["overlap"], rate_scale)
+    trainer = run.trainer(model, replace(config, compile=False), lambda row: row["overlap"], scale=rate_scale)
 
     def loss_fn(batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         labels, source, mask, acceptance = batch
