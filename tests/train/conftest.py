@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from foretoken.train.data import Corpus
@@ -14,3 +16,13 @@ def lines(first: int, count: int) -> str:
 @pytest.fixture(scope="session")
 def corpus() -> Corpus:
     return Corpus("a few functions", tuple(lines(i * 20, 20) for i in range(6)), (lines(500, 20),))
+
+
+@pytest.fixture
+def texts(corpus: Corpus, tmp_path: Path) -> Path:
+    """The corpus as a folder of files."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i, text in enumerate((*corpus.train, *corpus.held_out)):
+        (folder / f"f{i}.py").write_text(text)
+    return folder

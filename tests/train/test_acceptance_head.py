@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams
-from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
 from foretoken.propose.scores import AcceptanceHead
 from foretoken.train.acceptance_head import Classifier, auc, replay, train_acceptance
 from foretoken.train.config import ACCEPTANCE_CONFIG, AcceptanceConfig, RunOptions
 from foretoken.train.data import Corpus
 from foretoken.train.frozen_target import FrozenTarget
+
+from .test_cli import invoke
 
 CONFIG = replace(ACCEPTANCE_CONFIG, steps=40, batch=32, window=24)
 SETTINGS = AcceptanceConfig(intermediate=8, windows=8, held_out=1)
@@ -114,27 +114,11 @@ def test_a_resumed_run_ends_the_same(
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_the_command(tiny_pair: Any, corpus: Corpus, tmp_path: Path) -> None:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for i, text in enumerate((*corpus.train, *corpus.held_out)):
-        (texts / f"f{i}.py").write_text(text)
+def test_the_command(tiny_pair: Any, texts: Path, tmp_path: Path) -> None:
     options = ["--model", tiny_pair.target, "--data", texts, "--steps", 5, "--batch", 16, "--window", 24, "--json"]
-    more = ["--windows", 4, "--held-out", 1, "--intermediate", 4, "--device", "cpu"]
-
-    def invoke(*args: object) -> Any:
-        return CliRunner().invoke(app, ["train", "acceptance", *map(str, args)])
-
-    done = invoke(tmp_path / "head", *options, *more, "--draft-model", tiny_pair.draft)
+    options += ["--windows", 4, "--held-out", 1, "--intermediate", 4, "--device", "cpu"]
+    done = invoke("train", "acceptance", tmp_path / "head", *options, "--draft-model", tiny_pair.draft)
     assert done.exit_code == 0, done.output
     assert "auc_greedy" in json.loads(done.stdout)
-    without = invoke(tmp_path / "other", *options, *more)
-    assert isinstance(without.exception, InvalidRequest)
-    assert "without --draft-model" in str(without.exception)
-
-
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="intermediate must be an integer of at least 1"):
-        AcceptanceConfig(intermediate=0)
-    with pytest.raises(InvalidRequest, match="generated_share must be a number from 0 to 1"):
-        AcceptanceConfig(generated_share=1.5)
+    with pytest.raises(InvalidRequest, match="without --draft-model"):
+        invoke("train", "acceptance", tmp_path / "other", *options)

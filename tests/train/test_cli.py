@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
 from foretoken.train import cards
-from foretoken.train.data import Corpus
 
 SIZES = [
     *("--hidden", "32", "--intermediate", "48", "--layers", "1"),
@@ -36,14 +35,6 @@ def use(printed: str) -> list[str]:
     assert program == "foretoken"
     assert json.loads(invoke(*words, "--max-tokens", 4, "--json").stdout)["text"]
     return words[2:]
-
-
-@pytest.fixture
-def texts(corpus: Corpus, tmp_path: Path) -> Path:
-    for i, text in enumerate((*corpus.train, *corpus.held_out)):
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        (tmp_path / "texts" / f"f{i}.py").write_text(text)
-    return tmp_path / "texts"
 
 
 @pytest.mark.slow

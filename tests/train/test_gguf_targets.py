@@ -17,9 +17,8 @@ from foretoken.models.formats.checkpoint import open_weights
 from foretoken.quantize import quantize_checkpoint
 from foretoken.quantize.cached import checkpoint_folder
 
-from .test_cli import RUN, invoke, texts
+from .test_cli import RUN, invoke
 
-__all__ = ["texts"]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 

@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from foretoken.core.errors import InvalidRequest, TrainingError
-from foretoken.train.config import TrainConfig
+from foretoken.train.config import AcceptanceConfig, DistillConfig, HeadConfig, TrainConfig
 from foretoken.train.trainer import Score, Trainer
 
 from .tiny import STEPS
@@ -28,7 +29,12 @@ def trainer(folder: Path, config: TrainConfig = STEPS, score: Score | None = Non
     return Trainer(model, config, folder / "run.checkpoint", score)
 
 
-def run(t: Trainer, stop_at: int | None = None, by_signal: bool = False) -> None:
+def run(
+    t: Trainer,
+    stop_at: int | None = None,
+    by_signal: bool = False,
+    evaluate: Callable[[], dict[str, float]] = lambda: {"held_out_loss": 1.0},
+) -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         if t.step == stop_at:
             if not by_signal:
@@ -36,7 +42,7 @@ def run(t: Trainer, stop_at: int | None = None, by_signal: bool = False) -> None
             os.kill(os.getpid(), signal.SIGINT)
         return (t.model(x) - x).square().mean()
 
-    t.run(batches(t.step), loss, lambda: {"held_out_loss": 1.0})
+    t.run(batches(t.step), loss, evaluate)
 
 
 def weights(t: Trainer) -> torch.Tensor:
@@ -69,31 +75,20 @@ def test_ctrl_c_finishes_the_step_and_keeps_a_checkpoint(tmp_path: Path, capsys:
 
 
 def test_ctrl_c_keeps_the_best_weights_for_a_run_that_ends_early(tmp_path: Path) -> None:
-    config = replace(STEPS, evaluate_every_seconds=0.0)
-    seen: dict[int, torch.Tensor] = {}
+    config, seen = replace(STEPS, evaluate_every_seconds=0.0), dict[int, torch.Tensor]()
 
-    def run_scored(t: Trainer, stop_at: int | None = None) -> None:
-        def loss(x: torch.Tensor) -> torch.Tensor:
-            if t.step == stop_at:
-                os.kill(os.getpid(), signal.SIGINT)
-            return (t.model(x) - x).square().mean()
+    def evaluated(t: Trainer) -> dict[str, float]:
+        seen[t.step] = weights(t)
+        return {"score": 5.0 if t.step == 2 else 1.0}
 
-        def evaluate() -> dict[str, float]:
-            seen[t.step] = weights(t).clone()
-            return {"score": {1: 1.0, 2: 5.0}.get(t.step, 2.0)}
-
-        t.run(batches(t.step), loss, evaluate)
-
-    def score(row: dict[str, float]) -> float:
-        return row["score"]
-
+    interrupted = trainer(tmp_path, config, lambda row: row["score"])
     with pytest.raises(KeyboardInterrupt):
-        run_scored(trainer(tmp_path, config, score), stop_at=3)
-    shortened = trainer(tmp_path, replace(config, steps=4), score)
-    assert shortened.resume()
-    run_scored(shortened)
-    assert shortened.history[-1] == {"step": 2, "minutes": 0.0, "score": 5.0}
-    assert torch.equal(weights(shortened), seen[2])
+        run(interrupted, 3, by_signal=True, evaluate=lambda: evaluated(interrupted))
+    ended = trainer(tmp_path, replace(config, steps=4), lambda row: row["score"])
+    assert ended.resume()
+    run(ended, evaluate=lambda: evaluated(ended))
+    assert ended.history[-1] == {"step": 2, "minutes": 0.0, "score": 5.0}
+    assert torch.equal(weights(ended), seen[2])
     assert not torch.equal(seen[2], seen[4])
 
 
@@ -131,11 +126,26 @@ def test_a_diverged_run_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"steps": 0}, {"batch": 0}, {"window": 1}, {"learning_rate": float("nan")}, {"minutes": -1.0}]
+    ("settings", "wrong", "says"),
+    [
+        (STEPS, {"steps": 0}, "steps must be an integer of at least 1"),
+        (STEPS, {"batch": 0}, "batch must be an integer of at least 1"),
+        (STEPS, {"window": 1}, "window must be an integer of at least 2"),
+        (STEPS, {"learning_rate": float("nan")}, "learning_rate must be a number"),
+        (STEPS, {"minutes": -1.0}, "minutes must be a number"),
+        (STEPS, {"dropout": 1.0}, "dropout must be a number from 0 to"),
+        (HeadConfig(), {"windows": 0}, "windows must be an integer of at least 1"),
+        (HeadConfig(), {"discount": 0.0}, "discount must be a number from"),
+        (HeadConfig(), {"disk_gigabytes": -1.0}, "disk_gigabytes must be a number of at least 0"),
+        (HeadConfig(), {"generated_share": 1.5}, "generated_share must be a number from 0 to 1"),
+        (AcceptanceConfig(), {"generated_share": 1.5}, "generated_share must be a number from 0 to 1"),
+        (AcceptanceConfig(), {"intermediate": 0}, "intermediate must be an integer of at least 1"),
+        (DistillConfig(), {"generated_share": 1.5}, "generated_share must be a number from 0 to 1"),
+    ],
 )
-def test_settings_that_cannot_work_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        replace(STEPS, **wrong)  # type: ignore[arg-type]
+def test_settings_out_of_range_are_refused(settings: Any, wrong: dict[str, float], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        replace(settings, **wrong)
 
 
 def test_the_rate_warms_up_holds_and_falls_to_zero(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from foretoken.models.heads.medusa import read_medusa
 from foretoken.models.heads.parallel import BlockwiseNet, MedusaNet
 from foretoken.models.loading import load_model
 from foretoken.train.shapes import LlamaShape
-from foretoken.train.target import new_model
 from foretoken.train.widen import checkpoint as up
 from foretoken.train.widen.heads import widen_head
 from foretoken.train.widen.llama import WideShape
+
+from .test_widen import source
 
 IDS = list(range(2, 40))
 F32 = torch.float32
@@ -33,12 +34,7 @@ F32 = torch.float32
 def folders(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A narrow target and the same, wider."""
     folder = tmp_path_factory.mktemp("targets")
-    model = new_model(LlamaShape(32, 48, 3, 4, 2, 16, 128), tokenizer, seed=3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.rand_like(parameter) + 0.5) if "norm" in name else parameter.mul_(4)
-    model.float().save_pretrained(folder / "narrow")
-    tokenizer.save_pretrained(folder / "narrow")
+    source(folder / "narrow", tokenizer, LlamaShape(32, 48, 3, 4, 2, 16, 128))
     up.widen_checkpoint(folder / "narrow", folder / "wide", WideShape(96, 160, 7, 12, 3))
     return folder / "narrow", folder / "wide"
 

@@ -15,7 +15,7 @@ from foretoken.cli.options import DRAFT_MODEL, MODEL, Json, named_once
 from foretoken.core.errors import InvalidRequest
 from foretoken.train import config as configs
 from foretoken.train import shapes
-from foretoken.train.config import AcceptanceConfig, DistillConfig, HeadConfig, RunOptions, TrainConfig
+from foretoken.train.config import AcceptanceConfig, DistillConfig, HeadConfig, HeadKind, RunOptions, TrainConfig
 
 if TYPE_CHECKING:
     from foretoken.train.data import Corpus
@@ -32,17 +32,6 @@ Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the ta
 Draft = Annotated[Path | None, typer.Option("--draft", help="Folder of its draft, whose acceptance is measured.")]
 
 RUN, CPU_RUN = RunOptions(Path("OUT")), RunOptions(Path("OUT"), "cpu")
-
-HEADS = {
-    "eagle3": "Train an EAGLE-3 head (20 minutes on two cores for the bundled target).",
-    "peagle": "Train a P-EAGLE head: an EAGLE-3 head that predicts all positions in one pass.",
-    "mtp": "Train a multi-token-prediction layer (30 minutes on two cores for the bundled target).",
-    "medusa": "Train Medusa heads.",
-    "blockwise": "Train blockwise parallel heads.",
-    "early-exit": "Train the adapter that lets the target's first layers draft.",
-    "dflash": "Train a DFlash head: one pass drafts a block of tokens.",
-    "dspark": "Train a DSpark head: a DFlash head whose tokens depend on those drafted before, with confidences.",
-}
 
 
 @app.command()
@@ -124,13 +113,11 @@ def acceptance(
     _show(run, figures, as_json, _usage(model, method="draft_model", model=str(draft), draft_stop=stop))
 
 
-def _register_head(role: str, help_text: str) -> None:
-    """Registers the command that trains a kind of head."""
-    usual = configs.HEAD_SETTINGS[role]()
-    config = replace(configs.HEAD_CONFIG, learning_rate=usual.learning_rate)
+def _register_head(role: str, kind: HeadKind) -> None:
+    """Registers the command that trains a kind of heads."""
 
-    @app.command(role, help=help_text)
-    @grouped(run=RUN, settings=usual, config=config, data_config=HeadConfig(), without=("dropout",))
+    @app.command(role, help=kind.help)
+    @grouped(run=RUN, settings=kind.settings, config=kind.config, data_config=HeadConfig(), without=("dropout",))
     def head(
         run: RunOptions,
         model: Model = None,
@@ -159,11 +146,11 @@ def _register_head(role: str, help_text: str) -> None:
         corpus = _corpus(data, model)
         figures = train_head(role, run, path, corpus, settings, config, data_config, lessons, held, start)
         used = _out(run) / "target" if unfreeze else model
-        _show(run, figures, as_json, _usage(used, method=configs.method_of(role), model=str(_out(run))))
+        _show(run, figures, as_json, _usage(used, method=kind.method, model=str(_out(run))))
 
 
-for _role, _help in HEADS.items():
-    _register_head(_role, _help)
+for _role, _kind in configs.HEADS.items():
+    _register_head(_role, _kind)
 
 
 @app.command()

@@ -14,9 +14,16 @@ from torch import Tensor, nn
 
 from foretoken.train.config import DFlashTrainConfig, DSparkTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
-from foretoken.train.head import EVALUATED, Drafted, Head, decoder_config, mask_token_of, start_near_target
-from foretoken.train.layers import GatedMlp, RmsNorm, copy_if_fits, rotated, rotations, weights_of
-from foretoken.train.shapes import check_groups
+from foretoken.train.head import (
+    EVALUATED,
+    Drafted,
+    Head,
+    decoder_config,
+    mask_token_of,
+    shuffled_rows,
+    start_near_target,
+)
+from foretoken.train.layers import HeadAttention, HeadLayer, RmsNorm, rotated, rotations
 
 
 class DFlashHead(Head):
@@ -37,11 +44,11 @@ class DFlashHead(Head):
         width, shape = target.hidden, target.config
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.hidden_norm = RmsNorm(width, shape.rms_norm_eps)
-        self._layers = [_Layer(config, shape) for _ in range(config.layers)]
+        intermediate = config.intermediate or shape.intermediate_size
+        self._layers = [HeadLayer(BlockAttention(config, shape), shape, intermediate) for _ in range(config.layers)]
         self.layers = nn.ModuleList(self._layers)
         self.norm = RmsNorm(width, shape.rms_norm_eps)
         self._roots: Tensor | None = None
-        self._generator = torch.Generator().manual_seed(0)
         self._start_from(target)
 
     @torch.no_grad()
@@ -53,7 +60,7 @@ class DFlashHead(Head):
 
     def begin(self, progress: float, step: int, length: int) -> None:
         """Chooses the rows whose blocks the next step trains; they depend on ``step`` alone."""
-        rows = torch.randperm(length - self.depths - 1, generator=self._generator.manual_seed(step))
+        rows = shuffled_rows(length - self.depths - 1, step)
         self._roots = rows[: self.settings.anchors].sort().values.to(self.fc.weight.device)
 
     def roots(self, batch: TrainBatch) -> Tensor:
@@ -62,10 +69,7 @@ class DFlashHead(Head):
             return self._roots
         return torch.arange(0, batch.ids.shape[1] - self.depths - 1, EVALUATED, device=batch.ids.device)
 
-    def forward(self, batch: TrainBatch) -> list[Tensor]:
-        return self.drafted(batch).logits
-
-    def drafted(self, batch: TrainBatch) -> Drafted:
+    def forward(self, batch: TrainBatch) -> Drafted:
         roots = self.roots(batch)
         return Drafted(list(batch.logits(self.blocks(batch, roots)).unbind(2)), roots=[roots] * self.depths)
 
@@ -76,7 +80,7 @@ class DFlashHead(Head):
         ids[..., 0] = batch.ids[:, roots + 1]
         hidden = F.embedding(ids, batch.embeddings)
         for layer in self._layers:
-            hidden = layer(hidden, context, roots)
+            hidden = layer(None, hidden, context, roots)
         out: Tensor = self.norm(hidden[:, :, self.shift :])
         return out
 
@@ -112,7 +116,7 @@ class DSparkHead(DFlashHead):
         self.markov_head = _Markov(target.vocab, config.markov_rank, target.hidden if config.gated else 0)
         self.confidence_head = _Confidence(target.hidden + config.markov_rank)
 
-    def drafted(self, batch: TrainBatch) -> Drafted:
+    def forward(self, batch: TrainBatch) -> Drafted:
         roots = self.roots(batch)
         states = self.blocks(batch, roots)
         before = batch.ids[:, roots[:, None] + 1 + torch.arange(self.depths, device=roots.device)]
@@ -164,46 +168,14 @@ class _Confidence(nn.Module):
         return out
 
 
-class _Layer(nn.Module):
-    """A layer of Qwen3 whose attention also sees keys and values of the target's states."""
+class BlockAttention(HeadAttention):
+    """Attention of Qwen3 whose blocks also see keys and values of the target's states."""
 
     def __init__(self, config: DFlashTrainConfig, shape: Any) -> None:
-        super().__init__()
-        width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = RmsNorm(width, eps)
-        self.post_attention_layernorm = RmsNorm(width, eps)
-        self.self_attn = _Attention(config, shape)
-        self.mlp = GatedMlp(width, config.intermediate or shape.intermediate_size)
-
-    def forward(self, hidden: Tensor, context: Tensor, roots: Tensor) -> Tensor:
-        """Returns [B, R, K, H] from that and the context [B, T, H]; a block sees the context up to its root."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, roots)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
-
-    def start_from(self, layer: nn.Module | None) -> None:
-        """Copies the weights of a layer of the target that have the same name and shape."""
-        source = weights_of(layer)
-        for name, weight in self.named_parameters():
-            copy_if_fits(weight, source.get(name))
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: DFlashTrainConfig, shape: Any) -> None:
-        super().__init__()
-        self.heads = config.heads or shape.num_attention_heads
-        self.kv_heads = config.kv_heads or shape.num_key_value_heads
-        self.head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // self.heads
-        check_groups(self.heads, self.kv_heads)
-        width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
-        self.q_norm, self.k_norm = RmsNorm(self.head_dim, eps), RmsNorm(self.head_dim, eps)
-        self.theta = float(shape.rope_parameters["rope_theta"])
+        super().__init__(shape.hidden_size, shape, config.heads, config.kv_heads, norm=RmsNorm)
 
     def forward(self, x: Tensor, context: Tensor, roots: Tensor) -> Tensor:
+        """Returns [B, R, K, H] from that and the context [B, T, H]; a block sees the context up to its root."""
         count, block = x.shape[1:3]
         length = context.shape[1]
         cos, sin = rotations(torch.arange(length + block, device=x.device), self.head_dim, self.theta)

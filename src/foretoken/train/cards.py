@@ -22,7 +22,7 @@ from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.params import SamplingParams
 from foretoken.speculation import SpeculativeConfig
-from foretoken.train.config import DistillConfig, TrainConfig, method_of
+from foretoken.train.config import HEADS, DistillConfig, TrainConfig
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.draft import measure
 from foretoken.train.frozen_target import FrozenTarget
@@ -32,16 +32,6 @@ from foretoken.train.shapes import DRAFT_SHAPE, HYBRID_TYPE, TARGET_SHAPE
 from foretoken.train.windows import cut_prompts
 
 _PROMPTS, _TOKENS = 24, 128  # of a measurement of a head
-_KINDS = {
-    "eagle3": "EAGLE-3 head",
-    "peagle": "P-EAGLE head",
-    "dflash": "DFlash head",
-    "dspark": "DSpark head",
-    "mtp": "multi-token-prediction layer",
-    "medusa": "Medusa heads",
-    "blockwise": "blockwise parallel heads",
-    "early-exit": "adapter for an early exit",
-}
 
 
 def measure_pair(target: Path, draft: Path, corpus: Corpus, batch: int = 16, window: int = 512) -> dict[str, float]:
@@ -227,7 +217,7 @@ def measure_head(target: Path, head: Path, role: str, corpus: Corpus) -> dict[st
 
     They are measured over continuations of prefixes from held-out files.
     """
-    method = method_of(role)
+    method = HEADS[role].method
     llm = LLM(target, speculative_config={"method": method, "model": str(head), "control": "fixed"}, seed=0)
     stream = encode(corpus.held_out, load_tokenizer(target))
     prompts = cut_prompts(stream, np.random.default_rng(0), _PROMPTS, 100, 100)
@@ -255,8 +245,8 @@ def write_head_card(target: Path, head: Path, corpus: Corpus) -> Path:
 
 def _read_head(head: Path) -> dict[str, Any]:
     facts = read_provenance(head)
-    if facts.get("role") not in _KINDS:
-        raise InvalidRequest(f"{head} holds a {facts.get('role')!r}; expected one of {', '.join(_KINDS)}")
+    if facts.get("role") not in HEADS:
+        raise InvalidRequest(f"{head} holds a {facts.get('role')!r}; expected one of {', '.join(HEADS)}")
     return facts
 
 
@@ -280,7 +270,7 @@ def _head_card(head: Path, target: Path, facts: dict[str, Any], figures: dict[st
         name: ", ".join(f"{facts[f'{name}_{k + 1}']:.3f}" for k in range(depths)) for name in ("greedy", "drawn")
     }
     rows = [
-        ("role", f"{facts['role']}: {_KINDS[facts['role']]} of {target.name}"),
+        ("role", f"{facts['role']}: {HEADS[facts['role']].title} of {target.name}"),
         ("parameters", f"{facts['parameters']:,}"),
         ("settings", settings),
         ("tokens seen", f"{_total(facts, 'tokens'):,}"),
@@ -297,7 +287,7 @@ def _head_card(head: Path, target: Path, facts: dict[str, Any], figures: dict[st
         )
         for temperature in (0, 1)
     ]
-    lines = [f"# {head.name}", "", f"{_KINDS[facts['role']]} for `{target.name}`, of no use with other models."]
+    lines = [f"# {head.name}", "", f"{HEADS[facts['role']].title} for `{target.name}`, of no use with other models."]
     lines += ["", *table(rows), ""]
     lines += ["Acceptance by position is conditional on the positions before, along text that the target sampled from"]
     lines += ["prefixes of held-out files. Mean acceptance length: tokens per target pass over"]

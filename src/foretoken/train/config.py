@@ -6,14 +6,39 @@ no option. The ``Args`` of a docstring are the help of the options.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.settings import named
+
+_POSITIVE = 1e-12
+
+
+def limited(default: float | None, low: float, high: float | None = None) -> Any:
+    """Declares a field of ``Settings`` whose value is from ``low`` to ``high``; None for no upper bound."""
+    return field(default=default, metadata={"low": low} if high is None else {"low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checks its fields: integers are at least 1, and others are in their range, if they have one (``limited``)."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            name, kind, limits = each.name, str(each.type), _limits(each.metadata)
+            value, optional = getattr(self, name), kind.endswith("None")
+            if kind.startswith("int"):
+                integer(name, value, **{"low": 1} | limits, optional=optional)
+            elif limits:
+                number(name, value, **limits, optional=optional)
+
+
+def _limits(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metadata[name] for name in ("low", "high") if name in metadata}
 
 
 @dataclass(frozen=True)
@@ -34,7 +59,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """Length of a run, learning rate and batches.
 
     Args:
@@ -55,32 +80,19 @@ class TrainConfig:
     """
 
     steps: int = 2000
-    minutes: float | None = None
+    minutes: float | None = limited(None, _POSITIVE)
     batch: int = 10
-    window: int = 768
-    learning_rate: float = 3e-3
+    window: int = limited(768, 2)
+    learning_rate: float = limited(3e-3, _POSITIVE)
     weight_decay: float = named(None, 0.1)
-    warmup: float = named(None, 0.02)
-    decay: float = named(None, 0.6)
-    seed: int = 0
+    warmup: float = named(None, 0.02, low=_POSITIVE)
+    decay: float = named(None, 0.6, low=_POSITIVE)
+    seed: int = limited(0, 0)
     evaluate_every_seconds: float = named(None, 300.0)
     compile: bool | None = None
     patience: int | None = None
-    dropout: float = 0.0
+    dropout: float = limited(0.0, 0, 0.99)
     recorded: bool = named(None, False)
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("steps", 1), ("batch", 1), ("window", 2)):
-            if getattr(self, name) < minimum:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
-        if self.patience is not None and self.patience < 1:
-            raise InvalidRequest(f"patience is {self.patience}; it must be at least 1 evaluation")
-        if not 0 <= self.dropout < 1:
-            raise InvalidRequest(f"dropout is {self.dropout}; it must be a fraction, at least 0 and below 1")
-        for name in ("learning_rate", "warmup", "decay", "minutes"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise InvalidRequest(f"{name} is {value}; it must be a positive number")
 
     def arguments(self) -> str:
         """Returns the command line options that give these settings."""
@@ -103,7 +115,7 @@ SEQ2SEQ_DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=16, window=176, learning_
 
 
 @dataclass(frozen=True)
-class DistillConfig:
+class DistillConfig(Settings):
     """Target distributions and loss of a distilled draft.
 
     Args:
@@ -115,19 +127,14 @@ class DistillConfig:
     """
 
     top: int = 64
-    acceptance_share: float = 0.3
+    acceptance_share: float = limited(0.3, 0, 1)
     teacher_share: float = named(None, 0.3)
     disk_gigabytes: float = 2.0
-    generated_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        integer("top", self.top, 1)
-        number("generated_share", self.generated_share, 0, 1)
-        number("acceptance_share", self.acceptance_share, 0, 1)
+    generated_share: float = limited(0.0, 0, 1)
 
 
 @dataclass(frozen=True)
-class HeadConfig:
+class HeadConfig(Settings):
     """Training text and loss of a head.
 
     Args:
@@ -141,24 +148,16 @@ class HeadConfig:
     """
 
     windows: int = 6400
-    generated_share: float = 0.2
-    writing_share: float = 0.2
-    disk_gigabytes: float | None = None
+    generated_share: float = limited(0.2, 0, 1)
+    writing_share: float = limited(0.2, 0, 1)
+    disk_gigabytes: float | None = limited(None, 0)
     held_out: int = 32
-    acceptance_share: float = 0.3
-    discount: float = 0.8
-
-    def __post_init__(self) -> None:
-        integer("windows", self.windows, 1)
-        integer("held_out", self.held_out, 1)
-        for name in ("generated_share", "writing_share", "acceptance_share"):
-            number(name, getattr(self, name), 0, 1)
-        number("discount", self.discount, 1e-6, 1)
-        number("disk_gigabytes", self.disk_gigabytes, 0, optional=True)
+    acceptance_share: float = limited(0.3, 0, 1)
+    discount: float = limited(0.8, 1e-6, 1)
 
 
 @dataclass(frozen=True)
-class AcceptanceConfig:
+class AcceptanceConfig(Settings):
     """Size and training data of an acceptance head.
 
     Args:
@@ -170,61 +169,56 @@ class AcceptanceConfig:
 
     intermediate: int = 64
     windows: int = 256
-    generated_share: float = 0.75
+    generated_share: float = limited(0.75, 0, 1)
     held_out: int = 16
 
-    def __post_init__(self) -> None:
-        for name in ("intermediate", "windows", "held_out"):
-            integer(name, getattr(self, name), 1)
-        number("generated_share", self.generated_share, 0, 1)
+
+@dataclass(frozen=True)
+class AttentionSettings(Settings):
+    """Size of the attention of a head.
+
+    Args:
+        heads: Attention heads; by default the target's.
+        kv_heads: Key-value heads; by default the target's.
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
 
 
 @dataclass(frozen=True)
-class HeadSettings:
-    """Size of a head and its own training settings."""
-
-    learning_rate: ClassVar[float] = HEAD_CONFIG.learning_rate
-
-    def _check(self, *names: str) -> None:
-        """Checks that fields, and the numbers of heads if they are given, are positive integers."""
-        for name in (*names, *(name for name in ("heads", "kv_heads") if getattr(self, name, None) is not None)):
-            integer(name, getattr(self, name), 1)
-
-
-@dataclass(frozen=True)
-class FusedConfig(HeadSettings):
+class FusedConfig(AttentionSettings):
     """Size of a head on three fused hidden states.
 
     Args:
         taps: Three layers whose inputs are fused, like 2,4,5.
         intermediate: Units of the MLPs.
-        heads: Attention heads; by default the target's.
-        kv_heads: Key-value heads; by default the target's.
         vocabulary: Size of the draft vocabulary: the target's most frequent tokens.
     """
 
     taps: tuple[int, ...] | None = None
     intermediate: int = 448
-    heads: int | None = None
-    kv_heads: int | None = None
     vocabulary: int = 3072
 
     def __post_init__(self) -> None:
-        self._check("intermediate", "vocabulary")
+        super().__post_init__()
         if self.taps is not None and len(self.taps) != 3:
             raise InvalidRequest(f"{len(self.taps)} taps; EAGLE-3 fuses three hidden states, low, middle and high")
 
     def tapped(self, layers: int) -> tuple[int, ...]:
         """Returns the layers whose inputs are fused, by default [2, n // 2, n - 3]."""
-        taps = self.taps or (min(2, layers - 1), layers // 2, max(layers - 3, 1))
-        if not all(0 < tap < layers for tap in taps):
-            raise InvalidRequest(f"taps {list(taps)} for a target of {layers} layers; expected 1 to {layers - 1}")
-        return taps
+        return _checked_taps(self.taps or (min(2, layers - 1), layers // 2, max(layers - 3, 1)), layers, layers - 1)
+
+
+def _checked_taps(taps: tuple[int, ...], layers: int, last: int) -> tuple[int, ...]:
+    if not all(0 < tap <= last for tap in taps):
+        raise InvalidRequest(f"taps {list(taps)} for a target of {layers} layers; expected 1 to {last}")
+    return taps
 
 
 @dataclass(frozen=True)
-class Eagle3Config(FusedConfig):
-    """An EAGLE-3 head.
+class UnrolledConfig(AttentionSettings):
+    """Training of a layer that reads its own outputs.
 
     Args:
         depths: Unrolled steps in training.
@@ -232,12 +226,12 @@ class Eagle3Config(FusedConfig):
     """
 
     depths: int = 4
-    single_share: float = 0.6
+    single_share: float = limited(0.6, 0, 1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("depths")
-        number("single_share", self.single_share, 0, 1)
+
+@dataclass(frozen=True)
+class Eagle3Config(UnrolledConfig, FusedConfig):
+    """An EAGLE-3 head."""
 
 
 @dataclass(frozen=True)
@@ -253,41 +247,24 @@ class PEagleConfig(FusedConfig):
 
     layers: int = 3
     depths: int = 8
-    retention: float = 0.7
-    mask_token: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("layers", "depths")
-        number("retention", self.retention, 1e-6, 1)
-        integer("mask_token", self.mask_token, 0, optional=True)
+    retention: float = limited(0.7, 1e-6, 1)
+    mask_token: int | None = limited(None, 0)
 
 
 @dataclass(frozen=True)
-class MtpTrainConfig(HeadSettings):
+class MtpTrainConfig(UnrolledConfig):
     """A multi-token-prediction layer.
 
     Args:
         intermediate: Units of the MLP.
-        heads: Attention heads; by default the target's.
-        kv_heads: Key-value heads; by default the target's.
-        depths: Unrolled steps in training.
-        single_share: First fraction of the run, in which only one step is unrolled. It costs a third.
     """
 
     intermediate: int = 768
-    heads: int | None = None
-    kv_heads: int | None = None
-    depths: int = 4
-    single_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        self._check("intermediate", "depths")
-        number("single_share", self.single_share, 0, 1)
+    single_share: float = limited(0.5, 0, 1)
 
 
 @dataclass(frozen=True)
-class MedusaTrainConfig(HeadSettings):
+class MedusaTrainConfig(Settings):
     """Medusa heads.
 
     Args:
@@ -295,16 +272,12 @@ class MedusaTrainConfig(HeadSettings):
         layers: Residual layers of each head.
     """
 
-    learning_rate: ClassVar[float] = 6e-3
     heads: int = 4
     layers: int = 1
 
-    def __post_init__(self) -> None:
-        self._check("heads", "layers")
-
 
 @dataclass(frozen=True)
-class BlockwiseTrainConfig(HeadSettings):
+class BlockwiseTrainConfig(Settings):
     """Blockwise parallel heads.
 
     Args:
@@ -312,16 +285,12 @@ class BlockwiseTrainConfig(HeadSettings):
         intermediate: Hidden units of each head.
     """
 
-    learning_rate: ClassVar[float] = 6e-3
     heads: int = 4
     intermediate: int = 192
 
-    def __post_init__(self) -> None:
-        self._check("heads", "intermediate")
-
 
 @dataclass(frozen=True)
-class EarlyExitTrainConfig(HeadSettings):
+class EarlyExitTrainConfig(Settings):
     """An early exit.
 
     Args:
@@ -339,7 +308,7 @@ class EarlyExitTrainConfig(HeadSettings):
 
 
 @dataclass(frozen=True)
-class DFlashTrainConfig(HeadSettings):
+class DFlashTrainConfig(AttentionSettings):
     """A DFlash head.
 
     Args:
@@ -347,34 +316,22 @@ class DFlashTrainConfig(HeadSettings):
         layers: Decoder layers.
         taps: Layers whose inputs are read, like 1,3,5,7; by default five, spread over the target.
         intermediate: Units of the MLPs; by default the target's.
-        heads: Attention heads; by default the target's.
-        kv_heads: Key-value heads; by default the target's.
         mask_token: Token id of the rows after the newest token; by default the target's rarest token.
         anchors: Blocks per window and training step, at random positions.
     """
 
-    block: int = 8
+    block: int = limited(8, 2)
     layers: int = 3
     taps: tuple[int, ...] | None = None
     intermediate: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    mask_token: int | None = None
+    mask_token: int | None = limited(None, 0)
     anchors: int = 96
-
-    def __post_init__(self) -> None:
-        integer("block", self.block, 2)
-        self._check("layers", "anchors")
-        integer("intermediate", self.intermediate, 1, optional=True)
-        integer("mask_token", self.mask_token, 0, optional=True)
 
     def tapped(self, layers: int) -> tuple[int, ...]:
         """Returns the layers whose inputs are read; ``layers`` stands for the target's normed output."""
         spread = {1 + round(i * (layers - 2) / 4) for i in range(5)}
         taps = self.taps or tuple(sorted(tap for tap in spread if tap > 0)) or (layers,)
-        if not all(0 < tap <= layers for tap in taps):
-            raise InvalidRequest(f"taps {list(taps)} for a target of {layers} layers; expected 1 to {layers}")
-        return taps
+        return _checked_taps(taps, layers, layers)
 
 
 @dataclass(frozen=True)
@@ -389,24 +346,68 @@ class DSparkTrainConfig(DFlashTrainConfig):
     markov_rank: int = 128
     gated: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("markov_rank")
+
+@dataclass(frozen=True)
+class HeadKind:
+    """A kind of heads that ``foretoken train`` trains.
+
+    Attributes:
+        settings: Its settings, with their defaults.
+        title: Its name in model cards.
+        help: The help of the command.
+        method: Method that drafts with it.
+        learning_rate: Default learning rate.
+    """
+
+    settings: Settings
+    title: str
+    help: str
+    method: str
+    learning_rate: float = HEAD_CONFIG.learning_rate
+
+    @property
+    def config(self) -> TrainConfig:
+        """The default training configuration."""
+        return replace(HEAD_CONFIG, learning_rate=self.learning_rate)
 
 
-HEAD_SETTINGS: dict[str, type[HeadSettings]] = {
-    "eagle3": Eagle3Config,
-    "peagle": PEagleConfig,
-    "mtp": MtpTrainConfig,
-    "medusa": MedusaTrainConfig,
-    "blockwise": BlockwiseTrainConfig,
-    "early-exit": EarlyExitTrainConfig,
-    "dflash": DFlashTrainConfig,
-    "dspark": DSparkTrainConfig,
+HEADS: dict[str, HeadKind] = {
+    "eagle3": HeadKind(
+        Eagle3Config(),
+        "EAGLE-3 head",
+        "Train an EAGLE-3 head (20 minutes on two cores for the bundled target).",
+        "eagle3",
+    ),
+    "peagle": HeadKind(
+        PEagleConfig(),
+        "P-EAGLE head",
+        "Train a P-EAGLE head: an EAGLE-3 head that predicts all positions in one pass.",
+        "eagle3",
+    ),
+    "mtp": HeadKind(
+        MtpTrainConfig(),
+        "multi-token-prediction layer",
+        "Train a multi-token-prediction layer (30 minutes on two cores for the bundled target).",
+        "mtp",
+    ),
+    "medusa": HeadKind(MedusaTrainConfig(), "Medusa heads", "Train Medusa heads.", "medusa", 6e-3),
+    "blockwise": HeadKind(
+        BlockwiseTrainConfig(), "blockwise parallel heads", "Train blockwise parallel heads.", "blockwise", 6e-3
+    ),
+    "early-exit": HeadKind(
+        EarlyExitTrainConfig(),
+        "adapter for an early exit",
+        "Train the adapter that lets the target's first layers draft.",
+        "early_exit",
+    ),
+    "dflash": HeadKind(
+        DFlashTrainConfig(), "DFlash head", "Train a DFlash head: one pass drafts a block of tokens.", "dflash"
+    ),
+    "dspark": HeadKind(
+        DSparkTrainConfig(),
+        "DSpark head",
+        "Train a DSpark head: a DFlash head whose tokens depend on those drafted before, with confidences.",
+        "dspark",
+    ),
 }
-"""Settings of each kind of head."""
-
-
-def method_of(role: str) -> str:
-    """Returns the method that drafts with a kind of heads."""
-    return {"peagle": "eagle3", "early-exit": "early_exit"}.get(role, role)
+"""The kinds of heads, by their name after ``foretoken train``."""

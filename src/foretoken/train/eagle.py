@@ -15,77 +15,33 @@ from torch import Tensor, nn
 from foretoken.models.heads.mask_token import MASK_KEYS
 from foretoken.train.config import Eagle3Config, FusedConfig, PEagleConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
-from foretoken.train.head import EVALUATED, Drafted, Head, decoder_config, mask_token_of, start_near_target, unroll
-from foretoken.train.layers import GatedMlp, RmsNorm, UnrolledAttention, copy_if_fits, weights_of
+from foretoken.train.head import (
+    EVALUATED,
+    Drafted,
+    Head,
+    decoder_config,
+    mask_token_of,
+    shuffled_rows,
+    start_near_target,
+    unroll,
+)
+from foretoken.train.layers import HeadLayer, RmsNorm, UnrolledAttention
 
 
-class UnrolledLayer(nn.Module):
-    """A layer of Llama.
-
-    Args:
-        config: The head's.
-        shape: The target's configuration.
-        inputs: Width of the attention's input, None for that of the residual stream.
-    """
-
-    def __init__(self, config: FusedConfig, shape: Any, inputs: int | None = None) -> None:
-        super().__init__()
-        width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = RmsNorm(width, eps)
-        self.post_attention_layernorm = RmsNorm(width, eps)
-        self.self_attn = UnrolledAttention(inputs or width, shape, config.heads, config.kv_heads)
-        self.mlp = GatedMlp(width, config.intermediate)
-
-    @property
-    def stream_norm(self) -> RmsNorm:
-        """The norm of the residual stream before the attention."""
-        return self.input_layernorm
-
-    def attention_input(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the normed input of the attention."""
-        return self.stream_norm(hidden)
-
-    def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        depth: int,
-        keys: list[Tensor],
-        values: list[Tensor],
-        roots: Tensor | None = None,
-    ) -> Tensor:
-        """Returns the residual stream [B, rows, H], from embeddings and residual stream [B, rows, H].
-
-        See ``UnrolledAttention.forward`` for the others.
-        """
-        hidden = hidden + self.self_attn(self.attention_input(embedded, hidden), depth, keys, values, roots)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
-
-    def start_from(self, layer: nn.Module | None) -> None:
-        """Copies from a layer of the target: attention on the residual stream, the MLP's strongest units, norms."""
-        source = weights_of(layer)
-        width = self.stream_norm.normalized_shape[0]
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weight = getattr(self.self_attn, name).weight
-            copy_if_fits(weight if name == "o_proj" else weight[:, -width:], source.get(f"self_attn.{name}.weight"))
-        self.mlp.start_from(source)
-        for norm, name in ((self.stream_norm, "input"), (self.post_attention_layernorm, "post_attention")):
-            copy_if_fits(norm.weight, source.get(f"{name}_layernorm.weight"))
-
-
-class FusedLayer(UnrolledLayer):
+class FusedLayer(HeadLayer):
     """Attention over concat[norm(embedding), norm(hidden)] and an MLP. The residual is the hidden state."""
 
     def __init__(self, config: FusedConfig, shape: Any) -> None:
-        super().__init__(config, shape, 2 * shape.hidden_size)
+        attention = UnrolledAttention(2 * shape.hidden_size, shape, config.heads, config.kv_heads)
+        super().__init__(attention, shape, config.intermediate)
         self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
 
     @property
     def stream_norm(self) -> RmsNorm:
         return self.hidden_norm
 
-    def attention_input(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+    def attention_input(self, embedded: Tensor | None, hidden: Tensor) -> Tensor:
+        assert embedded is not None
         return torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
 
 
@@ -98,7 +54,7 @@ class FusedHead(Head):
 
     samples = True
     vocabulary: Tensor
-    stack: Sequence[UnrolledLayer]
+    stack: Sequence[HeadLayer]
 
     def __init__(self, config: FusedConfig, depths: int, target: FrozenTarget, counts: Tensor) -> None:
         super().__init__()
@@ -169,10 +125,11 @@ class Eagle3Head(FusedHead):
     def begin(self, progress: float, step: int, length: int) -> None:
         self._unrolled = 1 if progress < self.single_share else self.depths
 
-    def forward(self, batch: TrainBatch) -> list[Tensor]:
+    def forward(self, batch: TrainBatch) -> Drafted:
         features = self.fc(batch.tapped(self.taps)[:, : -self.depths])
         depths = self._unrolled if self.training else self.depths
-        return [self.lm_head(self.norm(hidden)) for hidden in unroll(self.midlayer, batch, features, depths)]
+        outputs = unroll(self.midlayer, batch, features, depths)
+        return Drafted([self.lm_head(self.norm(hidden)) for hidden in outputs])
 
 
 class PEagleHead(FusedHead):
@@ -187,25 +144,24 @@ class PEagleHead(FusedHead):
         super().__init__(config, config.depths, target, counts)
         self.retention, self.mask_token = config.retention, mask_token_of(config.mask_token, target, counts)
         shape = target.config
-        self.stack = [FusedLayer(config, shape), *(UnrolledLayer(config, shape) for _ in range(config.layers - 1))]
+        self.stack = [FusedLayer(config, shape)]
+        for _ in range(config.layers - 1):
+            attention = UnrolledAttention(shape.hidden_size, shape, config.heads, config.kv_heads)
+            self.stack.append(HeadLayer(attention, shape, config.intermediate))
         self.layers = nn.ModuleList(self.stack)
         self.mask_hidden = nn.Parameter(torch.randn(3 * target.hidden))
         self._roots: list[Tensor] | None = None
-        self._generator = torch.Generator().manual_seed(0)
         self._start_from(target)
 
     def begin(self, progress: float, step: int, length: int) -> None:
         """Chooses the roots whose chains the next step trains, by depth; they depend on ``step`` alone."""
         rows = length - self.depths
-        order = torch.randperm(rows, generator=self._generator.manual_seed(step))
+        order = shuffled_rows(rows, step)
         counts = [max(1, round(rows * self.retention**depth)) for depth in range(1, self.depths)]
         device = self.fc.weight.device
         self._roots = [roots.to(device) for roots in (torch.arange(rows), *(order[:count] for count in counts))]
 
-    def forward(self, batch: TrainBatch) -> list[Tensor]:
-        return self.drafted(batch).logits
-
-    def drafted(self, batch: TrainBatch) -> Drafted:
+    def forward(self, batch: TrainBatch) -> Drafted:
         size, rows = batch.ids.shape[0], batch.ids.shape[1] - self.depths
         roots_by_depth = self.roots(rows)
         masked, mask_feature = batch.embeddings[self.mask_token], self.fc(self.mask_hidden)

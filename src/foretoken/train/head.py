@@ -19,9 +19,11 @@ class Drafted(NamedTuple):
     """Output of a head in training.
 
     Attributes:
-        logits: See ``Head.forward``.
+        logits: For every depth logits [B, R, Vd], of R roots: the logits of root i at depth j are for token i + 2 + j.
+            In training, later depths may be missing.
         confidence: Logits [B, R] of the estimated acceptance at every depth, None for a head without such estimates.
-        roots: At every depth the rows [R] of a window whose chains were computed, None for all.
+        roots: At every depth the rows [R] of a window whose chains were computed, None for the first T - depths. In
+            evaluation they are the same at all depths, ascending.
     """
 
     logits: list[Tensor]
@@ -47,16 +49,8 @@ class Head(nn.Module, ABC):
     samples = False
 
     @abstractmethod
-    def forward(self, batch: TrainBatch) -> list[Tensor]:
-        """Returns logits [B, T - depths, Vd] for every depth: index i of depth j is for token i + 2 + j.
-
-        A head that computes some rows alone (``Drafted.roots``) returns [B, R, Vd]; in evaluation they are the same at
-        all depths, ascending. In training, later depths may be missing.
-        """
-
-    def drafted(self, batch: TrainBatch) -> Drafted:
-        """Returns the trained outputs: by default the logits alone."""
-        return Drafted(self(batch))
+    def forward(self, batch: TrainBatch) -> Drafted:
+        """Returns the trained outputs."""
 
     def begin(self, progress: float, step: int, length: int) -> None:
         """Called before each training step.
@@ -99,6 +93,11 @@ def unroll(layer: Callable[..., Tensor], batch: TrainBatch, hidden: Tensor, dept
     for depth in range(depths):
         hidden = layer(embedded[:, 1 + depth : 1 + depth + roots], hidden, depth, keys, values)
         yield hidden
+
+
+def shuffled_rows(count: int, step: int) -> Tensor:
+    """Returns the rows 0 to ``count`` - 1 in a random order that depends on ``step`` alone."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(step))
 
 
 def mask_token_of(given: int | None, target: FrozenTarget, counts: Tensor) -> int:

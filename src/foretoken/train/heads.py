@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from foretoken.models.loading import resolve_device
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train import processes
 from foretoken.train.block_heads import DFlashHead, DSparkHead
-from foretoken.train.config import HEAD_CONFIG, HEAD_SETTINGS, HeadConfig, RunOptions, TrainConfig, method_of
+from foretoken.train.config import HEADS, HeadConfig, RunOptions, TrainConfig
 from foretoken.train.data import Corpus
 from foretoken.train.dataset import HiddenStateDataset
 from foretoken.train.eagle import Eagle3Head, PEagleHead
@@ -43,7 +43,7 @@ TARGET_RATE = 0.05  # factor of the target's learning rate, with --unfreeze
 Batch = tuple[Tensor, Tensor, Tensor]
 """Token ids, hidden states, and the weight of the acceptance loss."""
 
-HEADS: dict[str, Callable[[Any, FrozenTarget, Tensor], Head]] = {
+MODULES: dict[str, Callable[[Any, FrozenTarget, Tensor], Head]] = {
     "eagle3": Eagle3Head,
     "peagle": PEagleHead,
     "mtp": MtpHead,
@@ -71,7 +71,7 @@ def train_head(
     """Trains a head and writes it.
 
     Args:
-        role: A key of ``HEADS``.
+        role: A key of ``config.HEADS``.
         options: Output and device of the run.
         target: Folder or GGUF file of the target.
         corpus: Text. It must be split as it was for the target, or the held-out figures are too good.
@@ -92,20 +92,19 @@ def train_head(
         InvalidRequest: The settings are not valid.
         TrainingError: Files cannot be written, or the loss diverges.
     """
-    settings, data = settings or HEAD_SETTINGS[role](), data or HeadConfig()
-    config = config or replace(HEAD_CONFIG, learning_rate=settings.learning_rate)
+    settings, data, config = settings or HEADS[role].settings, data or HeadConfig(), config or HEADS[role].config
     started = time.monotonic()
     inputs = (target, start, *corpus.paths)
-    run = TrainingRun(options, heads_of(method_of(role)), (*inputs, dataset))
+    run = TrainingRun(options, heads_of(HEADS[role].method), (*inputs, dataset))
     if dataset is not None:
         Destination.checked(dataset, TRAINING_TEXT, inputs, force=True)
     source, target = target, checkpoint_folder(target)
     with processes.joined(resolve_device(options.device)) as where, run.text_folder(dataset) as folder:
         frozen = FrozenTarget(target, where, config.compile)
-        _check_window(HEADS[role](settings, frozen, torch.ones(frozen.vocab)), config)  # before any work
+        _check_window(MODULES[role](settings, frozen, torch.ones(frozen.vocab)), config)  # before any work
         text = prepare_windows(target, where, corpus, folder, config, data, source)
         torch.manual_seed(config.seed)
-        head = HEADS[role](settings, frozen, torch.bincount(text["train"].flatten(), minlength=frozen.vocab))
+        head = MODULES[role](settings, frozen, torch.bincount(text["train"].flatten(), minlength=frozen.vocab))
         earlier = _start(head, start)
         head.to(where)
         datasets = _datasets(frozen, head, text, folder, data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,8 +70,8 @@ class GatedMlp(nn.Module):
         self.down_proj.weight.copy_(down[:, strongest])
 
 
-class UnrolledAttention(nn.Module):
-    """Attention over the target's features, and over the layer's own outputs at the depths before.
+class HeadAttention(nn.Module):
+    """Projections of the attention of a head.
 
     Args:
         inputs: Width of the input.
@@ -79,7 +79,7 @@ class UnrolledAttention(nn.Module):
         heads: Attention heads, None for the target's number.
         kv_heads: Key-value heads, None for the target's number.
         queries: 2 if the query projection has a gate after each query, else 1.
-        turned: Fraction of a head that is rotated, the first dimensions.
+        norm: Norm of queries and keys, None for no norm.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class UnrolledAttention(nn.Module):
         heads: int | None,
         kv_heads: int | None,
         queries: int = 1,
-        turned: float = 1.0,
+        norm: Callable[[int, float], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.heads = heads or shape.num_attention_heads
@@ -100,8 +100,22 @@ class UnrolledAttention(nn.Module):
         self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.Identity() if norm is None else norm(self.head_dim, shape.rms_norm_eps) for _ in range(2)
+        )
         self.theta = float(shape.rope_parameters["rope_theta"])
-        self.turned = int(turned * self.head_dim)
+
+
+class UnrolledAttention(HeadAttention):
+    """Attention over the target's features, and over the layer's own outputs at the depths before.
+
+    Attributes:
+        turned: Dimensions of a head that are rotated, the first ones.
+    """
+
+    def __init__(self, inputs: int, shape: Any, heads: int | None, kv_heads: int | None, **options: Any) -> None:
+        super().__init__(inputs, shape, heads, kv_heads, **options)
+        self.turned = self.head_dim
 
     def forward(
         self, x: Tensor, depth: int, keys: list[Tensor], values: list[Tensor], roots: Tensor | None = None
@@ -120,9 +134,9 @@ class UnrolledAttention(nn.Module):
         roots = torch.arange(rows, device=x.device) if roots is None else roots
         turn = rotations(roots + depth, self.turned, self.theta)
         queries = self.q_proj(x).view(batch, rows, self.heads, -1)
-        q = rotated(self.normed_query(queries[..., : self.head_dim]).transpose(1, 2), turn)
-        k = self.normed_key(self.k_proj(x).view(batch, rows, self.kv_heads, -1))
-        k = rotated(k.transpose(1, 2), turn)
+        q = self.q_norm(queries[..., : self.head_dim]).to(queries.dtype)
+        k = self.k_norm(self.k_proj(x).view(batch, rows, self.kv_heads, -1)).to(queries.dtype)
+        q, k = (rotated(y.transpose(1, 2), turn) for y in (q, k))
         v = self.v_proj(x).view(batch, rows, self.kv_heads, -1).transpose(1, 2)
         group = self.heads // self.kv_heads
         keys.append(k.repeat_interleave(group, 1))
@@ -136,14 +150,6 @@ class UnrolledAttention(nn.Module):
             mixed = mixed * queries[..., self.head_dim :].sigmoid()
         out: Tensor = self.o_proj(mixed.reshape(batch, rows, -1))
         return out
-
-    def normed_query(self, x: Tensor) -> Tensor:
-        """Returns queries [B, rows, heads, D] before their rotation, here unchanged."""
-        return x
-
-    def normed_key(self, x: Tensor) -> Tensor:
-        """Returns keys [B, rows, heads, D] before their rotation, here unchanged."""
-        return x
 
 
 def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor], roots: Tensor) -> Tensor:
@@ -183,17 +189,8 @@ class GatedAttention(UnrolledAttention):
     """Qwen3.5's attention: norms of queries and keys, a partly rotated head, and gates of the heads' outputs."""
 
     def __init__(self, shape: Any, heads: int | None = None, kv_heads: int | None = None) -> None:
-        super().__init__(shape.hidden_size, shape, heads, kv_heads, queries=2, turned=rotated_fraction(shape))
-        self.q_norm = OffsetNorm(self.head_dim, shape.rms_norm_eps)
-        self.k_norm = OffsetNorm(self.head_dim, shape.rms_norm_eps)
-
-    def normed_query(self, x: Tensor) -> Tensor:
-        out: Tensor = self.q_norm(x)
-        return out.to(x.dtype)
-
-    def normed_key(self, x: Tensor) -> Tensor:
-        out: Tensor = self.k_norm(x)
-        return out.to(x.dtype)
+        super().__init__(shape.hidden_size, shape, heads, kv_heads, queries=2, norm=OffsetNorm)
+        self.turned = int(rotated_fraction(shape) * self.head_dim)
 
     def start_from(self, source: Mapping[str, Tensor]) -> None:
         """Copies the target's attention, if it has the same form. Gates start half open."""
@@ -204,3 +201,50 @@ class GatedAttention(UnrolledAttention):
             queries[:, 1] *= 0.1
         for name in ("k_proj", "v_proj", "o_proj"):
             copy_if_fits(getattr(self, name).weight, source.get(f"self_attn.{name}.weight"))
+
+
+class HeadLayer(nn.Module):
+    """A decoder layer of a head.
+
+    Args:
+        attention: Its attention.
+        shape: The target's configuration.
+        intermediate: Units of the MLP.
+    """
+
+    def __init__(self, attention: HeadAttention, shape: Any, intermediate: int) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RmsNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
+        self.self_attn = attention
+        self.mlp = GatedMlp(width, intermediate)
+
+    @property
+    def stream_norm(self) -> RmsNorm:
+        """The norm of the residual stream before the attention."""
+        return self.input_layernorm
+
+    def attention_input(self, embedded: Tensor | None, hidden: Tensor) -> Tensor:
+        """Returns the normed input of the attention."""
+        return self.stream_norm(hidden)
+
+    def forward(self, embedded: Tensor | None, hidden: Tensor, *attended: Any) -> Tensor:
+        """Returns the residual stream [..., H] from that, and from embeddings [..., H] if the attention reads them.
+
+        attended: further arguments of the attention.
+        """
+        hidden = hidden + self.self_attn(self.attention_input(embedded, hidden), *attended)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+    def start_from(self, layer: nn.Module | None) -> None:
+        """Copies from a layer of the target: attention on the residual stream, the MLP's strongest units, norms."""
+        source = weights_of(layer)
+        width = self.stream_norm.normalized_shape[0]
+        for name, weight in self.self_attn.named_parameters():
+            on_stream = weight[:, -width:] if name in ("q_proj.weight", "k_proj.weight", "v_proj.weight") else weight
+            copy_if_fits(on_stream, source.get(f"self_attn.{name}"))
+        self.mlp.start_from(source)
+        for norm, name in ((self.stream_norm, "input"), (self.post_attention_layernorm, "post_attention")):
+            copy_if_fits(norm.weight, source.get(f"{name}_layernorm.weight"))

@@ -90,7 +90,7 @@ def head_loss(head: Head, batch: TrainBatch, discount: float, acceptance: Tensor
         discount: Factor per depth.
         acceptance: Weight of the acceptance loss, a scalar tensor from 0 to 1.
     """
-    probs, drafted = draft_columns(batch.target_probs(), head), head.drafted(batch)
+    probs, drafted = draft_columns(batch.target_probs(), head), head(batch)
     total = torch.zeros((), device=probs.device)
     for depth, logits in enumerate(drafted.logits):
         p, log_q = _rows(probs, depth, drafted), logits.float().log_softmax(-1)
@@ -139,7 +139,7 @@ def chain_acceptance(head: Head, dataset: HiddenStateDataset, greedy: bool, skip
 def _acceptance(head: Head, batch: TrainBatch, greedy: bool, skip: int) -> Tensor:
     """Returns the acceptance at each depth given the depths above, [B, roots, depths], from row ``skip`` on."""
     with torch.autocast(batch.ids.device.type, torch.bfloat16):
-        drafted, probs = head.drafted(batch), batch.target_probs()
+        drafted, probs = head(batch), batch.target_probs()
     draft_probs, columns = draft_columns(probs, head), []
     for depth, logits in enumerate(drafted.logits):
         best = logits.argmax(-1)

@@ -23,7 +23,7 @@ from foretoken.models.heads.mtp import HIDDEN_KEY
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.config import MtpTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
-from foretoken.train.head import Head, decoder_config, start_near_target, unroll
+from foretoken.train.head import Drafted, Head, decoder_config, start_near_target, unroll
 from foretoken.train.hybrid.layers import HybridLayer, MtpBlock
 from foretoken.train.layers import rotated_fraction
 from foretoken.train.shapes import HYBRID_TYPE
@@ -66,10 +66,10 @@ class MtpHead(Head):
     def begin(self, progress: float, step: int, length: int) -> None:
         self._unrolled = 1 if progress < self.settings.single_share else self.depths
 
-    def forward(self, batch: TrainBatch) -> list[Tensor]:
+    def forward(self, batch: TrainBatch) -> Drafted:
         depths = self._unrolled if self.training else self.depths
         outputs = unroll(lambda *inputs: self.mtp(*inputs)[0], batch, batch.last()[:, : -self.depths], depths)
-        return [batch.logits(hidden) for hidden in outputs]
+        return Drafted([batch.logits(hidden) for hidden in outputs])
 
     def describe(self, target: FrozenTarget) -> dict[str, Any]:
         shape, attention = target.config, self.layer.self_attn

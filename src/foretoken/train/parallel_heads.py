@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from foretoken.train.config import BlockwiseTrainConfig, EarlyExitTrainConfig, MedusaTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
-from foretoken.train.head import Head
+from foretoken.train.head import Drafted, Head
 from foretoken.train.layers import RmsNorm
 
 
@@ -22,9 +22,9 @@ class MedusaHead(Head):
         self.depths, self.layers = config.heads, config.layers
         self.blocks = nn.ModuleList(_Block(config.layers, target.hidden) for _ in range(config.heads))
 
-    def forward(self, batch: TrainBatch) -> list[Tensor]:
+    def forward(self, batch: TrainBatch) -> Drafted:
         x = batch.last()[:, : -self.depths].float()
-        return [batch.logits(block(x)) for block in self.blocks]
+        return Drafted([batch.logits(block(x)) for block in self.blocks])
 
     def describe(self, target: FrozenTarget) -> dict[str, Any]:
         return {
@@ -62,9 +62,9 @@ class BlockwiseHead(Head):
         self.depths, self.intermediate = config.heads, config.intermediate
         self.heads = nn.ModuleList(_Residual(target.hidden, config.intermediate) for _ in range(config.heads))
 
-    def forward(self, batch: TrainBatch) -> list[Tensor]:
+    def forward(self, batch: TrainBatch) -> Drafted:
         x = batch.last()[:, : -self.depths].float()
-        return [batch.logits(head(x)) for head in self.heads]
+        return Drafted([batch.logits(head(x)) for head in self.heads])
 
     def describe(self, target: FrozenTarget) -> dict[str, Any]:
         return {
@@ -108,13 +108,13 @@ class EarlyExitHead(Head):
             with torch.no_grad():
                 self.norm.weight.copy_(norm)
 
-    def forward(self, batch: TrainBatch) -> list[Tensor]:
+    def forward(self, batch: TrainBatch) -> Drafted:
         n = self.norm(batch.tapped(self.taps).float())
         logits = batch.logits(n + self.adapter(n))
         roots = batch.ids.shape[1] - self.depths
         # Row i + 1 is for token i + 2. In training one depth suffices: the others are the same rows, shifted.
         depths = 1 if self.training else self.depths
-        return [logits[:, 1 + depth : 1 + depth + roots] for depth in range(depths)]
+        return Drafted([logits[:, 1 + depth : 1 + depth + roots] for depth in range(depths)])
 
     def describe(self, target: FrozenTarget) -> dict[str, Any]:
         return {

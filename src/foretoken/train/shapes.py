@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.settings import named
+from foretoken.train.config import Settings
 
 HYBRID_TYPE = "qwen3_5_moe_text"
 """``model_type`` of hybrid mixtures of experts."""
@@ -19,18 +20,14 @@ def check_groups(heads: int, kv_heads: int) -> None:
         raise InvalidRequest(f"{heads} heads do not divide among {kv_heads} key heads")
 
 
-class ModelShape:
+@dataclass(frozen=True)
+class ModelShape(Settings):
     """Sizes of a model that is trained from scratch, under the names of its config.json."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise InvalidRequest(f"{name} is {value}; it must be at least 1")
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
         """Returns the sizes of a model with this config.json."""
-        return cls(**{f.name: config[f.name] for f in fields(cls)})  # type: ignore[arg-type]
+        return cls(**{f.name: config[f.name] for f in fields(cls)})
 
 
 @dataclass(frozen=True)
