@@ -46,12 +46,8 @@ def test_heads_and_drafts_are_trained_for_a_file(file: Path, texts: Path, tmp_pa
     invoke("train", "medusa", tmp_path / "medusa", "--model", file, *data, "--heads", "2", *short)
     invoke("train", "draft", tmp_path / "draft", file, "--corpus", texts, *RUN, "--device", "cpu")
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, speculative_tokens=2)
-    plain = (
-        LLM(file, speculative_config={"method": "none"}, dtype="float32")
-        .generate("def f1", params)[0]
-        .outputs[0]
-        .token_ids
-    )
+    alone = LLM(file, speculative_config={"method": "none"}, dtype="float32")
+    plain = alone.generate("def f1", params)[0].outputs[0].token_ids
     for name in ("medusa", "draft"):
         output = LLM(file, tmp_path / name, dtype="float32").generate("def f1", params)[0].outputs[0]
         assert output.token_ids == plain and output.stats.drafted > 0

@@ -11,9 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.train.hybrid.model import HybridModel
@@ -21,6 +19,7 @@ from foretoken.train.shapes import HybridShape
 from foretoken.train.widen import checkpoint as up
 from foretoken.train.widen.hybrid import expected_parameters, like
 
+from .test_cli import invoke
 from .test_hybrid import SMALL
 
 NARROW = replace(SMALL, num_hidden_layers=8)
@@ -135,13 +134,10 @@ def test_sizes_that_cannot_work_are_refused(narrow: Path, tmp_path: Path, change
 
 def test_the_command_takes_the_sizes_of_hybrids(narrow: Path, tmp_path: Path) -> None:
     sizes = ("--hidden", "64", "--layers", "8", "--heads", "8", "--kv-heads", "2", "--experts", "8")
-    result = CliRunner().invoke(
-        app, ["widen", str(narrow), str(tmp_path / "wide"), "--size", "0.5b-a0.1b", *sizes, "--intermediate", "32"]
-    )
-    assert result.exit_code == 0, result.output
+    invoke("widen", narrow, tmp_path / "wide", "--size", "0.5b-a0.1b", *sizes, "--intermediate", "32")
     assert HybridShape.of(json.loads((tmp_path / "wide" / "config.json").read_text())).num_experts == 8
-    refused = CliRunner().invoke(app, ["widen", str(narrow), str(tmp_path / "x"), "--head", str(narrow)])
-    assert "heads are widened for a Llama" in str(refused.exception)
+    with pytest.raises(InvalidRequest, match="heads are widened for a Llama"):
+        invoke("widen", narrow, tmp_path / "x", "--head", narrow)
 
 
 def test_presets_have_the_size_they_are_named_after() -> None:

@@ -40,7 +40,7 @@ def target(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape:
     """Train a tokenizer and a small Llama from scratch (two hours on two cores for the bundled one)."""
     from foretoken.train.target import train_target
 
-    _show(run, train_target(run, _corpus(corpus), shape, config), as_json, _usage(_out(run)))
+    _show(run, train_target(run, _corpus(corpus), shape, config), as_json, _usage(run.path))
 
 
 @app.command()
@@ -50,7 +50,7 @@ def hybrid(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape:
     from foretoken.train.hybrid.model import HYBRID
     from foretoken.train.target import train_target
 
-    _show(run, train_target(run, _corpus(corpus), shape, config, HYBRID), as_json, _usage(_out(run)))
+    _show(run, train_target(run, _corpus(corpus), shape, config, HYBRID), as_json, _usage(run.path))
 
 
 @app.command()
@@ -80,7 +80,7 @@ def draft(
     if generate and not distill.generated_share:
         distill = replace(distill, generated_share=0.5)
     figures = train_draft(run, _model(name), _corpus(corpus), shape, config, distill)
-    _show(run, figures, as_json, _usage(name, _out(run)))
+    _show(run, figures, as_json, _usage(name, run.path))
 
 
 @app.command()
@@ -101,15 +101,13 @@ def acceptance(
 
     --batch counts positions, and --window tokens of a window of text.
     """
-    from foretoken import zoo
-    from foretoken.models.formats.checkpoint import resolve
     from foretoken.train.acceptance_head import train_acceptance
 
     if draft_model is None and model is not None:
         raise InvalidRequest("--model is given without --draft-model; name the draft that the head is for")
-    draft = zoo.path("draft") if draft_model is None else resolve(draft_model).absolute()
+    draft = _model(draft_model, "draft")
     figures = train_acceptance(run, _model(model), draft, _corpus(data), config, settings)
-    stop = {"rule": "learned", "model": str(_out(run))}
+    stop = {"rule": "learned", "model": str(run.path)}
     _show(run, figures, as_json, _usage(model, method="draft_model", model=str(draft), draft_stop=stop))
 
 
@@ -145,8 +143,8 @@ def _register_head(role: str, kind: HeadKind) -> None:
         held, path = hold if unfreeze else None, _model(model)
         corpus = _corpus(data, model)
         figures = train_head(role, run, path, corpus, settings, config, data_config, lessons, held, start)
-        used = _out(run) / "target" if unfreeze else model
-        _show(run, figures, as_json, _usage(used, method=kind.method, model=str(_out(run))))
+        used = run.path / "target" if unfreeze else model
+        _show(run, figures, as_json, _usage(used, method=kind.method, model=str(run.path)))
 
 
 for _role, _kind in configs.HEADS.items():
@@ -158,7 +156,7 @@ for _role, _kind in configs.HEADS.items():
 def seq2seq(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape: Any, as_json: Json = False) -> None:
     """Train a small T5 from scratch to fix broken Python (34 minutes on one core for the bundled one)."""
     figures = repair_script().train_seq2seq(run, _corpus(corpus), shape, config)
-    _show(run, figures, as_json, _usage(_out(run)))
+    _show(run, figures, as_json, _usage(run.path))
 
 
 @app.command("seq2seq-draft")
@@ -183,7 +181,7 @@ def seq2seq_draft(
     path = zoo.path("seq2seq-target") if target is None else target.expanduser().absolute()
     train = repair_script().train_seq2seq_draft
     figures = train(run, path, _corpus(corpus), shape, config, acceptance_share)
-    _show(run, figures, as_json, _usage(path, _out(run)))
+    _show(run, figures, as_json, _usage(path, run.path))
 
 
 @app.command("seq2seq-card")
@@ -211,12 +209,12 @@ def card(
         print(write_head_card(target.absolute(), folder.absolute(), texts))
 
 
-def _model(name: str | None) -> Path:
-    """Returns the folder or GGUF file of the target, by default the bundled one."""
+def _model(name: str | None, role: str = "target") -> Path:
+    """Returns the folder or GGUF file of a model, by default the bundled one of this role."""
     from foretoken import zoo
     from foretoken.models.formats.checkpoint import resolve
 
-    return zoo.path("target") if name is None else resolve(name).absolute()
+    return zoo.path(role) if name is None else resolve(name).absolute()
 
 
 def _corpus(paths: list[Path] | None, model: str | None = None) -> Corpus:
@@ -242,11 +240,6 @@ def repair_script() -> Any:
     return module
 
 
-def _out(run: RunOptions) -> Path:
-    """Returns the absolute path of the output."""
-    return run.out.expanduser().absolute()
-
-
 def _usage(target: str | Path | None, draft: Path | None = None, **speculative_config: Any) -> str:
     """Returns the command that uses what was trained. target: None for the bundled one."""
     words = ["foretoken", "generate", "def main():"]
@@ -258,9 +251,8 @@ def _usage(target: str | Path | None, draft: Path | None = None, **speculative_c
 
 def _show(run: RunOptions, figures: dict[str, float], as_json: bool, usage: str) -> None:
     """Prints the last evaluation, and the command that uses what was trained."""
-    out = _out(run)
     if as_json:
-        print(json.dumps({"path": str(out)} | figures))
+        print(json.dumps({"path": str(run.path)} | figures))
     else:
-        print(f"{out}: " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()))
+        print(f"{run.path}: " + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()))
         print(usage)

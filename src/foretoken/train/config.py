@@ -57,6 +57,11 @@ class RunOptions:
     resume: bool = False
     force: bool = False
 
+    @property
+    def path(self) -> Path:
+        """The absolute path of the output."""
+        return self.out.expanduser().absolute()
+
 
 @dataclass(frozen=True)
 class TrainConfig(Settings):
