@@ -4,51 +4,38 @@
     python benchmarks/long_prompts.py --tokens 32768 --repeats 1 --peers vllm,llamacpp     # minutes a prompt
 
 The target's weights are linked into a folder whose config.json allows that many positions, since neither the time nor
-the memory of a prompt depends on what the positions were trained for. Engines take turns, each in a process of its own;
-where memory does not hold all of them, they are loaded again. No prefix cache is used.
+the memory of a prompt depends on what the positions were trained for. Engines race in plain decoding, each in a process
+of its own; where memory does not hold all of them, they are loaded again. No prefix cache is used.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import track
-from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.entrants import Pairing, own, peers
-from foretoken.bench.output import figures, report
-from foretoken.bench.peers.protocol import PeerRequest, Setup
+from foretoken.bench.output import listing, report
 from foretoken.bench.peers.registry import chosen
-from foretoken.bench.peers.worker import PeerError, start
-from foretoken.bench.pool import Pool
+from foretoken.bench.peers.worker import start
+from foretoken.bench.race import RaceTask, race
 from foretoken.models.formats.checkpoint import load_config
 from options import Output, Target, target_path
 
-
-@dataclass(frozen=True)
-class PromptTime:
-    """One engine's time of one prompt length.
-
-    Attributes:
-        seconds: to the first token, the median of all turns.
-        pass_seconds: of a plain pass behind the prompt, the median of all turns.
-        memory_bytes: resident, the largest of all turns.
-    """
-
-    system: str
-    version: str
-    tokens: int
-    seconds: float
-    pass_seconds: float
-    memory_bytes: int
+COLUMNS = {
+    "system": "{system} {version}",
+    "prompt": "{tokens}",
+    "first token, s": "{prefill_seconds:.2f}",
+    "tokens/s": "{prompt_rate:.0f}",
+    "a pass, ms": "{pass_ms:.1f}",
+    "memory, MB": "{megabytes:.0f}",
+}
 
 
 def stretched(target: Path, positions: int, folder: Path) -> Path:
@@ -65,49 +52,24 @@ def stretched(target: Path, positions: int, folder: Path) -> Path:
     return where
 
 
-def times(setups: list[Setup], tokens: int, repeats: int, passes: int) -> list[PromptTime]:
+def times(target: Path, systems: str, tokens: int, repeats: int, passes: int) -> list[dict[str, Any]]:
     """Times the first token after ``tokens`` tokens, and ``passes`` further tokens, in every engine, by turns."""
-    turns = setups * repeats
-    seconds: dict[str, list[float]] = {}
-    later: dict[str, list[float]] = {}
-    memory: dict[str, int] = {}
-    versions: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    with closing(Pool(start, turns)) as pool:
-        for number, setup in enumerate(track(turns, f"{tokens} tokens")):
-            if setup.system in failed:
-                continue
-            prompt = [(7 * i + number) % 4000 + 5 for i in range(tokens)]
-            try:
-                worker = pool.get(number)
-                worker.answer(PeerRequest([prompt[: tokens // 8 + 1]], 1))  # a new process compiles first
-                answer = worker.answer(PeerRequest([prompt], passes + 1))
-            except PeerError as error:
-                failed[setup.system] = str(error)
-                continue
-            decoding = (answer.seconds - answer.first_seconds) / (answer.total - answer.first_tokens)
-            # at once, since a turn may take minutes
-            print(f"{setup.system}: {answer.first_seconds:.2f} s, {1e3 * decoding:.1f} ms a pass", flush=True)
-            seconds.setdefault(setup.system, []).append(answer.first_seconds)
-            later.setdefault(setup.system, []).append(decoding)
-            memory[setup.system] = max(memory.get(setup.system, 0), worker.resident_bytes)
-            versions[setup.system] = worker.version
-    for name, reason in failed.items():
-        print(f"{name} is left out: {reason}")
+    pairing, lookup = Pairing(target, zoo.path("draft"), (1,), max_length=tokens + 64), [{"method": "ngram"}]
+    entrants = own(pairing, lookup) + peers(pairing, lookup, chosen(systems), print)
+    prompt = [(7 * i) % 4000 + 5 for i in range(tokens)]
+    task = RaceTask([[prompt]], passes + 1, 0.0, warm_up=[prompt[: tokens // 8 + 1]])  # a new process compiles first
+    plain = [entrant for entrant in entrants if entrant.method == "plain"]
+    rows, _ = race(plain, [task], repeats, start, print, lambda order: track(order, f"{tokens} tokens"))
     return [
-        PromptTime(name, versions[name], tokens, median(each), median(later[name]), memory[name])
-        for name, each in seconds.items()
+        {
+            **asdict(row),
+            "tokens": tokens,
+            "prompt_rate": tokens / row.prefill_seconds,
+            "pass_ms": 1e3 / row.decode_tokens_per_second,
+            "megabytes": row.resident_bytes / 1e6,
+        }
+        for row in rows
     ]
-
-
-def table(rows: list[PromptTime]) -> Table:
-    """Returns a line for each engine and length."""
-    heads = ("system", "prompt", "first token, s", "tokens/s", "a pass, ms", "memory, MB")
-    lines = []
-    for row in rows:
-        speed = f"{row.seconds:.2f}", f"{row.tokens / row.seconds:.0f}", f"{1e3 * row.pass_seconds:.1f}"
-        lines.append((f"{row.system} {row.version}", row.tokens, *speed, f"{row.memory_bytes / 1e6:.0f}"))
-    return figures(heads, lines)
 
 
 def main(
@@ -119,18 +81,11 @@ def main(
     output: Output = None,
 ) -> None:
     """Times long prompts in every engine."""
-    where, rows = target_path(target), list[PromptTime]()
+    where, rows = target_path(target), list[dict[str, Any]]()
     with TemporaryDirectory() as folder:
         for count in dict.fromkeys(tokens):
-            longest = count + 64
-            pairing = Pairing(stretched(where, longest, Path(folder)), zoo.path("draft"), (1,), max_length=longest)
-            entrants = own(pairing, [{"method": "ngram"}]) + peers(
-                pairing, [{"method": "ngram"}], chosen(systems), print
-            )
-            plain = [entrant.setup for entrant in entrants if entrant.method == "plain"]
-            rows += times(plain, count, repeats, passes)
-    facts = {"target": where.name, "repeats": repeats, "passes": passes}
-    report([table(rows)], facts, output, prompts=[asdict(row) for row in rows])
+            rows += times(stretched(where, count + 64, Path(folder)), systems, count, repeats, passes)
+    report([listing(COLUMNS, rows)], {"target": where.name, "repeats": repeats}, output, prompts=rows)
 
 
 if __name__ == "__main__":

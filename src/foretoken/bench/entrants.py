@@ -27,6 +27,7 @@ class Pairing:
         draft: None if no method needs one.
         quantization: "" is bf16. Of a GGUF file, its type.
         weights: How one system stores the target.
+        dtype: Of what is not quantized; transformers and ours alone take others than bfloat16.
     """
 
     target: Path
@@ -36,6 +37,7 @@ class Pairing:
     quantization: str = ""
     max_length: int = 2048
     weights: str = "bf16"
+    dtype: str = "bfloat16"
 
     def setup(self, peer: Peer, method: str) -> Setup:
         """Returns the setup of a process of ``peer`` for ``method``."""
@@ -49,6 +51,7 @@ class Pairing:
             max_length=self.max_length,
             batch=self.batch,
             threads=cores(),
+            dtype=self.dtype,
         )
 
 

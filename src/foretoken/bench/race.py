@@ -27,11 +27,23 @@ class Entrant:
 
 @dataclass(frozen=True)
 class RaceTask:
-    """The task of all entrants. groups: prompts that run in one batch, each as token ids."""
+    """The task of all entrants.
+
+    Attributes:
+        groups: Prompts that run in one batch, each as token ids.
+        max_tokens: Tokens of each prompt, one number for all groups or one for each.
+        warm_up: Prompts that are completed before each turn, untimed; None takes the first group.
+    """
 
     groups: list[list[list[int]]]
-    max_tokens: int
+    max_tokens: int | list[int]
     temperature: float
+    warm_up: list[list[int]] | None = None
+
+    @property
+    def limits(self) -> list[int]:
+        """Tokens of each prompt, by group."""
+        return [self.max_tokens] * len(self.groups) if isinstance(self.max_tokens, int) else self.max_tokens
 
 
 @dataclass(frozen=True)
@@ -152,8 +164,8 @@ def run(worker: PeerWorker, entrant: Entrant, task: RaceTask) -> list[Answer]:
     def answer(group: list[list[int]], tokens: int) -> Answer:
         return worker.answer(PeerRequest(group, tokens, task.temperature, entrant.depth))
 
-    answer(task.groups[0], min(WARM_UP, task.max_tokens))
-    return [answer(group, task.max_tokens) for group in task.groups]
+    answer(task.warm_up or task.groups[0], min(WARM_UP, *task.limits))
+    return [answer(group, limit) for group, limit in zip(task.groups, task.limits, strict=True)]
 
 
 def summarize(

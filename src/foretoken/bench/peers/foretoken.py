@@ -16,12 +16,13 @@ def load(setup: Setup) -> tuple[Complete, str]:
 
     from foretoken import LLM, SamplingParams, __version__
 
-    torch.set_num_threads(setup.threads)
+    if setup.threads:  # else as many as it chooses by itself
+        torch.set_num_threads(setup.threads)
     config = {name: json.loads(value) for name, value in setup.options}
     llm = LLM(
         setup.target,
         speculative_config=config | ({"model": setup.draft} if setup.draft else {}),
-        dtype="bfloat16",
+        dtype=setup.dtype,
         max_model_len=setup.max_length,
         max_num_seqs=max(16, setup.batch),
         quantization=quantization(setup),

@@ -26,6 +26,7 @@ class Setup:
         quantization: The race's name for the weights; "" is bf16.
         weights: How this system stores the target's weights: "bf16", "int8", "Q4_0" ...
         max_length: Prompt and output tokens together.
+        dtype: Of what is not quantized.
         options: The system's own options, values as JSON.
     """
 
@@ -39,6 +40,7 @@ class Setup:
     max_length: int = 2048
     batch: int = 1
     threads: int = 1
+    dtype: str = "bfloat16"
     options: tuple[tuple[str, str], ...] = ()
 
 

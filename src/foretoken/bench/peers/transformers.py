@@ -19,9 +19,10 @@ def load(setup: Setup) -> tuple[Complete, str]:
     torch.set_num_threads(setup.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     paths = [setup.target, *([setup.draft] if setup.draft else [])]
+    seq2seq = transformers.AutoConfig.from_pretrained(setup.target).is_encoder_decoder
+    kind = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
     models: list[Any] = [
-        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
-        for path in paths
+        kind.from_pretrained(path, dtype=getattr(torch, setup.dtype)).to(device).eval() for path in paths
     ]
     for model in models:
         model.generation_config.eos_token_id = None
@@ -51,7 +52,8 @@ def _generate(model: Any, prompt: list[int], max_tokens: int, options: dict[str,
     import torch
 
     ids = torch.tensor([prompt], device=model.device)
-    watch, seen, passes = Watch(1), len(prompt), 0
+    first = 1 if model.config.is_encoder_decoder else len(prompt)  # a start token, or the prompt
+    watch, seen, passes = Watch(1), first, 0
 
     def look(all_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         nonlocal seen
@@ -73,4 +75,4 @@ def _generate(model: Any, prompt: list[int], max_tokens: int, options: dict[str,
             seconds = perf_counter() - started
     finally:
         hook.remove()
-    return watch.answer([out[0, len(prompt) :].tolist()], seconds, passes)
+    return watch.answer([out[0, first:].tolist()], seconds, passes)
