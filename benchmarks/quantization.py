@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +24,7 @@ from rich.progress import track
 from torch import Tensor
 
 from foretoken import zoo
-from foretoken.bench.output import figures, wide_console
+from foretoken.bench.output import listing, wide_console
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
@@ -40,19 +39,15 @@ from foretoken.quantize.source import HEAD, SourceCheckpoint
 from foretoken.train.data import Corpus, encode, held_out_batches, standard_library
 from options import Output
 
+COLUMNS = {
+    "scheme": "{scheme}",
+    "rounding": "{rounding}",
+    "loss": "{loss:.4f}",
+    "total variation": "{total_variation:.4f}",
+    "MB": "{megabytes:.1f}",
+}
 FOLDERS = ("int8", "int4", "int4-g64", "int4-g128")
 FILES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "Q3_K_M")
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """One way to store the model; bytes are None if nothing was written."""
-
-    scheme: str
-    rounding: str
-    loss: float
-    total_variation: float
-    bytes: int | None
 
 
 def logits(model: Model, windows: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -158,7 +153,7 @@ def main(
     stream = encode(corpus.held_out, load_tokenizer(checkpoint))
     held_out = torch.cat(held_out_batches(stream, 1, 512))[:windows].long()
     text = calibration_text(corpus, characters)
-    rows: list[Accuracy] = []
+    rows: list[dict[str, Any]] = []
     exact: list[torch.Tensor] = []
     with tempfile.TemporaryDirectory() as folder:
         every = ways(checkpoint, scheme, text, Path(folder))
@@ -169,15 +164,14 @@ def main(
             files = [Path(path)] if Path(path).is_file() else list(Path(path).glob("*.safetensors"))
             written = quantization is None and rounding != "AWQ"
             size = sum(file.stat().st_size for file in files) if written else None
-            rows.append(Accuracy(name, rounding, *distance(loaded, held_out, exact), size))
+            loss, variation = distance(loaded, held_out, exact)
+            rows.append(
+                {"scheme": name, "rounding": rounding, "loss": loss, "total_variation": variation, "bytes": size}
+            )
+            rows[-1]["megabytes"] = size and size / 1e6
             if output is not None:
-                record = json.dumps([asdict(row) for row in rows], indent=2)
-                output.write_text(record + "\n", encoding="utf-8")
-    cells = [
-        (r.scheme, r.rounding, f"{r.loss:.4f}", f"{r.total_variation:.4f}", f"{r.bytes / 1e6:.1f}" if r.bytes else "")
-        for r in rows
-    ]
-    wide_console().print(figures(("scheme", "rounding", "loss", "total variation", "MB"), cells))
+                output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    wide_console().print(listing(COLUMNS, rows))
 
 
 if __name__ == "__main__":

@@ -12,32 +12,29 @@ from __future__ import annotations
 import ast
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import track
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.propose.adaptive import Adaptive
 from foretoken.train.data import standard_library
 from options import Output
 
 PROMPT_CHARACTERS = 400
-
-
-@dataclass(frozen=True)
-class Block:
-    """Consecutive requests: the share of draft tokens that were accepted, and tokens per target pass."""
-
-    text: str
-    acceptance_static: float
-    acceptance_adapting: float
-    length_static: float
-    length_adapting: float
+COLUMNS = {
+    "block": "{block}",
+    "text": "{text}",
+    "acceptance": "{acceptance_static:.3f}",
+    "acceptance, adapting": "{acceptance_adapting:.3f}",
+    "tokens/pass": "{length_static:.2f}",
+    "tokens/pass, adapting": "{length_adapting:.2f}",
+}
 
 
 def pieces(texts: Iterator[str], count: int) -> list[str]:
@@ -100,24 +97,17 @@ def main(
         for kind, prompts in (("library", library), (to, other))
         for i in range(0, len(prompts), requests)
     ]
-    measured: list[Block] = []
+    measured: list[dict[str, Any]] = []
     for number, (kind, prompts) in enumerate(track(steps, "shift", console=Console(stderr=True))):
         before, after = (run(llm, prompts, max_tokens, 1000 * number) for llm in (static, adapting))
-        measured.append(Block(kind, before[0], after[0], before[1], after[1]))
-    rows = [
-        (
-            *(number, b.text, f"{b.acceptance_static:.3f}", f"{b.acceptance_adapting:.3f}"),
-            *(f"{b.length_static:.2f}", f"{b.length_adapting:.2f}"),
-        )
-        for number, b in enumerate(measured, 1)
-    ]
+        block = {"block": number + 1, "text": kind, "acceptance_static": before[0], "acceptance_adapting": after[0]}
+        measured.append(block | {"length_static": before[1], "length_adapting": after[1]})
     proposer = adapting.engine.proposer
     assert isinstance(proposer, Adaptive)
     history = proposer.history
-    table = figures(("block", "text", "acceptance", "adapting", "tokens/pass", "adapting"), rows)
     said = f"{len(history)} updates, {sum(not update.taken for update in history)} rolled back"
     updates = [asdict(update) for update in history]
-    report([table, said], {"to": to}, output, blocks=[asdict(block) for block in measured], updates=updates)
+    report([listing(COLUMNS, measured), said], {"to": to}, output, blocks=measured, updates=updates)
 
 
 if __name__ == "__main__":

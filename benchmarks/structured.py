@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Annotated, Any
 
 import jsonschema  # type: ignore[import-untyped]
 import typer
-from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.outputs import RequestOutput
 from options import Output
 
+COLUMNS = {name.replace("_", " "): f"{{{name}}}" for name in ("schema", "requests", "valid", "tokens")}
+COLUMNS |= {"tokens per step": "{tokens_per_step:.2f}"}
 TEXT = {"type": "string", "maxLength": 24}
 COUNT = {"type": "integer", "minimum": -999, "maximum": 9999}
 
@@ -79,19 +79,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """Result of one schema. reasons: finish reasons; wrong: some texts that are not valid."""
-
-    schema: str
-    requests: int
-    valid: int
-    tokens: int
-    tokens_per_round: float
-    reasons: Mapping[str, int]
-    wrong: tuple[str, ...]
-
-
 def fault(text: str, schema: Mapping[str, Any]) -> str | None:
     """Returns the reason why ``text`` is not valid; None if it is."""
     try:
@@ -101,22 +88,15 @@ def fault(text: str, schema: Mapping[str, Any]) -> str | None:
     return None
 
 
-def judge(name: str, outputs: list[RequestOutput]) -> Row:
-    """Counts the valid texts of one schema."""
+def judge(name: str, outputs: list[RequestOutput]) -> dict[str, Any]:
+    """Returns the counts of one schema. reasons: finish reasons; wrong: some texts that are not valid."""
     done = [output.outputs[0] for output in outputs]
     valid = [d.finish_reason == "stop" and fault(d.text, SCHEMAS[name]) is None for d in done]
     tokens, steps = sum(len(d.token_ids) for d in done), sum(d.stats.steps for d in done)
     wrong = tuple(d.text for d, good in zip(done, valid, strict=True) if not good)
     reasons = Counter(str(d.finish_reason) for d in done)
-    return Row(name, len(done), sum(valid), tokens, tokens / max(1, steps), dict(reasons), wrong[:3])
-
-
-def table(rows: list[Row]) -> Table:
-    """Returns a table with a line for each schema."""
-    lines = [(row.schema, row.requests, row.valid, row.tokens, f"{row.tokens_per_round:.2f}") for row in rows]
-    total = [sum(getattr(row, name) for row in rows) for name in ("requests", "valid", "tokens")]
-    heads = ("schema", "requests", "valid", "tokens", "tokens per step")
-    return figures(heads, [*lines, ("all", *total, "")])
+    counts = {"schema": name, "requests": len(done), "valid": sum(valid), "tokens": tokens}
+    return counts | {"tokens_per_step": tokens / max(1, steps), "reasons": dict(reasons), "wrong": wrong[:3]}
 
 
 def main(
@@ -144,10 +124,12 @@ def main(
     rows = [judge(name, [o for o, n in zip(outputs, names, strict=True) if n == name]) for name in dict.fromkeys(names)]
     facts = config | {"concurrency": concurrency, "temperature": temperature, "seconds": round(seconds, 1)}
     facts["model"] = zoo.path("draft").name
-    wrong = [f"{row.schema}: {fault(text, SCHEMAS[row.schema])}: {text!r}" for row in rows for text in row.wrong]
-    report([table(rows), *wrong], facts, output, rows=[asdict(row) for row in rows])
-    if any(row.valid < row.requests for row in rows):
-        raise typer.Exit(1)
+    wrong = [
+        f"{row['schema']}: {fault(text, SCHEMAS[row['schema']])}: {text!r}" for row in rows for text in row["wrong"]
+    ]
+    total = {"schema": "all"} | {name: sum(row[name] for row in rows) for name in ("requests", "valid", "tokens")}
+    report([listing(COLUMNS, [*rows, total]), *wrong], facts, output, rows=rows)
+    raise typer.Exit(total["valid"] < total["requests"])
 
 
 if __name__ == "__main__":

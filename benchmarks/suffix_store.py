@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import numpy as np
@@ -28,28 +27,6 @@ from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.propose.suffix import Suffix, SuffixConfig
 from foretoken.train.data import encode, standard_library
 from options import Output
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Microseconds unless the name says otherwise."""
-
-    inserted_tokens: int
-    kept_tokens: int
-    kept_requests: int
-    bound_tokens: int
-    bytes_per_token: float
-    parts: int
-    add_median: float
-    add_highest: float
-    add_per_token: float  # processor time, like the next
-    background_per_token: float
-    draft_median: float
-    draft_p99: float
-    draft_highest: float
-    tokens_per_step: float
-    drafted_per_step: float
-    peak_memory_mib: float
 
 
 def requests(corpus: NDArray[np.int32], length: int, changed: float, seed: int, count: int) -> list[list[int]]:
@@ -93,8 +70,8 @@ def follow(
     return steps
 
 
-def measure(tokens: int, bound: int, length: int, changed: float, follows: int, budget: int) -> Figures:
-    """Fills a store and times drafts from it."""
+def measure(tokens: int, bound: int, length: int, changed: float, follows: int, budget: int) -> dict[str, float]:
+    """Fills a store and times drafts from it. Returns figures by name: microseconds unless the name says otherwise."""
     corpus = encode(standard_library().train, load_tokenizer(zoo.path("target"))).numpy().astype(np.int32)
     proposer = Suffix(SuffixConfig(suffix_decoding_max_cached_tokens=bound, suffix_decoding_max_cached_requests=2**30))
     store, busy, inline = proposer.store, 0.0, 0.0
@@ -114,24 +91,25 @@ def measure(tokens: int, bound: int, length: int, changed: float, follows: int, 
     texts = requests(corpus, length, changed, 10**6, follows)
     steps = [r for i, text in enumerate(track(texts, "following")) for r in follow(proposer, i, text, budget)]
     times = sorted(taken for taken, _, _ in steps)
-    return Figures(
-        inserted_tokens=len(adds) * length,
-        kept_tokens=len(store),
-        kept_requests=store.requests,
-        bound_tokens=bound,
-        bytes_per_token=store.nbytes / len(store),
-        parts=store.segments,
-        add_median=statistics.median(adds),
-        add_highest=max(adds),
-        add_per_token=inline * 1e6 / (len(adds) * length),
-        background_per_token=(busy - inline) * 1e6 / (len(adds) * length),
-        draft_median=times[len(times) // 2],
-        draft_p99=times[len(times) * 99 // 100],
-        draft_highest=times[-1],
-        tokens_per_step=statistics.fmean(emitted for _, emitted, _ in steps),
-        drafted_per_step=statistics.fmean(drafted for _, _, drafted in steps),
-        peak_memory_mib=memory("VmHWM") / 2**20,
-    )
+    return {
+        "inserted_tokens": len(adds) * length,
+        "kept_tokens": len(store),
+        "kept_requests": store.requests,
+        "bound_tokens": bound,
+        "bytes_per_token": store.nbytes / len(store),
+        "parts": store.segments,
+        "add_median": statistics.median(adds),
+        "add_highest": max(adds),
+        # processor time, like the next
+        "add_per_token": inline * 1e6 / (len(adds) * length),
+        "background_per_token": (busy - inline) * 1e6 / (len(adds) * length),
+        "draft_median": times[len(times) // 2],
+        "draft_p99": times[len(times) * 99 // 100],
+        "draft_highest": times[-1],
+        "tokens_per_step": statistics.fmean(emitted for _, emitted, _ in steps),
+        "drafted_per_step": statistics.fmean(drafted for _, _, drafted in steps),
+        "peak_memory_mib": memory("VmHWM") / 2**20,
+    }
 
 
 def main(
@@ -144,7 +122,7 @@ def main(
     output: Output = None,
 ) -> None:
     """Fills a suffix store and drafts from it."""
-    store = asdict(measure(tokens, bound, length, changed, follows, budget))
+    store = measure(tokens, bound, length, changed, follows, budget)
     rows = [
         (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.2f}")
         for name, value in store.items()

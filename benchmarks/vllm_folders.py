@@ -12,13 +12,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import OURS, PEERS
 from foretoken.bench.peers.worker import PeerError, start
@@ -29,17 +28,13 @@ from foretoken.quantize import quantize_checkpoint
 from options import Output, Small, target_path
 
 BF16 = "bf16"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Texts of one folder. agreed: mean tokens before the two differ. equal: texts that never do."""
-
-    scheme: str
-    texts: int
-    equal: int
-    agreed: float
-    error: str = ""
+COLUMNS = {
+    "weights": "{scheme}",
+    "texts": "{texts}",
+    "equal": "{equal}",
+    "mean equal tokens": "{agreed:.1f}",
+    "error": "{error}",
+}
 
 
 def written(system: str, target: str, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
@@ -66,7 +61,7 @@ def main(
     source = target_path(None, small)
     tokenizer = load_tokenizer(source)
     prompts = [list(tokenizer.encode(text)) for text in FUNCTIONS[:count]]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in [BF16, *scheme]:
         with tempfile.TemporaryDirectory() as temporary:
             place = source if name == BF16 else Path(temporary) / name
@@ -76,14 +71,14 @@ def main(
             try:
                 theirs = written("vllm", str(place), prompts, max_tokens)
             except PeerError as error:
-                rows.append(Row(name, len(prompts), 0, 0.0, str(error).strip().splitlines()[-1]))
+                rows.append({"scheme": name, "error": str(error).strip().splitlines()[-1]})
                 continue
         lengths = [agreed(*pair) for pair in zip(ours, theirs, strict=True)]
-        rows.append(Row(name, len(prompts), lengths.count(max_tokens), sum(lengths) / len(lengths)))
-    cells = [(row.scheme, row.texts, row.equal, f"{row.agreed:.1f} of {max_tokens}", row.error) for row in rows]
-    table = figures(("weights", "texts", "equal", "mean equal tokens", "error"), cells)
-    report([table], {"target": source.name}, output, rows=[asdict(row) for row in rows])
-    raise typer.Exit(1 if any(row.error for row in rows) else 0)
+        equal, mean = lengths.count(max_tokens), sum(lengths) / len(lengths)
+        rows.append({"scheme": name, "texts": len(prompts), "equal": equal, "agreed": mean})
+    facts = {"target": source.name, "max_tokens": max_tokens}
+    report([listing(COLUMNS, rows)], facts, output, rows=rows)
+    raise typer.Exit(any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep
@@ -63,33 +62,29 @@ class Stopwatch:
 
     Attributes:
         seconds: Seconds inside all methods.
-        calls: Number of calls by the method's name.
 
     Args:
         methods: Objects with a method's name each.
-        clock: Returns seconds.
     """
 
-    def __init__(self, methods: Iterable[tuple[Any, str]], clock: Callable[[], float] = perf_counter) -> None:
-        self.seconds, self.calls = 0.0, Counter[str]()
-        self._methods, self._clock = list(methods), clock
+    def __init__(self, methods: Iterable[tuple[Any, str]]) -> None:
+        self.seconds, self._methods = 0.0, list(methods)
 
     def __enter__(self) -> Self:
         for owner, name in self._methods:
-            setattr(owner, name, self._timed(name, getattr(owner, name)))
+            setattr(owner, name, self._timed(getattr(owner, name)))
         return self
 
     def __exit__(self, *_: object) -> None:
         for owner, name in self._methods:
             delattr(owner, name)
 
-    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def measured(*args: Any, **kwargs: Any) -> Any:
-            started = self._clock()
+            started = perf_counter()
             try:
                 return method(*args, **kwargs)
             finally:
-                self.seconds += self._clock() - started
-                self.calls[name] += 1
+                self.seconds += perf_counter() - started
 
         return measured

@@ -105,7 +105,11 @@ def pass_costs(
             context=context,
             batch=batch,
             seconds=spreads[context, m],
-            floor=min((spreads[at] for at in ((-1, m), (-2, m)) if at in spreads), key=_median, default=None),
+            floor=min(
+                (spreads[at] for at in ((-1, m), (-2, m)) if at in spreads),
+                key=lambda spread: spread.median,
+                default=None,
+            ),
             kv_bytes=batch * (1 + model.takes_source) * context * model.kv_bytes_per_token,
             weights_bytes=loaded.weights_bytes,
         )
@@ -137,10 +141,6 @@ def _bare(loaded: Loaded) -> list[Callable[[int], float | None]]:
     if loaded.model.device.type == "cpu" and not loaded.quantization and not loaded.model.has_experts:
         products.append(Floor(matrices(loaded.config), loaded.model.dtype))
     return products
-
-
-def _median(spread: TimeSpread) -> float:
-    return spread.median
 
 
 @dataclass(frozen=True)

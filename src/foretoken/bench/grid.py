@@ -211,6 +211,11 @@ class Summary:
     plain: RaceRow | None
     peer: RaceRow | None
 
+    @property
+    def others(self) -> tuple[RaceRow | None, ...]:
+        """The fastest rows that the default is compared with."""
+        return self.picked, self.plain, self.peer
+
     @staticmethod
     def of(rows: Sequence[RaceRow]) -> Summary:
         """Returns the summary of a cell's rows."""

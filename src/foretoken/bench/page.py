@@ -112,19 +112,15 @@ def line(cell: GridCell, rows: Sequence[RaceRow]) -> tuple[str, ...]:
         _named(own.picked),
         _rate(own.plain),
         _named(own.peer),
-        *(_over(own.default, other) for other in (own.picked, own.plain, own.peer)),
+        *("" if ratio is None else f"{ratio:.2f}" for ratio in (_ratio(own.default, other) for other in own.others)),
     )
 
 
 def claims(results: Results) -> list[str]:
     """Returns the median and the lowest ratio of the default over the others."""
-    found = []
-    for name, kind in (
-        ("the best fixed configuration", "picked"),
-        ("plain decoding", "plain"),
-        ("the best peer", "peer"),
-    ):
-        ratios = [ratio for rows in results.values() if (ratio := _ratio(Summary.of(rows), kind)) is not None]
+    found, summaries = [], list(map(Summary.of, results.values()))
+    for at, name in enumerate(("the best fixed configuration", "plain decoding", "the best peer")):
+        ratios = [ratio for own in summaries if (ratio := _ratio(own.default, own.others[at])) is not None]
         if ratios:
             found.append(
                 f"{median(ratios):.2f}x {name} in the median of {len(ratios)} cells, {min(ratios):.2f}x at least"
@@ -162,10 +158,5 @@ def _named(row: RaceRow | None) -> str:
     return "" if row is None else f"{row.tokens_per_second:.1f} ({label(row).removeprefix('foretoken ')})"
 
 
-def _over(row: RaceRow | None, other: RaceRow | None) -> str:
-    return "" if row is None or other is None else f"{row.tokens_per_second / other.tokens_per_second:.2f}"
-
-
-def _ratio(summary: Summary, kind: str) -> float | None:
-    row, other = summary.default, getattr(summary, kind)
-    return None if row is None or other is None else float(row.tokens_per_second / other.tokens_per_second)
+def _ratio(row: RaceRow | None, other: RaceRow | None) -> float | None:
+    return None if row is None or other is None else row.tokens_per_second / other.tokens_per_second

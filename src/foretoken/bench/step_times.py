@@ -54,7 +54,7 @@ def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> Step
     """Times decode steps of one prompt after another through ``LLM.stream``."""
     drafter = _draft_model(llm)
     names = ("score", "chains") if drafter is not None else ()
-    sums = dict.fromkeys(("steps", "tokens", "total", "target", "draft", "propose", "verify", "commit"), 0.0)
+    steps, tokens, seconds = 0, 0, dict.fromkeys((f.name for f in fields(StepTimes)[2:]), 0.0)
     with Stopwatch([(drafter, name) for name in names]) as watch:
         for prompt in prompts:
             pieces = iter(llm.stream(prompt, params))
@@ -66,19 +66,11 @@ def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> Step
                 if piece is None:
                     break
                 drafting, laps = watch.seconds - before, piece.step.timings
-                parts = {
-                    "steps": 1,
-                    "tokens": len(piece.token_ids),
-                    "total": wall,
-                    "target": laps.score,
-                    "draft": drafting,
-                    "propose": laps.propose - drafting,
-                    "verify": laps.verify,
-                    "commit": laps.commit,
-                }
-                for name, value in parts.items():
-                    sums[name] += value
-    return StepTimes(**sums | {"steps": int(sums["steps"]), "tokens": int(sums["tokens"])})  # type: ignore[arg-type]
+                parts = {"target": laps.score, "draft": drafting, "propose": laps.propose - drafting}
+                parts |= {"verify": laps.verify, "commit": laps.commit, "total": wall}
+                seconds = {name: seconds[name] + value for name, value in parts.items()}
+                steps, tokens = steps + 1, tokens + len(piece.token_ids)
+    return StepTimes(steps, tokens, **seconds)
 
 
 def _draft_model(llm: LLM) -> Any:
