@@ -18,6 +18,7 @@ from foretoken.plan.vllm import (
     CHAIN,
     COPIED,
     PLAIN,
+    Answers,
     Bench,
     VllmCandidate,
     VllmRun,
@@ -123,12 +124,12 @@ def test_plain_decoding_measured_alone_serves_all():
 
 def test_one_request_leaves_the_interval_open_and_disturbed_steps_do_not_count():
     answer = VllmStepTimes([[1] * 9], [4], [0.1, 0.1, 0.1, 5.0], [2, 2, 2, 2], 0.3)
-    result = VllmRun.of([answer], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
+    result = Answers("x", 1, "x", 0.0, 1, (answer,)).run()
     assert result.steps == (3,) and result.step_seconds == pytest.approx(0.1)
     assert result.tokens_per_pass == 2.0 and result.emitted == (0, 4)
     assert math.isinf(result.tokens_width) and result.seconds_width == 0.0
     with pytest.raises(InvalidRequest, match="no step"):
-        VllmRun.of([VllmStepTimes([[1]], [0], [], [], 0.3)], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
+        Answers("x", 1, "x", 0.0, 1, (VllmStepTimes([[1]], [0], [], [], 0.3),)).run()
 
 
 class Fake:

@@ -32,6 +32,7 @@ from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.checks import integer, number
 from foretoken.core.context import Exactness
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.progress import Say
 from foretoken.llm import LLM
 from foretoken.speculation import NONE
 
@@ -55,9 +56,6 @@ SHARES = {
 _PREFIX = 3  # completions of ``NOISE_TOKENS`` that the prefix distribution's short texts cost at least
 STATISTICAL = 3  # number of checks that share ``ALPHA``
 
-Watch = Callable[[str, float], None]
-"""Called with the name of the running check and the share of the budget that is spent."""
-
 
 def audit(
     subject: LLM | Audited,
@@ -67,7 +65,7 @@ def audit(
     temperature: float = 1.0,
     seed: int = 0,
     float32: bool = True,
-    watch: Watch | None = None,
+    watch: Say | None = None,
     too_short: Callable[[float], None] = lambda least: None,
 ) -> Audit:
     """Audits whether speculative decoding is exact.
@@ -161,7 +159,7 @@ def _checks(float32: bool) -> Mapping[str, Callable[[AuditTask], Check]]:
     }
 
 
-def _tick(watch: Watch, name: str, started: float, budget: float) -> Callable[[], None]:
+def _tick(watch: Say, name: str, started: float, budget: float) -> Callable[[], None]:
     return lambda: watch(name, min(1.0, (monotonic() - started) / budget))
 
 

@@ -15,10 +15,10 @@ from foretoken.cli.theme import staged, wide_console
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from foretoken.core.progress import Say
     from foretoken.models.base import Model
     from foretoken.plan.candidates import Candidate
     from foretoken.plan.outcome import Plan
-    from foretoken.plan.planner import Say
 
 _ROLES = ("eagle3", "mtp", "medusa", "blockwise")  # of the bundled heads
 

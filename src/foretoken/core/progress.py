@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Say = Callable[[str, float], None]
+"""Reports progress: the current stage, and the finished fraction of the whole."""
 
 PLAIN_SECONDS = 30.0  # between lines without a terminal
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.progress import Say
 from foretoken.core.sampling import SamplingLaw
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.models.base import Model
@@ -39,8 +40,6 @@ from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
 _MOMENTS = 6  # moments at each temperature at which steps are timed
-Say = Callable[[str, float], None]
-"""Reports progress: the current stage, and the finished fraction of the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 from foretoken.bench.peers.protocol import PeerRequest, Setup
@@ -24,10 +24,11 @@ from foretoken.bench.peers.vllm import VllmStepTimes
 from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.progress import Say
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.statistics import around, ratio_interval
+from foretoken.plan.statistics import Interval, around, ratio_interval
 
 CHAIN = (1, 2, 4, 8)  # draft lengths of chains that are run
 COPIED = (2, 4, 8)  # draft lengths of methods that copy text
@@ -35,9 +36,6 @@ PLAIN = ""  # name of plain decoding among the lanes
 _DISTURBED = 3.0  # a step that takes this many times the median was disturbed, and is skipped
 _COPIES = ("ngram", "suffix", "custom_class")
 _WARM_UP = 8  # tokens of a warm-up request
-
-Say = Callable[[str, float], None]
-"""Reports progress: the current stage, and the finished fraction of the whole."""
 
 
 @dataclass(frozen=True)
@@ -90,32 +88,10 @@ class VllmRun:
     emitted: tuple[int, ...]  # number of passes that emitted 1, 2, ... tokens
     first_seconds: tuple[float, ...]  # by group, seconds until every prompt had its first token
 
-    @staticmethod
-    def of(answers: Sequence[VllmStepTimes], **place: Any) -> VllmRun:
-        """Returns a run from a worker's answers, one per group. Raises InvalidRequest if nothing was decoded."""
-        timed = [_undisturbed(answer.seconds) for answer in answers if answer.seconds]
-        if not timed:
-            raise InvalidRequest("no step had all sequences in it; give more max_tokens or a smaller batch")
-        emitted = [count for answer in answers for count in answer.emitted]
-        return VllmRun(
-            tokens=tuple(len(text) - 1 for answer in answers for text in answer.tokens),
-            passes=tuple(passes for answer in answers for passes in answer.passes),
-            steps=tuple(len(seconds) for seconds in timed),
-            seconds=tuple(sum(seconds) / len(seconds) for seconds in timed),
-            emitted=tuple(emitted.count(size) for size in range(1, max(emitted) + 1)),
-            first_seconds=tuple(answer.first_seconds for answer in answers),
-            **place,
-        )
-
     @property
     def tokens_per_pass(self) -> float:
         """Emitted tokens over target passes."""
         return sum(self.tokens) / max(1, sum(self.passes))
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean seconds of a step."""
-        return sum(self._seconds) / sum(self.steps)
 
     @property
     def tokens_width(self) -> float:
@@ -123,13 +99,18 @@ class VllmRun:
         return ratio_interval(self.tokens, self.passes).width
 
     @property
-    def seconds_width(self) -> float:
-        """Half the relative width of the interval of a step's time. 0 for one group, which has no spread."""
-        return ratio_interval(self._seconds, self.steps).width if len(self.steps) > 1 else 0.0
+    def step_seconds(self) -> float:
+        """Mean seconds of a step."""
+        return self._step_interval.estimate
 
     @property
-    def _seconds(self) -> list[float]:
-        return [n * seconds for n, seconds in zip(self.steps, self.seconds, strict=True)]
+    def seconds_width(self) -> float:
+        """Half the relative width of the interval of a step's time. 0 for one group, which has no spread."""
+        return self._step_interval.width if len(self.steps) > 1 else 0.0
+
+    @property
+    def _step_interval(self) -> Interval:
+        return ratio_interval([n * each for n, each in zip(self.steps, self.seconds, strict=True)], self.steps)
 
     def within(self, depth: int) -> float:
         """Returns tokens per pass if every pass accepted at most ``depth`` draft tokens."""
@@ -141,21 +122,14 @@ class VllmRun:
         return tuple(after / before for before, after in pairwise(deeper) if before)
 
 
-def _undisturbed(seconds: Sequence[float]) -> list[float]:
-    longest = _DISTURBED * median(seconds)
-    return [each for each in seconds if each <= longest]
-
-
 class PromptCompleter(Protocol):
     """Completes prompts and times the steps."""
 
     def complete(self, request: PeerRequest) -> VllmStepTimes:
         """Completes the request's prompts. Returns the tokens and the times of the steps."""
-        ...
 
     def close(self) -> None:
         """Ends the process."""
-        ...
 
 
 StartProcess = Callable[[VllmCandidate | None], PromptCompleter]
@@ -223,9 +197,27 @@ class Answers:
 
     def run(self, groups: Sequence[int] | None = None) -> VllmRun:
         """Returns the run over these groups, None for all. Raises InvalidRequest if nothing was decoded."""
-        chosen = self.groups if groups is None else [self.groups[i] for i in groups]
-        return VllmRun.of(
-            chosen, lane=self.lane, depth=self.depth, beside=self.beside, temperature=self.temperature, batch=self.batch
+        answers = self.groups if groups is None else [self.groups[i] for i in groups]
+        timed = [
+            [each for each in answer.seconds if each <= _DISTURBED * median(answer.seconds)]
+            for answer in answers
+            if answer.seconds
+        ]
+        if not timed:
+            raise InvalidRequest("no step had all sequences in it; give more max_tokens or a smaller batch")
+        emitted = [count for answer in answers for count in answer.emitted]
+        return VllmRun(
+            lane=self.lane,
+            depth=self.depth,
+            beside=self.beside,
+            temperature=self.temperature,
+            batch=self.batch,
+            tokens=tuple(len(text) - 1 for answer in answers for text in answer.tokens),
+            passes=tuple(passes for answer in answers for passes in answer.passes),
+            steps=tuple(len(seconds) for seconds in timed),
+            seconds=tuple(fmean(seconds) for seconds in timed),
+            emitted=tuple(emitted.count(size) for size in range(1, max(emitted) + 1)),
+            first_seconds=tuple(answer.first_seconds for answer in answers),
         )
 
 
@@ -316,15 +308,13 @@ class VllmPrediction:
 
 def predict(runs: Sequence[VllmRun], depth: int) -> VllmPrediction:
     """Predicts from the same lane's ``runs`` at this, or a shorter and a longer draft length; else InvalidRequest."""
-    by_depth = {run.depth: run for run in runs}
-    if (run := by_depth.get(depth)) is not None:
-        widths = run.tokens_width, run.seconds_width
-        return VllmPrediction(run.tokens_per_pass, run.step_seconds, *widths, run.acceptance(depth))
-    if not min(by_depth, default=0) < depth < max(by_depth, default=0):
-        raise InvalidRequest(f"depth {depth} lies outside those that were run: {', '.join(map(str, sorted(by_depth)))}")
-    low = by_depth[max(known for known in by_depth if known < depth)]
-    high = by_depth[min(known for known in by_depth if known > depth)]
-    share = (depth - low.depth) / (high.depth - low.depth)
+    ordered = sorted(runs, key=lambda run: run.depth)
+    below, above = [r for r in ordered if r.depth <= depth], [r for r in ordered if r.depth >= depth]
+    if not below or not above:
+        known = ", ".join(str(run.depth) for run in ordered)
+        raise InvalidRequest(f"depth {depth} lies outside those that were run: {known}")
+    low, high = below[-1], above[0]
+    share = (depth - low.depth) / max(1, high.depth - low.depth)
     ends = low.tokens_per_pass / high.within(low.depth), high.tokens_per_pass / high.within(high.depth)
     return VllmPrediction(
         tokens_per_pass=((1 - share) * ends[0] + share * ends[1]) * high.within(depth),

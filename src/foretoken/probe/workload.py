@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.progress import Say
 from foretoken.probe.answers import DraftCounts, Failed, Refused, ServerAnswer, ServerCounters, summed
 from foretoken.probe.client import Ask, EndpointClient, Journal, request_key
 from foretoken.probe.server import CHARACTERS, EndpointRequest, Side, reported_depth, sent
@@ -167,10 +168,6 @@ class WaveSender:
     def _body(self, side: Side, prompt: str) -> Mapping[str, Any]:
         request = EndpointRequest(prompt, self.max_tokens, "", self.temperature, top=False, continued=False)
         return side.body(request) | {"stream": True, "stream_options": {"include_usage": True}}
-
-
-Say = Callable[[str, float], None]
-"""Reports progress: the current stage, and the finished fraction of the whole."""
 
 
 class CannotTellError(Exception):

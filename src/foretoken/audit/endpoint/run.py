@@ -17,8 +17,8 @@ from foretoken.audit.endpoint.parity import parity
 from foretoken.audit.endpoint.task import MIN_BUDGET, CheckpointReference, EndpointTask, Sizes, inconclusive
 from foretoken.audit.endpoint.tuned import tuned_findings
 from foretoken.audit.result import Audit, Check, CheckOutcome
-from foretoken.audit.run import Watch
 from foretoken.bench.workloads import FUNCTIONS
+from foretoken.core.progress import Say
 from foretoken.probe.answers import ServerAnswer, ServerCounters
 from foretoken.probe.client import Journal
 from foretoken.probe.server import (
@@ -69,7 +69,7 @@ def audit_endpoint(
     endpoint: Endpoint,
     prompts: Sequence[str] = FUNCTIONS,
     announce: Callable[[Mapping[str, Any]], bool] = lambda plan: True,
-    watch: Watch = lambda check, fraction: None,
+    watch: Say = lambda check, fraction: None,
 ) -> Audit:
     """Audits a server.
 
@@ -174,7 +174,7 @@ def _facts(task: EndpointTask) -> dict[str, Any]:
     }
 
 
-def _checked(task: EndpointTask, plan: Mapping[str, Any], watch: Watch) -> list[Check]:
+def _checked(task: EndpointTask, plan: Mapping[str, Any], watch: Say) -> list[Check]:
     """Runs all checks."""
     running, done = "", 0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.core.progress import Say
 from foretoken.plan.endpoint.drafters import LocalModels, PredictedDrafter, copying, predicted_drafters, texts_of
 from foretoken.plan.endpoint.outcome import EndpointPlan, EndpointPredictor
 from foretoken.plan.endpoint.render import paste
@@ -26,7 +27,7 @@ from foretoken.plan.endpoint.statistics import (
 from foretoken.probe.answers import Refused
 from foretoken.probe.client import Journal
 from foretoken.probe.server import ServerPair, Side, probed, why_unusable
-from foretoken.probe.workload import CannotTellError, Measurement, Say, Wave, WaveSender, draft_length, sides_of
+from foretoken.probe.workload import CannotTellError, Measurement, Wave, WaveSender, draft_length, sides_of
 
 CONCURRENCY = (1, 4, 16)
 Announce = Callable[[Mapping[str, Any]], bool]
