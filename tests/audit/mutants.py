@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from tests.exactness import mutants as rounds
 
-from foretoken.audit.controls import PLANTS, planted, sequential, tempered
+from foretoken.audit.controls import PLANTS, planted, sequential
 from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
@@ -19,6 +19,11 @@ from foretoken.propose.base import Proposer
 from foretoken.verify import Rule, typical
 from foretoken.verify.residual import excess, normalized
 from foretoken.verify.rows import dense
+
+
+def tempered(power):
+    """The distribution at another temperature."""
+    return lambda row: normalized(row**power)
 
 
 def filtered_again(p, q):

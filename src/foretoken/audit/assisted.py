@@ -33,10 +33,7 @@ class Assisted:
         InvalidRequest: transformers does not have the configured method.
     """
 
-    bit_equal = False
-    batch = 1
-    seeded = False
-    open = False
+    bit_equal, batch, seeded, open = False, 1, False, False
     depth: int | None = None
 
     def __init__(self, model: str | Path, config: SpeculativeConfig, dtype: Any = "auto") -> None:
@@ -47,13 +44,11 @@ class Assisted:
         logging.disable_progress_bar()
         method = check_assisted(config)
         path = resolve(model)
-        self.tokenizer = load_tokenizer(path)
-        self.version = transformers.__version__
+        self.tokenizer, self.version = load_tokenizer(path), transformers.__version__
         self.names = {"model": str(model), "draft_model": config.model, "method": method}
-        folders = [path, *([resolve(config.model)] if config.model else [])]
         loaded: list[Any] = [
             transformers.AutoModelForCausalLM.from_pretrained(checkpoint_folder(folder), dtype=dtype).eval()
-            for folder in folders
+            for folder in (path, *([resolve(config.model)] if config.model else []))
         ]
         self.model, self.draft = loaded[0], loaded[1] if config.model else None
         self.ends = _ends(self.model)
@@ -163,9 +158,9 @@ def _rows(model: Any, prompt: Ids, text: Ids) -> Tensor:
 
 def _ends(model: Any) -> tuple[int, ...]:
     configured = model.generation_config.eos_token_id
-    return (
-        tuple(configured) if isinstance(configured, list | tuple) else () if configured is None else (int(configured),)
-    )
+    if configured is None:
+        return ()
+    return tuple(configured) if isinstance(configured, list | tuple) else (int(configured),)
 
 
 @contextmanager

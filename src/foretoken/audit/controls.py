@@ -100,11 +100,6 @@ def _law_of(draft: Draft, node: int, at: int, p: Tensor) -> Tensor:
     return normalized(q)
 
 
-def tempered(power: float) -> Reshape:
-    """Returns a function row -> norm(row ^ power), the distribution at another temperature."""
-    return lambda row: normalized(row**power)
-
-
 def planted(verifier: Verifier) -> Rule:
     """Returns a rule that uses ``verifier`` in the distribution grade and the right verifier elsewhere."""
 

@@ -15,19 +15,12 @@ from foretoken.core.streams import SharedStream
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first token that differs.
+    """The first token that differs. margin, moved: None if the divergence was not reproduced."""
 
-    Attributes:
-        prompt: Index of the prompt.
-        position: Number of tokens before the divergence.
-        margin: Difference between the best two scores of the plain pass. None if the divergence was not reproduced.
-        moved: Largest difference of a score between the two passes. None if the divergence was not reproduced.
-    """
-
-    prompt: int
-    position: int
-    margin: float | None = None
-    moved: float | None = None
+    prompt: int  # index
+    position: int  # number of tokens before the divergence
+    margin: float | None = None  # difference between the best two scores of the plain pass
+    moved: float | None = None  # largest difference of a score between the two passes
 
     @property
     def tie(self) -> bool:
@@ -82,14 +75,10 @@ def _scores(row: Tensor, settings: CompletionSettings, seed: int, position: int)
 
 
 def parity(name: str, divergences: Sequence[Divergence], promised: bool, ways: Mapping[str, int], tokens: int) -> Check:
-    """Returns the check of texts that should be equal.
+    """Returns the check of texts that should be equal. tokens: of the plain texts.
 
-    Args:
-        name: Name of the check.
-        divergences: The texts that differ.
-        promised: Whether passes are batch-invariant, so that even a tie is an error.
-        ways: Number of compared texts, by how they were generated.
-        tokens: Tokens of the plain texts.
+    promised: whether passes are batch-invariant, so that even a tie is an error. ways: number of compared texts, by
+    how they were generated.
     """
     wrong = [one for one in divergences if promised or not one.tie]
     compared = ", ".join(f"{count} {way}" for way, count in ways.items())

@@ -34,14 +34,10 @@ _IDENTIFIERS = count(1 << 40)  # above the ids of requests that the same propose
 
 
 class Foretoken:
-    """An engine as configured. Nothing else may run on it during the audit.
+    """An engine as configured. Nothing else may run on it during the audit. See ``Audited``.
 
     Args:
-        engine: The engine.
-        encode: Converts a text to token ids.
         depth: Configured number of draft tokens, for steps in which the engine's controller is bypassed.
-        ends: End-of-sequence token ids.
-        facts: Description for the report.
         float32: Loads the same engine in float32, None if that is impossible.
         start: First decoder tokens of an encoder-decoder, whose encoder receives the prompts.
         method: Name of the proposer that drafts, where the engine has several.

@@ -16,44 +16,29 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class CompletionSettings:
-    """Settings of completions.
+    """Settings of completions."""
 
-    Attributes:
-        law: The sampling parameters.
-        max_tokens: Tokens per completion.
-        seeds: One seed per prompt.
-        depth: Draft tokens per step; 0 is plain decoding, None leaves the number to the subject's controller.
-        grade: The exactness grade that is requested.
-        ends: Token ids that end a completion.
-        batch: Number of sequences that run at once.
-        keep: Also return the logits that each token was sampled from.
-    """
-
-    law: SamplingLaw
-    max_tokens: int
-    seeds: tuple[int, ...]
-    depth: int | None = None
-    grade: Exactness = Exactness.DISTRIBUTION
-    ends: tuple[int, ...] = ()
-    batch: int = 16
-    keep: bool = False
+    law: SamplingLaw  # the sampling parameters
+    max_tokens: int  # per completion
+    seeds: tuple[int, ...]  # one per prompt
+    depth: int | None = None  # draft tokens per step; 0 is plain decoding, None leaves it to the subject's controller
+    grade: Exactness = Exactness.DISTRIBUTION  # the exactness grade that is requested
+    ends: tuple[int, ...] = ()  # token ids that end a completion
+    batch: int = 16  # sequences that run at once
+    keep: bool = False  # also return the logits that each token was sampled from
 
 
 @dataclass(frozen=True, slots=True)
 class AuditStep:
     """One decode step of a completion.
 
-    Attributes:
-        position: Tokens generated before the step.
-        drafted: Depth of the draft.
-        whole: Whether a path of that depth was accepted.
-        q: [V], the distribution of the first draft token (one-hot for a fixed candidate). None if it is unknown or
-            where drafting and verification shared random numbers.
+    q: [V], the distribution of the first draft token (one-hot for a fixed candidate). None if it is unknown or where
+    drafting and verification shared random numbers.
     """
 
-    position: int
-    drafted: int
-    whole: bool
+    position: int  # tokens generated before the step
+    drafted: int  # depth of the draft
+    whole: bool  # whether a path of that depth was accepted
     q: Tensor | None = None
 
 
@@ -88,37 +73,28 @@ class Audited(Protocol):
     @property
     def facts(self) -> Mapping[str, Any]:
         """The audited engine and models, for the report."""
-        ...
 
     @property
     def encode(self) -> Callable[[str], Sequence[int]]:
         """Converts a text to token ids."""
-        ...
 
     def law(self, temperature: float) -> SamplingLaw:
         """Returns the distribution that it promises at ``temperature``, with its default filters."""
-        ...
 
     def generate(self, prompts: Sequence[Ids], settings: CompletionSettings) -> list[AuditedCompletion]:
         """Returns one completion per prompt."""
-        ...
 
     def logits(self, prompt: Ids, text: Ids) -> Tensor:
         """Returns logits [n, V] of ``text`` [n] after ``prompt``, from one forward pass of the target."""
-        ...
 
     def reference(self, prompt: Ids, text: Ids, law: SamplingLaw) -> Tensor | None:
         """Returns the draft's distributions [n, V] along ``text``, None if ``AuditStep.q`` has them or none exist."""
-        ...
 
     def planted(self) -> Mapping[str, Audited]:
         """Returns copies with a planted error, by description. The audit must find each of them."""
-        ...
 
     def self_drafting(self) -> Audited | None:
         """Returns the subject with its target as its own draft, None if that is impossible."""
-        ...
 
     def in_float32(self) -> Audited | None:
         """Returns the subject in float32, None if it is already or if that is impossible."""
-        ...

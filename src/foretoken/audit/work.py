@@ -22,42 +22,22 @@ class AuditSpeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AuditTask:
-    """Inputs of a check.
+    """Inputs of a check."""
 
-    Attributes:
-        subject: The audited implementation.
-        prompts: Token ids.
-        temperature: Sampling temperature.
-        seed: All seeds of the audit are derived from it.
-        level: Significance level of one check.
-        deadline: ``time.monotonic`` seconds. A check runs one portion at least, whose size ``fitting`` bounds.
-        noise: Largest difference between logits of two passes, 0 where passes are batch-invariant.
-        tick: Called after every portion.
-        speed: Measured speed, by which portions are bounded.
-    """
-
-    subject: Audited
-    prompts: tuple[Ids, ...]
+    subject: Audited  # the audited implementation
+    prompts: tuple[Ids, ...]  # token ids
     temperature: float
-    seed: int
-    level: float
-    deadline: float
-    noise: float = 0.0
-    tick: Callable[[], None] = field(default=lambda: None)
-    speed: AuditSpeed = field(default_factory=AuditSpeed)
-
-    @property
-    def late(self) -> bool:
-        """Whether the deadline has passed."""
-        return monotonic() >= self.deadline
+    seed: int  # all seeds of the audit are derived from it
+    level: float  # significance level of one check
+    deadline: float  # by time.monotonic; a check runs one portion at least, whose size ``fitting`` bounds
+    noise: float = 0.0  # largest difference between logits of two passes, 0 where passes are batch-invariant
+    tick: Callable[[], None] = field(default=lambda: None)  # called after every portion
+    speed: AuditSpeed = field(default_factory=AuditSpeed)  # by which portions are bounded
 
     def fitting(self, max_texts: int, completions: int, distributions: int = 0) -> int:
         """Returns the number of texts, from 1 to ``max_texts``, that can be checked before the deadline.
 
-        Args:
-            max_texts: Largest number of texts.
-            completions: Completions of ``NOISE_TOKENS`` for each text.
-            distributions: Whether their exact distributions are computed: 1 or 0.
+        Each text takes that many completions of ``NOISE_TOKENS``, and computations of exact distributions (0 or 1).
         """
         seconds = completions * self.speed.completion + distributions * self.speed.distributions
         return max(1, min(max_texts, int((self.deadline - monotonic()) / seconds))) if seconds > 0.0 else max_texts
@@ -65,7 +45,7 @@ class AuditTask:
     def portions(self, max_portions: int) -> Iterator[int]:
         """Yields 0, 1, 2, ... until the deadline, at most ``max_portions`` of them."""
         for index in range(max_portions):
-            if index and self.late:
+            if index and monotonic() >= self.deadline:
                 return
             yield index
             self.tick()

@@ -84,10 +84,7 @@ def recursive(p: Rows, q: Rows, siblings: int, replace: bool = False) -> Tensor:
 
     After a rejection p <- norm((p - q)+), and without replacement q[x] <- 0, renormalized. One level of traversal
     verification accepts the same. Without replacement q depends on the earlier siblings, so all V^(siblings - 1)
-    branches are enumerated: for small vocabularies.
-
-    Raises:
-        InvalidRequest: There are too many branches to enumerate.
+    branches are enumerated: for small vocabularies. Raises InvalidRequest for too many of them.
     """
     integer("siblings", siblings, 1)
     p, q = _both(p, q)
@@ -168,16 +165,10 @@ def chain(p: Sequence[Rows], q: Sequence[Rows], rule: str = "block") -> Tensor:
 
 
 def block_weights(ratios: Tensor) -> Tensor:
-    """Weights w_1, w_2, ... of block verification (2403.10444). The mean of their sum is E[accepted].
+    """Weights w_1, w_2, ... of block verification (2403.10444), [..., depth]. The mean of their sum is E[accepted].
 
     For token rejection the mean of ``ratios.clamp(max=1).cumprod(-1).sum(-1)`` is E[accepted], so logged ratios compare
-    the two rules.
-
-    Args:
-        ratios: p/q of draft tokens, [..., depth], along continuations that the draft drew itself.
-
-    Returns:
-        [..., depth] in float64.
+    the two rules. ratios: p/q of draft tokens, [..., depth], along continuations that the draft sampled itself.
     """
     weights, w = [], torch.ones(ratios.shape[:-1], dtype=torch.float64, device=ratios.device)
     for ratio in ratios.double().unbind(-1):

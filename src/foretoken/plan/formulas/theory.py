@@ -93,10 +93,7 @@ def min_speedup(alpha: float, draft_cost: float) -> float:
 def operations(alpha: float, depth: int, draft_operations: float = 0.0) -> float:
     """Operations over plain decoding's: (1 - a)(g c + g + 1) / (1 - a^(g+1)) (2211.17192, theorem 3.11).
 
-    Args:
-        alpha: a.
-        depth: g.
-        draft_operations: c, the draft's operations per token over the target's.
+    a is ``alpha``, g ``depth``, and c ``draft_operations``, the draft's operations per token over the target's.
     """
     number("draft_operations", draft_operations, 0.0)
     return (depth * draft_operations + depth + 1) / tokens_per_pass(alpha, depth)
@@ -112,18 +109,12 @@ class Depth:
 
 
 def depths(chances: Sequence[float], draft_cost: float, curve: Curve = flat) -> list[Depth]:
-    """Returns every depth from 0 to ``len(chances)``.
+    """Returns every depth from 0 to ``len(chances)``. draft_cost, curve: see ``speedup``.
 
-    Args:
-        chances: By position. ``[alpha] * limit`` where all are the same.
-        draft_cost: See ``speedup``.
-        curve: See ``speedup``.
+    chances: by position, ``[alpha] * limit`` where all are the same.
     """
-    result = []
-    for depth in range(len(chances) + 1):
-        tokens = expected_tokens(chances[:depth])
-        result.append(Depth(depth, tokens, speedup(tokens, depth, draft_cost, curve)))
-    return result
+    tokens = [expected_tokens(chances[:depth]) for depth in range(len(chances) + 1)]
+    return [Depth(depth, mean, speedup(mean, depth, draft_cost, curve)) for depth, mean in enumerate(tokens)]
 
 
 def best_depth(chances: Sequence[float], draft_cost: float, curve: Curve = flat) -> Depth:
@@ -135,30 +126,16 @@ def conditional_acceptance(accepted: Sequence[int], drafted: Sequence[int]) -> f
     """Estimates alpha as accepted tokens / (accepted tokens + rejections).
 
     A step rejects once at most: tokens after a rejection are not verified. accepted / drafted would count them as
-    rejected, and falls with the depth for the same alpha.
-
-    Args:
-        accepted: Accepted tokens of each step.
-        drafted: Draft tokens of each step.
-
-    Returns:
-        None if no token was verified.
+    rejected, and falls with the depth for the same alpha. None if no token was verified. Arguments: one per step.
     """
-    total, rejections = sum(accepted), 0
-    for kept, length in _steps(accepted, drafted):
-        rejections += kept < length
-    return total / (total + rejections) if total + rejections else None
+    verified = sum(min(length, kept + 1) for kept, length in _steps(accepted, drafted))
+    return sum(accepted) / verified if verified else None
 
 
 def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int]) -> list[float | None]:
-    """Returns the chances a_1, a_2, ...: of the steps that verified position k, the share that accepted it.
+    """Returns the chances a_1, a_2, ...: of the steps that verified position k, the fraction that accepted it.
 
-    Args:
-        accepted: Accepted tokens of each step.
-        drafted: Draft tokens of each step.
-
-    Returns:
-        One per position of the longest draft, None if no step verified it.
+    One per position of the longest draft, None if no step verified it. Arguments: one per step.
     """
     counts = PositionCounts()
     for kept, length in _steps(accepted, drafted):
@@ -229,7 +206,8 @@ def _same(alpha: float, depth: int) -> list[float]:
 def _steps(accepted: Sequence[int], drafted: Sequence[int]) -> list[tuple[int, int]]:
     if len(accepted) != len(drafted):
         raise InvalidRequest(f"one count each for every step is needed, got {len(accepted)} and {len(drafted)}")
-    for kept, length in zip(accepted, drafted, strict=True):
+    steps = list(zip(accepted, drafted, strict=True))
+    for kept, length in steps:
         if not 0 <= kept <= length:
             raise InvalidRequest(f"a step cannot accept {kept} of {length} drafted tokens")
-    return list(zip(accepted, drafted, strict=True))
+    return steps
