@@ -18,8 +18,7 @@ from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, candidates, head_method
 from foretoken.plan.outcome import Plan
-from foretoken.plan.planner import Planner, PlanSettings
-from foretoken.plan.predictions import spread, timed_depths
+from foretoken.plan.planner import Planner, PlanSettings, timed_depths
 from foretoken.plan.replay import step_estimate
 from foretoken.plan.rows import PlanRow, export_config
 from foretoken.plan.sample import Proposers, Sample
@@ -340,7 +339,7 @@ def test_a_drawn_tree_is_compared_with_a_chain_on_the_same_texts():
     assert beside == pytest.approx([beside[0]] * 4)
     tree, chain = samples[0]
     assert (len(tree.tallies), tree.requests, tree.draws) == (18, 6, 3) and chain.requests == 6
-    assert spread(tree) == pytest.approx(math.sqrt(2) * spread(replace(tree, draws=1)))
+    assert tree.spread == pytest.approx(math.sqrt(2) * replace(tree, draws=1).spread)
 
 
 @pytest.mark.slow
@@ -362,7 +361,7 @@ def test_a_drawn_tree_gets_what_it_has_in_the_long_run(monkeypatch):
 
 def test_one_request_tells_nothing_of_others_however_often_it_is_drawn():
     tree, _ = drawn_tree_and_chain(write(TARGET, [[1, 2, 3]], WARM, 16))
-    assert tree.requests == 1 and spread(tree) == math.inf
+    assert tree.requests == 1 and tree.spread == math.inf
 
 
 def test_fewer_steps_for_more_tokens_a_pass():
@@ -408,7 +407,7 @@ def test_intervals_cover_another_sample():
         step_estimate(TARGET, prompts, DraftModel(TARGET.perturbed(0.4)), WARM, 4, 24, seed=seed) for seed in range(24)
     ]
     covered = [
-        abs(math.log(other.tokens_per_pass / one.tokens_per_pass)) <= spread(one)
+        abs(math.log(other.tokens_per_pass / one.tokens_per_pass)) <= one.spread
         for one, other in zip(result[::2], result[1::2], strict=True)
     ]
     assert np.mean(covered) >= 0.75

@@ -8,6 +8,7 @@ times. See ``statistics``.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +21,11 @@ from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan
-from foretoken.plan.predictions import Place, lane_name, predicted_row, timed_depths
 from foretoken.plan.predictors import Predictor, fitted
 from foretoken.plan.rows import PlanRow
 from foretoken.plan.sample import Proposers, Sample, chain_of
-from foretoken.plan.step_times import MeasuredStepTimes, PassTimes
+from foretoken.plan.statistics import around
+from foretoken.plan.step_times import MeasuredStepTimes, PassTimes, StepTime
 from foretoken.plan.step_timing import (
     MAX_OPEN,
     PrefillTiming,
@@ -40,6 +41,13 @@ from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
 _MOMENTS = 6  # moments at each temperature at which steps are timed
+_TIMED = (1, 2, 4, 6, 8)  # draft lengths that are timed where there are many; others are interpolated
+_NORMAL = 1.96  # standard errors in half an interval
+
+
+def timed_depths(depths: Sequence[int]) -> list[int]:
+    """Returns the draft lengths that are timed: all of a few, some of many, always the deepest."""
+    return list(depths) if len(depths) <= len(_TIMED) else [d for d in depths if d in _TIMED or d == max(depths)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +171,11 @@ class Planner:
             for batch in self.settings.batches
         }
         for temperature, each in zip(self.settings.temperatures, measurements, strict=True):
-            tokens = fmean(len(text.tokens) for text in each.texts)
             for batch in self.settings.batches:
                 times = MeasuredStepTimes(each.visits[batch], batch, passes[batch])
-                place = Place(temperature, batch, tokens, times, prefills[batch])
                 for candidate in candidates:
                     for depth in candidate.depths:
-                        yield predicted_row(candidate, depth, place, each.estimates[candidate.name, depth])
+                        yield each.row(candidate, depth, temperature, batch, times, prefills[batch])
 
     def _texts(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
@@ -190,7 +196,7 @@ class Planner:
     def _visit(self, sample: Sample, candidates: Sequence[Candidate], prompts: Sequence[Prompt], turns: int) -> Visit:
         """Times ``turns`` steps of every timed candidate and draft length."""
         lanes = {
-            lane_name(candidate, depth): (sample.proposers.get(candidate), depth)
+            _lane(candidate, depth): (sample.proposers.get(candidate), depth)
             for candidate in candidates
             for depth in timed_depths(candidate.depths)
         }
@@ -209,6 +215,58 @@ class _Measurements:
     estimates: dict[tuple[str, int], AcceptanceEstimate] = field(default_factory=dict)  # by candidate and draft length
     visits: dict[int, list[Visit]] = field(default_factory=lambda: defaultdict(list))  # by batch, one per moment
     plain_passes: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # seconds, by batch
+
+    def row(
+        self,
+        candidate: Candidate,
+        depth: int,
+        temperature: float,
+        batch: int,
+        times: MeasuredStepTimes,
+        prefill: PrefillTiming,
+    ) -> PlanRow:
+        """Returns the prediction for one candidate and draft length."""
+        estimate = self.estimates[candidate.name, depth]
+        time = _time(candidate, depth, times, estimate)
+        mean, width = estimate.tokens_per_pass, estimate.spread
+        speedup, off = mean / time.over_plain, math.hypot(width, math.sqrt(2) * _NORMAL * time.error)
+        (fewest, most), (low, high) = around(mean, width), around(speedup, off)
+        plain = prefill.seconds + (fmean(len(text.tokens) for text in self.texts) - 1) * times.plain
+        steps = sum(estimate.steps) / max(1, len(estimate.tallies))
+        return PlanRow(
+            name=candidate.name,
+            method=candidate.method,
+            config=candidate.at(depth),
+            temperature=temperature,
+            batch=batch,
+            tokens_per_pass=mean,
+            tokens_per_pass_low=fewest,
+            tokens_per_pass_high=most,
+            speedup=speedup,
+            low=low,
+            high=high,
+            end_to_end=plain / (prefill.seconds * prefill.over_plain[candidate.name] + steps * time.seconds),
+            step_seconds=time.seconds,
+            draft_seconds=time.propose,
+            plain_seconds=times.plain,
+            acceptance=estimate.acceptance,
+            estimator=estimate.estimator,
+            requests=estimate.requests,
+        )
+
+
+def _lane(candidate: Candidate, depth: int) -> str:
+    """Returns the name under which a candidate's draft length is timed."""
+    return f"{candidate.name} @ {depth}"
+
+
+def _time(candidate: Candidate, depth: int, times: MeasuredStepTimes, estimate: AcceptanceEstimate) -> StepTime:
+    """Returns the time of a step, interpolated where the draft length was not timed."""
+    near = timed_depths(candidate.depths)
+    low, high = max(d for d in near if d <= depth), min(d for d in near if d >= depth)
+    start, end = (times.of(_lane(candidate, d), estimate.sizes) for d in (low, high))
+    share = (depth - low) / (high - low) if low < high else 0.0
+    return StepTime(*((1 - share) * a + share * b for a, b in zip(start, end, strict=True)))
 
 
 def _predictors(

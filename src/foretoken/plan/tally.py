@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from foretoken.core.positions import PositionCounts
 from foretoken.core.step import StepOutput
+from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.texts import SampledText
 
 
@@ -57,6 +59,17 @@ class AcceptanceEstimate:
     def requests(self) -> int:
         """Number of requests that had a step."""
         return len(self.steps) // self.draws
+
+    @property
+    def spread(self) -> float:
+        """Half the width of the interval of log(tokens per pass) for another sample of as many requests.
+
+        Infinite for one request. The other sample has one text per request, whose variance is that of the mean over all
+        draws times their number.
+        """
+        if self.requests < 2:
+            return math.inf
+        return math.sqrt(1 + self.draws) * ratio_interval(self.tokens, self.steps).width
 
     def times(self, factor: float) -> AcceptanceEstimate:
         """Returns the estimate with tokens per pass multiplied by ``factor``, but at least 1, by scaling the steps."""

@@ -16,7 +16,6 @@ from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import Candidate, head_method
 from foretoken.plan.endpoint.statistics import TokensPerPass
-from foretoken.plan.predictions import spread
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import SampledText
 from foretoken.probe.answers import ServerAnswer
@@ -138,6 +137,6 @@ def _estimated(sample: Sample, candidate: Candidate, free: bool) -> list[Predict
     for depth in candidate.depths:
         estimate = sample.estimate(candidate, depth)
         drafted = sum(size * fraction for size, fraction in estimate.sizes.items())
-        tokens = TokensPerPass(estimate.tokens_per_pass, spread(estimate), drafted, estimate.acceptance)
+        tokens = TokensPerPass(estimate.tokens_per_pass, estimate.spread, drafted, estimate.acceptance)
         result.append(PredictedDrafter(candidate.name, candidate.method, candidate.at(depth), depth, tokens, free))
     return result
