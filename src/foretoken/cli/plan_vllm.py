@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,6 @@ from foretoken.cli.theme import staged, wide_console
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
-    from foretoken.plan.outcome import Plan
     from foretoken.plan.vllm import Bench, VllmCandidate
 
 _ROLES = ("eagle3", "medusa")  # of the bundled heads that vLLM loads
@@ -148,25 +145,15 @@ def plan_for_vllm(
     def refused(lane: VllmCandidate, error: Exception) -> None:
         notes.print(f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True)
 
+    def pastes(best: Mapping[str, Any]) -> list[str]:
+        lines = [f"vLLM  speculative_config={json.dumps(best)}"]
+        additional = whole["additional_config"]
+        return lines + ([f"      additional_config={json.dumps(additional)}"] if additional else [])
+
     with staged(notes) as say:
         measured = [each.run() for each in answers(bench, chosen, ids, say, refused=refused)]
     facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
     result = vllm_plan(chosen, measured, setting=facts, prompts=sample.source(len(ids)))
 
     whole = record(result, chosen, measured)
-    report.publish(whole, lambda: rendered(result, lambda plan: _pastes(plan, chosen)), lambda: page(whole), facts)
-
-
-def _pastes(plan: Plan, known: Sequence[VllmCandidate]) -> Iterator[Text]:
-    from rich.text import Text
-
-    from foretoken.plan.vllm import chosen
-
-    if plan.best is None:
-        yield Text("\nover everything asked about: do not speculate", style="bold yellow")
-        return
-    additional = chosen(plan, known).additional
-    yield Text("\nover everything asked about, paste", style="bold")
-    yield Text(f"vLLM  speculative_config={json.dumps(plan.best)}")
-    if additional:
-        yield Text(f"      additional_config={json.dumps(additional)}")
+    report.publish(whole, lambda: rendered(result, pastes), lambda: page(whole), facts)

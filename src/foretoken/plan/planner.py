@@ -277,7 +277,6 @@ def _predictors(
     for candidate in candidates:
         draft = chain_of(sample.proposers.get(candidate))
         if draft is not None and len(sample.texts) >= 3:
-            chains = sample.chains(candidate, draft)
-            accepted = [text.acceptance for text in chains.probabilities]
-            result[candidate.name, temperature] = fitted(chains.statistics, accepted)
+            probabilities, facts = sample.chains(candidate, draft)
+            result[candidate.name, temperature] = fitted(facts, [text.acceptance for text in probabilities])
     return result

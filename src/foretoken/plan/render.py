@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -17,12 +18,10 @@ from foretoken.plan.rows import PlanRow, export_config
 SHOWN = 3  # predictors per draft
 
 
-def rendered(plan: Plan, pastes: Callable[[Plan], Iterator[Text]] | None = None) -> Iterator[Table | Text]:
+def rendered(plan: Plan, pastes: Callable[[dict[str, Any]], Sequence[str]] | None = None) -> Iterator[Table | Text]:
     """Yields a table for every temperature and batch, the recommendations, and the configuration to paste.
 
-    Args:
-        plan: The plan.
-        pastes: Yields the configuration to paste. None is that of every engine.
+    pastes: returns the lines to paste for the best configuration. None is those of every engine.
     """
     for choice in plan.choices:
         rows = [row for row in plan.rows if (row.temperature, row.batch) == (choice.temperature, choice.batch)]
@@ -31,7 +30,11 @@ def rendered(plan: Plan, pastes: Callable[[Plan], Iterator[Text]] | None = None)
         yield _verdict(choice)
     yield from _predictors(plan)
     yield from _remote_drafting(plan)
-    yield from (pastes or _pastes)(plan)
+    if plan.best is None:
+        yield Text("\nover everything asked about: do not speculate", style="bold yellow")
+        return
+    yield Text("\nover everything asked about, paste", style="bold")
+    yield from map(Text, (pastes or _pastes)(plan.best))
 
 
 def comparison_table(first: str, last: str, rest: str) -> Table:
@@ -113,15 +116,9 @@ def _remote_drafting(plan: Plan) -> Iterator[Table | Text]:
         yield Text(each.verdict, style="green")
 
 
-def _pastes(plan: Plan) -> Iterator[Text]:
-    config = plan.best
-    if config is None:
-        yield Text("\nover everything asked about: do not speculate", style="bold yellow")
-        return
+def _pastes(config: dict[str, Any]) -> list[str]:
     forms = export_config(config)
-    yield Text("\nover everything asked about, paste", style="bold")
-    yield Text(f"foretoken     speculative_config={json.dumps(forms['foretoken'])}")
-    vllm = forms["vllm"]
-    yield Text("vLLM          " + (f"speculative_config={json.dumps(vllm)}" if vllm else "has no such method"))
-    for number, line in enumerate((forms["transformers"] or "has no such method").splitlines()):
-        yield Text(("transformers  " if number == 0 else " " * 14) + line)
+    vllm = f"speculative_config={json.dumps(forms['vllm'])}" if forms["vllm"] else "has no such method"
+    call = (forms["transformers"] or "has no such method").splitlines()
+    lines = [f"foretoken     speculative_config={json.dumps(forms['foretoken'])}", f"vLLM          {vllm}"]
+    return lines + [("transformers  " if number == 0 else " " * 14) + line for number, line in enumerate(call)]

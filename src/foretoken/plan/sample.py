@@ -51,15 +51,15 @@ class Sample:
     proposers: Proposers  # of the candidates
     taps: Sequence[int] = ()  # layers whose hidden states any candidate needs
     _recordings: list[Recording] = field(default_factory=list)
-    _chains: dict[str, Chains] = field(default_factory=dict)
+    _chains: dict[str, tuple[list[TextProbabilities], list[dict[str, float]]]] = field(default_factory=dict)
 
     def estimate(self, candidate: Candidate, depth: int) -> AcceptanceEstimate:
         """Returns the estimate of the cheapest method that is unbiased for the candidate."""
         proposer = self.proposers.get(candidate)
         if (draft := chain_of(proposer)) is not None:
-            chains = self.chains(candidate, draft)
+            probabilities, _ = self.chains(candidate, draft)
             rejection = SpeculativeConfig.of(candidate.config).rejection
-            return chain_estimate(chains.probabilities, draft.config.steps(depth), rejection, draft.model.max_length)
+            return chain_estimate(probabilities, draft.config.steps(depth), rejection, draft.model.max_length)
         if not proposer.needs.live_steps:
             self._recordings = self._recordings or record(self.target, self.texts, self.taps)
             try:
@@ -88,27 +88,41 @@ class Sample:
         The factor is how much easier the sample's are for a chain of the same draft, whose distribution is known on
         both (a ratio estimator). Without it, chance in the texts would decide between a tree and a chain.
         """
-        steps, fixed = draft.config.steps(depth), _draft_law(draft, self.law).greedy
-        distributions = _distributions(self.target, draft, estimate.texts, self.law)
-        theirs = [text_probabilities(text, p, q, fixed) for text, p, q in distributions]
-        ours = self.chains(candidate, draft).probabilities
-        factor = chain_estimate(ours, steps).tokens_per_pass / chain_estimate(theirs, steps).tokens_per_pass
-        return estimate.times(factor)
+        theirs = [probabilities for probabilities, *_ in self._probabilities(draft, estimate.texts)]
+        both = (chain_estimate(each, draft.config.steps(depth)) for each in (self.chains(candidate, draft)[0], theirs))
+        ours, others = (each.tokens_per_pass for each in both)
+        return estimate.times(ours / others)
 
-    def chains(self, candidate: Candidate, draft: DraftModel) -> Chains:
-        """Returns the probabilities of every text for chains of any length. Computed once per candidate."""
-        known = self._chains.get(candidate.name)
-        if known is None:
-            known = self._chains[candidate.name] = _chains(self.target, draft, self.texts, self.law)
-        return known
+    def chains(self, candidate: Candidate, draft: DraftModel) -> tuple[list[TextProbabilities], list[dict[str, float]]]:
+        """Returns the probabilities of every text for chains of any length, and ``predictors.statistics`` of it.
 
+        Computed once per candidate. At temperature 0 the statistics are those of temperature 1.
+        """
+        if candidate.name not in self._chains:
+            probabilities: list[TextProbabilities] = []
+            facts: list[dict[str, float]] = []
+            for text, p, q in self._probabilities(draft, self.texts):
+                probabilities.append(text)
+                if self.law.greedy or text.fixed:
+                    warm = self.law.with_temperature(1.0) if self.law.greedy else self.law
+                    p, q = (self._distribution(model, text.text, warm) for model in (self.target, draft.model))
+                facts.append(statistics(TextDistributions(p, q, text.text.tokens)))
+            self._chains[candidate.name] = probabilities, facts
+        return self._chains[candidate.name]
 
-@dataclass(frozen=True)
-class Chains:
-    """Probabilities and statistics of one draft model on every text, one of each per request."""
+    def _probabilities(
+        self, draft: DraftModel, texts: Sequence[SampledText]
+    ) -> Iterator[tuple[TextProbabilities, Tensor, Tensor]]:
+        """Yields the probabilities of every text, and both models' distributions of its tokens, [n, V] each."""
+        own = draft.config.draft_temperature
+        draft_law = self.law if own is None or self.law.greedy else self.law.with_temperature(own)
+        for text in texts:
+            p = self._distribution(self.target, text, self.law)
+            q = self._distribution(draft.model, text, draft_law)
+            yield text_probabilities(text, p, q, draft_law.greedy), p, q
 
-    probabilities: list[TextProbabilities]
-    statistics: list[dict[str, float]]  # see ``predictors``; at temperature 0 those of temperature 1
+    def _distribution(self, model: Model, text: SampledText, law: SamplingLaw) -> Tensor:
+        return token_distributions(model, text, law, self.target.vocab_size)
 
 
 def chain_of(proposer: Proposer) -> DraftModel | None:
@@ -116,33 +130,3 @@ def chain_of(proposer: Proposer) -> DraftModel | None:
     if not isinstance(proposer, DraftModel) or proposer.config.draft_stop is not None:
         return None
     return proposer if proposer.config.tree == "chain" else None
-
-
-def _draft_law(draft: DraftModel, law: SamplingLaw) -> SamplingLaw:
-    """Returns the distribution that the draft samples from."""
-    own = draft.config.draft_temperature
-    return law if own is None or law.greedy else law.with_temperature(own)
-
-
-def _distributions(
-    target: Model, draft: DraftModel, texts: Sequence[SampledText], law: SamplingLaw
-) -> Iterator[tuple[SampledText, Tensor, Tensor]]:
-    """Yields every text with the target's and the draft's distributions of its tokens, [n, V] each."""
-    draft_law = _draft_law(draft, law)
-    for text in texts:
-        p = token_distributions(target, text, law, target.vocab_size)
-        q = token_distributions(draft.model, text, draft_law, target.vocab_size)
-        yield text, p, q
-
-
-def _chains(target: Model, draft: DraftModel, texts: Sequence[SampledText], law: SamplingLaw) -> Chains:
-    draft_law = _draft_law(draft, law)
-    probabilities: list[TextProbabilities] = []
-    facts: list[dict[str, float]] = []
-    for text, p, q in _distributions(target, draft, texts, law):
-        probabilities.append(text_probabilities(text, p, q, draft_law.greedy))
-        if law.greedy or draft_law.greedy:
-            warm = law.with_temperature(1.0) if law.greedy else law
-            p, q = (token_distributions(model, text, warm, target.vocab_size) for model in (target, draft.model))
-        facts.append(statistics(TextDistributions(p, q, text.tokens)))
-    return Chains(probabilities, facts)
