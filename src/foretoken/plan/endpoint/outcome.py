@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -11,12 +11,14 @@ from typing import Any
 
 from foretoken.plan.endpoint.drafters import PredictedDrafter
 from foretoken.plan.endpoint.statistics import EndpointAcceptance, PassSeconds, SpeedModel, TokensPerPass
+from foretoken.plan.statistics import around
 from foretoken.probe.workload import CannotTellError
 
 OWN = "the server's drafter"
 _DEEPEST = 16
 _WIDEST = 4.0  # ratio of the ends of an interval above which a row says nothing
 _CLEARLY = 1.03  # speedup over another draft length that justifies a second one
+_UNBOUNDED = 50.0  # half the width of an interval, in the logarithm, that stands for all larger ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,12 @@ class Limit:
     depths: tuple[tuple[int, int | None, int], ...]
 
     @classmethod
-    def of(cls, depths: Sequence[tuple[int, int]]) -> Limit:
-        """Returns ranges of equal draft lengths from (concurrency, draft length) in ascending order."""
+    def of(cls, depths: Mapping[int, int]) -> Limit:
+        """Returns ranges of equal draft lengths from those by concurrency, which ascends."""
         merged: list[tuple[int, int | None, int]] = []
-        start, end = 1, depths[-1][0]
-        for depth, group in groupby(depths, key=lambda each: each[1]):
-            last = max(concurrency for concurrency, _ in group)
+        start, end = 1, max(depths)
+        for depth, group in groupby(depths, key=depths.__getitem__):
+            last = max(group)
             merged.append((start, None if last == end else last, depth))
             start = last + 1
         return cls(tuple(merged))
@@ -113,7 +115,9 @@ class EndpointPredictor:
                     f"the speedup at {row.concurrency} requests at once is only known to lie between {row.low:.2f} "
                     f"and {row.high:.2f}; give a larger --budget or more --max-tokens"
                 )
-        return list(_marked([row for row in self._all if not row.vague]))
+        clear = [row for row in self._all if not row.vague]
+        fastest = {row.concurrency: row for row in sorted(clear, key=lambda row: row.gain) if row.speedup is not None}
+        return [replace(row, best=row is fastest.get(row.concurrency) and row.gain > 1.0) for row in clear]
 
     @property
     def skipped(self) -> str:
@@ -155,6 +159,7 @@ class EndpointPredictor:
     def _row(self, drafter: PredictedDrafter, concurrency: int, spent: PassSeconds | None = None) -> EndpointRow:
         """Returns a row. spent: seconds of a pass, None if the cost of drafting is unknown."""
         tokens, plain = drafter.tokens, self.speeds.plain_pass(concurrency)
+        fewest, most = around(tokens.mean, min(_UNBOUNDED, tokens.width))
         row = EndpointRow(
             name=drafter.name,
             method=drafter.method,
@@ -162,8 +167,8 @@ class EndpointPredictor:
             depth=drafter.depth,
             concurrency=concurrency,
             tokens_per_pass=tokens.mean,
-            tokens_per_pass_low=tokens.mean * math.exp(-tokens.width),
-            tokens_per_pass_high=tokens.mean * math.exp(min(50.0, tokens.width)),
+            tokens_per_pass_low=fewest,
+            tokens_per_pass_high=most,
             acceptance=tokens.positions,
             plain_tokens_per_second=concurrency / plain.seconds,
         )
@@ -171,11 +176,12 @@ class EndpointPredictor:
             return row
         speedup = tokens.mean * plain.seconds / spent.seconds
         width = math.hypot(tokens.width, math.sqrt(2) * spent.width, math.sqrt(2) * plain.width)
+        low, high = around(speedup, min(_UNBOUNDED, width))
         return replace(
             row,
             speedup=speedup,
-            low=speedup * math.exp(-width),
-            high=speedup * math.exp(min(50.0, width)),
+            low=low,
+            high=high,
             tokens_per_second=concurrency * tokens.mean / spent.seconds,
             step_seconds=spent.seconds,
         )
@@ -185,30 +191,28 @@ class EndpointPredictor:
         best, numbers = _overall(rows), self.concurrency
         if best is None:
             surely = all((row.high or 0.0) < 1.0 for row in rows if row.speedup is not None)
-            return EndpointChoice(None, Limit.of([(number, 0) for number in numbers]), 0, 0, None, surely)
+            return EndpointChoice(None, Limit.of(dict.fromkeys(numbers, 0)), 0, 0, None, surely)
         if best.config is None:
-            off = self._off(best.depth)
-            limit = Limit.of([(number, self._best_depth(rows, number, best.depth)) for number in numbers])
+            limit = Limit.of({number: self._best_depth(rows, number, best.depth) for number in numbers})
             sure = all((self.own(best.depth, number).low or 0.0) > 1.0 for number in numbers)
-            return EndpointChoice(best, limit, off[0], off[1], off[2], sure)
+            return EndpointChoice(best, limit, *self._off(best.depth), sure)
         alike = [row for row in rows if (row.name, row.depth) == (best.name, best.depth)]
         profitable = [row.concurrency for row in alike if row.gain > 1.0]
-        last = max(profitable, default=0)
-        above = None if last == max(numbers) else last
-        limit = Limit.of([(number, best.depth if number in profitable else 0) for number in numbers])
+        above = None if max(numbers) in profitable else max(profitable, default=0)
+        limit = Limit.of({number: best.depth if number in profitable else 0 for number in numbers})
         sure = len(alike) == len(numbers) and all((row.low or 0.0) > 1.0 for row in alike)
         return EndpointChoice(best, limit, above, above, None, sure)
 
-    def _off(self, depth: int) -> list[int | None]:
+    def _off(self, depth: int) -> tuple[int | None, int | None, int | None]:
         """Returns the last concurrency at which the speedup, and the ends of its interval, exceed 1; None if all do."""
-        last = max(self.concurrency)
-        rows = [self.own(depth, number) for number in range(min(self.concurrency), last + 1)]
-        columns = ([row.gain for row in rows], [row.low or 0.0 for row in rows], [row.high or math.inf for row in rows])
-        ends = [
-            max((row.concurrency for row, value in zip(rows, column, strict=True) if value > 1.0), default=0)
-            for column in columns
-        ]
-        return [None if end == last else end for end in ends]
+        numbers = range(min(self.concurrency), max(self.concurrency) + 1)
+        rows = [self.own(depth, number) for number in numbers]
+
+        def last(values: Iterable[float]) -> int | None:
+            end = max((number for number, value in zip(numbers, values, strict=True) if value > 1.0), default=0)
+            return None if end == numbers[-1] else end
+
+        return last(r.gain for r in rows), last(r.low or 0.0 for r in rows), last(r.high or math.inf for r in rows)
 
     def _best_depth(self, rows: Sequence[EndpointRow], concurrency: int, usual: int) -> int:
         """Returns the draft length at a concurrency: ``usual`` unless another is clearly faster, 0 if none is."""
@@ -244,13 +248,6 @@ class EndpointPlan:
             "rows": [asdict(row) for row in self.rows],
             "measured": self.measured,
         }
-
-
-def _marked(rows: Sequence[EndpointRow]) -> Iterator[EndpointRow]:
-    timed = [row for row in rows if row.speedup is not None]
-    fastest = {row.concurrency: row for row in sorted(timed, key=lambda row: row.gain)}
-    for row in rows:
-        yield replace(row, best=row is fastest.get(row.concurrency) and row.gain > 1.0)
 
 
 def _overall(rows: Sequence[EndpointRow]) -> EndpointRow | None:

@@ -332,19 +332,15 @@ class SpeedModel:
 
     def _ends(self, concurrency: int) -> dict[int, PassSeconds]:
         """Returns the seconds at each draft length that was measured."""
-        columns = {
-            depth: {number: value for (at, number), value in self.speculative.items() if at == depth}
-            for depth in self.depths
-        }
+        columns: dict[int, dict[int, PassSeconds]] = {depth: {} for depth in self.depths}
+        for (depth, number), value in self.speculative.items():
+            columns[depth][number] = value
         return {depth: _along(column, concurrency) for depth, column in columns.items()}
-
-    def _overhead(self, depth: int, concurrency: int, seconds: float) -> float:
-        return seconds - self.plain_pass(concurrency * (depth + 1)).seconds
 
     def _with_fixed(self, depth: int, concurrency: int, measured: int, end: PassSeconds, fixed: float) -> float:
         """Returns the seconds at a draft length other than ``measured`` for a fixed fraction of the overhead."""
-        overhead, plain = self._overhead(measured, concurrency, end.seconds), self.plain_pass(concurrency).seconds
-        scale = fixed + (1.0 - fixed) * depth / measured
+        plain, verified = (self.plain_pass(concurrency * rows).seconds for rows in (1, measured + 1))
+        overhead, scale = end.seconds - verified, fixed + (1.0 - fixed) * depth / measured
         if overhead < 0.0:  # sequences cost more than rows do, so the cost of more rows is unknown
             rest = end.seconds - plain
             return max(plain * 0.5, plain + max(0.0, rest) * scale + min(0.0, rest))
@@ -357,7 +353,7 @@ class SpeedModel:
             start = _along(ends, 0).seconds - self.plain_pass(concurrency).seconds
             return max(0.0, start) * (0.5 + 2.0 * fraction)  # the line's intercept, give or take half of it
         ((depth, end),) = ends.items()
-        return fraction * max(0.0, self._overhead(depth, concurrency, end.seconds))
+        return fraction * max(0.0, end.seconds - self.plain_pass(concurrency * (depth + 1)).seconds)
 
 
 def _along(points: Mapping[int, PassSeconds], at: float) -> PassSeconds:
