@@ -136,7 +136,7 @@ class LLM:
             if draft_model is None and config.model is None and config.method in (None, AUTO, "draft_model"):
                 draft_model = zoo.path("draft")
         path = resolve(model, gguf_file)
-        config, self.drafter = with_published(with_draft(config, draft_model), path)
+        config, self.chosen_drafter = with_published(with_draft(config, draft_model), path)
         config = with_method(config)
         config = config if adapt is False else config.unmixed  # a mixture does not learn
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
@@ -179,7 +179,8 @@ class LLM:
         guard: Callable[[Proposer], Proposer],
     ) -> LoadedMethods:
         """Builds the default proposer and those of ``methods``, and measures passes where a controller needs that."""
-        config, self._proposer = builder.build_default(config)
+        config, self._proposer, line = builder.build_default(config)
+        self.chosen_drafter = self.chosen_drafter or line
         if isinstance(config.control_in_force, GoodputConfig):
             warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
         self.speculative_config = config
@@ -192,6 +193,14 @@ class LLM:
             warm_up(self.target, member, builder.costs, loaded.configs[loaded.adaptive].max_tokens)
         self.methods = tuple(loaded.configs)
         return loaded
+
+    @property
+    def drafter(self) -> str:
+        """One line on the draft model or heads of ``LLM``'s default method, and the reason for them."""
+        if self.chosen_drafter:
+            return self.chosen_drafter
+        named = f"{self.draft_model}, as configured" if self.draft_model else "none"
+        return f"drafter: {named} (method {self.speculative_config.method_in_force})"
 
     def _request_builder(self, path: Path, seed: int, isolate_failures: bool) -> RequestBuilder:
         ends = eos_ids(path, self.tokenizer, self.target.vocab_size)

@@ -21,8 +21,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_config, resolve
-from foretoken.models.heads.kinds import shipped_methods
-from foretoken.models.heads.published import published_drafters
+from foretoken.models.heads.published import default_drafters, published_drafters
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.auto import AUTO as AUTO
 from foretoken.propose.auto import Auto, around
@@ -157,22 +156,26 @@ class Builder:
         method = find(config.method_in_force)
         return Proposer() if method is None else method.build(config.own(), self._context(config.model))
 
-    def build_default(self, config: SpeculativeConfig) -> tuple[SpeculativeConfig, Proposer]:
-        """Returns ``build`` and its configuration; if nothing is configured, with the heads that the target ships.
+    def build_default(self, config: SpeculativeConfig) -> tuple[SpeculativeConfig, Proposer, str]:
+        """Returns ``build`` and its configuration; if nothing is configured, with the target's default heads.
 
-        Shipped heads that do not load are skipped.
+        These are heads that the target ships, or a bundled head of that target, which the last value names in a line;
+        else it is "". Heads that do not load are skipped.
         """
         if config.method is None and config.model is None and not config.options and self.path is not None:
-            for method in shipped_methods(self.path):
+            for default in default_drafters(self.path):
+                own = replace(config, method=default.method, model=default.model)
                 try:
-                    shipped = replace(config, method=method)
-                    head = self.build(shipped)
+                    head = self.build(own)
                     if config.has_constant_length:
-                        return shipped, head
-                    return config, around(UnionMember(method, head), self._context(None))
+                        return own, head, default.line
+                    member = UnionMember(default.method, head)
+                    return config, around(member, self._context(None)), default.line
                 except (InvalidRequest, ModelLoadError) as reason:
-                    _log.warning("%s ships heads of the method %r, which are skipped: %s", self.path, method, reason)
-        return config, self.build(config)
+                    _log.warning(
+                        "%s has heads of the method %r, which are skipped: %s", self.path, default.method, reason
+                    )
+        return config, self.build(config), ""
 
     def _context(self, model: str | None) -> BuildContext:
         return BuildContext(self.target, self.tokenizer, self.path, model, self.load, self.member, self.policy)

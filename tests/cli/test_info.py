@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import foretoken
+from foretoken import zoo
 from foretoken.core.native import build, cpu
 from foretoken.models.runners import choose
 
@@ -33,6 +34,16 @@ def test_the_text_has_every_section(run: Any) -> None:
     text = run("info").out
     assert all(f"\n{section}\n" in f"\n{text}" for section in ("machine", "kernels", "versions", "settings"))
     assert foretoken.__version__ in text
+
+
+def test_the_default_drafter_of_a_model_is_named(run: Any) -> None:
+    def default(role: str) -> str:
+        drafter: str = json.loads(run("info", str(zoo.path(role)), "--json").out)["model"]["default"]
+        return drafter
+
+    assert default("hybrid-target") == "drafter: mtp in the checkpoint"
+    assert default("draft") == "drafter: none; text is copied"
+    assert "it is not in the hub's cache" in run("info", "foretoken/none").err
 
 
 def test_switched_off_kernels_are_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,8 @@ def test_models_are_listed_with_their_limits_and_methods(client: openai.OpenAI) 
     assert [m.id for m in client.models.list()] == ["stdlib", "other"]
     extra = client.models.retrieve("stdlib").model_extra
     assert extra["max_model_len"] == 8192 and extra["chat"] is False
+    drafter = extra["speculation"].pop("drafter")
+    assert drafter.startswith("drafter: ") and drafter.endswith(", as configured (method draft_model)")
     assert extra["speculation"] == {"default": "draft_model", "methods": ["draft_model", "prediction", "ngram"]}
 
 

@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from foretoken.cli.options import Json
 from foretoken.cli.theme import ColorMode, wide_console
@@ -24,11 +26,16 @@ _INSTALLED = {"pyvenv.cfg", "node_modules"}  # what a folder with installed prog
 _VARIABLES = ("OMP_NUM_THREADS", "XDG_CACHE_HOME", "HF_HOME", "CUDA_VISIBLE_DEVICES")
 
 
-def info(as_json: Json = False) -> None:
+def info(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Add the default drafter of a model on this machine.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Show the machine, the kernels chosen for it and why, and the versions: what a bug report needs."""
     import json
 
-    facts = collect()
+    facts = collect() | ({} if model is None else {"model": _model(model)})
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -69,6 +76,18 @@ def zoo(as_json: Json = False) -> None:
 def collect() -> dict[str, dict[str, Any]]:
     """Returns the facts by section."""
     return {"machine": _machine(), "kernels": _kernels(), "versions": _versions(), "settings": _settings()}
+
+
+def _model(name: str) -> dict[str, Any]:
+    """Returns the names of a model and its default drafter. Raises InvalidRequest for a model that is not here."""
+    from foretoken.models.heads.published import default_drafters, local_path, names_of
+
+    path = local_path(name)
+    if path is None:
+        raise InvalidRequest(f"there is no folder or file {name!r}, and it is not in the hub's cache: hf download NAME")
+    default = next(iter(default_drafters(path)), None)
+    line = "drafter: none; text is copied" if default is None else default.line
+    return {"path": str(path), "names": names_of(path), "default": line}
 
 
 def _machine() -> dict[str, Any]:

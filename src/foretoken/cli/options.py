@@ -279,8 +279,8 @@ def load(model: str | None, draft_model: str | None, color: ColorMode, **options
         from foretoken.core.native.sampling import kernels
 
         llm = LLM(model, draft_model, **options)
-        if llm.drafter:
-            console(color, stderr=True).print(llm.drafter, style="dim", soft_wrap=True, markup=False)
+        if llm.chosen_drafter:
+            console(color, stderr=True).print(llm.chosen_drafter, style="dim", soft_wrap=True, markup=False)
         if llm.target.device.type == "cpu":
             kernels()  # which the first token would compile
         return llm

@@ -258,10 +258,11 @@ class Detokenized(TypedDict):
 
 
 class Speculation(TypedDict):
-    """Methods that ``speculative_method`` may name, and the default one."""
+    """Methods that ``speculative_method`` may name, the default one, and its drafter in one line."""
 
     default: str
     methods: list[str]
+    drafter: str
 
 
 class ServedModel(TypedDict):

@@ -84,7 +84,7 @@ class Service:
             "parent": self.settings.model_names[0] if name in self.adapters.paths else None,
             "max_model_len": self.preparer.max_model_len,
             "chat": self.preparer.marks_turns,
-            "speculation": {"default": llm.methods[0], "methods": list(llm.methods)},
+            "speculation": {"default": llm.methods[0], "methods": list(llm.methods), "drafter": llm.drafter},
         }
 
     def names(self, request: Request) -> list[str]:

@@ -12,18 +12,20 @@ import gguf
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.models.heads import blocks, tiny
 from tests.models.heads.assistant_files import saved_assistant
 from tests.models.heads.mtp_files import MTP_FAMILIES, MtpReference
+from tests.real import real_model
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, SamplingParams, zoo
 from foretoken.core.artifacts import heads_method
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_config
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.dialects import write_block, write_eagle
 from foretoken.models.heads.eagle import read_eagle
-from foretoken.models.heads.published import names_of, published_drafters
+from foretoken.models.heads.published import checkpoint_facts, default_drafters, names_of, published_drafters
 from foretoken.zoo.drafters import FORMS
 
 TARGET = "Qwen3-8B"  # the folder of a tiny model
@@ -177,7 +179,7 @@ def test_auto_prefers_the_form_with_the_highest_acceptance(target: Path, tiny_pa
 def test_auto_without_a_drafter_lists_them(target: Path, cache: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         llm = LLM(target, "auto", dtype="float32")
-    assert llm.drafter == "" and llm.methods == ("auto",)
+    assert llm.drafter == "drafter: none (method auto)" and llm.methods == ("auto",)
     assert "known are deepseek-ai/dspark_qwen3_8b_block7, " in caplog.text
     assert "hf download deepseek-ai/dspark_qwen3_8b_block7" in caplog.text
     with pytest.raises(InvalidRequest, match="'eagle3' needs heads"):
@@ -196,3 +198,70 @@ def test_layers_of_the_checkpoint_draft_by_auto(tmp_path: Path, tokenizer: Any) 
     tokenizer.save_pretrained(folder)
     llm = LLM(folder, "auto", dtype="float32")
     assert llm.methods == ("auto", "mtp") and "in the checkpoint" in llm.drafter
+
+
+HEAD = "smollm2-135m-eagle3"
+
+
+@pytest.fixture
+def recognized(tiny_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny target in the place of SmolLM2, whose bundled head is a tiny one. Returns the target's folder."""
+    facts = {"names": [], **checkpoint_facts(tiny_pair.target)}
+    folder = tiny.save(tmp_path / "zoo" / HEAD, *tiny.eagle3(vocab=facts["sizes"]["vocab_size"]))
+    (folder / "target.json").write_text(json.dumps(facts))
+    (folder / "zoo.json").write_text(json.dumps({"name": HEAD, "role": "smollm2-eagle3"}))
+    monkeypatch.setattr(zoo, "_HERE", tmp_path / "zoo")
+    return Path(tiny_pair.target)
+
+
+def changed(target: Path, folder: Path, part: str, noise: float) -> Path:
+    """Writes a fine-tune: ``target`` with noise on the tensors whose names contain ``part``."""
+    folder.mkdir()
+    for file in target.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    g = torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if part in name]:
+        size = tensors[name].std() or 1.0
+        tensors[name] += noise * size * torch.randn(tensors[name].shape, generator=g)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_bundled_head_drafts_for_its_target_by_default(recognized: Path) -> None:
+    llm = LLM(recognized, dtype="float32")
+    assert llm.methods == ("auto", "eagle3") and llm.draft_model is None
+    assert llm.drafter == f"drafter: {HEAD} (eagle3, bundled) of HuggingFaceTB/SmolLM2-135M-Instruct"
+    fixed = LLM(recognized, dtype="float32", speculative_config={"num_speculative_tokens": 3})
+    assert fixed.methods == ("eagle3",) and fixed.drafter == llm.drafter
+    for config in ({"method": "none"}, {"method": "auto"}, {"method": "ngram"}):
+        named = LLM(recognized, dtype="float32", speculative_config=config)
+        assert named.methods == (config["method"],) and named.drafter.startswith("drafter: none")
+
+
+@pytest.mark.parametrize("part, noise", [("layernorm", 0.05), ("model.norm", 0.05), ("v_proj", 0.05)])
+def test_a_fine_tune_is_no_target_of_a_bundled_head_unless_it_is_named(
+    part: str, noise: float, recognized: Path, tmp_path: Path
+) -> None:
+    folder = changed(recognized, tmp_path / "SmolLM2-135M-Instruct", part, noise)
+    llm = LLM(folder, dtype="float32")
+    assert llm.methods == ("auto",) and llm.drafter == "drafter: none (method auto)"
+    assert HEAD in LLM(folder, "auto", dtype="float32").drafter
+    assert LLM(folder, HEAD, dtype="float32").methods == ("auto", "eagle3")
+
+
+def test_rounded_copies_of_a_target_are_recognized(recognized: Path, tmp_path: Path) -> None:
+    copied = changed(recognized, tmp_path / "copy", "v_proj", 0.002)  # as int8 rounds
+    assert [default.method for default in default_drafters(copied)] == ["eagle3"]
+
+
+def test_heads_that_a_target_ships_come_first(recognized: Path, tmp_path: Path) -> None:
+    folder = changed(recognized, tmp_path / "copy", "v_proj", 0.0)
+    vocab = load_config(folder)["vocab_size"]
+    tiny.save(folder / "heads" / "eagle3", *tiny.eagle3(vocab=vocab))
+    assert LLM(folder, dtype="float32").drafter == "drafter: eagle3 in heads/eagle3 of the model's folder"
+
+
+def test_a_bundled_head_recognizes_the_real_model() -> None:
+    (default,) = default_drafters(real_model("smollm2"))
+    assert default.model == str(zoo.path(HEAD)) and "bundled" in default.line
