@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -188,8 +189,8 @@ def test_no_draft_goes_beyond_the_longest_text():
 
 
 def test_best_path_has_the_largest_sum_of_probabilities():
-    scores = torch.tensor([0.5, 0.4, 0.1, 0.4, 0.3]).log()
-    tree = Draft(torch.tensor([1, 2, 3, 4, 5]), (-1, -1, 0, 1, 3), scores=scores)
+    scores = list(map(math.log, (0.5, 0.4, 0.1, 0.4, 0.3)))
+    tree = Draft.tree([1, 2, 3, 4, 5], (-1, -1, 0, 1, 3), scores=scores)
     assert best_path(tree, 4) == [2, 4, 5]
     assert best_path(tree, 2) == [2, 4] and best_path(tree, 1) == [1] and best_path(tree, 0) == []
     assert best_path(Draft.chain([4, 5, 6]), 2) == [4, 5] and best_path(Draft.empty(), 3) == []

@@ -11,6 +11,7 @@ drafts are chains: the path of a tree with the largest sum of probabilities. It 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
@@ -224,7 +225,7 @@ def best_path(draft: Draft, max_length: int) -> list[int]:
 
     The path has at most ``max_length`` nodes. Nodes without scores have probability 1, so the longest path is taken.
     """
-    probabilities = [1.0] * len(draft) if draft.scores is None else draft.scores.exp().tolist()
+    probabilities = [1.0] * len(draft) if draft.scores is None else [math.exp(score) for score in draft.scores]
     sums: list[float] = []
     best = -1
     for node, (parent, probability) in enumerate(zip(draft.parents, probabilities, strict=True)):

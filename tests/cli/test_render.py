@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from foretoken.cli.render import Origins, Span, legend, marked, styled, summary
 from foretoken.cli.theme import TokenOrigin
@@ -61,9 +60,9 @@ def test_text_nobody_accounts_for_is_the_targets():
         (Draft.chain([5, 6]), (), [5, 6]),
         (Draft.chain([5, 6]), (0,), [6]),
         (Draft.chain([5, 6]), (0, 1), []),
-        (Draft(torch.tensor([5, 6, 7, 8]), (-1, -1, 1, 2)), (), [6, 7, 8]),
-        (Draft(torch.tensor([5, 6, 7, 8]), (-1, -1, 1, 2)), (0,), []),
-        (Draft(torch.tensor([5, 6, 7, 8]), (-1, -1, 1, 2)), (1,), [7, 8]),
+        (Draft.tree([5, 6, 7, 8], (-1, -1, 1, 2)), (), [6, 7, 8]),
+        (Draft.tree([5, 6, 7, 8], (-1, -1, 1, 2)), (0,), []),
+        (Draft.tree([5, 6, 7, 8], (-1, -1, 1, 2)), (1,), [7, 8]),
     ],
 )
 def test_rejected_path_of_chains_and_trees(draft, path, expected):

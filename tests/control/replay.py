@@ -122,7 +122,7 @@ class RecordedDraft(Proposer):
         levels = len(tokens) if len(tokens) < budget else None
         scores = torch.tensor(claims).log().cumsum(0) if context.law.greedy else None
         chain = Draft.chain(tokens, law)
-        return Draft(chain.tokens, chain.parents, chain.law, scores, levels)
+        return Draft(chain.ids, chain.parents, chain.law, scores, levels)
 
 
 @dataclass

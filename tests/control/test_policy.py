@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -60,8 +61,8 @@ def test_depths_that_were_never_tried_follow_from_those_that_were() -> None:
 
 def test_ranks_of_a_tree_follow_its_scores() -> None:
     survival = Survival(3)
-    scores = torch.tensor([-2.0, -0.1, -0.5])
-    tree = Draft(torch.tensor([1, 2, 3]), (-1, -1, 1), scores=scores)
+    scores = (-2.0, -0.1, -0.5)
+    tree = Draft.tree([1, 2, 3], (-1, -1, 1), scores=scores)
     for _ in range(200):
         survival.observe(3, tree, (1,))
     assert survival.accepted() == pytest.approx([1.0, 0.0, 0.0], abs=0.08)
@@ -98,7 +99,7 @@ def test_a_request_starts_from_what_others_showed_and_soon_follows_its_own_draft
 
 
 def test_a_pending_draft_follows_the_text() -> None:
-    draft = PendingDraft(Draft(torch.tensor([5, 6, 7, 8]), (-1, 0, 1, 0)), start=2, cells=[0] * 4)
+    draft = PendingDraft(Draft.tree([5, 6, 7, 8], (-1, 0, 1, 0)), start=2, cells=[0] * 4)
     rates = Rates()
     assert not draft.follow([1, 2], rates)
     assert not draft.follow([1, 2, 5], rates)
@@ -125,7 +126,7 @@ def test_rates_are_unbiased_by_texts_that_end() -> None:
 def test_nodes_of_a_model_have_the_rates_at_which_its_claims_came_true() -> None:
     """It is right in 6 of 10 where it claims 0.95, and then in 1 of 10 where it claims 0.55."""
     generator = torch.Generator().manual_seed(0)
-    draft = Draft(torch.tensor([1, 1]), (-1, 0), scores=torch.tensor([0.95, 0.95 * 0.55]).log())
+    draft = Draft.tree([1, 1], (-1, 0), scores=(math.log(0.95), math.log(0.95 * 0.55)))
     record = SourceRecord(Rates(memory=1e9), copies=False)
     assert record.add(draft, 0) == pytest.approx([0.95, 0.55], abs=1e-6)
     record.open = []

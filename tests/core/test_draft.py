@@ -17,14 +17,14 @@ from foretoken.core.streams import Streams
 # 0 ─ 1 ─ 3
 #   └ 2   5
 # 4
-TREE = Draft(torch.tensor([10, 11, 12, 13, 14, 15]), (-1, 0, 0, 1, -1, 2))
+TREE = Draft.tree([10, 11, 12, 13, 14, 15], (-1, 0, 0, 1, -1, 2))
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> Draft:
     parents = [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(0, 12)))]
     tokens = [draw(st.integers(0, 3)) for _ in parents]
-    return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents))
+    return Draft.tree(tokens, tuple(parents))
 
 
 def test_a_ragged_tree():
@@ -94,14 +94,8 @@ def test_every_node_has_its_own_history(draft):
 
 @pytest.mark.parametrize("parents", [(0,), (-1, 1), (-1, 2, 0), (-2,), (-1,) * 3])
 def test_bad_parents_are_refused(parents):
-    tokens = torch.zeros(2 if parents == (-1,) * 3 else len(parents), dtype=torch.int64)
     with pytest.raises(ValueError, match="parent"):
-        Draft(tokens, parents)
-
-
-def test_tokens_must_be_flat():
-    with pytest.raises(ValueError, match="shape"):
-        Draft(torch.zeros(1, 2, dtype=torch.int64), (-1,))
+        Draft.tree([0] * (2 if parents == (-1,) * 3 else len(parents)), parents)
 
 
 def test_a_step_counts_at_every_position_that_it_drafted():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
@@ -33,7 +32,7 @@ class Decoys(Proposer):
         first = int(TARGET.logits(tokens).argmax())
         second = int(TARGET.logits([*tokens, first]).argmax())
         wrong = (first + 1) % TARGET.vocab_size
-        return Draft(torch.tensor([wrong, first, first, second]), (-1, 0, -1, 2))
+        return Draft.tree([wrong, first, first, second], (-1, 0, -1, 2))
 
 
 def finished(proposer: Proposer, prompt: list[int], temperature: float, **options: int) -> tuple[Running, list[int]]:

@@ -75,7 +75,7 @@ class Guesses(Proposer):
             ids.append(rng.choice(likely))
             parents.append(parent)
             paths.append([*paths[parent + 1], ids[-1]])
-        return Draft(torch.tensor(ids, dtype=torch.int64), tuple(parents), self.law or PointMass())
+        return Draft(tuple(ids), tuple(parents), self.law or PointMass())
 
 
 def by_verifier(*args: Any) -> Any:

@@ -134,7 +134,7 @@ def target_rows(context: Context, draft: Draft, target: Table) -> Tensor:
 
 @lru_cache(maxsize=100_000)
 def _rows(target: Table, law: Law, tokens: Text, prompt_length: int, ids: Text, parents: Text) -> Tensor:
-    draft = Draft(torch.tensor(ids, dtype=torch.int64), parents)
+    draft = Draft.tree(ids, parents)
     context = Context(0, list(tokens), prompt_length, law, Streams(0))
     return law.probs(node_logits(context, draft, target), context.histories(draft))
 
@@ -180,7 +180,7 @@ def argmax(model: Table) -> Propose:
 
 def fixed_tree(tokens: Sequence[int], parents: Sequence[int]) -> Propose:
     """The same tree in every step."""
-    return lambda context, budget: Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents))
+    return lambda context, budget: Draft.tree(tokens, tuple(parents))
 
 
 def drawn_tree(model: Table, widths: Sequence[int], replace: bool, law: Law | None = None) -> Propose:
@@ -258,6 +258,6 @@ def _grown(
                 parents.append(node)
         if not tokens:
             return Draft.empty()
-        return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), kind(torch.stack(rows)))
+        return Draft(tuple(tokens), tuple(parents), kind(torch.stack(rows)))
 
     return propose

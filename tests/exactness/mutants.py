@@ -94,7 +94,7 @@ def prunes_unlikely_children(model: Table, least: float) -> Propose:
         draft = drawn_tree(model, (2,), replace=False)(context, budget)
         assert isinstance(draft.law, WithoutReplacement)
         kept = [token for token in draft.ids if float(draft.law.probs[0, token]) >= least]
-        return Draft(torch.tensor(kept, dtype=torch.int64), (-1,) * len(kept), draft.law) if kept else Draft.empty()
+        return Draft(tuple(kept), (-1,) * len(kept), draft.law) if kept else Draft.empty()
 
     return propose
 
@@ -104,7 +104,7 @@ def top_children_with_softmax_q(model: Table, kind: type[Sampled] | type[Without
 
     def propose(context: Context, budget: int) -> Draft:
         q = row_of(model, context.law, context)
-        return Draft(q.topk(2).indices, (-1, -1), kind(q[None]))
+        return Draft(tuple(q.topk(2).indices.tolist()), (-1, -1), kind(q[None]))
 
     return propose
 
@@ -115,7 +115,7 @@ def reports_replacement(model: Table) -> Propose:
     def propose(context: Context, budget: int) -> Draft:
         draft = drawn_tree(model, (2, 1), replace=False)(context, budget)
         assert isinstance(draft.law, WithoutReplacement)
-        return Draft(draft.tokens, draft.parents, Sampled(draft.law.probs))
+        return Draft(draft.ids, draft.parents, Sampled(draft.law.probs))
 
     return propose
 

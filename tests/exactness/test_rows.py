@@ -73,7 +73,7 @@ def draft_for(rule: str, shape: str, seed: int) -> Draft:
     tokens = torch.randint(VOCAB, (len(parents),), generator=torch.Generator().manual_seed(seed))
     q = numbers(len(parents) + 1, VOCAB, seed=seed + 1000).softmax(-1)
     law: ProposalLaw = KINDS[rule](q) if rule in KINDS else PointMass()
-    return Draft(tokens, parents, law)
+    return Draft(tuple(tokens.tolist()), parents, law)
 
 
 def rows_of(law: SamplingLaw, draft: Draft, logits: torch.Tensor) -> tuple[torch.Tensor, NodeDistributions]:

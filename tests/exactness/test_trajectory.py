@@ -38,7 +38,7 @@ def shared_top(model, width: int) -> Propose:
 
     def propose(context: Context, budget: int) -> Draft:
         race = context.streams.shared(context.generated).race(row_of(model, context.law, context), index=0)
-        return Draft(race.topk(width).indices, (-1,) * width)
+        return Draft.tree(race.topk(width).indices.tolist(), (-1,) * width)
 
     return propose
 

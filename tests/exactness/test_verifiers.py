@@ -311,7 +311,7 @@ def test_the_deepest_drafts_are_verified(name, shape, accepts):
     parents = range(-1, n - 1) if shape == "chain" else (2 * (i // 2 - 1) if i > 1 else -1 for i in range(n))
     tokens = [0 if shape == "chain" else i % 2 for i in range(n)]
     law = {"greedy-multi": TopPlusSampled, "block": Sampled, "token": Sampled}.get(name, WithoutReplacement)
-    draft = Draft(torch.tensor(tokens), tuple(parents), law(torch.tensor([[0.5, 0.5, 0.0]]).expand(n, 3)))
+    draft = Draft(tuple(tokens), tuple(parents), law(torch.tensor([[0.5, 0.5, 0.0]]).expand(n, 3)))
     p = torch.tensor([[1.0, 0.0, 0.0] if accepts else [0.0, 0.0, 1.0]]).expand(n + 1, 3)
     grade = Exactness.TRAJECTORY if name == "coupled" else Exactness.DISTRIBUTION
     verdict = VERIFIERS[name](draft, p, stream_for(grade, Streams(1), 0))
@@ -357,10 +357,10 @@ def test_typical_acceptance_is_lossy_and_only_greedy_keeps_it_exact():
 
 def test_typical_acceptance_keeps_the_longest_path_above_the_threshold():
     p = torch.tensor([[0.5, 0.46, 0.04], [0.98, 0.01, 0.01], [0.3, 0.3, 0.4], [0.1, 0.1, 0.8]], dtype=torch.float64)
-    draft = Draft(torch.tensor([0, 1, 2]), (-1, -1, 1))  # 0 | 1 -> 2
+    draft = Draft.tree([0, 1, 2], (-1, -1, 1))  # 0 | 1 -> 2
     law = outcomes(lambda s: VERIFIERS["typical"](draft, p, s.private(Purpose.VERIFY, 0)).path)
     assert law == pytest.approx({(1, 2): 1.0})
-    barred = Draft(torch.tensor([0, 2, 2]), (-1, -1, 1))  # 0.04 at the root is under min(0.09, 0.3 exp(-H))
+    barred = Draft.tree([0, 2, 2], (-1, -1, 1))  # 0.04 at the root is under min(0.09, 0.3 exp(-H))
     law = outcomes(lambda s: VERIFIERS["typical"](barred, p, s.private(Purpose.VERIFY, 0)).path)
     assert law == pytest.approx({(0,): 1.0})
 

@@ -370,7 +370,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "TILE", 256)
 
 
-TREE = Draft(torch.tensor([7, 8, 11, 12, 9]), (-1, -1, 1, 1, 2))  # 8, 11, 9 is a path
+TREE = Draft.tree([7, 8, 11, 12, 9], (-1, -1, 1, 1, 2))  # 8, 11, 9 is a path
 
 
 @pytest.mark.usefixtures("few_steps")

@@ -14,7 +14,7 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 from foretoken.models.hf.tiny_random import boundaries, tiny_of
 
-TREE = Draft(torch.tensor([9, 8, 8, 7, 7]), (-1, -1, 0, 1, 1))  # tokens recur, in the tree and below one node
+TREE = Draft.tree([9, 8, 8, 7, 7], (-1, -1, 0, 1, 1))  # tokens recur, in the tree and below one node
 DRAFTS = (TREE, Draft.chain([9, 8, 7]), Draft.empty(), TREE, Draft.chain([5]))
 LENGTHS = (2, 45, 5, 1, 20)  # one is long enough to be prefilled by itself; windows are 4 tokens
 # Sizes of a published model where a configuration's defaults do not fit together, and smaller heads for speed.

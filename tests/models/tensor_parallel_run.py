@@ -33,7 +33,7 @@ def passes(model: Model) -> list[Tensor]:
     """Chunked prefill, a tree whose second path is kept, two sequences at once, taps, and the head alone."""
     prompt = [5 + i % 80 for i in range(LONG)]
     handle, other = model.open(prompt), model.open(prompt[:4])
-    tree = Draft(torch.tensor([5, 6, 6, 6]), (-1, 0, -1, 2))
+    tree = Draft.tree([5, 6, 6, 6], (-1, 0, -1, 2))
     seen = [model.score([handle], [tree])[0].logits]
     model.commit([handle], [[6, 6, 9]])
     for scores in model.score([handle, other], [Draft.chain([5, 6]), Draft.empty()], (1, 3)):

@@ -28,7 +28,7 @@ HIDDEN, VOCAB = 64, 331  # the last unit of 32 outputs is padded
 DRAFTS = [
     Draft.empty(),
     Draft.chain([5, 6, 7]),
-    Draft(torch.tensor([5, 6, 7, 8]), (-1, 0, 0, 1)),
+    Draft.tree([5, 6, 7, 8], (-1, 0, 0, 1)),
     Draft.chain([9] * 40),
 ]
 

@@ -28,7 +28,7 @@ from . import dense
 from .plain import text
 from .tiny import ARCHITECTURES, VOCAB, only_runner
 
-TREE = Draft(torch.tensor([5, 6, 7, 8]), (-1, 0, 0, 1))
+TREE = Draft.tree([5, 6, 7, 8], (-1, 0, 0, 1))
 FIRST = 9  # rows of the first sequence; the second one has a row and a tree of four
 
 

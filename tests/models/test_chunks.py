@@ -55,6 +55,6 @@ def test_trees_that_grow_over_the_edge_of_a_chunk_have_the_same_bits(model: Mode
     """Each pass has one new node, so from the edge on all its rows are behind it."""
     handle = model.open(prompt(13))
     for size in range(1, len(TREE) + 1):
-        (scores,) = model.score([handle], [Draft(TREE.tokens[:size], TREE.parents[:size])])
+        (scores,) = model.score([handle], [Draft(TREE.ids[:size], TREE.parents[:size])])
         expected = alone(model, [*prompt(13), *(TREE.ids[i] for i in TREE.path(size - 1))])
         assert torch.equal(scores.logits[-1], expected), size

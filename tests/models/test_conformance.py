@@ -248,7 +248,7 @@ def test_growing_tree(pair: Pair) -> None:
     whole = repeating((-1, -1, 0, 0, 1, 3, 4), 10)
     handle = pair.model.open(text(7, 110))
     for start, end in ((0, 2), (2, 5), (5, 7)):
-        part = Draft(whole.tokens[:end], whole.parents[:end])
+        part = Draft(whole.ids[:end], whole.parents[:end])
         (scores,) = pair.model.score([handle], [part])
         pair.check(handle, part, scores, ([-1] if start == 0 else []) + list(range(start, end)))
     pair.model.commit([handle], [[11, 11, 12, 50]])
@@ -266,7 +266,7 @@ def test_another_draft_replaces_the_first_and_starts_over(pair: Pair) -> None:
         tree(123),
         tree(123),
         Draft.chain([5, 6]),
-        Draft(torch.tensor([5, 6, 7]), (-1, -1, 1)),  # the same tokens below other parents
+        Draft.tree([5, 6, 7], (-1, -1, 1)),  # the same tokens below other parents
         Draft.empty(),
         Draft.empty(),
     ):

@@ -280,7 +280,7 @@ def run_steps(two: Two) -> None:
     two.commit(pairs, [[*(d.ids[i] for i in p), 9] for d, p in zip(drafts, paths, strict=True)])
     whole = deep_tree(18, 40)
     for end in (2, 5, 18):
-        two.score(pairs[1:3], [Draft(whole.tokens[:end], whole.parents[:end]), Draft.chain(text(end, 41))])
+        two.score(pairs[1:3], [Draft(whole.ids[:end], whole.parents[:end]), Draft.chain(text(end, 41))])
     two.close(pairs[1])
     two.score([pairs[3], pairs[0]], [deep_tree(14, 50), Draft.chain(text(3, 51))], (1,))  # an idle slot in between
     two.close(pairs[0], pairs[2], pairs[3])
@@ -326,8 +326,8 @@ def test_trees_beyond_one_word(two: Two, size: int) -> None:
     two.score(pairs, [Draft.empty(), Draft.empty()])
     two.commit(pairs, [[3], [4]])
     two.score(pairs, [deep_tree(size, 3), tree(4, size)])
-    part = Draft(deep_tree(size, 3).tokens, deep_tree(size, 3).parents)
-    grown = Draft(torch.tensor([*part.ids, 7, 8]), (*part.parents, size - 1, 0))
+    part = Draft(deep_tree(size, 3).ids, deep_tree(size, 3).parents)
+    grown = Draft.tree([*part.ids, 7, 8], (*part.parents, size - 1, 0))
     two.score(pairs, [grown, Draft.chain(text(2, 5))])
 
 

@@ -69,7 +69,7 @@ def test_drafts_and_batches_change_no_bit(open_model: Callable[[], Model]) -> No
             drafts.append(draft)
             paths.append(path)
         if chance.random() < 0.5:  # grow the drafts
-            model.score(handles, [Draft(draft.tokens[:1], draft.parents[:1]) for draft in drafts])
+            model.score(handles, [Draft(draft.ids[:1], draft.parents[:1]) for draft in drafts])
             model.commit(handles, [()] * 3)
         for number, scores in enumerate(model.score(handles, drafts)):
             for depth, node in enumerate([-1, *paths[number]]):
@@ -100,7 +100,7 @@ def along(chance: random.Random, follows: list[int]) -> tuple[Draft, list[int]]:
         parents.append(path[-1] if path else -1)
         path.append(len(tokens))
         tokens.append(token)
-    return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents)), path
+    return Draft.tree(tokens, tuple(parents)), path
 
 
 def test_growing_drafts_change_no_bit(open_model: Callable[[], Model]) -> None:
@@ -112,9 +112,9 @@ def test_growing_drafts_change_no_bit(open_model: Callable[[], Model]) -> None:
         (scores,) = model.score([handle], [Draft.chain(follows[:size])])
         assert torch.equal(scores.logits[-1], wanted[size])
     model.commit([handle], [follows[:2]])
-    whole = Draft(torch.tensor([9, follows[2], follows[3], 8, follows[4]]), (-1, -1, 1, 1, 2))
+    whole = Draft.tree([9, follows[2], follows[3], 8, follows[4]], (-1, -1, 1, 1, 2))
     for size, row in ((0, 2), (2, 3), (3, 4)):
-        (scores,) = model.score([handle], [Draft(whole.tokens[:size], whole.parents[:size])])
+        (scores,) = model.score([handle], [Draft(whole.ids[:size], whole.parents[:size])])
         assert torch.equal(scores.logits[-1], wanted[row])
 
 

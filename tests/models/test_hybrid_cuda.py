@@ -99,7 +99,7 @@ def test_equals_the_compiled_runner(name: str, tmp_path: Path) -> None:
     two.close(1)
     whole = deep_tree(18, 40)
     for end in (2, 5, 18):
-        two.score([Draft(whole.tokens[:end], whole.parents[:end]), Draft.chain(text(end, 41)), Draft.empty()])
+        two.score([Draft(whole.ids[:end], whole.parents[:end]), Draft.chain(text(end, 41)), Draft.empty()])
         two.commit([[], [], [3]])
     two.open(6)
     two.score([deep_tree(14, 50), Draft.chain(text(3, 51)), tree(52), Draft.empty()])
@@ -112,7 +112,7 @@ def test_drafts_leave_nothing_behind(name: str, tmp_path: Path) -> None:
     wanted = one_by_one(two.cuda, text(7, 1), follows)
     handle = two.cuda.open(text(7, 1))
     for at in range(0, 9, 3):
-        wrong = Draft(torch.tensor([50, 51, *follows[at : at + 2], 52]), (-1, 0, -1, 2, 2))
+        wrong = Draft.tree([50, 51, *follows[at : at + 2], 52], (-1, 0, -1, 2, 2))
         (scores,) = two.cuda.score([handle], [wrong])
         for row, depth in ((0, 0), (3, 1), (4, 2)):
             torch.testing.assert_close(scores.logits[row], wanted[at + depth], rtol=1e-5, atol=1e-5)

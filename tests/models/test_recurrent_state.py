@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle, growing
@@ -149,7 +148,7 @@ class Sequences:
 
 def random_tree(chance: random.Random, size: int) -> Draft:
     parents = [chance.randrange(-1, i) for i in range(size)]
-    return Draft(torch.tensor([chance.randrange(50) for _ in parents]), tuple(parents))
+    return Draft.tree([chance.randrange(50) for _ in parents], tuple(parents))
 
 
 def accepted(chance: random.Random, draft: Draft) -> list[int]:
@@ -172,7 +171,7 @@ def test_every_row_sees_the_state_of_its_own_text(seed: int) -> None:
         if chance.random() < 0.1:
             model.score(batch, drafts, fails=True)
         for size in {0, len(drafts[0]) // 2}:  # the drafts grow, or are replaced
-            grown = [Draft(draft.tokens[:size], draft.parents[:size]) for draft in drafts]
+            grown = [Draft(draft.ids[:size], draft.parents[:size]) for draft in drafts]
             if chance.random() < 0.3:
                 model.score(batch, grown)
         model.score(batch, drafts)

@@ -18,7 +18,7 @@ from .tiny import GROUPED, Tiny
 ORIGINAL = 24  # tokens up to which transformers takes the short factors
 SHORT, LONG = [1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0], [2.0, 3.0, 4.5, 6.0, 9.0, 12.0, 16.0, 20.0]
 TEXT = [3 + 7 * i % 90 for i in range(60)]
-TREE = Draft(torch.tensor([5, 6, 7, 8]), (-1, -1, 0, 1))
+TREE = Draft.tree([5, 6, 7, 8], (-1, -1, 0, 1))
 
 
 CONFIG: dict[str, Any] = {**GROUPED, "original_max_position_embeddings": ORIGINAL}  # where Phi-3 keeps it

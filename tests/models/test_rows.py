@@ -192,7 +192,7 @@ def test_growing_level_by_level_equals_one_pass(kind: str) -> None:
     expected = model.score([whole], [tree])[0].logits
     grown, rows = model.open(prompt), []
     for nodes in (0, 2, 5, 6):
-        part = Draft(tree.tokens[:nodes], tree.parents[:nodes])
+        part = Draft(tree.ids[:nodes], tree.parents[:nodes])
         rows.append(model.score([grown], [part])[0].logits)
     assert torch.equal(torch.cat(rows), expected)
 
@@ -325,8 +325,8 @@ def test_values_that_are_not_finite_change_no_other_row(kind: str) -> None:
     assert all(row.isfinite().all() for row in expected)
     drafts = [
         Draft.chain([1, 2, odd, 4]),
-        Draft(torch.tensor([odd, 1, 2, odd]), (-1, -1, 1, 0)),
-        Draft(torch.tensor([1, odd, 2, odd]), (-1, 0, 0, 1)),
+        Draft.tree([odd, 1, 2, odd], (-1, -1, 1, 0)),
+        Draft.tree([1, odd, 2, odd], (-1, 0, 0, 1)),
     ]
     rows = [(0, 1, 2), (0, 2, 3), (0, 1, 3)]
     for draft, seen in zip(drafts, rows, strict=True):

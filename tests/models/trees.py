@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from foretoken.core.draft import Draft
 
 
@@ -14,7 +12,7 @@ def repeating(parents: Sequence[int], first: int = 5) -> Draft:
 
     (-1, 0, -1) is 5, below it 6, and beside both another 6.
     """
-    shape = Draft(torch.zeros(len(parents), dtype=torch.int64), tuple(parents))
+    shape = Draft.tree([0] * len(parents), parents)
     ranks = [siblings.index(node) for node, siblings in enumerate(shape.children[p + 1] for p in shape.parents)]
     tokens = [first + rank + depth - 1 for rank, depth in zip(ranks, shape.depths, strict=True)]
-    return Draft(torch.tensor(tokens, dtype=torch.int64), shape.parents)
+    return Draft.tree(tokens, shape.parents)

@@ -24,7 +24,7 @@ def test_rows_and_states_are_the_texts():
     model = RecordedModel(TARGET, record(TARGET, [text], (0, 1)))
     handle, real = model.open(text.prompt), TARGET.open(text.prompt)
     wrong = (text.tokens[0] + 1) % 6
-    tree = Draft(torch.tensor([text.tokens[0], wrong, text.tokens[1]]), (-1, -1, 0))
+    tree = Draft.tree([text.tokens[0], wrong, text.tokens[1]], (-1, -1, 0))
     for emitted in (text.tokens[:2], text.tokens[2:65]):
         (seen,), (true,) = model.score([handle], [tree], (1,)), TARGET.score([real], [tree], (1,))
         assert seen.first == true.first and seen.logits.shape == true.logits.shape

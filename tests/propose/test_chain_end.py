@@ -60,7 +60,7 @@ def test_the_draft_states_its_claims() -> None:
     draft = drafted(context(0.02))
     assert draft.scores is not None
     claims = [float(DRAFT.probs([*PROMPT, *draft.ids[:depth]])[token]) for depth, token in enumerate(draft.ids)]
-    assert draft.scores.tolist() == pytest.approx(torch.tensor(claims).log().cumsum(0).tolist(), abs=1e-5)
+    assert draft.scores == pytest.approx(torch.tensor(claims).log().cumsum(0).tolist(), abs=1e-5)
 
 
 def test_a_token_far_below_the_likeliest_has_no_chance() -> None:

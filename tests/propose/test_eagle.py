@@ -88,7 +88,7 @@ def test_features_pair_a_token_with_the_states_before_it(tmp_path: Path) -> None
     expected = fresh.propose([c], [6])[0]
     assert draft.ids == expected.ids and draft.parents == expected.parents
     assert draft.scores is not None and expected.scores is not None
-    torch.testing.assert_close(draft.scores, expected.scores, rtol=1e-4, atol=1e-4)
+    assert draft.scores == pytest.approx(expected.scores, rel=1e-4, abs=1e-4)
 
 
 def test_budgets_and_steps_bound_the_tree(tmp_path: Path) -> None:

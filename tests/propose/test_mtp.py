@@ -295,9 +295,10 @@ def test_rows_that_wait_for_the_head_are_bounded(tiny_pair: Any, tmp_path: Path)
         for _ in range(20):
             engine.step()
     for context in contexts:
-        kept = proposer._pending[context.id].chunks
-        assert 0 < sum(len(tokens) for tokens, _ in kept) <= 6 + 4
-        assert all(s.untyped_storage().nbytes() == s.nbytes for _, states in kept for s in states)
+        kept = proposer._handles[context.id].taps
+        assert 0 < sum(map(len, kept)) <= 6 + 4
+        for (state,), rows in (chunk for part in kept for chunk in part.chunks):
+            assert state.untyped_storage().nbytes() <= 8 * len(rows) * state[0].nbytes
     texts = []
     for controller in (Fixed(0), Fixed(4)):
         other = opened(folder)

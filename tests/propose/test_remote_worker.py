@@ -343,7 +343,7 @@ def test_forgotten_sequences_free_the_workers_memory() -> None:
 
 
 def test_the_likely_path_ends_in_a_leaf() -> None:
-    tree = Draft(torch.tensor([1, 2, 3, 4]), (-1, -1, 1, 1), scores=torch.tensor([-2.0, -1.0, -3.0, -1.5]))
+    tree = Draft.tree([1, 2, 3, 4], (-1, -1, 1, 1), scores=(-2.0, -1.0, -3.0, -1.5))
     assert likely_path(tree) == [2, 4]
     assert likely_path(Draft.chain([5, 6])) == [5, 6]
     assert likely_path(Draft.empty()) == []

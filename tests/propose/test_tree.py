@@ -31,10 +31,10 @@ def test_best_first_takes_the_best_nodes_of_the_whole_product(levels: list[list[
     )
     assert draft.scores is not None
     assert len(draft) == min(budget, len(everything))
-    assert draft.scores.tolist() == pytest.approx(everything[:budget], abs=1e-5)
+    assert draft.scores == pytest.approx(everything[:budget], abs=1e-5)
     for node in range(len(draft)):
         path = [draft.ids[i] - 10 for i in draft.path(node)]
-        assert float(draft.scores[node]) == pytest.approx(sum(levels[d][r] for d, r in enumerate(path)), abs=1e-5)
+        assert draft.scores[node] == pytest.approx(sum(levels[d][r] for d, r in enumerate(path)), abs=1e-5)
     assert len({draft.path(node) for node in range(len(draft))}) == len(draft)
 
 
@@ -74,7 +74,7 @@ def test_a_tree_keeps_the_best_nodes_of_all_levels() -> None:
     tree, passes = grown(rows, width=2, budget=4, steps=2)
     assert passes == 2
     draft = tree.pruned(4)
-    paths = {tuple(draft.ids[i] for i in draft.path(node)): float(s) for node, s in enumerate(draft.scores.tolist())}
+    paths = {tuple(draft.ids[i] for i in draft.path(node)): s for node, s in enumerate(draft.scores)}
     expected = {(0,): 0.6, (0, 0): 0.54, (1,): 0.3, (1, 2): 0.18}
     assert {path: exp(score) for path, score in paths.items()} == pytest.approx(expected, abs=1e-6)
 

@@ -124,7 +124,7 @@ class Declining(Oracle):
     """Ends its drafts before the first token, after a pass."""
 
     def draft(self, context, budget):
-        return Draft(torch.empty(0, dtype=torch.int64), (), levels=1)
+        return Draft((), (), levels=1)
 
 
 def test_a_model_that_drafts_nothing_gets_ever_fewer_trials() -> None:
@@ -275,7 +275,7 @@ def test_a_model_drafts_up_to_the_step_of_the_cost_curve(cliff: float, expected:
 def test_a_union_merges_shared_paths() -> None:
     merged = DraftUnion()
     assert merged.add(Draft.chain([1, 2, 3]), [0.9, 0.8, 0.5], "a") == [0, 1, 2]
-    assert merged.add(Draft(torch.tensor([1, 4, 2]), (-1, -1, 0)), [0.5, 0.5, 0.9], "b") == [0, 3, 1]
+    assert merged.add(Draft.tree([1, 4, 2], (-1, -1, 0)), [0.5, 0.5, 0.9], "b") == [0, 3, 1]
     assert merged.tokens == [1, 2, 3, 4] and merged.parents == [-1, 0, 1, -1]
     assert merged.owners == ["a", "b", "a", "b"]
     weights = merged.weights()

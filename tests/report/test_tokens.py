@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.draft import Draft
@@ -102,7 +101,7 @@ def test_an_end_of_text_token_is_shown():
 
 def test_the_longest_refused_path_of_a_tree():
     timings = Timings(0, 0, 0, 0, 1)
-    tree = Draft(torch.arange(6), (-1, -1, 0, 0, 3, 1))
+    tree = Draft.tree(range(6), (-1, -1, 0, 0, 3, 1))
     assert StepOutput(0, 0, tree, Verdict((0,), 9), (0, 9), timings).rejected == (3, 4)
     assert StepOutput(0, 0, tree, Verdict((), 9), (9,), timings).rejected == (0, 3, 4)
     assert StepOutput(0, 0, tree, Verdict((0, 3, 4), 9), (0, 3, 4, 9), timings).rejected == ()

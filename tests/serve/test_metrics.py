@@ -83,7 +83,7 @@ def test_record_without_speculation_is_still_readable() -> None:
 
 
 def test_record_of_trees_cuts_and_long_drafts() -> None:
-    tree = Draft(Draft.chain([1, 2, 3, 4, 5]).tokens, (-1, -1, 0, 0, 3))
+    tree = Draft.tree([1, 2, 3, 4, 5], (-1, -1, 0, 0, 3))
     payload = record(step(tree, (0, 3)), chain(4, 4, cut=2, end="stop"), configured=2, detailed=True)
     check_as_a_load_generator(payload)
     assert payload["per_step_accepted"] == [2, 2] and payload["per_step_drafted"] == [5, 4]
@@ -149,7 +149,7 @@ def test_speculation_counters(metrics: Metrics) -> None:
 
 
 def test_a_rejected_leaf_was_not_verified_further(metrics: Metrics) -> None:
-    tree = Draft(Draft.chain([1, 2, 3]).tokens, (-1, -1, 0))
+    tree = Draft.tree([1, 2, 3], (-1, -1, 0))
     metrics.on_steps([step(tree, (1,))])  # node 1 has no child: nothing stood at position 1
     metrics.on_steps([chain(3, 3, cut=1)])  # cut after its first token: nothing is known of the second
     values = shown(metrics)

@@ -6,6 +6,7 @@ rank. Both decay, and start from what other requests of the same kind showed.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ def claims(draft: Draft) -> list[float]:
     """Returns P(node accepted | its parent accepted) of every node by the draft's own scores."""
     if draft.scores is None:
         return [_UNSCORED] * len(draft)
-    reach = [*draft.scores.double().exp().tolist(), 1.0]  # the root's last, at -1
+    reach = [*map(math.exp, draft.scores), 1.0]  # the root's last, at -1
     return [min(1.0, reach[node] / max(reach[parent], 1e-30)) for node, parent in enumerate(draft.parents)]
 
 
@@ -279,6 +280,6 @@ def _accepted_ranks(draft: Draft, path: Sequence[int]) -> list[int]:
     """Returns the ranks, from 0, of the nodes on the accepted path."""
     if draft.scores is None or draft.is_chain:
         return list(path)
-    order = np.argsort(-draft.scores.detach().cpu().double().numpy(), kind="stable")
-    ranks = {int(node): rank for rank, node in enumerate(order)}
+    scores = draft.scores
+    ranks = {node: rank for rank, node in enumerate(sorted(range(len(scores)), key=lambda node: -scores[node]))}
     return [ranks[node] for node in path]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,24 +39,25 @@ class Draft:
     A chain has parents (-1, 0, 1, ...). The empty draft is legal and means plain decoding.
 
     Args:
-        tokens: int64 [n]. Draft tokens, parents before children.
+        ids: The draft tokens, parents before children.
         parents: Index of each node's parent. -1 is the root, the last committed token.
         law: Distribution of the tokens. It decides which verifier is exact.
-        scores: [n]. Confidence (log-probability) for controllers and viewers, or None. Verifiers never read it.
+        scores: Confidence in each node (log-probability of its path) for controllers and viewers, or None. Verifiers
+            never read it.
         levels: Draft-model passes used, when fewer than the budget; 0 if no model drafted.
         decision: Numbers behind the draft, if a draft policy decided. Verifiers never read it.
     """
 
-    tokens: Tensor
+    ids: tuple[int, ...]
     parents: tuple[int, ...]
     law: ProposalLaw = field(default_factory=PointMass)
-    scores: Tensor | None = None
+    scores: tuple[float, ...] | None = None
     levels: int | None = None
     decision: Decision | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens.ndim != 1 or len(self.parents) != self.tokens.shape[0]:
-            raise ValueError(f"{len(self.parents)} parents for tokens of shape {tuple(self.tokens.shape)}")
+        if len(self.parents) != len(self.ids):
+            raise ValueError(f"{len(self.parents)} parents for {len(self.ids)} tokens")
         if any(not -1 <= p < i for i, p in enumerate(self.parents)):
             raise ValueError(f"each parent must come before its child, -1 the root; got {self.parents}")
 
@@ -68,23 +69,21 @@ class Draft:
     @staticmethod
     def chain(tokens: Sequence[int] | Tensor, law: ProposalLaw | None = None) -> Draft:
         """Returns a single path of draft tokens. The default ``law`` is that of fixed candidates."""
-        ids = torch.as_tensor(tokens, dtype=torch.int64)
-        return Draft(ids, tuple(range(-1, ids.shape[0] - 1)), law or PointMass())
+        ids = tuple(tokens.tolist()) if isinstance(tokens, Tensor) else tuple(tokens)
+        return Draft(ids, tuple(range(-1, len(ids) - 1)), law or PointMass())
 
     @staticmethod
-    def tree(ids: Sequence[int], parents: Sequence[int], scores: Tensor | None = None) -> Draft:
+    def tree(ids: Sequence[int], parents: Sequence[int], scores: Sequence[float] | None = None) -> Draft:
         """Returns a tree of fixed candidates."""
-        draft = Draft(torch.from_numpy(np.array(ids, np.int64)), tuple(parents), scores=scores)
-        draft.__dict__["ids"] = tuple(ids)
-        return draft
+        return Draft(tuple(ids), tuple(parents), scores=None if scores is None else tuple(scores))
 
     def __len__(self) -> int:
         return len(self.parents)
 
     @cached_property
-    def ids(self) -> tuple[int, ...]:
-        """The tokens as Python integers."""
-        return tuple(self.tokens.tolist())
+    def tokens(self) -> Tensor:
+        """The tokens, int64 [n]."""
+        return torch.tensor(self.ids, dtype=torch.int64)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -131,4 +130,9 @@ class Draft:
         return tuple(reversed(nodes))
 
 
-_EMPTY = Draft(torch.empty(0, dtype=torch.int64), ())
+_EMPTY = Draft((), ())
+
+
+def log_scores(probabilities: Iterable[float]) -> tuple[float, ...]:
+    """Returns the scores of nodes that are reached with these probabilities."""
+    return tuple(math.log(max(probability, 1e-30)) for probability in probabilities)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -14,7 +15,7 @@ from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.engine.sequence import ComputedTokens, Sequence
 from foretoken.models.base import Model, Scores
-from foretoken.verify import Rule, stream_for
+from foretoken.verify import DRAWING, Rule, stream_for
 
 NO_VERDICT = Verdict((), -1)  # of sequences that failed
 _log = logging.getLogger(__name__)
@@ -91,15 +92,26 @@ class VerifiedDraft:
         return StepOutput(context.id, position, self.draft, verdict, tokens, timings, ended, budget)
 
 
+def _along(draft: Draft, argmax: Many[int]) -> Verdict | None:
+    """Returns the verdict of ``verify.walk`` if every draw is an argmax; None if a row that it reaches has none."""
+    nodes: tuple[int, ...] = (-1,)  # all nodes with the accepted prefix: duplicate children count as one
+    while (token := argmax[nodes[0] + 1]) >= 0:
+        below = tuple(child for node in nodes for child in draft.children[node + 1] if draft.ids[child] == token)
+        if not below:
+            return Verdict(draft.path(nodes[0]), token)
+        nodes = below
+    return None
+
+
 def _verdict(sequence: Sequence, draft: Draft, scores: Scores, rule: Rule) -> Verdict | None:
     """Returns the verdict on a draft; None if the sequence ends in this step.
 
     Where the verdict reaches a node at which no token is possible, the accepted tokens are still emitted, the last of
     them as the target's own, and the next step ends the sequence.
     """
-    if scores.argmax is not None and not len(draft) and scores.argmax[0] >= 0:
-        return Verdict((), scores.argmax[0])  # nothing to verify, and no random number
-    context = sequence.context
+    context, argmax = sequence.context, scores.argmax
+    if argmax is not None and rule(draft.law, context.exactness) in DRAWING and (verdict := _along(draft, argmax)):
+        return verdict
     probs = NodeDistributions(context.law, scores.logits, partial(context.history_at, draft), scores.argmax)
     try:
         stream = stream_for(context.exactness, context.streams, context.generated)

@@ -234,7 +234,7 @@ class Decoder(Model):
         self._shorten(handles)
         plan = PassPlan.of(handles, drafts, [0] * len(handles))
         self._check_reach(max(part.end + request.rows for part, request in zip(plan.parts, requests, strict=True)))
-        chains, _ = self.runner.chains(plan, requests, DraftVocabulary(vocab, vocab))
+        chains = self.runner.chains(plan, requests, DraftVocabulary(vocab, vocab))
         for handle, chain in zip(handles, chains, strict=True):
             handle.cached = len(handle.tokens)
             handle.nodes[:] = chain.tokens if chain.ended else chain.tokens[:-1]  # the last one is in no pass

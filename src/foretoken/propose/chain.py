@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar, runtime_checkable
+from itertools import accumulate
+from operator import mul
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.distributions import Law, NodeDistributions
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, log_scores
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
 from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
@@ -104,8 +106,8 @@ class Chain:
     def draft(self) -> Draft:
         rows = torch.stack(self.rows) if self.rows else self.stacked
         law: ProposalLaw = Sampled(rows) if rows is not None and self.tokens else PointMass()
-        scores = torch.tensor(self.claims[: len(self.tokens)]).log().cumsum(0) if self.claims else None
-        return replace(Draft.chain(self.tokens, law), levels=self._levels, scores=scores)
+        reach = list(accumulate(self.claims[: len(self.tokens)], mul))
+        return replace(Draft.chain(self.tokens, law), levels=self._levels, scores=log_scores(reach) if reach else None)
 
     @property
     def _levels(self) -> int | None:
@@ -147,15 +149,16 @@ def _probability(logits: Tensor, token: int) -> float:
     return float(weights[token] / weights.sum())
 
 
-@runtime_checkable
 class AtOnce(Protocol):
     """A draft that a model may draft in one call."""
 
     def request(self) -> ChainRequest | None:
         """Returns the request to the model; None if it cannot draft this."""
+        ...
 
     def take(self, chain: ModelChain) -> None:
         """Takes over what the model drafted."""
+        ...
 
 
 class DraftsChains(Protocol[Opened]):
@@ -173,7 +176,7 @@ class DraftsChains(Protocol[Opened]):
         """See ``Model.chains``."""
 
 
-def draft_at_once(model: DraftsChains[Opened], active: Sequence[tuple[Opened, object]], vocab_size: int) -> bool:
+def draft_at_once(model: DraftsChains[Opened], active: Sequence[tuple[Opened, AtOnce]], vocab_size: int) -> bool:
     """Drafts the chains of all sequences in one call.
 
     Args:
@@ -190,7 +193,7 @@ def draft_at_once(model: DraftsChains[Opened], active: Sequence[tuple[Opened, ob
     vocab = min(model.vocab_size, vocab_size)
     chains: list[tuple[AtOnce, ChainRequest]] = []
     for _, grower in active:
-        if not isinstance(grower, AtOnce) or (request := grower.request()) is None:
+        if (request := grower.request()) is None:
             return False
         if request.draws and vocab < vocab_size:  # rows would lack tokens of the target
             return False

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-import numpy as np
-import torch
-
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, log_scores
 from foretoken.propose.matches import BREAK
 
 Continuation = tuple[int, ...]
@@ -45,8 +41,7 @@ class CandidateTree:
             above = further[parent] if parent >= 0 else 1.0
             further.append(above * depths[-1] / (depths[-1] + 2.0) if match else 1.0)
         probs = [p * holds for p, holds in zip(self.probs, further, strict=True)]
-        scores = torch.from_numpy(np.array([math.log(p) for p in probs], np.float32))
-        return Draft.tree(self.tokens, self.parents, scores)
+        return Draft.tree(self.tokens, self.parents, log_scores(probs))
 
 
 def candidate_tree(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, log_scores
 
 
 @dataclass(eq=False, slots=True)
@@ -74,8 +72,8 @@ class DraftUnion:
         """
         number = {node: i for i, node in enumerate(kept)}
         return Draft(
-            torch.tensor([self.tokens[node] for node in kept], dtype=torch.int64),
+            tuple(self.tokens[node] for node in kept),
             tuple(number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in kept),
-            scores=torch.tensor([weights[node] for node in kept]).log(),
+            scores=log_scores(weights[node] for node in kept),
             levels=levels,
         )

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, log_scores
 from foretoken.core.law import TopPlusSampled, WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.propose.tree import Growth
@@ -78,7 +78,7 @@ class DrawnTree(Growth):
         blank = torch.zeros_like(self.rows[-1])
         rows = torch.stack([self.rows.get(node, blank) for node in range(-1, max(self.parents) + 1)])
         law = WithoutReplacement(rows) if self.kind == "sampled" else TopPlusSampled(rows)
-        return self.subtree(range(len(self.tokens)), law, torch.tensor(self.reach).log())
+        return self.subtree(range(len(self.tokens)), law, log_scores(self.reach))
 
     def _draw(self, node: int, row: Tensor, count: int) -> None:
         """Draws ``count`` children of ``node`` and estimates the probability of reaching each."""

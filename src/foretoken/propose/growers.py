@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-import torch
 from torch import Tensor
 
 from foretoken.core.checks import integer
@@ -21,7 +20,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.streams import Purpose
 from foretoken.models.chains import ChainRequest, ModelChain, TreeShape
-from foretoken.propose.chain import Chain, Widen
+from foretoken.propose.chain import AtOnce, Chain, Widen
 from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
 from foretoken.propose.scores import DraftStop
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
@@ -67,7 +66,7 @@ class GrowthConfig:
         return min(budget, self.num_steps or (budget if self.is_chain(drawn) else TREE_STEPS))
 
 
-class Grower(Protocol):
+class Grower(AtOnce, Protocol):
     """A draft that grows, driven as the module describes."""
 
     @property
@@ -119,8 +118,7 @@ class RankedTreeGrower:
 
     def take(self, chain: ModelChain) -> None:
         """Takes over a tree that a model drafted at once."""
-        tokens, scores = torch.tensor(chain.tokens, dtype=torch.int64), torch.tensor(chain.probabilities)
-        self.drafted = Draft(tokens, tuple(chain.parents), scores=scores)
+        self.drafted = Draft.tree(chain.tokens, chain.parents, chain.probabilities)
 
     @property
     def done(self) -> bool:
@@ -146,6 +144,14 @@ class SampledTreeGrower:
 
     tree: DrawnTree
     distributions: Callable[[Tensor, Growth], Tensor]
+
+    def request(self) -> ChainRequest | None:
+        """Returns None: no model samples trees at once."""
+        return None
+
+    def take(self, chain: ModelChain) -> None:
+        """Never called: there is no request."""
+        raise NotImplementedError
 
     @property
     def done(self) -> bool:

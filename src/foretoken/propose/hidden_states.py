@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from foretoken.core.context import Context
@@ -13,6 +11,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Scores
 from foretoken.models.heads.feature_net import DraftNet, HeadHandle
+from foretoken.models.runners.pass_plan import TapRows
 from foretoken.propose.base import Needs, Observation, Proposer
 from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, GrowthConfig, begin, is_drawn
@@ -22,24 +21,6 @@ from foretoken.propose.tree import Candidates, Tree, likeliest
 # distribution. The value was the best on the bundled pair.
 SHARPER = SamplingLaw(temperature=0.7)
 MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them
-
-
-@dataclass(slots=True)
-class PendingRows:
-    """Committed tokens that the head has not processed.
-
-    Attributes:
-        chunks: Tokens, and the target's states before them by layer.
-        count: Number of tokens of all chunks.
-    """
-
-    chunks: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
-    count: int = 0
-
-    def add(self, tokens: list[int], states: list[Tensor]) -> None:
-        """Appends a chunk."""
-        self.chunks.append((tokens, states))
-        self.count += len(tokens)
 
 
 class HiddenStateProposer(Proposer):
@@ -53,7 +34,6 @@ class HiddenStateProposer(Proposer):
         self.taps = tuple(taps)
         self.needs = Needs(tuple(sorted(set(taps))))
         self._handles: dict[int, HeadHandle] = {}
-        self._pending: dict[int, PendingRows] = {}  # by sequence
         self._known: dict[int, int] = {}  # by sequence: number of positions whose states were seen
         self._drafting = True  # whether the last step drafted for any sequence
 
@@ -66,7 +46,6 @@ class HiddenStateProposer(Proposer):
         }
         active = list(growers.values())
         if active:
-            self._feed([contexts[i].id for i in growers])
             self._grow(active, [self.config.steps(budgets[i], is_drawn(contexts[i], contexts[i].law)) for i in growers])
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
@@ -88,10 +67,9 @@ class HiddenStateProposer(Proposer):
         for context, score in zip(contexts, scores, strict=True):
             self._keep(context, score, range(len(score.taps[self.taps[0]])))
         if self._drafting:
-            ids = [context.id for context in contexts if context.id in self._pending]
-            self._feed(ids)
-            for identifier in ids:
-                self.net.prefill(self._handles[identifier])
+            for context in contexts:
+                if (handle := self._handles.get(context.id)) is not None:
+                    self.net.prefill(handle)
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         """Keeps every sequence's committed tokens and the target's states before them. The head processes them in a
@@ -114,7 +92,6 @@ class HiddenStateProposer(Proposer):
         self.net.enable_prefix_cache(max_bytes)
 
     def forget(self, context: Context) -> None:
-        self._pending.pop(context.id, None)
         self._known.pop(context.id, None)
         handle = self._handles.pop(context.id, None)
         if handle is not None:
@@ -139,8 +116,8 @@ class HiddenStateProposer(Proposer):
     def _ready(self, context: Context, budget: int) -> bool:
         """Returns whether the states at all tokens but the newest are known, and the draft fits the context window."""
         complete = self._known.get(context.id) == len(context.tokens) - 1
-        has_new = context.id in self._pending or (complete and bool(self._handles[context.id].pending))
-        return complete and has_new and len(context.tokens) + budget <= self.net.max_length
+        fits = len(context.tokens) + budget <= self.net.max_length
+        return complete and fits and self._handles[context.id].num_pending > 0
 
     def _grower(self, context: Context, budget: int) -> Grower:
         return begin(
@@ -160,23 +137,11 @@ class HiddenStateProposer(Proposer):
 
     # committed tokens
 
-    def _feed(self, sequences: Sequence[int]) -> None:
-        """Gives the head what these sequences committed since they last drafted, as features."""
-        pending = [(self._handles[i], self._pending.pop(i)) for i in sequences if i in self._pending]
-        chunks = [(handle, *chunk) for handle, rows in pending for chunk in rows.chunks]
-        if not chunks:
-            return
-        layers = zip(*(states for *_, states in chunks), strict=True)
-        features = self.net.features(torch.cat([torch.cat(layer) for layer in layers], dim=-1))
-        parts = features.split([len(states[0]) for *_, states in chunks])
-        for (handle, tokens, _), part in zip(chunks, parts, strict=True):
-            self.net.extend(handle, tokens, part)
-
     def _keep(self, context: Context, scores: Scores, rows: Sequence[int]) -> None:
-        """Stores the states at ``rows`` of ``scores``, those of committed tokens from position ``scores.first`` on.
+        """Gives the head the states at ``rows`` of ``scores``, those of tokens from position ``scores.first`` on.
 
-        They are concatenated only when the head processes them. Without drafts the head only processes what exceeds
-        ``MAX_PENDING`` rows, which would otherwise hold memory until the end of the text.
+        Without drafts the head only processes what exceeds ``MAX_PENDING`` rows, which would otherwise hold memory
+        until the end of the text.
         """
         if len(context.tokens) > self.net.max_length:
             return
@@ -186,14 +151,11 @@ class HiddenStateProposer(Proposer):
         # Where prompt tokens were scored as a draft, the last row is the newest token's: the token after it is unknown.
         own = list(rows[known - scores.first : len(context.tokens) - 1 - scores.first])
         if own:
-            contiguous = own[-1] - own[0] + 1 == len(own)  # nearly always: a slice needs no copy
-            chosen = slice(own[0], own[-1] + 1) if contiguous else own
-            states = [_alone(scores.taps[layer][chosen]) for layer in self.taps]
-            if context.id in self._pending and self._pending[context.id].count > MAX_PENDING:
-                self._feed([context.id])
-                self.net.prefill(self._handles[context.id])
+            handle = self._handles[context.id]
+            if handle.num_pending > MAX_PENDING:
+                self.net.prefill(handle)
             tokens = context.tokens[known + 1 : known + 1 + len(own)]
-            self._pending.setdefault(context.id, PendingRows()).add(tokens, states)
+            self.net.append(handle, tokens, TapRows.of(scores.taps, self.taps, own))
             self._known[context.id] = known + len(own)
 
     def _cache_end(self, context: Context) -> None:
@@ -202,14 +164,8 @@ class HiddenStateProposer(Proposer):
         This is also done if nothing was drafted: the target's own cache is of use only up to the head's last row.
         """
         handle = self._handles.get(context.id)
-        if handle is not None and handle.root is not None and self.net.keeps and context.id in self._pending:
-            self._feed([context.id])
+        if handle is not None and handle.root is not None and self.net.keeps and handle.num_pending:
             self.net.complete(handle)
-
-
-def _alone(states: Tensor) -> Tensor:
-    """Returns the states in memory of their own: a view would keep those of the whole batch."""
-    return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
 
 
 def _extend(active: Sequence[tuple[HeadHandle, Grower]], rows: Sequence[Tensor]) -> None:

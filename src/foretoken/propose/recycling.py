@@ -14,7 +14,6 @@ from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
@@ -23,7 +22,7 @@ from torch import Tensor
 from foretoken.core.artifacts import TABLE, Destination
 from foretoken.core.checks import integer
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, log_scores
 from foretoken.core.errors import ModelLoadError, WriteError
 from foretoken.core.files import atomic_file
 from foretoken.core.native import sampling as native
@@ -210,8 +209,7 @@ class Recycling(Proposer):
             tokens, parents, weights = self._tree(successors.table, root, budget, ranks.order)
         if not tokens:
             return Draft.empty()
-        scores = torch.from_numpy(np.array(weights, np.float32)).log_()
-        return Draft.tree(tokens, parents, scores)
+        return Draft.tree(tokens, parents, log_scores(weights))
 
     def _tree(
         self, table: NDArray[np.int32], root: int, budget: int, rates: Sequence[tuple[int, float]]

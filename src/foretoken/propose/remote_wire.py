@@ -132,7 +132,7 @@ class DraftReply:
         if budget >= len(draft):
             return draft
         law = Sampled(draft.law.probs[:budget]) if isinstance(draft.law, Sampled) else draft.law
-        return Draft.chain(draft.tokens[:budget], law)
+        return Draft.chain(draft.ids[:budget], law)
 
 
 @dataclass(frozen=True, slots=True)

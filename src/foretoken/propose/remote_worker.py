@@ -286,7 +286,7 @@ def likely_path(draft: Draft) -> list[int]:
 
 
 def _weight(draft: Draft, node: int) -> float:
-    return float(draft.scores[node]) if draft.scores is not None else draft.chance(node) or 0.0
+    return draft.scores[node] if draft.scores is not None else draft.chance(node) or 0.0
 
 
 def _predicting(context: Context) -> Context:

@@ -109,10 +109,12 @@ class Growth:
         self.frontier = list(frontier)
         self.scored += self.frontier
 
-    def subtree(self, nodes: Sequence[int], law: ProposalLaw | None = None, scores: Tensor | None = None) -> Draft:
+    def subtree(
+        self, nodes: Sequence[int], law: ProposalLaw | None = None, scores: tuple[float, ...] | None = None
+    ) -> Draft:
         """Returns a draft of these nodes in this order; each node's parent must come before it."""
         number = {node: i for i, node in enumerate(nodes)}
-        tokens = torch.tensor([self.tokens[node] for node in nodes], dtype=torch.int64)
+        tokens = tuple(self.tokens[node] for node in nodes)
         parents = tuple(number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in nodes)
         return Draft(tokens, parents, law or PointMass(), scores)
 
@@ -154,7 +156,7 @@ class Tree(Growth):
     def pruned(self, budget: int) -> Draft:
         """Returns the best ``budget`` nodes of all levels, parents first, with their scores."""
         kept = sorted(self._best(budget, range(len(self.tokens))))
-        return self.subtree(kept, scores=torch.tensor([self.scores[node] for node in kept]))
+        return self.subtree(kept, scores=tuple(self.scores[node] for node in kept))
 
     def _best(self, count: int, nodes: Sequence[int]) -> list[int]:
         """Returns the ``count`` nodes of highest score; on ties the older, so that parents precede their children."""
@@ -196,4 +198,4 @@ def best_first(log_probs: Tensor, ids: Tensor, budget: int) -> Draft:
         scores.append(-cost)
         offer(scores[parent] if parent >= 0 else 0.0, depth, rank + 1, parent)
         offer(-cost, depth + 1, 0, len(tokens) - 1)
-    return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), scores=torch.tensor(scores))
+    return Draft.tree(tokens, parents, scores)

@@ -208,9 +208,7 @@ class SharedTokenModel(Model):
             self.model.close(sequence.handle)
 
     def _translate(self, draft: Draft) -> Draft:
-        return Draft(
-            torch.tensor([self._draft_ids[token] or 0 for token in draft.ids], dtype=torch.int64), draft.parents
-        )
+        return Draft(tuple(self._draft_ids[token] or 0 for token in draft.ids), draft.parents)
 
     def _widen(self, logits: Tensor) -> Tensor:
         """Returns [rows, V of the draft] as [rows, V of the target]."""

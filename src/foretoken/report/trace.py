@@ -177,7 +177,7 @@ def _trace_step(number: int, step: StepOutput) -> TraceStep:
 
 
 def _drafted(draft: Draft, node: int, origin: str, step: int) -> Token:
-    score = None if draft.scores is None else min(1.0, math.exp(float(draft.scores[node])))
+    score = None if draft.scores is None else min(1.0, math.exp(draft.scores[node]))
     return Token(draft.ids[node], "", origin, step, q=draft.chance(node), score=score)
 
 

@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError
 from foretoken.core.step import StepOutput
@@ -239,4 +237,4 @@ def _failure(error: Exception) -> Exception:
 
 def _light(step: StepOutput) -> StepOutput:
     """Returns ``step`` without the draft's distribution, which can have a row of the vocabulary for each node."""
-    return replace(step, draft=Draft(torch.tensor(step.draft.ids, dtype=torch.int64), step.draft.parents))
+    return replace(step, draft=Draft(step.draft.ids, step.draft.parents))

@@ -23,7 +23,7 @@ from .assistant_files import CHANGES, saved_assistant
 
 pytestmark = pytest.mark.slow
 
-TREE = Draft(torch.tensor([9, 8, 7, 6, 5]), (-1, -1, 0, 0, 2))
+TREE = Draft.tree([9, 8, 7, 6, 5], (-1, -1, 0, 0, 2))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_logits_of_trees_are_those_of_transformers(
     texts = [text(length, 50 + length) for length in (3, 5, 6, 7, 8, 20, 80)]
     handles = [begun(net, model, tokens, 11 + i) for i, tokens in enumerate(texts)]
     first = net.catch_up(handles)
-    levels = [net.grow(handles, [Draft(TREE.tokens[:n], TREE.parents[:n])] * len(handles)) for n in (2, 4, 5)]
+    levels = [net.grow(handles, [Draft(TREE.ids[:n], TREE.parents[:n])] * len(handles)) for n in (2, 4, 5)]
     grown = [torch.cat(rows) for rows in zip(*levels, strict=True)]
     for i, tokens in enumerate(texts):
         reference = Reference(target[1], assistant, tokens)

@@ -99,7 +99,7 @@ def test_nodes_of_a_tree_have_the_logits_of_their_paths(tmp_path: Path) -> None:
     raw, handle = random(4, 128), net.open([1, 2, 3, 4, 9])
     net.extend(handle, [2, 3, 4, 9], net.features(raw))
     net.catch_up([handle])
-    tree = Draft(torch.tensor([5, 6, 7, 8]), (-1, -1, 1, 2))
+    tree = Draft.tree([5, 6, 7, 8], (-1, -1, 1, 2))
     rows = net.grow([handle], [tree])[0]
     paths = ([5], [6], [6, 7], [6, 7, 8])
     expected = torch.stack([reference.logits(9, raw, list(path))[-1] for path in paths])

@@ -19,9 +19,11 @@ from foretoken.core.draft import Draft
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import PROMPTS, TOKENS
 from foretoken.models.loading import load_model
+from foretoken.models.runners.pass_plan import TapRows
 
 CPU = torch.device("cpu")
 
@@ -100,9 +102,41 @@ HEADS = {
 }
 
 
+def append(net: EagleNet, handle: HeadHandle, tokens: list[int], raw: Tensor) -> None:
+    """Appends tokens with states that lie among others, each layer's in a tensor of its own."""
+    around = torch.cat([_random(1, raw.shape[1]), raw, _random(2, raw.shape[1])])
+    taps = dict(enumerate(around.split(net.head.target_hidden if net.joined else raw.shape[1], dim=1)))
+    net.append(handle, tokens, TapRows.of(taps, range(len(taps)), range(1, 1 + len(raw))))
+
+
+@pytest.mark.parametrize("runner", ["compiled", "torch"])
+@pytest.mark.parametrize("name", ["eagle3", "narrow", "norm_before_residual", "other norms"])
+def test_rows_do_not_depend_on_how_states_are_prefilled(name: str, runner: str, tmp_path: Path) -> None:
+    config, tensors = HEADS[name]
+    head = read_eagle(tiny.save(tmp_path, config, tensors))
+    with only_runner(runner):
+        net = EagleNet(head, tensors["embed_tokens.weight"], torch.float32, CPU, 2048)
+    tokens = torch.randint(0, 101, (600,), generator=torch.Generator().manual_seed(3)).tolist()
+    raw = _random(600, 3 * head.target_hidden)
+    results = []
+    for sizes in ((600,), (300, 299, 1), (599, 1), (1,) * 40 + (560,)):
+        handle, at = net.open(), 0
+        for size in sizes:
+            append(net, handle, tokens[at : at + size], raw[at : at + size])
+            at += size
+            if size == 299:
+                net.prefill(handle)
+        results.append(net.catch_up([handle])[0])
+        assert handle.num_pending == 0 and not handle.taps and not handle.fresh
+    assert runner == "torch" or all(torch.equal(result, results[0]) for result in results)
+    for result in results:
+        torch.testing.assert_close(result, results[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("appended", ["features", "states", "one of each"])
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
 @pytest.mark.parametrize("name", HEADS)
-def test_the_net_equals_the_papers_equations(name: str, runner: str, tmp_path: Path) -> None:
+def test_the_net_equals_the_papers_equations(name: str, runner: str, appended: str, tmp_path: Path) -> None:
     config, tensors = HEADS[name]
     unembed = None if "lm_head.weight" in tensors else _random(101, config["hidden_size"])
     head = read_eagle(tiny.save(tmp_path, config, tensors))
@@ -126,13 +160,20 @@ def test_the_net_equals_the_papers_equations(name: str, runner: str, tmp_path: P
 
     # Two sequences that share passes; the second is a piece of the first, and comes in two pieces.
     first, second = net.open(), net.open()
-    net.extend(first, tokens, net.features(raw))
-    net.extend(second, tokens[:2], net.features(raw[:2]))
+    if appended == "states":
+        append(net, first, tokens, raw)
+    else:
+        net.extend(first, tokens, net.features(raw))
+    if appended == "features":
+        net.extend(second, tokens[:2], net.features(raw[:2]))
+    else:
+        append(net, second, tokens[:1], raw[:1])
+        append(net, second, tokens[1:2], raw[1:2])
     rows = net.catch_up([first, second])
     torch.testing.assert_close(rows[0], whole[-1:], **close)
     torch.testing.assert_close(rows[1], whole[1:2], **close)
     tree = repeating((-1, -1, 0))
-    grown = [net.grow([first], [Draft(tree.tokens[:2], tree.parents[:2])])[0], net.grow([first], [tree])[0]]
+    grown = [net.grow([first], [Draft(tree.ids[:2], tree.parents[:2])])[0], net.grow([first], [tree])[0]]
     below, more = reference.run([*tokens, 5], torch.cat([features, states[-1:]]))
     other, _ = reference.run([*tokens, 6], torch.cat([features, states[-1:]]))
     third, _ = reference.run([*tokens, 5, 6], torch.cat([features, states[-1:], more[-1:]]))
@@ -216,7 +257,7 @@ def test_the_prefix_cache_serves_a_sequence_with_a_common_prefix(tmp_path: Path)
     assert first.cached == 0
     net.extend(first, tokens[1:], features)
     expected = net.catch_up([first])[0]
-    net.grow([first], [Draft(torch.tensor([5, 6]), (-1, -1))])
+    net.grow([first], [Draft.tree([5, 6], (-1, -1))])
     net.close(first)
 
     second = net.open(tokens[:149])

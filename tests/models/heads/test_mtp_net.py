@@ -49,7 +49,7 @@ def test_logits_equal_the_reference(name: str, runner: str, tmp_path: Path) -> N
         net.extend(handle, tokens[1:], net.features(hidden))
         torch.testing.assert_close(net.catch_up([handle])[0], logits[-1:], **CLOSE)
         states = after if chained else before
-        (children,) = net.grow([handle], [Draft(tree.tokens[:2], tree.parents[:2])])
+        (children,) = net.grow([handle], [Draft(tree.ids[:2], tree.parents[:2])])
         (grandchild,) = net.grow([handle], [tree])
         for node in range(2):
             expected, *_ = reference.layer(0, [*tokens[1:], tree.ids[node]], torch.cat([hidden, states[-1:]]))

@@ -125,8 +125,15 @@ class Entry:
             [out, 2H] (EAGLE-3, 2503.01840); otherwise embeddings are not used.
         norm: the norm on the features.
         norm_first: whether the residual stream starts from the normed features.
+        fusion: [H, layers * Ht], makes features from the target's states after ``fused_layers`` layers, for runners
+            that take these states in the place of features. None for none.
+        fusion_bias: [H]; None for none.
+        fused_layers: number of these layers.
     """
 
     joined: bool = False
     norm: NormWeight | None = None
     norm_first: bool = False
+    fusion: Tensor | None = None
+    fusion_bias: Tensor | None = None
+    fused_layers: int = 0

@@ -79,17 +79,19 @@ class AssistantNet(FeatureNet):
     def enable_prefix_cache(self, max_bytes: int) -> None:
         """Does nothing: nothing is cached."""
 
-    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor) -> None:
+    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor | None = None) -> None:
         handle.rewind()
         handle.states = None
         handle.tokens.extend(tokens)
-        handle.fresh[:] = [features[-1:]]
+        handle.fresh[:] = [] if features is None else [features[-1:]]
+        handle.taps.clear()  # only the newest token's row is computed
 
     def prefill(self, handle: HeadHandle, left: int = 0) -> None:
         """Does nothing: only the newest token has a row."""
 
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
-        fresh = [handle.fresh[-1] for handle in handles]
+        self._make_features(handles)
+        fresh = [handle.fresh[-1][-1:] for handle in handles]
         logits, states = self._step(handles, [handle.tokens[-1:] for handle in handles], torch.cat(fresh))
         for handle, state in zip(handles, states, strict=True):
             handle.fresh.clear()

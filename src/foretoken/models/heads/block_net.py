@@ -136,9 +136,9 @@ class BlockNet(FeatureNet):
         """Returns the key of each row for the prefix cache: its token. The newest token has no row."""
         return list(tokens[:-1])
 
-    def _run(self, plan: PassPlan, features: Tensor, outputs: bool = False) -> Pass:
+    def _run(self, plan: PassPlan, outputs: bool = False) -> Pass:
         """Writes keys and values of features."""
-        return self._injector.run(replace(plan, features=features), (), False)
+        return self._injector.run(plan, (), False)
 
     def _inject(self, handles: Sequence[HeadHandle]) -> None:
         """Writes the rows of all pending features."""
@@ -146,8 +146,8 @@ class BlockNet(FeatureNet):
             self.prefill(handle, JOINT_ROWS)
         behind = [handle for handle in handles if handle.pending]
         if behind:
-            fresh = torch.cat([piece for handle in behind for piece in handle.fresh])
-            self._run(PassPlan.of(behind, [Draft.empty()] * len(behind), [0] * len(behind)), fresh)
+            empty = [Draft.empty()] * len(behind)
+            self._run(PassPlan.of(behind, empty, [0] * len(behind), self._fed(behind)))
         for handle in behind:
             handle.fresh.clear()
             handle.cached = len(handle.tokens)

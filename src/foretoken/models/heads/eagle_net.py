@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,8 @@ class EagleNet(FeatureNet):
         quantizer: Quantizer | None = None,
     ) -> None:
         self.head, self.joined, self.dtype, self.device = head, head.version == 3, dtype, device
-        self._fc = HeadProduct(head.tensors["fc.weight"], head.tensors.get("fc.bias"), device, dtype)
+        fc, bias = head.tensors["fc.weight"], head.tensors.get("fc.bias")
+        self._fc = HeadProduct(fc, bias, device, dtype)
         self._norms = [head.tensors[name].to(device, torch.float32) for name in self._norm_names()]
         self._embedding = embedding.to(dtype)
         self._ids = head.ids()
@@ -54,6 +56,9 @@ class EagleNet(FeatureNet):
         quantized = vocabulary.to(dtype) if quantizer is None else quantizer(vocabulary)
         ends = Ends(self._embedding, self._norm("norm"), quantized)
         entry = Entry(self.joined, self._norm("layers.0.hidden_norm"), head.norm_before_residual)
+        if self.joined and not self._norms:  # features are the product alone, so passes may compute them
+            layers_read = fc.shape[1] // head.target_hidden
+            entry = replace(entry, fusion=fc.to(dtype), fusion_bias=bias, fused_layers=layers_read)
         runner = build_runner(architecture, layers, ends, dtype, device, entry)
         borrowed = None if unembed is None or "lm_head.weight" in head.tensors else (unembed, state)
         super().__init__(runner, state, head.vocab, max_length, borrowed)

@@ -19,7 +19,7 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.runners.base import Pass, Runner
-from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.runners.pass_plan import PassPlan, TapRows
 
 PREFILL_ROWS = 256  # rows of one prefill pass
 JOINT_ROWS = 32  # a sequence with more pending rows than this is prefilled first, by passes without logits
@@ -32,6 +32,7 @@ class HeadHandle(Handle):
 
     Attributes:
         fresh: features [n, H] of the pending tokens, as a list of tensors.
+        taps: the target's states that the features of the newest pending tokens are made from, in the same order.
         states: the layer's outputs [1 + nodes, H] at the newest token and at the cached nodes: the features of their
             children.
         root: the target's first token; None if it is unknown or rows are missing, so that no row can be shared.
@@ -39,6 +40,7 @@ class HeadHandle(Handle):
     """
 
     fresh: list[Tensor] = field(default_factory=list)
+    taps: list[TapRows] = field(default_factory=list)
     states: Tensor | None = None
     root: int | None = None
     outputs: list[Tensor] | None = None
@@ -108,8 +110,27 @@ class DraftNet(ABC):
         """Enables prefix caching within ``max_bytes`` where the runner supports it."""
 
     @abstractmethod
-    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor) -> None:
+    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor | None = None) -> None:
         """Appends committed tokens with the features [n, H] of the tokens before them; drops the draft."""
+
+    def append(self, handle: HeadHandle, tokens: Sequence[int], rows: TapRows) -> None:
+        """Appends committed tokens with the target's states at the tokens before them; drops the draft.
+
+        Features are made from the states once a pass needs them.
+        """
+        self.extend(handle, tokens)
+        handle.taps.append(rows)
+
+    def _make_features(self, handles: Sequence[HeadHandle]) -> None:
+        """Makes the features of all sequences from the states that were appended, in one product."""
+        made = [handle for handle in handles if handle.taps]
+        if not made:
+            return
+        parts = [TapRows.joined(handle.taps) for handle in made]
+        features = self.features(TapRows.joined(parts).concatenated())
+        for handle, part in zip(made, features.split([len(part) for part in parts]), strict=True):
+            handle.fresh.append(part)
+            handle.taps.clear()
 
     @abstractmethod
     def prefill(self, handle: HeadHandle) -> None:
@@ -179,27 +200,44 @@ class FeatureNet(DraftNet):
             self._runner.release(handle.slot)
             handle.slot = -1
 
-    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor) -> None:
+    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor | None = None) -> None:
         handle.nodes.clear()
         handle.parents.clear()
         handle.states = None
         handle.tokens.extend(tokens)
-        handle.fresh.append(features)
+        if features is not None:
+            handle.fresh.append(features)
 
     def prefill(self, handle: HeadHandle, left: int = 0) -> None:
         """Computes pending rows without logits, in passes of bounded size, until at most ``left`` are pending."""
         if len(handle.pending) <= left:
             return
-        fresh = torch.cat(handle.fresh)
+        fed = self._fed([handle])
         while len(handle.pending) > left:
             rows = min(PREFILL_ROWS, len(handle.pending) - left)
             part = Handle(handle.slot, handle.tokens[: handle.cached + rows], handle.cached)
-            result = self._run(PassPlan.of([part], [Draft.empty()], [0]), fresh[:rows], handle.outputs is not None)
+            now, fed = fed.split(rows) if isinstance(fed, TapRows) else (fed[:rows], fed[rows:])
+            result = self._run(PassPlan.of([part], [Draft.empty()], [0], now), handle.outputs is not None)
             if handle.outputs is not None:
                 handle.outputs.append(result.taps[self._state])
             handle.cached += rows
-            fresh = fresh[rows:]
-        handle.fresh[:] = [fresh] if left else []
+        handle.fresh[:] = [fed] if left and not isinstance(fed, TapRows) else []
+        handle.taps[:] = [fed] if left and isinstance(fed, TapRows) else []
+
+    def _fed(self, handles: Sequence[HeadHandle], between: Sequence[Tensor] = ()) -> Tensor | TapRows:
+        """Returns the input of a pass over all pending rows: their features, or the states that it makes them from.
+
+        Args:
+            handles: the sequences.
+            between: features of rows behind those of each sequence.
+        """
+        taps = [rows for handle in handles for rows in handle.taps]
+        whole = self._runner.fuses and not between and all(rows.addressable for rows in taps)
+        if whole and not any(handle.fresh for handle in handles):
+            return TapRows.joined(taps)
+        self._make_features(handles)
+        parts = [[*handle.fresh, *between[i : i + 1]] for i, handle in enumerate(handles)]
+        return torch.cat([rows for part in parts for rows in part])
 
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
         return self.look_ahead(handles, [Draft.empty()] * len(handles))
@@ -219,20 +257,23 @@ class FeatureNet(DraftNet):
         """
         for handle in handles:
             self.prefill(handle, JOINT_ROWS)
-        fed: list[Tensor] = []
-        for handle, mask in zip(handles, masks, strict=True):
-            fed += handle.fresh if feature is None else [*handle.fresh, feature.expand(len(mask), -1)]
-        logits, states = self._score(handles, masks, torch.cat(fed))
+        fed = self._fed(handles, () if feature is None else [feature.expand(len(mask), -1) for mask in masks])
+        logits, states = self._score(handles, masks, fed)
         for handle, mask, outputs in zip(handles, masks, states, strict=True):
             self._record_computed(handle, outputs[: len(outputs) - len(mask)])
         return logits
 
     def _record_computed(self, handle: HeadHandle, states: Tensor) -> None:
         """Marks all pending rows of a sequence as computed, with these outputs of the layer [rows, H]."""
-        handle.fresh.clear()
-        handle.cached, handle.states = len(handle.tokens), states[-1:]
+        self._mark_computed(handle)
+        handle.states = states[-1:]
         if handle.outputs is not None:
             handle.outputs.append(states)
+
+    def _mark_computed(self, handle: HeadHandle) -> None:
+        handle.fresh.clear()
+        handle.taps.clear()
+        handle.cached = len(handle.tokens)
         if self.keeps and handle.root is not None:
             self._runner.publish(handle.slot, self._row_keys([handle.root, *handle.tokens]), handle.cached)
 
@@ -244,12 +285,10 @@ class FeatureNet(DraftNet):
         assert self.vocabulary is not None
         for handle in handles:
             self.prefill(handle, JOINT_ROWS)
-        plan = PassPlan.of(handles, [Draft.empty()] * len(handles), [0] * len(handles))
-        plan = replace(plan, features=torch.cat([rows for handle in handles for rows in handle.fresh]))
-        chains, states = self._runner.chains(plan, requests, self.vocabulary, self._state)
-        assert states is not None
-        for handle, outputs in zip(handles, states.split([part.count for part in plan.parts]), strict=True):
-            self._record_computed(handle, outputs)
+        plan = PassPlan.of(handles, [Draft.empty()] * len(handles), [0] * len(handles), self._fed(handles))
+        chains = self._runner.chains(plan, requests, self.vocabulary, self._state)
+        for handle in handles:
+            self._mark_computed(handle)
         return chains
 
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
@@ -271,9 +310,9 @@ class FeatureNet(DraftNet):
         """Returns the logits [n, Vd] of all rows of a new sequence, computed from the target's features [n, H]."""
         handle = HeadHandle(self._runner.acquire()[0], list(tokens))
         try:
-            plan = PassPlan.of([handle], [Draft.empty()], [0])
+            plan = PassPlan.of([handle], [Draft.empty()], [0], features)
             plan = replace(plan, outputs=list(range(len(tokens))), output_counts=[len(tokens)])
-            return self._logits(self._run(plan, features), plan)
+            return self._logits(self._run(plan), plan)
         finally:
             self.close(handle)
 
@@ -284,22 +323,23 @@ class FeatureNet(DraftNet):
     # passes
 
     def _score(
-        self, handles: Sequence[HeadHandle], drafts: Sequence[Draft], features: Tensor
+        self, handles: Sequence[HeadHandle], drafts: Sequence[Draft], fed: Tensor | TapRows
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Runs one pass. Returns each sequence's logits and states."""
-        plan = PassPlan.of(handles, drafts, [len(handle.nodes) for handle in handles])
-        result = self._run(plan, features)
+        plan = PassPlan.of(handles, drafts, [len(handle.nodes) for handle in handles], fed)
+        result = self._run(plan)
         logits = self._logits(result, plan)
         states = result.taps[self._state]
         if len(handles) == 1:
             return [logits], [states]
         return list(logits.split(plan.output_counts)), list(states.split([part.count for part in plan.parts]))
 
-    def _run(self, plan: PassPlan, features: Tensor, outputs: bool = True) -> Pass:
+    def _run(self, plan: PassPlan, outputs: bool = True) -> Pass:
         """Runs one pass. Without ``outputs`` it computes keys and values only."""
-        features = self._entering(plan.tokens, features)
+        if plan.features is not None:
+            plan = replace(plan, features=self._entering(plan.tokens, plan.features))
         taps = {self._state, *((self._unembed[1],) if self._unembed else ())} if outputs else ()
-        return self._runner.run(replace(plan, features=features), tuple(taps), outputs and self._unembed is None)
+        return self._runner.run(plan, tuple(taps), outputs and self._unembed is None)
 
     def _logits(self, result: Pass, plan: PassPlan) -> Tensor:
         if result.logits is not None:

@@ -86,7 +86,7 @@ class MtpStack(DraftNet):
             net.enable_prefix_cache(max_bytes // len(self.nets))
         self.keeps = all(net.keeps for net in self.nets)
 
-    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor) -> None:
+    def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor | None = None) -> None:
         for part in _layers(handle)[1:]:
             part.nodes.clear()
             part.parents.clear()

@@ -148,7 +148,7 @@ def _close(batched: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 def _draft(at: int, length: int, trees: bool, vocab: int) -> Draft:
     """Returns a tree (or chain) for the first sequence, a chain for the second, and an empty draft for the others."""
     tokens = _tokens(max(0, 2 - at), length, vocab)
-    return Draft(torch.tensor(2 * tokens), _TREE) if trees and at == 0 else Draft.chain(tokens)
+    return Draft.tree(2 * tokens, _TREE) if trees and at == 0 else Draft.chain(tokens)
 
 
 def _leaves(draft: Draft) -> list[int]:

@@ -185,6 +185,6 @@ def placement_to_json(placement: Placement) -> dict[str, Any]:
 
 def placement_from_json(written: dict[str, Any]) -> Placement:
     lists = {name: tuple(written[name]) for name in _TUPLES}
-    drafts = (Draft(torch.tensor(ids, dtype=torch.int64), tuple(parents)) for ids, parents in written["drafts"])
+    drafts = (Draft.tree(ids, parents) for ids, parents in written["drafts"])
     tokens, positions = torch.tensor(written["tokens"]), torch.tensor(written["positions"])
     return Placement(tokens=tokens, positions=positions, drafts=tuple(drafts), **lists)

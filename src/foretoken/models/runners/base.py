@@ -50,9 +50,10 @@ class BasicRunner:
     Attributes:
         not_compiled: the reason that the compiled kernels do not compute the model.
         computes_chains: see ``Runner``.
+        fuses: see ``Runner``.
     """
 
-    computes_chains = False
+    computes_chains = fuses = False
 
     not_compiled = "the kernels run on CPUs"
 
@@ -77,7 +78,7 @@ class BasicRunner:
 
     def chains(
         self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
-    ) -> tuple[list[ModelChain], Tensor | None]:
+    ) -> list[ModelChain]:
         """Not called while ``computes_chains`` is false."""
         raise NotImplementedError
 
@@ -107,6 +108,7 @@ class Runner(Protocol):
         joint_rows: a sequence with more pending rows than this is prefilled by itself.
         pass_rows: approximate maximum of rows of a pass that several sequences share.
         computes_chains: whether ``chains`` may be called.
+        fuses: whether passes take a target's states in the place of features; see ``weights.Entry.fusion``.
     """
 
     batch_invariant: bool
@@ -114,6 +116,7 @@ class Runner(Protocol):
     joint_rows: int
     pass_rows: int
     computes_chains: bool
+    fuses: bool
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -220,7 +223,7 @@ class Runner(Protocol):
 
     def chains(
         self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
-    ) -> tuple[list[ModelChain], Tensor | None]:
+    ) -> list[ModelChain]:
         """Computes every row of the plan, and the chains behind it.
 
         Args:
@@ -228,7 +231,4 @@ class Runner(Protocol):
             requests: the chain of each sequence. Their ends have the same bounds.
             vocabulary: the tokens that may be drafted.
             state: the tap that is the features of the next row, in a model that takes features.
-
-        Returns:
-            The chains, and this tap of the plan's rows.
         """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +12,68 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.state.replay import ReplayPlan
+
+_MAX_WASTE = 8  # rows that hold more than this many times their own memory are copied
+
+
+@dataclass(frozen=True, slots=True)
+class TapRows:
+    """Rows of the target's tapped layers that a head has not read yet, left where the passes wrote them.
+
+    Attributes:
+        chunks: the states [n, Ht] of every layer, and which of their rows are meant; each of another pass.
+    """
+
+    chunks: list[tuple[tuple[Tensor, ...], Sequence[int]]] = field(default_factory=list)
+
+    @staticmethod
+    def of(taps: Mapping[int, Tensor], layers: Sequence[int], rows: Sequence[int]) -> TapRows:
+        """Returns the given rows of ``layers``. Only a few rows of a large pass are copied, to free the others."""
+        states = tuple(taps[layer] for layer in layers)
+        first = states[0]
+        if first.untyped_storage().nbytes() > _MAX_WASTE * len(rows) * len(layers) * first.shape[1] * first.itemsize:
+            states, rows = tuple(state[list(rows)] for state in states), range(len(rows))
+        return TapRows([(states, rows)])
+
+    def __len__(self) -> int:
+        return sum(len(rows) for _, rows in self.chunks)
+
+    @staticmethod
+    def joined(parts: Iterable[TapRows]) -> TapRows:
+        """Returns the rows of all parts, one after another."""
+        return TapRows([chunk for part in parts for chunk in part.chunks])
+
+    def split(self, count: int) -> tuple[TapRows, TapRows]:
+        """Returns the first ``count`` rows, and those behind them."""
+        first, second = TapRows(), TapRows()
+        for states, rows in self.chunks:
+            for half, part in ((first, rows[:count]), (second, rows[count:])):
+                if len(part):
+                    half.chunks.append((states, part))
+            count = max(0, count - len(rows))
+        return first, second
+
+    def concatenated(self) -> Tensor:
+        """Returns the states [rows, layers * Ht], those of one row's layers one after another."""
+        parts = [torch.cat([_rows(state, rows) for state in states], dim=-1) for states, rows in self.chunks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def addresses(self) -> array[int]:
+        """Returns the address of every row's state of every layer, for float32 states of the host."""
+        result = array("Q")
+        for states, rows in self.chunks:
+            starts = [(state.data_ptr(), 4 * state.stride(0)) for state in states]
+            result.extend(start + row * step for row in rows for start, step in starts)
+        return result
+
+    @property
+    def addressable(self) -> bool:
+        """Whether all states are float32 on the host."""
+        return all(
+            state.dtype is torch.float32 and state.is_cpu and state.stride(1) == 1
+            for states, _ in self.chunks
+            for state in states
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +108,7 @@ class PassPlan:
         output_counts: number of outputs of each sequence.
         reach: the highest cache row in use, plus one.
         features: [rows, H], for a model whose inputs are features; see ``weights.Entry``.
+        states: the target's states that the runner makes the features from, in the place of ``features``.
         replay: the steps of recurrent layers, which the CUDA runner adds; None without them.
         argmax_only: whether a runner may return the argmax of each output instead of its logits.
         ranks: number of the likeliest tokens of each output that it may return with the argmax; 0 for none.
@@ -57,6 +121,7 @@ class PassPlan:
     output_counts: list[int]
     reach: int
     features: Tensor | None = None
+    states: TapRows | None = None
     replay: ReplayPlan | None = None
     argmax_only: bool = False
     ranks: int = 0
@@ -70,11 +135,16 @@ class PassPlan:
         return torch.tensor(self.outputs)
 
     @staticmethod
-    def of(handles: Sequence[Handle], drafts: Sequence[Draft], scored: Sequence[int]) -> PassPlan:
+    def of(
+        handles: Sequence[Handle],
+        drafts: Sequence[Draft],
+        scored: Sequence[int],
+        fed: Tensor | TapRows | None = None,
+    ) -> PassPlan:
         """Returns the pass over all pending tokens and the draft nodes from ``scored[i]`` on.
 
-        Logits are computed from the root on. Raises ValueError if a sequence has neither a pending token nor a new
-        draft node.
+        ``fed`` are the rows' features, or the states that they are made from. Logits are computed from the root on.
+        Raises ValueError if a sequence has neither a pending token nor a new draft node.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -97,4 +167,13 @@ class PassPlan:
         reach = max(part.end for part in parts)
         argmax_only = all(handle.argmax_only for handle in handles)
         ranks = max(handle.ranks for handle in handles)
-        return PassPlan(tokens, positions, parts, outputs, counts, reach, argmax_only=argmax_only, ranks=ranks)
+        features, states = (None, fed) if isinstance(fed, TapRows) else (fed, None)
+        return PassPlan(
+            tokens, positions, parts, outputs, counts, reach, features, states, argmax_only=argmax_only, ranks=ranks
+        )
+
+
+def _rows(state: Tensor, rows: Sequence[int]) -> Tensor:
+    if rows and rows[-1] - rows[0] + 1 == len(rows):  # nearly always: a slice needs no copy
+        return state[rows[0] : rows[-1] + 1]
+    return state[list(rows)]

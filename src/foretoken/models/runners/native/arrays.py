@@ -72,16 +72,11 @@ class ChainArrays:
     """
 
     def __init__(self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary) -> None:
+        count, self._vocabulary = len(requests), vocabulary
         self._limits = array("i", [request.limit for request in requests])
-        self._longest, self._vocabulary = max(self._limits), vocabulary
-        bounds = next((request.end.bounds for request in requests if request.end is not None), ())
-        never = ChainEnd(bounds, [1.0] * (len(bounds) + 1), [0.0] * (len(bounds) + 1), [0.0])
-        ends, depths = [request.end or never for request in requests], range(self._longest)
-        self._bounds = array("f", bounds)
-        self._bases = array("f", [base for end in ends for base in end.bases])
-        self._slopes = array("f", [slope for end in ends for slope in end.slopes])
-        self._floors = array("f", [end.minimum(depth) for end in ends for depth in depths])
-        size, count = len(requests) * self._longest, len(requests)
+        longest = self._longest = max(self._limits)
+        self._end(requests)
+        size = count * longest
         self._trees, self._parents = (TreeSpec * count)(), array("i", bytes(4 * size))
         self._tokens, self._probabilities = array("i", bytes(4 * size)), array("f", bytes(4 * size))
         self._counts, self._tried = array("i", bytes(4 * count)), array("i", bytes(4 * count))
@@ -94,30 +89,37 @@ class ChainArrays:
             if request.draws is not None:
                 self._samplers[number] = self._sampler(number, request.limit, request.draws)
 
+    def _end(self, requests: Sequence[ChainRequest]) -> None:
+        """Sets where chains end; without an end every token counts as accepted."""
+        count, ends = len(requests), [request.end for request in requests]
+        self._bounds = array("f")
+        if not any(ends):
+            self._bases, self._slopes = array("f", [1.0]) * count, array("f", [0.0]) * count
+            self._floors = array("f", bytes(4 * count * self._longest))
+            return
+        self._bounds = array("f", next(end.bounds for end in ends if end is not None))
+        buckets = len(self._bounds) + 1
+        never = ChainEnd(self._bounds, [1.0] * buckets, [0.0] * buckets, [0.0])
+        set_ends = [end or never for end in ends]
+        self._bases = array("f", [base for end in set_ends for base in end.bases])
+        self._slopes = array("f", [slope for end in set_ends for slope in end.slopes])
+        self._floors = array("f", [end.minimum(depth) for end in set_ends for depth in range(self._longest)])
+
     def spec(self) -> ChainSpec:
         """Returns the specification, which points to arrays of this object."""
-        names = (
-            "limits",
-            "floors",
-            "bases",
-            "slopes",
-            "bounds",
-            "tokens",
-            "probabilities",
-            "parents",
-            "counts",
-            "tried",
-        )
+        inputs = (self._limits, self._floors, self._bases, self._slopes, self._bounds)
+        results = (self._tokens, self._probabilities, self._parents, self._counts, self._tried)
+        ids = self._vocabulary.ids
         return ChainSpec(
-            **{name: getattr(self, f"_{name}").buffer_info()[0] for name in names},
-            samplers=ctypes.cast(self._samplers, ctypes.c_void_p),
-            trees=ctypes.cast(self._trees, ctypes.c_void_p),
-            choose=sampling.chooser(),
-            ids=None if self._vocabulary.ids is None else self._vocabulary.ids.data_ptr(),
-            longest=self._longest,
-            buckets=len(self._bounds) + 1,
-            vocab=self._vocabulary.size,
-            width=self._vocabulary.width,
+            *(values.buffer_info()[0] for values in (*inputs, *results)),
+            ctypes.addressof(self._samplers),
+            ctypes.addressof(self._trees),
+            sampling.chooser() if self._held else None,
+            None if ids is None else ids.data_ptr(),
+            self._longest,
+            len(self._bounds) + 1,
+            self._vocabulary.size,
+            self._vocabulary.width,
         )
 
     def results(self) -> list[ModelChain]:

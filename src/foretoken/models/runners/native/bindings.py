@@ -207,6 +207,8 @@ class ModelSpec(Structure):
         ("norm_sums", c_int32),
         ("farthest", c_int32),
         *((name, c_int32) for name in ("embedding_kind", "embedding_rows", "learned_positions", "table_positions")),
+        ("fusion", Matrix),
+        *((name, c_int32) for name in ("fused_layers", "fused_width")),
     ]
 
 
@@ -214,7 +216,8 @@ def matrix_kinds(spec: ModelSpec) -> set[int]:
     """Returns the kinds of all matrices of a model."""
     layers = [spec.layers[number] for number in range(spec.layer_count)]
     matrices = [m for layer in layers for m in _matrices(layer)]
-    return {m.kind for m in (*matrices, spec.head, spec.table, spec.layer_inputs.projection) if m.data}
+    ends = (spec.head, spec.table, spec.layer_inputs.projection, spec.fusion)
+    return {m.kind for m in (*matrices, *ends) if m.data}
 
 
 def _matrices(spec: Structure) -> Iterator[Matrix]:
@@ -286,6 +289,7 @@ class BatchSpec(Structure):
         *((name, c_void_p) for name in ("sequence_from", "pages", "page_counts", "outputs", "logits")),
         *((name, c_void_p) for name in ("likeliest", "ranked", "tap_layers", "taps")),
         ("features", c_void_p),
+        ("states", c_void_p),
         ("replay", POINTER(ReplaySpec)),
         ("adapters", c_void_p),
         *((name, c_void_p) for name in ("source_pages", "source_counts", "source_lengths")),

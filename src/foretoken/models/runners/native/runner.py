@@ -127,6 +127,8 @@ class NativeRunner(DecoderOnly):
         self._workspace = self._library.workspace(self._spec)
         self._pages = self._new_pages()
         self.computes_chains = self._state_shape() is None  # recurrent layers need a plan of every pass
+        self.fuses = bool(self._spec.fused_layers)
+        self._chain_logits = torch.empty(0)  # memory of ``chains``
         self.threads = torch.get_num_threads()
 
     # the runner's interface
@@ -238,30 +240,38 @@ class NativeRunner(DecoderOnly):
 
     def chains(
         self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
-    ) -> tuple[list[ModelChain], Tensor | None]:
-        logits = torch.empty(sum(request.widest for request in requests), padded(self._architecture.vocab, UNIT))
+    ) -> list[ModelChain]:
+        rows, width = sum(request.widest for request in requests), padded(self._architecture.vocab, UNIT)
+        if len(self._chain_logits) < rows:
+            self._chain_logits = torch.empty(rows, width)
         arrays = self._arrays(plan, [request.rows + 1 for request in requests])
         chains = ChainArrays(requests, vocabulary)
         tapped = self._tapped(plan, arrays, () if state is None else (state,))
-        batch, features = _batch(plan, arrays, logits), _floats(plan.features)
+        batch, features = _batch(plan, arrays, self._chain_logits), _floats(plan.features)
         if features is not None:
-            batch.features, batch.tap_count = features.data_ptr(), len(tapped)
+            batch.features = features.data_ptr()
+        batch.tap_count = len(tapped)
         self._library.foretoken_chains(self._spec, batch, chains.spec(), self._workspace, self.threads)
-        return chains.results(), None if state is None else tapped[state]
+        return chains.results()
 
     def _tapped(self, plan: PassPlan, arrays: dict[str, array[int]], taps: Sequence[int]) -> dict[int, Tensor]:
         """Returns the hidden states that a pass will write. ``arrays`` refer to them from now on."""
-        tapped = {layer: torch.empty(len(plan.tokens), self._architecture.hidden) for layer in taps}
-        if tapped:
-            arrays["tap_layers"] = array("i", tapped)
-            arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
-        return tapped
+        if not taps:
+            return {}
+        taps = tuple(dict.fromkeys(taps))
+        states = torch.empty(len(taps), len(plan.tokens), self._architecture.hidden)
+        start, size = states.data_ptr(), states.stride(0) * states.element_size()
+        arrays["tap_layers"] = array("i", taps)
+        arrays["taps"] = array("Q", range(start, start + len(taps) * size, size))
+        return dict(zip(taps, states.unbind(), strict=True))
 
     def _arrays(self, plan: PassPlan, further: Sequence[int] | None = None) -> dict[str, array[int]]:
         """Returns the arrays of a pass; pages are reserved for its rows and ``further`` ones of each sequence."""
         further = further or [0] * len(plan.parts)
         self._positions.reserve(max(part.end + rows for part, rows in zip(plan.parts, further, strict=True)))
         arrays = pass_arrays(plan) | self._beside(plan) | self._page_lists(plan, further)
+        if plan.states is not None:
+            arrays["states"] = plan.states.addresses()
         if self._adapted:
             arrays["adapters"] = self._adapters_of(plan.parts)
         return arrays

@@ -65,7 +65,7 @@ class Chains {
             widest += std::max(1, c.trees[s].width);
         }
         if (batch.ranks) ranked.resize((int64_t)widest * batch.ranks), batch.ranked = ranked.data();
-        if (first.features) features.resize(widest * m.hidden), tapped = features, tap = tapped.data();
+        if (first.featured()) features.resize(widest * m.hidden), tapped = features, tap = tapped.data();
         if (c.ids) wide.assign(c.width, -INFINITY);
     }
 
@@ -83,7 +83,7 @@ class Chains {
                 for (int node : trees[s].frontier) sources.push_back(batch.outputs[row + trees[s].row_of_parent(node)]);
             }
             going = still;
-            for (size_t i = 0; first.features && i < sources.size(); i++)
+            for (size_t i = 0; first.featured() && i < sources.size(); i++)
                 std::copy_n(batch.taps[0] + (int64_t)sources[i] * m.hidden, m.hidden, &features[i * m.hidden]);
             plan(level + 1);
         }
@@ -108,7 +108,7 @@ class Chains {
         }
         PassCheck(m, first).run(threads, further.data());
         const PlanUse use(m, first);
-        if (first.tap_count != (first.features ? 1 : 0) || use.states || use.sources) refuse("chains of a model that needs more than tokens");
+        if (first.tap_count != (first.featured() ? 1 : 0) || use.states || use.sources) refuse("chains of a model that needs more than tokens");
         if (!first.logits || first.ranked || first.output_count != first.sequences) refuse("%d rows of logits for %d chains", first.output_count, first.sequences);
         for (int s = 0; s < first.sequences; s++)
             if (first.outputs[s] != first.sequence_from[s + 1] - 1 || first.branch_count)
@@ -185,7 +185,7 @@ class Chains {
         batch.prefix = prefix.data(), batch.branch_from = branch_from.data(), batch.pages = pages.data(), batch.page_counts = page_counts.data();
         batch.sequence_from = sequence_from.data(), batch.outputs = numbers.data();
         if (first.adapters) batch.adapters = adapters.data();
-        if (first.features) batch.features = features.data(), batch.taps = &tap;
+        if (first.featured()) batch.features = features.data(), batch.states = nullptr, batch.taps = &tap;
         batch.rows = batch.output_count = (int)tokens.size(), batch.sequences = count, batch.branch_count = (int)branches.size();
     }
 

@@ -55,6 +55,7 @@ void run_products(const ModelSpec& m, Workspace& w, int rows, int threads) {
             member.end(units);
         };
         if (m.layer_inputs.width) all(m.layer_inputs.projection);
+        if (m.fused_layers) all(m.fusion);
         for (int i = 0; i < m.layer_count; i++) {
             each_common_matrix(m.layers[i], all);
             if (m.layers[i].mlp == EXPERTS)

@@ -56,7 +56,7 @@ const LayoutField* foretoken_layout() {
                query_scales, bias_stride, layer_count, hidden, heads, vocab, activation, centered, norm_heads, joined, norm_first,
                eps, scale, score_cap, logit_cap, embedding_scale, attention_factor, recurrent_factor, mlp_factor, gate_factor,
                logit_scale, gated_attention, state, latent, layer_inputs, clip, norm_sums, farthest, embedding_kind,
-               embedding_rows, learned_positions, table_positions)
+               embedding_rows, learned_positions, table_positions, fusion, fused_layers, fused_width)
         LAYOUT(LoraPart, matrix, first, to, step)
         LAYOUT(LoraSpec, down, up)
         LAYOUT(LoraLayer, qkv, out, up, down, recurrent_in, recurrent_gates, recurrent_out, query_up, router, shared_up,
@@ -66,7 +66,7 @@ const LayoutField* foretoken_layout() {
         LAYOUT(ReplaySpec, first_step, sources, targets, saves, inputs, states, logs, log_rows, snapshots, moved, moved_of,
                moved_to, moved_stride, steps, copies, moves, snapshot_count)
         LAYOUT(BatchSpec, tokens, positions, places, prefix, branch_from, branches, sequence_from, pages, page_counts, outputs,
-               logits, likeliest, ranked, tap_layers, taps, features, replay, adapters, source_pages, source_counts, source_lengths, rows, sequences,
+               logits, likeliest, ranked, tap_layers, taps, features, states, replay, adapters, source_pages, source_counts, source_lengths, rows, sequences,
                output_count, tap_count, branch_count, ranks, reach, source_reach)
         LAYOUT(SamplerSpec, kept, noise, rows, races, keeps)
         LAYOUT(TreeSpec, width, steps, temperature, floor)

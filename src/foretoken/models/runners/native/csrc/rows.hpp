@@ -51,7 +51,7 @@ struct Rows {
         if (b.rows >= MANY_ROWS) w.arranged.room<Word>(b.rows * widest.words);
         if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_attention.resize(threads);
         for (int t = 0; t < threads; t++)
-            w.own_words[t].room<Word>(repeated_words(widest) + std::max({(m.joined ? 2 : 1) * width, padded(m.latent.query_rank, LANES), (int64_t)m.layer_inputs.width}));
+            w.own_words[t].room<Word>(repeated_words(widest) + std::max({(m.joined ? 2 : 1) * width, padded((int64_t)m.fused_layers * m.fused_width, LANES), padded(m.latent.query_rank, LANES), (int64_t)m.layer_inputs.width}));
     }
 
     int sequence_of(int row) const {

@@ -186,6 +186,8 @@ struct ModelSpec {
     int32_t embedding_rows;     // tokens that have an embedding
     int32_t learned_positions;  // rows of `positions`
     int32_t table_positions;    // positions that rotary tables and `query_scales` have
+    Matrix fusion;              // makes a row's features from the states of several layers of a target, one after another (2503.01840)
+    int32_t fused_layers, fused_width;  // their number, and the numbers of each
 };
 
 // Norms of queries and keys: of each head before or after its rotation, or of all heads together before it.
@@ -256,6 +258,7 @@ struct BatchSpec {
     const int32_t *tap_layers;                     // [tap_count]
     float* const* taps;                            // [tap_count] -> [rows][hidden]
     const float* features;                         // [rows][hidden]; start of the residual stream, or null
+    const float* const* states;                    // [rows][fused_layers] -> [fused_width]; what features are made from, or null
     const ReplaySpec* replay;                      // the steps of recurrent layers, or null
     const LoraAdapter* const* adapters;            // [sequences]; the adapter of each sequence, or null; null: none
     Word* const* const* source_pages;              // [sequences]; keys and values of an encoder's states, or null
@@ -263,6 +266,7 @@ struct BatchSpec {
     int32_t rows, sequences, output_count, tap_count, branch_count, ranks, reach;
     int32_t source_reach;                          // the largest of source_lengths
 
+    bool featured() const { return features || states; }
     int answers() const { return logits || likeliest || ranked ? output_count : 0; }  // rows that the vocabulary head reads
 };
 

@@ -1,4 +1,4 @@
-// The start of the residual stream: embeddings, or the caller's features.
+// The start of the residual stream: embeddings, the caller's features, or those that are made from states of a target.
 #pragma once
 
 #include "rows.hpp"
@@ -16,7 +16,8 @@ struct Start {
     }
 
     void run() {
-        if (!p.b.features || m.joined) embed();
+        if (!p.b.featured() || m.joined) embed();
+        if (p.b.states) return fuse();
         if (!p.b.features) return;
         p.member.each(p.b.rows, 1, [&](int64_t r) {
             normalize(m, p.b.features + r * m.hidden, m.norm_first ? m.feature_norm : NormSpec{}, m.hidden, p.hidden + r * p.width);
@@ -34,6 +35,18 @@ struct Start {
     }
 
    private:
+    // Makes features from the states of several layers of a target.
+    void fuse() {
+        auto fill = [&](int64_t r, Word* words, float* scales) {
+            float* row = p.own_row();
+            for (int i = 0; i < m.fused_layers; i++) std::copy_n(p.b.states[r * m.fused_layers + i], m.fused_width, row + i * m.fused_width);
+            functions(m.fusion).encode(m.fusion, row, (int64_t)m.fused_layers * m.fused_width, words, scales);
+        };
+        p.multiply_prepared(m.fusion, NORMED, p.b.rows, fill, RowStore{p.hidden, p.width});
+        if (!m.norm_first || !m.feature_norm) return;
+        p.member.each(p.b.rows, 1, [&](int64_t r) { normalize(m, p.hidden + r * p.width, m.feature_norm, m.hidden, p.hidden + r * p.width); });
+    }
+
     void embed() {
         const Floats scale = floats(m.embedding_scale);
         p.member.each(p.b.rows, 1, [&](int64_t r) {

@@ -23,6 +23,7 @@ inline void validate(const ModelSpec& m) {
     check(m.head, "the vocabulary head behind layer", m.layer_count);
     check(m.table, "the embedding before layer", 0);
     check(m.layer_inputs.projection, "the inputs of layers from", 0);
+    check(m.fusion, "the features before layer", 0);
     if (m.embedding_kind != F32 && m.embedding_kind != BF16) refuse("an embedding of kind %d", m.embedding_kind);
 }
 
@@ -44,7 +45,7 @@ struct PlanUse {
     bool sources = false;      // rows see the states of an encoder
 
     PlanUse(const ModelSpec& m, const BatchSpec& b)
-        : tokens(!b.features || m.joined || (m.layer_inputs.width && m.layer_count)), learned(m.positions && (!b.features || m.joined)) {
+        : tokens(!b.featured() || m.joined || (m.layer_inputs.width && m.layer_count)), learned(m.positions && (!b.featured() || m.joined)) {
         for (int i = 0; i < m.layer_count; i++) {
             const LayerSpec& layer = m.layers[i];
             states |= layer.recurs != NO_RECURRENCE, sources |= layer.cross.attention.qkv.data != nullptr;
@@ -75,6 +76,7 @@ class PassCheck {
             for (int row = 0; row < b.rows; row++)
                 if ((uint32_t)b.tokens[row] >= (uint32_t)m.embedding_rows)
                     refuse("token %d of row %d is outside the vocabulary of %d tokens", b.tokens[row], row, m.embedding_rows);
+        if (b.states) check_states();
         check_outputs();
         if (use.states) check_replay();
         if (use.sources) check_sources();
@@ -116,6 +118,12 @@ class PassCheck {
             refuse("row %d is at position %lld, beyond the tables of %d positions", row, (long long)position + more, m.table_positions);
         if (use.learned && position + more >= m.learned_positions)
             refuse("row %d is at position %lld, beyond the %d learned positions", row, (long long)position + more, m.learned_positions);
+    }
+
+    void check_states() const {
+        if (b.features || !m.fused_layers) refuse("states of a target in a pass that %s", b.features ? "has features" : "cannot fuse them");
+        for (int i = 0; i < b.rows * m.fused_layers; i++)
+            if (!b.states[i]) refuse("row %d has no state of layer %d", i / m.fused_layers, i % m.fused_layers);
     }
 
     void check_outputs() const {

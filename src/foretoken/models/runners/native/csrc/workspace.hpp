@@ -46,6 +46,7 @@ struct Widest {
     explicit Widest(const ModelSpec& m) {
         add(m.head);
         if (m.layer_inputs.width) add(m.layer_inputs.projection);
+        if (m.fused_layers) add(m.fusion);
         for (int i = 0; i < m.layer_count; i++) each_matrix(m.layers[i], [&](const Matrix& w) { add(w); });
         scales = padded(scales, LANES);
     }
