@@ -17,16 +17,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken import zoo
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.bench.peers import export
 from foretoken.bench.peers.llamacpp import LlamaServer
 from foretoken.bench.peers.registry import GGUF_TYPES, PEERS
@@ -41,6 +40,16 @@ from foretoken.models.loading import load_model
 from options import Output
 
 TYPES = tuple(kind for kind in GGUF_TYPES if not kind.endswith(("_S", "_L")))
+COLUMNS = {
+    "type": "{kind}",
+    "stored as": "{stored_as}",
+    "positions": "{positions}",
+    "TV mean": "{systems[mean]:.4f}",
+    "TV max": "{systems[maximum]:.3f}",
+    "same top": "{systems[same_top]:.1%}",
+    "ours from float32": "{ours[mean]:.4f}",
+    "llama.cpp from float32": "{theirs[mean]:.4f}",
+}
 PEER = PEERS["llamacpp"]
 
 
@@ -58,18 +67,6 @@ class Distance:
         values = (left.exp() - right.exp()).abs().sum(-1) / 2
         same = (left.argmax(-1) == right.argmax(-1)).double().mean()
         return Distance(float(values.mean()), float(values.max()), float(same))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One file. stored: how many matrices have which type; llama-quantize replaces types whose blocks do not fit."""
-
-    kind: str
-    stored: dict[str, int]
-    positions: int
-    systems: Distance
-    ours: Distance
-    theirs: Distance
 
 
 @torch.inference_mode()
@@ -109,7 +106,8 @@ def start(path: Path, length: int) -> LlamaServer:
     return LlamaServer([str(PEER.place / PEER.program), "--model", str(path), *sizes], io.StringIO())
 
 
-def compare(path: Path, kind: str, ids: list[int], dtype: str) -> Row:
+def compare(path: Path, kind: str, ids: list[int], dtype: str) -> dict[str, Any]:
+    """Returns the distances of one file. llama-quantize replaces types whose blocks do not fit a matrix."""
     server = start(path, len(ids) + 8)
     try:
         theirs = their_logprobs(server, ids, config_of(Header.read(path))["vocab_size"])
@@ -121,7 +119,10 @@ def compare(path: Path, kind: str, ids: list[int], dtype: str) -> Row:
     matrices = (t.kind.name for t in Header.read(path).tensors.values() if len(t.shape) == 2)
     between = Distance.between
     stored = dict(Counter(matrices).most_common())
-    return Row(kind, stored, len(ids), between(ours, theirs), between(ours, exact), between(theirs, exact))
+    distances = {"systems": (ours, theirs), "ours": (ours, exact), "theirs": (theirs, exact)}
+    row = {"kind": kind, "stored": stored, "positions": len(ids)}
+    row["stored_as"] = ", ".join(f"{count} {name}" for name, count in stored.items())
+    return row | {name: asdict(between(*pair)) for name, pair in distances.items()}
 
 
 def texts(count: int) -> Iterator[str]:
@@ -180,23 +181,9 @@ def main(
     different = tokenizer_differences(export.gguf(source, kinds[0]), text_count) if text_count else []
     rows = [compare(export.gguf(source, name), name, longest, dtype) for name in kinds]
     said = f"{text_count} texts tokenized, {len(different)} with other ids than llama.cpp's"
-    records = [asdict(row) for row in rows]
-    report([table(rows), said], {}, output, rows=records, texts=text_count, different_texts=different)
-    if different or any(row.systems.mean > limit for row in rows):
+    report([listing(COLUMNS, rows), said], {}, output, rows=rows, texts=text_count, different_texts=different)
+    if different or any(row["systems"]["mean"] > limit for row in rows):
         sys.exit(1)
-
-
-def table(rows: list[Row]) -> Table:
-    """Returns a table with a line for each file type."""
-    lines = []
-    for row in rows:
-        stored = ", ".join(f"{count} {name}" for name, count in row.stored.items())
-        both = row.systems
-        distances = (f"{both.mean:.4f}", f"{both.maximum:.3f}", f"{both.same_top:.1%}")
-        exact = (f"{row.ours.mean:.4f}", f"{row.theirs.mean:.4f}")
-        lines.append((row.kind, stored, row.positions, *distances, *exact))
-    heads = ("TV mean", "TV max", "same top", "ours from float32", "llama.cpp from float32")
-    return figures(("type", "stored as", "positions", *heads), lines)
 
 
 if __name__ == "__main__":

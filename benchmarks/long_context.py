@@ -14,21 +14,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 from torch import Tensor
 
 from foretoken import zoo
 from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.costs import chain
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.bench.setting import cores, memory
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
@@ -45,46 +44,29 @@ from options import Output, Rows, Target, Turns, target_path
 from quantization import distance, logits
 
 CACHES = ("bfloat16", "int8")
-PARTS = ("attention", "prefill", "loss")
+COLUMNS = {
+    "attention": {  # of a pass, less that behind a few tokens, and of reading as many bytes alone
+        "cache": "{cache}",
+        "context": "{context}",
+        "rows": "{rows}",
+        "KV, MB": "{kv_megabytes:.0f}",
+        "attention, ms": "{milliseconds:.1f}",
+        "reading, ms": "{read:.1f}",
+        "ratio": "{over_read:.2f}",
+    },
+    "prefill": {
+        "cache": "{cache}",
+        "prompt": "{tokens}",
+        "seconds": "{seconds:.1f}",
+        "tokens/s": "{speed:.0f}",
+        "KV, MB": "{kv_megabytes:.0f}",
+        "peak, MB": "{peak_megabytes:.0f}",
+        "loaded, MB": "{before_megabytes:.0f}",
+    },
+    "loss": {"cache": "{cache}", "loss": "{loss:.4f}", "total variation": "{total_variation:.5f}"},
+}
+Records = list[dict[str, Any]]
 NARROW, VOCAB, CHUNK, SHORT = 64, 256, 256, 64  # hidden size, vocabulary, rows of a pass that fills, a short context
-
-
-@dataclass(frozen=True)
-class AttentionTime:
-    """Attention of a pass: milliseconds, less those behind a few tokens, and of reading as many bytes alone."""
-
-    cache: str
-    context: int
-    rows: int
-    kv_megabytes: float
-    milliseconds: float
-    read: float
-
-    @property
-    def over_read(self) -> float:
-        """Time over that of reading the KV cache once."""
-        return self.milliseconds / self.read
-
-
-@dataclass(frozen=True)
-class PrefillTime:
-    """A prompt: seconds until its logits, bytes of its KV cache, and the most memory of the process, also before it."""
-
-    cache: str
-    tokens: int
-    seconds: float
-    kv_bytes: int
-    peak_bytes: int
-    before_bytes: int
-
-
-@dataclass(frozen=True)
-class CacheLoss:
-    """Held-out loss in nats per token, and mean total variation from the bfloat16 cache."""
-
-    cache: str
-    loss: float
-    total_variation: float
 
 
 class FillingRunner(NativeRunner):
@@ -158,7 +140,7 @@ def one_pass(runner: NativeRunner, plan: PassPlan) -> None:
 
 def attention_times(
     config: dict[str, Any], caches: Sequence[str], contexts: Sequence[int], rows: Sequence[int], turns: int
-) -> list[AttentionTime]:
+) -> Records:
     """Times passes of all caches, contexts and rows in rotating order, and reading as many bytes."""
     runners = {cache: attention_alone(config, cache) for cache in caches}
     size = {(cache, context): runners[cache].kv_bytes_per_token * context for cache in caches for context in contexts}
@@ -173,23 +155,19 @@ def attention_times(
             if context in contexts:
                 tasks["read", cache, context, 0] = floors.reading(size[cache, context])
     times = {key: 1000 * spread.median for key, spread in interleaved(tasks, turns).items()}
-    return [
-        AttentionTime(
-            cache,
-            context,
-            count,
-            size[cache, context] / 1e6,
+    records = []
+    for cache, context, count in product(caches, contexts, rows):
+        own, read = (
             times["pass", cache, context, count] - times["pass", cache, SHORT, count],
             times["read", cache, context, 0],
         )
-        for cache in caches
-        for context in contexts
-        for count in rows
-    ]
+        record = {"cache": cache, "context": context, "rows": count, "kv_megabytes": size[cache, context] / 1e6}
+        records.append(record | {"milliseconds": own, "read": read, "over_read": own / read})
+    return records
 
 
-def prefill(target: Path, cache: str, tokens: int) -> PrefillTime:
-    """Computes a prompt of the target."""
+def prefill(target: Path, cache: str, tokens: int) -> dict[str, Any]:
+    """Computes a prompt of the target. Returns its seconds and memory: the most of the process, and that before it."""
     config = load_config(target) | {"max_position_embeddings": tokens + 1}
     weights = open_weights(target)
     model = Decoder(config, weights, torch.bfloat16, torch.device("cpu"), kv_cache_dtype=cache)
@@ -198,49 +176,25 @@ def prefill(target: Path, cache: str, tokens: int) -> PrefillTime:
     started = perf_counter()
     model.score([handle], [Draft.empty()])
     seconds = perf_counter() - started
-    return PrefillTime(cache, tokens, seconds, model.runner.nbytes(), memory("VmHWM"), before)
+    sizes = {"kv": model.runner.nbytes(), "peak": memory("VmHWM"), "before": before}
+    record = {"cache": cache, "tokens": tokens, "seconds": seconds, "speed": tokens / seconds}
+    return record | {f"{name}_megabytes": size / 1e6 for name, size in sizes.items()}
 
 
-def losses(caches: Sequence[str], windows: int) -> list[CacheLoss]:
-    """Compares the bundled target with each cache on held-out text."""
+def losses(caches: Sequence[str], windows: int) -> Records:
+    """Compares the bundled target with each cache on held-out text: loss, and total variation from bfloat16."""
     path = zoo.path("target")
     stream = encode(standard_library().held_out, load_tokenizer(path))
     held_out = torch.cat(held_out_batches(stream, 1, 512))[:windows].long()
     exact = list(logits(load_model(path, "bfloat16", "cpu"), held_out))
     models = {cache: load_model(path, "bfloat16", "cpu", kv_cache_dtype=cache) for cache in caches}
-    return [CacheLoss(cache, *distance(model, held_out, exact)) for cache, model in models.items()]
-
-
-def tables(
-    times: Sequence[AttentionTime], prompts: Sequence[PrefillTime], accuracy: Sequence[CacheLoss]
-) -> list[Table]:
-    """Returns one table for each part that was measured."""
-    attention = [
-        (
-            *(t.cache, t.context, t.rows, f"{t.kv_megabytes:.0f}"),
-            *(f"{t.milliseconds:.1f}", f"{t.read:.1f}", f"{t.over_read:.2f}"),
-        )
-        for t in times
-    ]
-    prefills = [
-        (
-            *(p.cache, p.tokens, f"{p.seconds:.1f}", f"{p.tokens / p.seconds:.0f}"),
-            *(f"{size / 1e6:.0f}" for size in (p.kv_bytes, p.peak_bytes, p.before_bytes)),
-        )
-        for p in prompts
-    ]
-    losses = [(a.cache, f"{a.loss:.4f}", f"{a.total_variation:.5f}") for a in accuracy]
-    parts: list[tuple[tuple[str, ...], Sequence[Sequence[object]]]] = [
-        (("cache", "context", "rows", "KV, MB", "attention, ms", "reading, ms", "ratio"), attention),
-        (("cache", "prompt", "seconds", "tokens/s", "KV, MB", "peak, MB", "loaded, MB"), prefills),
-        (("cache", "loss", "total variation"), losses),
-    ]
-    return [figures(heads, rows) for heads, rows in parts if rows]
+    apart = {cache: distance(model, held_out, exact) for cache, model in models.items()}
+    return [{"cache": cache, "loss": loss, "total_variation": change} for cache, (loss, change) in apart.items()]
 
 
 def main(
     target: Target = None,
-    part: Annotated[list[str], typer.Option(help=f"{', '.join(PARTS)}; may be repeated.")] = ["attention", "loss"],
+    part: Annotated[list[str], typer.Option(help=f"{', '.join(COLUMNS)}; may be repeated.")] = ["attention", "loss"],
     cache: Annotated[list[str], typer.Option(help="bfloat16 or int8; may be repeated.")] = [*CACHES],
     context: Annotated[list[int], typer.Option(min=1, help="May be repeated.")] = [4096, 16384, 32768],
     rows: Rows = [1, 8],
@@ -252,17 +206,14 @@ def main(
     """Time attention over long contexts and the prefill of a long prompt, and compare the caches' accuracy."""
     torch.set_num_threads(cores())
     where = target_path(target)
-    prompts = [prefill(where, each, prompt) for each in cache] if "prefill" in part else []
-    times = attention_times(load_config(where), cache, context, rows, turns) if "attention" in part else []
-    accuracy = losses(cache, windows) if "loss" in part else []
-    report(
-        tables(times, prompts, accuracy),
-        {"target": where.name},
-        output,
-        attention=[asdict(t) | {"over_read": t.over_read} for t in times],
-        prefill=[asdict(p) for p in prompts],
-        loss=[asdict(a) for a in accuracy],
-    )
+    parts: dict[str, Records] = {
+        "prefill": [prefill(where, each, prompt) for each in cache] if "prefill" in part else [],
+        "attention": attention_times(load_config(where), cache, context, rows, turns) if "attention" in part else [],
+        "loss": losses(cache, windows) if "loss" in part else [],
+    }
+    tables = [listing(COLUMNS[name], records) for name, records in parts.items() if records]
+    attention, prefills, accuracy = (parts[name] for name in COLUMNS)
+    report(tables, {"target": where.name}, output, attention=attention, prefill=prefills, loss=accuracy)
 
 
 if __name__ == "__main__":

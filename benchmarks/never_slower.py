@@ -15,7 +15,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -26,11 +26,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
@@ -62,25 +61,18 @@ REPETITION = (
 )
 TEXTS = {"prose": PROSE, "code": FUNCTIONS, "repetition": REPETITION}
 PROPOSERS = ("random", "over-large", "wrong")
+COLUMNS = {
+    "proposer": "{proposer}",
+    "text": "{text}",
+    "temperature": "{temperature:g}",
+    "batch": "{batch}",
+    "plain tok/s": "{plain:.1f}",
+    "guarded tok/s": "{guarded:.1f}",
+    "ratio": "{ratio:.3f}",
+    "lowest": "{lowest:.3f}",
+    "drafted per token": "{drafted:.2f}",
+}
 PIECE = 256  # prompt tokens of one step; sixteen whole prompts would take many seconds
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Result of one cell. ratios: guarded over plain tokens per second, by repeat. drafted: draft tokens per token."""
-
-    proposer: str
-    text: str
-    temperature: float
-    batch: int
-    plain: float
-    guarded: float
-    ratios: tuple[float, ...]
-    drafted: float
-
-    @property
-    def ratio(self) -> float:
-        return median(self.ratios)
 
 
 def random_draft(folder: Path) -> Path:
@@ -163,8 +155,11 @@ class Sides:
 
 def cell(
     sides: Sides, proposer: str, text: str, temperature: float, batch: int, tokens: int, requests: int, repeats: int
-) -> Cell:
-    """Runs plain and guarded decoding in alternation; each goes first in every other repeat."""
+) -> dict[str, Any]:
+    """Runs plain and guarded decoding in alternation; each goes first in every other repeat.
+
+    ratios: guarded over plain tokens per second, by repeat. drafted: draft tokens per token.
+    """
     prompts = cycle(TEXTS[text])
     groups = [list(islice(prompts, batch)) for _ in range(requests)]
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
@@ -178,14 +173,16 @@ def cell(
             sums = {side: sums[side] + both[side] for side in sums}
         runs.append(sums)
     plain, fast = (median(sums[side].speed for sums in runs) for side in (False, True))
-    ratios = tuple(sums[True].speed / sums[False].speed for sums in runs)
+    ratios = [sums[True].speed / sums[False].speed for sums in runs]
     drafted = sum((sums[True] for sums in runs), Totals())
-    return Cell(proposer, text, temperature, batch, plain, fast, ratios, drafted.drafted / drafted.tokens)
+    place = {"proposer": proposer, "text": text, "temperature": temperature, "batch": batch}
+    place |= {"plain": plain, "guarded": fast, "drafted": drafted.drafted / drafted.tokens}
+    return place | {"ratios": ratios, "ratio": median(ratios), "lowest": min(ratios)}
 
 
 def cells(
     target: Path, proposers: Sequence[str], grid: Sequence[tuple[str, float, int]], sizes: tuple[int, int, int]
-) -> Iterator[Cell]:
+) -> Iterator[dict[str, Any]]:
     """Yields all cells. Models are loaded once for each proposer."""
     for proposer in proposers:
         with tempfile.TemporaryDirectory() as folder:
@@ -194,16 +191,6 @@ def cells(
         for text, temperature, batch in track(grid, description=proposer, transient=True, console=Console(stderr=True)):
             yield cell(sides, proposer, text, temperature, batch, *sizes)
         sides.llm.close()
-
-
-def table(rows: Sequence[Cell]) -> Table:
-    """Returns a table with a line for each cell."""
-    lines = []
-    for c in rows:
-        speeds = f"{c.plain:.1f}", f"{c.guarded:.1f}", f"{c.ratio:.3f}", f"{min(c.ratios):.3f}", f"{c.drafted:.2f}"
-        lines.append((c.proposer, c.text, f"{c.temperature:g}", c.batch, *speeds))
-    heads = ("plain tok/s", "guarded tok/s", "ratio", "lowest", "drafted per token")
-    return figures(("proposer", "text", "temperature", "batch", *heads), lines)
 
 
 def main(
@@ -225,10 +212,10 @@ def main(
     target = target_path(None, small)
     grid = list(product(text, temperature, batch))
     results = list(cells(target, proposer, grid, (tokens, requests, repeats)))
-    worst = min(results, key=lambda c: c.ratio)
-    lowest = f"lowest ratio {worst.ratio:.3f}: {worst.proposer}, {worst.text}, batch {worst.batch}"
+    worst = min(results, key=lambda result: result["ratio"])
+    lowest = "lowest ratio {ratio:.3f}: {proposer}, {text}, batch {batch}".format_map(worst)
     facts = {"target": target.name, "tokens": tokens, "requests": requests, "repeats": repeats}
-    report([table(results), lowest], facts, output, cells=[asdict(c) | {"ratio": c.ratio} for c in results])
+    report([listing(COLUMNS, results), lowest], facts, output, cells=results)
 
 
 if __name__ == "__main__":

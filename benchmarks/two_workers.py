@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,10 +28,9 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import track
-from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.control.fixed import Fixed
@@ -55,6 +54,15 @@ KINDS: Mapping[str, tuple[float, Exactness]] = {
     "seeded": (1.0, Exactness.TRAJECTORY),
 }
 ONE = "one worker"
+COLUMNS = {
+    "texts": "{kind}",
+    "system": "{system}",
+    "tokens/s": "{speed:.1f}",
+    "over one worker": "{over_one:.2f}x",
+    "tokens/pass": "{tokens_per_pass:.2f}",
+    "ready ahead": "{ready:.0%}",
+    "same as one worker": "{same}/{prompts}",
+}
 
 
 def delayed(link: EngineEndpoint, seconds: float) -> EngineEndpoint:
@@ -125,22 +133,6 @@ class System:
             self.ready[kind] += self.proposer.drafts_ready - before[1]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Result of one system and kind. speed: tokens/s, median of the repeats. ready: share of drafts that had arrived.
-
-    same: prompts whose text and drafts equal, step by step, those of one worker.
-    """
-
-    system: str
-    kind: str
-    speed: float
-    tokens_per_pass: float
-    ready: float | None
-    same: int
-    prompts: int
-
-
 def systems(
     target: Path, draft: Path, depth: int, ahead: int, threads: int, rtt: float, transport: str
 ) -> list[System]:
@@ -174,30 +166,23 @@ def systems(
     return [*result, build(elsewhere(ahead), f"two workers, {ahead} ahead", left, shared)]
 
 
-def cells(systems: Sequence[System], prompts: int) -> list[Cell]:
-    """Returns the results by kind and system."""
+def cells(systems: Sequence[System], prompts: int) -> list[dict[str, Any]]:
+    """Returns the results by kind and system.
+
+    speed: tokens/s, median of the repeats. ready: fraction of drafts that had arrived. same: prompts whose text and
+    drafts equal, step by step, those of one worker, which is the first system.
+    """
     made = []
     for kind in KINDS:
         for system in systems:
             totals, drafts = system.totals[kind], system.drafts[kind]
-            speed = median(repeat.speed for repeat in totals)
+            speed, base = (median(repeat.speed for repeat in each.totals[kind]) for each in (system, systems[0]))
             same = sum(system.texts[kind, at] == systems[0].texts[kind, at] for at in range(prompts))
             ready = system.ready[kind] / drafts if drafts else None
             tokens_per_pass = sum(totals, Totals()).tokens_per_pass
-            made.append(Cell(system.name, kind, speed, tokens_per_pass, ready, same, prompts))
+            cell = {"system": system.name, "kind": kind, "speed": speed, "over_one": speed / base, "ready": ready}
+            made.append(cell | {"tokens_per_pass": tokens_per_pass, "same": same, "prompts": prompts})
     return made
-
-
-def table(cells: Sequence[Cell]) -> Table:
-    """Returns a table with a line for each result."""
-    rows = []
-    for cell in cells:
-        base = next(each for each in cells if each.kind == cell.kind and each.system == ONE)
-        speed = f"{cell.speed:.1f}", f"{cell.speed / base.speed:.2f}x", f"{cell.tokens_per_pass:.2f}"
-        ready = "" if cell.ready is None else f"{cell.ready:.0%}"
-        rows.append((cell.kind, cell.system, *speed, ready, f"{cell.same}/{cell.prompts}"))
-    heads = ("texts", "system", "tokens/s", "over one worker", "tokens/pass", "ready ahead", "same as one worker")
-    return figures(heads, rows)
 
 
 def main(
@@ -232,7 +217,7 @@ def main(
     facts: dict[str, Any] = {"target": path.name, "count": len(ids), "tokens": tokens, "depth": depth, "ahead": ahead}
     facts |= {"rtt_ms": rtt_ms, "transport": transport, "repeats": repeats}
     facts["threads"] = f"{cores()} for one worker, {ways[1].threads} + {draft_threads} for two"
-    report([table(made)], facts, output, cells=[asdict(cell) for cell in made])
+    report([listing(COLUMNS, made)], facts, output, cells=made)
     for system in ways[1:]:
         system.proposer.close()  # type: ignore[attr-defined]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -61,20 +61,6 @@ CASES = (
     *(Case(law, sampled=sampled) for law in list(LAWS)[1:] for sampled in (True, False)),
     *(Case(law, Exactness.TRAJECTORY) for law in list(LAWS)[1:]),
 )
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Microseconds: median and quartiles. accepted: mean number of accepted draft tokens."""
-
-    rule: str
-    law: str
-    vocabulary: int
-    rows: int
-    median: float
-    low: float
-    high: float
-    accepted: float
 
 
 @dataclass(frozen=True)
@@ -135,7 +121,9 @@ def timed(run: Callable[[int], int], repeats: int) -> tuple[list[float], float]:
 
 
 @torch.inference_mode()
-def grid(rows: Sequence[int], vocabularies: Sequence[int], repeats: int, slope: float, apart: float) -> Iterator[Cell]:
+def grid(
+    rows: Sequence[int], vocabularies: Sequence[int], repeats: int, slope: float, apart: float
+) -> Iterator[dict[str, Any]]:
     """Yields all cells. apart: standard deviation of the difference between draft and target logits."""
     for vocabulary in vocabularies:
         generator = torch.Generator().manual_seed(vocabulary)
@@ -160,19 +148,21 @@ def one_step(case: Case, logits: Tensor, seed: int) -> int:
     return 0
 
 
-def cell(rule: str, law: str, logits: Tensor, taken: Sequence[float], accepted: float) -> Cell:
+def cell(rule: str, law: str, logits: Tensor, taken: Sequence[float], accepted: float) -> dict[str, Any]:
+    """Returns one record: median and quartiles in microseconds, and the mean number of accepted draft tokens."""
     quarter, half = len(taken) // 4, len(taken) // 2
     count, vocabulary = logits.shape
-    return Cell(rule, law, vocabulary, count, taken[half], taken[quarter], taken[-1 - quarter], accepted)
+    place = {"rule": rule, "law": law, "vocabulary": vocabulary, "rows": count, "accepted": accepted}
+    return place | {"median": taken[half], "low": taken[quarter], "high": taken[-1 - quarter]}
 
 
-def table(cells: Sequence[Cell], rows: Sequence[int]) -> Table:
+def table(cells: Sequence[dict[str, Any]], rows: Sequence[int]) -> Table:
     """Returns a table with a line for each vocabulary, rule and parameters, and a column for each number of rows."""
-    by_column = {(c.vocabulary, c.rule, c.law, c.rows): c for c in cells}
+    by_column = {(*map(c.get, ("vocabulary", "rule", "law")), c["rows"]): c for c in cells}
     lines = []
-    for key in dict.fromkeys((c.vocabulary, c.rule, c.law) for c in cells):
+    for key in dict.fromkeys(column[:3] for column in by_column):
         row = [by_column.get((*key, count)) for count in rows]
-        lines.append((*key, *(f"{c.median:,.0f} ({c.accepted:.1f})" if c else "" for c in row)))
+        lines.append((*key, *("{median:,.0f} ({accepted:.1f})".format_map(c) if c else "" for c in row)))
     counts = (f"{count} row{'s' * (count > 1)}" for count in rows)
     return figures(("vocabulary", "rule", "parameters", *counts), lines)
 
@@ -191,13 +181,13 @@ def main(
 ) -> None:
     """Prints the median microseconds per step of distributions and verification, and in brackets accepted tokens."""
     torch.set_num_threads(cores())
-    cells: list[Cell] = []
+    cells: list[dict[str, Any]] = []
     with wide_console().status("") as status:
         for one in grid(rows, vocabulary, repeats, slope, apart):
             cells.append(one)
-            status.update(f"{one.vocabulary} tokens, {one.rows} rows, {one.rule}")
+            status.update("{vocabulary} tokens, {rows} rows, {rule}".format_map(one))
     facts = {"repeats": repeats, "slope": slope, "apart": apart}
-    report([table(cells, rows)], facts, output, cells=[asdict(c) for c in cells])
+    report([table(cells, rows)], facts, output, cells=cells)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ ELSEWHERE = {
     "kernels": "imported by schemes and long_context",
     "options": "imported by the others",
     "predictions": "imported by planner, plan_endpoint and vllm_plan",
-    "servers": "imported by serving, attacks, plan_endpoint, endpoint_alarms and others",
+    "servers": "imported by serving, attacks, plan_endpoint, endpoint_audits and others",
     "systems": "imported by streams, never_slower, planner and others",
     "record_streams": "needs a real model; tests/control/test_streams.py replays what it wrote",
     "replicas": "tests/serve/test_replicas.py kills one under load",
@@ -154,20 +154,20 @@ def test_saved_outputs_are_compared(folder):
 
 
 @pytest.mark.slow
-def test_endpoint_alarms_counts_outcomes():
+def test_audits_of_a_plain_server_count_outcomes():
     with fake_server(Behaviour()) as url:
-        printed = call("endpoint_alarms", ["--endpoint", url, "--audits", "1", "--budget", "4000"])
+        printed = call("endpoint_audits", ["--plain", "--endpoint", url, "--audits", "1", "--budget", "4000"])
     assert "0 of 1 audits failed" in printed and "greedy parity" in printed
 
 
 @pytest.mark.slow
-def test_endpoint_alarms_go_on_where_they_ended(folder):
+def test_audits_of_servers_go_on_where_they_ended(folder):
     with fake_server(Behaviour()) as url:
-        words = ["--endpoint", url, "--budget", "4000", "--output", "alarms.json"]
-        call("endpoint_alarms", [*words, "--audits", "1"])
-        call("endpoint_alarms", [*words, "--audits", "2"])
+        words = ["--plain", "--endpoint", url, "--budget", "4000", "--output", "alarms.json"]
+        call("endpoint_audits", [*words, "--audits", "1"])
+        call("endpoint_audits", [*words, "--audits", "2"])
         with pytest.raises(AssertionError, match="another budget"):
-            call("endpoint_alarms", [*words, "--budget", "5000"])
+            call("endpoint_audits", [*words, "--budget", "5000"])
     seeds = [each["subject"]["seed"] for each in json.loads((folder / "alarms.json").read_text())["audits"]]
     assert seeds == [0, 1]
 
