@@ -29,8 +29,7 @@ from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.output import figures, report
-from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm import VllmStepTimes
+from foretoken.bench.peers.protocol import Answer, PeerRequest
 from foretoken.cli.plan_vllm import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.outcome import Plan
@@ -57,8 +56,8 @@ class Kept:
     def __init__(self, inner: PromptCompleter) -> None:
         self.inner = inner
 
-    def complete(self, question: PeerRequest) -> VllmStepTimes:
-        return self.inner.complete(question)
+    def answer(self, question: PeerRequest) -> Answer:
+        return self.inner.answer(question)
 
     def close(self) -> None:
         return

@@ -20,8 +20,7 @@ from rich.progress import track
 
 from foretoken import zoo
 from foretoken.bench.output import listing, report
-from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm import VllmStepTimes
+from foretoken.bench.peers.protocol import Answer, PeerRequest
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.plan_vllm import OURS
 from foretoken.models.formats.checkpoint import load_tokenizer
@@ -48,29 +47,29 @@ Ids = list[int]
 
 def ask_all(
     asked: PromptCompleter, prompts: Sequence[Ids], depth: int, max_tokens: int, batch: int, what: str
-) -> list[VllmStepTimes]:
+) -> list[Answer]:
     """Completes all prompts after a warm-up request, whose text is not kept in any store."""
-    asked.complete(PeerRequest([prompts[0]], 8, depth=depth))
-    asked.complete(PeerRequest([], 0, depth=depth))
+    asked.answer(PeerRequest([prompts[0]], 8, depth=depth))
+    asked.answer(PeerRequest([], 0, depth=depth))
     groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
-    return [asked.complete(PeerRequest(group, max_tokens, depth=depth)) for group in track(groups, what)]
+    return [asked.answer(PeerRequest(group, max_tokens, depth=depth)) for group in track(groups, what)]
 
 
-def texts(answers: Sequence[VllmStepTimes]) -> list[Ids]:
+def texts(answers: Sequence[Answer]) -> list[Ids]:
     """Returns the token ids of all completions."""
     return [text for answer in answers for text in answer.tokens]
 
 
-def line(method: str, kind: str, plain: Sequence[VllmStepTimes], own: Sequence[VllmStepTimes]) -> dict[str, Any]:
+def line(method: str, kind: str, plain: Sequence[Answer], own: Sequence[Answer]) -> dict[str, Any]:
     """Returns the result of one method beside plain decoding. equal: equal texts. step_over_plain: of step times."""
 
-    def mean(answers: Sequence[VllmStepTimes]) -> float:
-        seconds = [each for answer in answers for each in answer.seconds]
+    def mean(answers: Sequence[Answer]) -> float:
+        seconds = [each for answer in answers for each in answer.step_seconds]
         return sum(seconds) / len(seconds)
 
     equal = sum(a == b for a, b in zip(texts(plain), texts(own), strict=True))
     tokens = sum(len(text) - 1 for text in texts(own))
-    passes = sum(passes for answer in own for passes in answer.passes)
+    passes = sum(passes for answer in own for passes in answer.passes_each)
     ratio, result = mean(own) / mean(plain), {"method": method, "kind": kind, "equal": equal, "texts": len(texts(own))}
     return result | {"tokens_per_pass": tokens / passes, "step_over_plain": ratio, "speedup": tokens / passes / ratio}
 

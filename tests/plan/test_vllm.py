@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm import VllmStepTimes, timed
-from foretoken.bench.peers.vllm_steps import Depths
+from foretoken.bench.peers.protocol import Answer, PeerRequest
+from foretoken.bench.peers.vllm import Depths, timed
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.vllm import (
@@ -123,13 +122,13 @@ def test_plain_decoding_measured_alone_serves_all():
 
 
 def test_one_request_leaves_the_interval_open_and_disturbed_steps_do_not_count():
-    answer = VllmStepTimes([[1] * 9], [4], [0.1, 0.1, 0.1, 5.0], [2, 2, 2, 2], 0.3)
+    answer = Answer([[1] * 9], 5.6, 0.3, 1, 5, [4], [0.1, 0.1, 0.1, 5.0], [2, 2, 2, 2])
     result = Answers("x", 1, "x", 0.0, 1, (answer,)).run()
     assert result.steps == (3,) and result.step_seconds == pytest.approx(0.1)
     assert result.tokens_per_pass == 2.0 and result.emitted == (0, 4)
     assert math.isinf(result.tokens_width) and result.seconds_width == 0.0
     with pytest.raises(InvalidRequest, match="no step"):
-        Answers("x", 1, "x", 0.0, 1, (VllmStepTimes([[1]], [0], [], [], 0.3),)).run()
+        Answers("x", 1, "x", 0.0, 1, (Answer([[1]], 0.3, 0.3, 1, 1, [0]),)).run()
 
 
 class Fake:
@@ -140,13 +139,13 @@ class Fake:
         self.asked: list[PeerRequest] = []
         log.append(f"start {self.name}")
 
-    def complete(self, question: PeerRequest) -> VllmStepTimes:
+    def answer(self, question: PeerRequest) -> Answer:
         self.asked.append(question)
         passes = (question.max_tokens - 1) // (1 + question.depth) or 1
         each = 0.1 * (1 + 0.1 * question.depth)
         tokens = [[0] * question.max_tokens for _ in question.prompts]
         brought = [1 + question.depth] * passes * len(question.prompts)
-        return VllmStepTimes(tokens, [passes] * len(question.prompts), [each] * passes, brought, 0.2)
+        return Answer(tokens, 1.0, 0.2, 1, 0, [passes] * len(question.prompts), [each] * passes, brought)
 
     def close(self) -> None:
         if f"close {self.name}" not in self.log:
@@ -271,5 +270,5 @@ def test_who_learns_does_so_for_every_depth_apart_and_forgets_when_told(method):
 def test_steps_are_those_in_which_all_take_part():
     result = timed(Steps(), PeerRequest([[1], [2]], 5), None)
     assert result.tokens == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
-    assert result.passes == [2, 2] and result.emitted == [2, 1, 3, 1]
-    assert len(result.seconds) == 1 and result.first_seconds > 0
+    assert result.passes_each == [2, 2] and result.emitted == [2, 1, 3, 1]
+    assert len(result.step_seconds) == 1 and result.first_seconds > 0

@@ -18,9 +18,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from foretoken.bench.peers.protocol import PeerRequest, Setup
+from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.registry import BOOT, PEERS, folder
-from foretoken.bench.peers.vllm import VllmStepTimes
 from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
@@ -125,7 +124,7 @@ class VllmRun:
 class PromptCompleter(Protocol):
     """Completes prompts and times the steps."""
 
-    def complete(self, request: PeerRequest) -> VllmStepTimes:
+    def answer(self, request: PeerRequest) -> Answer:
         """Completes the request's prompts. Returns the tokens and the times of the steps."""
 
     def close(self) -> None:
@@ -134,14 +133,6 @@ class PromptCompleter(Protocol):
 
 StartProcess = Callable[[VllmCandidate | None], PromptCompleter]
 """Starts the process of a lane, None for plain decoding."""
-
-
-class VllmProcess(PeerWorker):
-    """A process of vLLM. Raises PeerError."""
-
-    def complete(self, request: PeerRequest) -> VllmStepTimes:
-        """Resumes the process, completes the prompts, and suspends it."""
-        return VllmStepTimes(**self._exchange(asdict(request)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +158,7 @@ class Bench:
             raise InvalidRequest(
                 f"no vLLM at {python}; name the Python of its environment with --engine-python, or run `make peers`"
             )
-        return [str(python), "-P", str(BOOT), "vllm_steps"]
+        return [str(python), "-P", str(BOOT), "vllm"]
 
     def start(self, lane: VllmCandidate | None) -> PromptCompleter:
         """Starts a process for all draft lengths of ``lane``, None for plain decoding."""
@@ -181,7 +172,7 @@ class Bench:
             "vllm", name, self.target, max_length=2048, batch=max(self.batches), threads=cores(), options=options
         )
         log = folder() / "logs" / f"plan-vllm-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.log"
-        return VllmProcess(self.command(), setup, log)
+        return PeerWorker(self.command(), setup, log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +184,15 @@ class Answers:
     beside: str
     temperature: float
     batch: int
-    groups: tuple[VllmStepTimes, ...]
+    groups: tuple[Answer, ...]
 
     def run(self, groups: Sequence[int] | None = None) -> VllmRun:
         """Returns the run over these groups, None for all. Raises InvalidRequest if nothing was decoded."""
         answers = self.groups if groups is None else [self.groups[i] for i in groups]
         timed = [
-            [each for each in answer.seconds if each <= _DISTURBED * median(answer.seconds)]
+            [each for each in answer.step_seconds if each <= _DISTURBED * median(answer.step_seconds)]
             for answer in answers
-            if answer.seconds
+            if answer.step_seconds
         ]
         if not timed:
             raise InvalidRequest("no step had all sequences in it; give more max_tokens or a smaller batch")
@@ -213,7 +204,7 @@ class Answers:
             temperature=self.temperature,
             batch=self.batch,
             tokens=tuple(len(text) - 1 for answer in answers for text in answer.tokens),
-            passes=tuple(passes for answer in answers for passes in answer.passes),
+            passes=tuple(passes for answer in answers for passes in answer.passes_each),
             steps=tuple(len(seconds) for seconds in timed),
             seconds=tuple(fmean(seconds) for seconds in timed),
             emitted=tuple(emitted.count(size) for size in range(1, max(emitted) + 1)),
@@ -275,15 +266,15 @@ def _alternated(
         for batch in bench.batches:
             groups = grouped(prompts, batch)
             for _, depth, process in places:
-                process.complete(PeerRequest(groups[0], _WARM_UP, temperature, depth))
+                process.answer(PeerRequest(groups[0], _WARM_UP, temperature, depth))
             for _, depth, process in places:  # a request without prompts resets proposers that learn
-                process.complete(PeerRequest([], 0, temperature, depth))
-            completed: list[list[VllmStepTimes]] = [[] for _ in places]
+                process.answer(PeerRequest([], 0, temperature, depth))
+            completed: list[list[Answer]] = [[] for _ in places]
             for turn, group in enumerate(groups):
                 for i in range(len(places)):
                     at = (i + turn) % len(places)
                     _, depth, process = places[at]
-                    completed[at].append(process.complete(PeerRequest(group, bench.max_tokens, temperature, depth)))
+                    completed[at].append(process.answer(PeerRequest(group, bench.max_tokens, temperature, depth)))
             for (lane, depth, _), times in zip(places, completed, strict=True):
                 yield Answers(lane, depth, beside, temperature, batch, tuple(times))
 

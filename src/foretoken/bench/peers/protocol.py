@@ -69,6 +69,9 @@ class Answer:
         first_seconds: Seconds until every prompt had its first tokens.
         first_tokens: All tokens emitted by then.
         passes: Target passes, counted once for every sequence in a pass.
+        passes_each: Passes of each prompt without its first, if the system counts them.
+        step_seconds: Seconds of each decode step in which all sequences took part, if the system times them.
+        emitted: Tokens of each such pass of each sequence.
     """
 
     tokens: list[list[int]]
@@ -76,6 +79,9 @@ class Answer:
     first_seconds: float
     first_tokens: int
     passes: int
+    passes_each: list[int] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
 
     @property
     def total(self) -> int:

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup
 
 KV_GIGABYTES = 1
+_LEARN = ("custom_class", "suffix")
 
 
 def load(setup: Setup) -> tuple[Complete, str]:
-    """Loads vLLM. The depth is fixed when an engine is created, so every depth is a separate process."""
-    llm, vllm = engine(setup, speculation(setup), dtype="bfloat16")
+    """Loads vLLM. Race: the depth is fixed when an engine is created, so every depth is a separate process.
+
+    Plans: one process drafts at every depth. Options: "speculative_config" (None is plain) and "engine", further
+    arguments of ``vllm.LLM``. A request without prompts resets proposers that learn.
+    """
+    options = {name: json.loads(value) for name, value in setup.options}
+    planned = "engine" in options
+    config = options.get("speculative_config") if planned else speculation(setup)
+    arguments: dict[str, Any] = options["engine"] if planned else {"dtype": "bfloat16"}
+    llm, vllm = engine(setup, config, **arguments)
+    sizes = arguments.get("max_num_seqs", max(8, setup.batch))
+    depths = Depths(llm, config, sizes) if planned and config is not None else None
 
     def complete(request: PeerRequest) -> Answer:
+        if depths is not None:
+            depths.choose(request.depth, fresh=not request.prompts)
+        if not request.prompts:
+            return Answer([], 0.0, 0.0, 0, 0)
         params = vllm.SamplingParams(
             max_tokens=request.max_tokens, temperature=request.temperature, ignore_eos=True, detokenize=False
         )
-        times = timed(llm.llm_engine, request, params)
-        passes = sum(times.passes) + len(request.prompts)
-        return Answer(times.tokens, times.total_seconds, times.first_seconds, times.first_tokens, passes)
+        return timed(llm.llm_engine, request, params)
 
     return complete, vllm.__version__
 
@@ -81,30 +93,7 @@ def _interpret_kernels() -> None:
     backends.backends.setdefault("cpu", backends.Backend(compiler=None, driver=inactive))
 
 
-@dataclass(frozen=True)
-class VllmStepTimes:
-    """Completions, and the decode steps in which all sequences took part.
-
-    Attributes:
-        tokens: Token ids of each prompt's completion.
-        passes: Passes of each prompt, without the first.
-        seconds: Seconds of each such step.
-        emitted: Tokens of each pass of each sequence.
-        first_seconds: Seconds until every prompt had its first token.
-        first_tokens: All tokens emitted by then.
-        total_seconds: Seconds of all steps, the prompts' included.
-    """
-
-    tokens: list[list[int]]
-    passes: list[int]
-    seconds: list[float]
-    emitted: list[int]
-    first_seconds: float
-    first_tokens: int = 0
-    total_seconds: float = 0.0
-
-
-def timed(engine: Any, request: PeerRequest, params: Any) -> VllmStepTimes:
+def timed(engine: Any, request: PeerRequest, params: Any) -> Answer:
     """Adds all prompts and steps until they are done. Every output of a step is one pass of one sequence."""
     count = len(request.prompts)
     done: list[list[int]] = [[] for _ in range(count)]
@@ -128,4 +117,41 @@ def timed(engine: Any, request: PeerRequest, params: Any) -> VllmStepTimes:
             seconds.append(took)
         if not first_seconds and all(done):
             first_seconds, first_tokens = perf_counter() - started, sum(map(len, done))
-    return VllmStepTimes(done, passes, seconds, emitted, first_seconds, first_tokens, perf_counter() - started)
+    total = perf_counter() - started
+    return Answer(done, total, first_seconds, first_tokens, sum(passes) + count, passes, seconds, emitted)
+
+
+class Depths:
+    """Sets the number of draft tokens of a running engine, which was created for the most.
+
+    The table that its scheduler reads (vLLM's ``num_speculative_tokens_per_batch_size``) is set before each request.
+    Proposers that learn from texts are created once per depth, so that none finds what another has just written.
+
+    Args:
+        llm: ``vllm.LLM``.
+        speculation: Its ``speculative_config``.
+        max_sequences: Its batch limit.
+    """
+
+    def __init__(self, llm: Any, speculation: dict[str, Any], max_sequences: int) -> None:
+        core = llm.llm_engine.engine_core.engine_core
+        self.config, self.scheduler = llm.llm_engine.vllm_config, core.scheduler
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.speculation, self.max_sequences = speculation, max_sequences
+        self.learned: dict[int, Any] = {}
+
+    def choose(self, depth: int, fresh: bool) -> None:
+        """Drafts ``depth`` tokens from now on. fresh: reset proposers that learn."""
+        method = self.speculation["method"]
+        if method in _LEARN:
+            if fresh:
+                self.learned.clear()
+                vars(self.runner.model).pop("compute_logits", None)  # replaced by our proposers to see logits
+            if depth not in self.learned:
+                self.learned[depth] = made = type(self.runner.drafter)(self.config)
+                made.depth = made.num_speculative_tokens = depth
+                made.load_model(self.runner.model)
+            self.runner.drafter = self.learned[depth]
+        if method != "custom_class":  # a custom class does not receive the number
+            made_for = depth == self.speculation["num_speculative_tokens"]  # then the engine's own setting applies
+            self.scheduler.dynamic_sd_lookup = None if made_for else [depth] * (self.max_sequences + 1)
