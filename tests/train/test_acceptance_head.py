@@ -75,7 +75,7 @@ def test_trained_stored_and_used(tiny_pair: Any, corpus: Corpus, tmp_path: Path)
     assert 0 <= figures["auc_drawn"] <= 1
     assert figures["loss_drawn"] < 2 * figures["loss_drawn_constant"]
     card = json.loads((out / "provenance.json").read_text())
-    assert card["command"].startswith("foretoken train acceptance head --model target --draft-model draft --interm")
+    assert card["command"].startswith("foretoken train acceptance head --model target --draft-model draft --windows 8")
     assert card["loss_drawn"] == figures["loss_drawn"]
     assert card["parameters"] == 8 * 35 + 8 + 8 + 1
     stop = {"rule": "learned", "model": str(out), "threshold": 0.7}

@@ -147,8 +147,8 @@ def test_the_loss_is_zero_for_the_target_itself_and_the_kl_when_all_is_kept() ->
     for acceptance in (0.0, 0.4, 1.0):
         whole = distillation_loss(q, p, torch.tensor(acceptance))
         assert whole == pytest.approx(distillation_loss(q, ids_and_logs, torch.tensor(acceptance)).item(), abs=1e-4)
-    assert agreement(p, p) == (pytest.approx(1.0), 1.0)
-    assert agreement(p, q)[0] == pytest.approx(overlap.mean().item())
+    assert agreement(p, p) == {"overlap": pytest.approx(1.0), "argmax_agreement": 1.0}
+    assert agreement(p, q)["overlap"] == pytest.approx(overlap.mean().item())
 
 
 def test_a_target_that_is_none_is_refused(tmp_path: Path, corpus: Corpus) -> None:

@@ -28,13 +28,7 @@ from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.propose.scores import EXTRA, MODEL_TYPE, features
 from foretoken.quantize.cached import checkpoint_folder
-from foretoken.train.config import (
-    ACCEPTANCE_CONFIG,
-    AcceptanceConfig,
-    HeadConfig,
-    RunOptions,
-    TrainConfig,
-)
+from foretoken.train.config import ACCEPTANCE_CONFIG, AcceptanceConfig, RunOptions, TrainConfig
 from foretoken.train.data import Corpus
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.runs import TrainingRun
@@ -94,23 +88,9 @@ def train_acceptance(
     config: TrainConfig = ACCEPTANCE_CONFIG,
     settings: AcceptanceConfig | None = None,
 ) -> dict[str, float]:
-    """Trains the head of a pair and writes it.
+    """Trains the head of a pair, two folders or GGUF files, and writes it, see ``runs``.
 
-    Args:
-        options: Output and device of the run.
-        target: Folder or GGUF file of the target.
-        draft: Folder or GGUF file of the draft.
-        corpus: Text.
-        config: Training configuration. Its ``minutes`` include sampling text.
-        settings: Size and training data of the head.
-
-    Returns:
-        The last evaluation.
-
-    Raises:
-        ModelLoadError: A model cannot be loaded.
-        InvalidRequest: The settings are not valid.
-        TrainingError: Files cannot be written, or the loss diverges.
+    The minutes include sampling text.
     """
     settings, started = settings or AcceptanceConfig(), time.monotonic()
     run = TrainingRun(options, ACCEPTANCE_HEAD, (target, draft, *corpus.paths))
@@ -118,16 +98,15 @@ def train_acceptance(
     tokenizer = load_tokenizer(target)
     check_vocabulary(tokenizer, vocabulary_size(target) or len(tokenizer), draft)
     where = resolve_device(options.device)
-    data = HeadConfig(windows=settings.windows, generated_share=settings.generated_share, held_out=settings.held_out)
     with run.text_folder() as folder:
-        text = prepare_windows(target, where, corpus, folder, config, data)
+        text = prepare_windows(target, where, corpus, folder, config, settings)
         examples = _examples(FrozenTarget(target, where), FrozenTarget(draft, where), text, config)
         torch.manual_seed(config.seed)
         head = Classifier(examples["train"].x.shape[1], settings.intermediate)
         head.standardise(examples["train"].x)
         head.to(where)
         trainer = run.trainer(head, config, lambda row: -row["loss_greedy"] - row["loss_drawn"])
-        trainer.elapsed += time.monotonic() - started if config.minutes is not None and not trainer.step else 0.0
+        trainer.shorten(time.monotonic() - started)
         trainer.run(_batches(examples["train"], trainer, where), _loss(head), lambda: _evaluated(head, examples, where))
         return run.write(
             f"acceptance {run.name} --model {target.name} --draft-model {draft.name} {changed_options(settings)}",

@@ -75,12 +75,12 @@ def write_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
     facts = _described(target)
     costs = measure_int8(target, corpus)
     write_json(target / PROVENANCE, facts | {"measured": costs})
-    written = [write_card(target, facts["role"], _card(target, facts, costs=costs))]
+    written = [_card(target, facts, costs=costs)]
     if draft is not None:
         facts = _described(draft, target.name)
         figures = measure_pair(target, draft, corpus)
         write_json(draft / PROVENANCE, facts | {"measured": figures | {"target": target.name}})
-        written.append(write_card(draft, "draft", _card(draft, facts, target.name, figures)))
+        written.append(_card(draft, facts, target.name, figures))
     return written
 
 
@@ -109,16 +109,28 @@ def _described(folder: Path, target: str | None = None) -> dict[str, Any]:
         device = "" if facts.get("device", "cpu") == "cpu" else " --device cuda"
         what = f"draft {folder.name} {target} {changed_options(DistillConfig(**facts.get('distill', {})))}{device}"
     facts["role"] = "draft" if target is not None else HYBRID.role if usual is HYBRID.usual else "target"
-    facts["command"] = command_line(
-        f"{what} {changed_options(usual.of(config), usual)}", TrainConfig(**facts["config"]), facts["corpus"]
-    )
+    facts["command"] = present_command(what, folder, facts, usual)
     write_json(folder / PROVENANCE, facts)
     return facts
 
 
-def write_card(folder: Path, role: str, text: str) -> Path:
+def present_command(what: str, folder: Path, facts: dict[str, Any], usual: Any) -> str:
+    """Returns the command that trained a model of its own shape.
+
+    Args:
+        what: Arguments but those of the shape and of the training configuration.
+        folder: Folder of the model.
+        facts: Its provenance.
+        usual: The default shape.
+    """
+    shape = usual.of(read_object(folder / "config.json"))
+    return command_line(f"{what} {changed_options(shape, usual)}", TrainConfig(**facts["config"]), facts["corpus"])
+
+
+def write_card(folder: Path, role: str, *paragraphs: Sequence[str]) -> Path:
     """Writes README.md, and zoo.json, which lists a model among the bundled ones. Returns the former."""
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    blocks = [[f"# {folder.name}"], *filter(None, paragraphs)]
+    (folder / "README.md").write_text("\n\n".join("\n".join(block) for block in blocks) + "\n", encoding="utf-8")
     write_json(folder / "zoo.json", {"name": folder.name, "role": role})
     return folder / "README.md"
 
@@ -129,11 +141,11 @@ def _card(
     target: str | None = None,
     figures: dict[str, float] | None = None,
     costs: dict[str, float] | None = None,
-) -> str:
+) -> Path:
+    """Writes the card of a model, of a draft if it has a target and figures."""
     config = read_object(folder / "config.json")
-    role = facts["role"] if target is None else f"draft, distilled from {target}"
     rows = [
-        ("role", role),
+        ("role", facts["role"] if target is None else f"draft, distilled from {target}"),
         ("parameters", f"{facts['parameters']:,}"),
         ("layers x width", f"{config['num_hidden_layers']} x {config['hidden_size']}"),
         *_layer_rows(config),
@@ -147,20 +159,15 @@ def _card(
         rows.append(("held-out loss on foretoken's runtime, bfloat16 and int8", _compared(**costs)))
     if "mtp" in facts:
         rows += _mtp_rows(facts["mtp"])
-    if figures is not None:
-        rows += [
-            (f"acceptance rate beside {target}, temperature 1", f"{figures['overlap']:.3f}"),
-            (f"acceptance rate beside {target}, temperature 0", f"{figures['argmax_agreement']:.3f}"),
-        ]
-    lines = [f"# {folder.name}", "", corpus_line(facts["corpus"])]
-    lines += ["2 % of the files were held out, chosen by a hash of their names.", "", *table(rows)]
-    if figures is not None:
-        count = f"{figures['held_out_tokens']:,.0f}"
-        lines += ["", f"Acceptance is a mean over the {count} held-out tokens, one position at a time:"]
-        lines += ["at temperature 1 the sum of min(p, q), at temperature 0 the fraction of equal argmaxes."]
-    lines += ["", *trained_by([facts["command"], *([facts["mtp"]["command"]] if "mtp" in facts else [])]), ""]
-    lines += ["It is a small model for tests, demonstrations and benchmarks;"]
-    return "\n".join([*lines, "it completes Python, and knows nothing else.", ""])
+    note: list[str] = []
+    if target is not None and figures is not None:
+        rows += acceptance_rows(target, figures)
+        note = acceptance_note(f"the {figures['held_out_tokens']:,.0f} held-out tokens")
+    commands = [facts["command"], *([facts["mtp"]["command"]] if "mtp" in facts else [])]
+    about = corpus_lines(facts["corpus"])
+    return write_card(
+        folder, facts["role"], about, table(rows), note, *trained_by(commands), purpose("completes Python")
+    )
 
 
 def table(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -168,10 +175,29 @@ def table(rows: Sequence[tuple[str, str]]) -> list[str]:
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
-def trained_by(commands: Sequence[str]) -> list[str]:
-    """Returns the lines about the commands and the licence."""
-    lines = ["Trained by", "", *(f"    {command}" for command in commands), ""]
-    return [*lines, f"Weights: Apache-2.0. Settings, versions and the curve of the run: `{PROVENANCE}`."]
+def acceptance_rows(target: str, figures: dict[str, float]) -> list[tuple[str, str]]:
+    """Returns the rows about the acceptance of a draft of ``target``."""
+    beside = f"acceptance rate beside {target}, temperature"
+    return [(f"{beside} 1", f"{figures['overlap']:.3f}"), (f"{beside} 0", f"{figures['argmax_agreement']:.3f}")]
+
+
+def acceptance_note(tokens: str) -> list[str]:
+    """Returns the lines that explain ``acceptance_rows``. tokens: those of the mean."""
+    return [
+        f"Acceptance is a mean over {tokens}, one position at a time:",
+        "at temperature 1 the sum of min(p, q), at temperature 0 the fraction of equal argmaxes.",
+    ]
+
+
+def trained_by(commands: Sequence[str]) -> list[list[str]]:
+    """Returns the paragraphs about the commands and the licence."""
+    licence = f"Weights: Apache-2.0. Settings, versions and the curve of the run: `{PROVENANCE}`."
+    return [["Trained by"], [f"    {command}" for command in commands], [licence]]
+
+
+def purpose(what: str) -> list[str]:
+    """Returns the lines about the use of a bundled model, which does ``what``."""
+    return ["It is a small model for tests, demonstrations and benchmarks;", f"it {what}, and knows nothing else."]
 
 
 def _layer_rows(config: dict[str, Any]) -> list[tuple[str, str]]:
@@ -186,19 +212,27 @@ def _layer_rows(config: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _mtp_rows(mtp: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the rows about a checkpoint's MTP layer."""
-    depths = sum(name.startswith("greedy_") for name in mtp)
-    rows = [("MTP layer", f"trained with the model, then {mtp['minutes']} minutes on its own outputs")]
+    return [
+        ("MTP layer", f"trained with the model, then {mtp['minutes']} minutes on its own outputs"),
+        *_position_rows("acceptance of its chain by position", mtp),
+    ]
+
+
+def _position_rows(what: str, figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the acceptance by position at both temperatures, from an evaluation of ``losses.evaluated``."""
+    rows = []
     for name, temperature in (("greedy", 0), ("drawn", 1)):
-        chances = ", ".join(f"{mtp[f'{name}_{depth + 1}']:.3f}" for depth in range(depths))
-        rows.append((f"acceptance of its chain by position, temperature {temperature}", chances))
+        chances = [figures[f"{name}_{k + 1}"] for k in range(sum(key.startswith(f"{name}_") for key in figures))]
+        rows.append((f"{what}, temperature {temperature}", ", ".join(f"{chance:.3f}" for chance in chances)))
     return rows
 
 
-def corpus_line(corpus: str) -> str:
-    """Returns the sentence about the training text."""
+def corpus_lines(corpus: str) -> list[str]:
+    """Returns the lines about the training text."""
+    origin = f"Trained on {corpus}."
     if "standard library" in corpus:
-        return f"Trained on the source of the {corpus}, which is under the PSF licence; its tests were excluded."
-    return f"Trained on {corpus}."
+        origin = f"Trained on the source of the {corpus}, which is under the PSF licence; its tests were excluded."
+    return [origin, "2 % of the files were held out, chosen by a hash of their names."]
 
 
 def machine(facts: dict[str, Any]) -> str:
@@ -237,59 +271,35 @@ def write_head_card(target: Path, head: Path, corpus: Corpus) -> Path:
     Raises:
         InvalidRequest: ``foretoken train`` did not write the folder.
     """
-    facts = _read_head(head)
-    figures = measure_head(target, head, facts["role"], corpus)
-    write_json(head / PROVENANCE, facts | {"measured": figures | {"target": target.name}})
-    return write_card(head, facts["role"], _head_card(head, target, facts, figures))
-
-
-def _read_head(head: Path) -> dict[str, Any]:
     facts = read_provenance(head)
     if facts.get("role") not in HEADS:
         raise InvalidRequest(f"{head} holds a {facts.get('role')!r}; expected one of {', '.join(HEADS)}")
-    return facts
-
-
-def _commands(facts: dict[str, Any]) -> list[str]:
-    """Returns the commands of all runs in order."""
-    earlier = facts.get("started_from")
-    return [*(_commands(earlier) if earlier else []), facts["command"]]
-
-
-def _total(facts: dict[str, Any], name: str) -> float:
-    """Returns a figure summed over all runs."""
-    earlier = facts.get("started_from")
-    total: float = facts[name] + (_total(earlier, name) if earlier else 0)
-    return total
-
-
-def _head_card(head: Path, target: Path, facts: dict[str, Any], figures: dict[str, float]) -> str:
+    figures, title = measure_head(target, head, facts["role"], corpus), HEADS[facts["role"]].title
+    write_json(head / PROVENANCE, facts | {"measured": figures | {"target": target.name}})
+    runs = _runs(facts)
     settings = ", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value is not None)
-    depths = sum(name.startswith("greedy_") for name in facts)
-    chances = {
-        name: ", ".join(f"{facts[f'{name}_{k + 1}']:.3f}" for k in range(depths)) for name in ("greedy", "drawn")
-    }
     rows = [
-        ("role", f"{facts['role']}: {HEADS[facts['role']].title} of {target.name}"),
+        ("role", f"{facts['role']}: {title} of {target.name}"),
         ("parameters", f"{facts['parameters']:,}"),
         ("settings", settings),
-        ("tokens seen", f"{_total(facts, 'tokens'):,}"),
+        ("tokens seen", f"{sum(run['tokens'] for run in runs):,}"),
         ("text", f"{facts['data']['generated_share']:.0%} sampled by the target, the rest {facts['corpus']}"),
-        ("training time", f"{_total(facts, 'minutes'):.0f} minutes on {machine(facts)}"),
-        ("acceptance by position, temperature 0", chances["greedy"]),
-        ("acceptance by position, temperature 1", chances["drawn"]),
+        ("training time", f"{sum(run['minutes'] for run in runs):.0f} minutes on {machine(facts)}"),
+        *_position_rows("acceptance by position", facts),
     ]
-    nodes = f"with {figures['nodes']:.0f} draft tokens per step"
-    rows += [
-        (
-            f"mean acceptance length at temperature {temperature}, {nodes}",
-            f"{figures[f'mean_acceptance_length_{temperature}']:.2f}",
-        )
-        for temperature in (0, 1)
+    for temperature in (0, 1):
+        name = f"mean acceptance length at temperature {temperature}, with {figures['nodes']:.0f} draft tokens per step"
+        rows.append((name, f"{figures[f'mean_acceptance_length_{temperature}']:.2f}"))
+    note = [
+        "Acceptance by position is conditional on the positions before, along text that the target sampled from",
+        "prefixes of held-out files. Mean acceptance length: tokens per target pass over",
+        f"{_PROMPTS} continuations of {_TOKENS} tokens of such prefixes, with the method's default settings.",
     ]
-    lines = [f"# {head.name}", "", f"{HEADS[facts['role']].title} for `{target.name}`, of no use with other models."]
-    lines += ["", *table(rows), ""]
-    lines += ["Acceptance by position is conditional on the positions before, along text that the target sampled from"]
-    lines += ["prefixes of held-out files. Mean acceptance length: tokens per target pass over"]
-    lines += [f"{_PROMPTS} continuations of {_TOKENS} tokens of such prefixes, with the method's default settings."]
-    return "\n".join([*lines, "", *trained_by(_commands(facts)), ""])
+    about = [f"{title} for `{target.name}`, of no use with other models."]
+    return write_card(head, facts["role"], about, table(rows), note, *trained_by([run["command"] for run in runs]))
+
+
+def _runs(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the provenance of all runs that trained a head, in order."""
+    earlier = facts.get("started_from")
+    return [*(_runs(earlier) if earlier else []), facts]

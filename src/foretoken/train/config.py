@@ -139,43 +139,49 @@ class DistillConfig(Settings):
 
 
 @dataclass(frozen=True)
-class HeadConfig(Settings):
-    """Training text and loss of a head.
+class TextConfig(Settings):
+    """Text to train a head on.
 
     Args:
         windows: Maximum number of training windows.
-        generated_share: Fraction of the windows that the target samples, when it writes.
+        generated_share: Fraction of the windows that the target samples. The others are cut from the files.
         writing_share: Largest fraction of --minutes in which the target may write.
-        disk_gigabytes: Disk space for hidden states; by default 12, on a GPU 0. Other windows are recomputed.
         held_out: Held-out windows at each of two temperatures.
-        acceptance_share: Last fraction of the run, which changes from cross-entropy to the acceptance loss.
-        discount: Factor of the loss per predicted token.
     """
 
     windows: int = 6400
     generated_share: float = limited(0.2, 0, 1)
     writing_share: float = limited(0.2, 0, 1)
-    disk_gigabytes: float | None = limited(None, 0)
     held_out: int = 32
+
+
+@dataclass(frozen=True)
+class HeadConfig(TextConfig):
+    """Training text and loss of a head.
+
+    Args:
+        disk_gigabytes: Disk space for hidden states; by default 12, on a GPU 0. Other windows are recomputed.
+        acceptance_share: Last fraction of the run, which changes from cross-entropy to the acceptance loss.
+        discount: Factor of the loss per predicted token.
+    """
+
+    disk_gigabytes: float | None = limited(None, 0)
     acceptance_share: float = limited(0.3, 0, 1)
     discount: float = limited(0.8, 1e-6, 1)
 
 
 @dataclass(frozen=True)
-class AcceptanceConfig(Settings):
+class AcceptanceConfig(TextConfig):
     """Size and training data of an acceptance head.
 
     Args:
         intermediate: Hidden units of the head.
-        windows: Maximum number of training windows.
-        generated_share: Fraction of the windows that the target samples. The others are cut from the corpus.
-        held_out: Held-out windows at each of two temperatures.
     """
 
-    intermediate: int = 64
     windows: int = 256
     generated_share: float = limited(0.75, 0, 1)
     held_out: int = 16
+    intermediate: int = 64
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from foretoken.train.config import DRAFT_CONFIG, DistillConfig, RunOptions, Trai
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.dataset import TopTokens, fixed_windows, shuffled
 from foretoken.train.frozen_target import FrozenTarget
-from foretoken.train.losses import acceptance_weight, agreement, distillation_loss
+from foretoken.train.losses import acceptance_weight, agreement, distillation_loss, weighted_means
 from foretoken.train.runs import TrainingRun
 from foretoken.train.sampling import mixed_temperatures, open_decoder
 from foretoken.train.shapes import DRAFT_SHAPE, LlamaShape
@@ -39,26 +39,11 @@ def train_draft(
     config: TrainConfig = DRAFT_CONFIG,
     distill: DistillConfig | None = None,
 ) -> dict[str, float]:
-    """Distils a draft from a target and writes it.
+    """Distils a draft from a target and writes it, see ``runs``.
 
     On a CPU the target's most likely tokens are computed once, before training, and kept on disk. On a GPU the target
-    computes its complete distributions in every step, which costs less than reading them from a disk.
-
-    Args:
-        options: Output and device of the run.
-        target: Folder or GGUF file of the target.
-        corpus: Text. It must be split as it was for the target, or the held-out figures are meaningless.
-        shape: Size of the draft.
-        config: Training configuration. Its ``minutes`` include sampling text and the pass over the target.
-        distill: Settings of the target's distributions and of the loss.
-
-    Returns:
-        The last evaluation.
-
-    Raises:
-        ModelLoadError: The target cannot be loaded.
-        InvalidRequest: The settings are not valid, or the output must not be written.
-        TrainingError: Files cannot be written, or the loss diverges.
+    computes its complete distributions in every step, which costs less than reading them from a disk. The minutes
+    include sampling text and the pass over the target, a folder or GGUF file.
     """
     distill = distill or DistillConfig()
     run = TrainingRun(options, MODEL, (target, *corpus.paths))
@@ -101,14 +86,13 @@ def train_draft(
 @torch.no_grad()
 def measure(target: FrozenTarget, model: torch.nn.Module, held_out: list[Tensor]) -> dict[str, float]:
     """Returns held-out loss (nats), overlap and argmax agreement with the target, over the whole vocabulary."""
-    loss = overlap = equal = tokens = 0.0
-    for batch in held_out:
+
+    def figures(batch: Tensor) -> tuple[int, dict[str, float]]:
         ids = batch.to(target.device)
         p, q = target.logits(ids), model(ids, use_cache=False).logits
-        both, n = agreement(p, q), ids.numel()
-        loss += n * next_token_loss(q, ids).item()
-        overlap, equal, tokens = overlap + n * both[0], equal + n * both[1], tokens + n
-    return {"held_out_loss": loss / tokens, "overlap": overlap / tokens, "argmax_agreement": equal / tokens}
+        return ids.numel(), {"held_out_loss": next_token_loss(q, ids).item(), **agreement(p, q)}
+
+    return weighted_means(map(figures, held_out))
 
 
 @dataclass(frozen=True)

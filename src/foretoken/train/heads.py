@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,64 +67,48 @@ def train_head(
     hold: float | None = None,
     start: Path | None = None,
 ) -> dict[str, float]:
-    """Trains a head and writes it.
+    """Trains a head and writes it, see ``runs``. The minutes include sampling text and computing hidden states.
 
     Args:
         role: A key of ``config.HEADS``.
-        options: Output and device of the run.
         target: Folder or GGUF file of the target.
-        corpus: Text. It must be split as it was for the target, or the held-out figures are too good.
         settings: Settings of the head, by default those of its role.
-        config: Training configuration. Its ``minutes`` include sampling text and computing hidden states.
         data: Settings of data and loss.
         dataset: Folder of text and hidden states, which are reused or created there and kept. None removes them after
             the run.
         hold: Trains the target too, with this weight of the penalty on changes of its distribution, and writes it to
             ``out/target``. None leaves the target as it is.
         start: Folder of an earlier head of the same shape, to continue from.
-
-    Returns:
-        The last evaluation.
-
-    Raises:
-        ModelLoadError: The target cannot be loaded.
-        InvalidRequest: The settings are not valid.
-        TrainingError: Files cannot be written, or the loss diverges.
     """
-    settings, data, config = settings or HEADS[role].settings, data or HeadConfig(), config or HEADS[role].config
-    started = time.monotonic()
+    kind, started = HEADS[role], time.monotonic()
+    settings, data, config = settings or kind.settings, data or HeadConfig(), config or kind.config
     inputs = (target, start, *corpus.paths)
-    run = TrainingRun(options, heads_of(HEADS[role].method), (*inputs, dataset))
+    run = TrainingRun(options, heads_of(kind.method), (*inputs, dataset))
     if dataset is not None:
         Destination.checked(dataset, TRAINING_TEXT, inputs, force=True)
-    source, target = target, checkpoint_folder(target)
+    folder_of_target = checkpoint_folder(target)
     with processes.joined(resolve_device(options.device)) as where, run.text_folder(dataset) as folder:
-        frozen = FrozenTarget(target, where, config.compile)
+        frozen = FrozenTarget(folder_of_target, where, config.compile)
         _check_window(MODULES[role](settings, frozen, torch.ones(frozen.vocab)), config)  # before any work
-        text = prepare_windows(target, where, corpus, folder, config, data, source)
+        text = prepare_windows(frozen.path, where, corpus, folder, config, data, target)
         torch.manual_seed(config.seed)
         head = MODULES[role](settings, frozen, torch.bincount(text["train"].flatten(), minlength=frozen.vocab))
         earlier = _start(head, start)
         head.to(where)
-        datasets = _datasets(frozen, head, text, folder, data)
-        together = None if hold is None else CoTrained(head, frozen, hold).to(where)
-        trainer = run.trainer(together or head, config, _length, scale=_rate, headline=_headline)
+        training = HeadTraining(head, _datasets(frozen, head, text, folder, data), text["text"], data, hold)
+        trainer = run.trainer(training.model, config, _length, scale=_rate, headline=_headline)
         trainer.shorten(time.monotonic() - started)
-        loss = _loss(head, datasets["train"], data, together)
-        evaluate = _evaluation(head, datasets, together, text["text"])
-        trainer.run(_batches(head, datasets["train"], trainer, data), loss, evaluate)
-        if processes.rank() > 0:
-            return trainer.history[-1]
-        arguments = f"{role} {run.name} --model {target.name} {changed_options(settings)} {changed_options(data)}"
+        trainer.run(training.batches(trainer), training.loss, training.evaluate)
+        arguments = f"{role} {run.name} --model {frozen.path.name} {changed_options(settings)} {changed_options(data)}"
         arguments += f" --start {start.name}" if start is not None else ""
         arguments += f" --unfreeze --hold {hold:g}" if hold is not None else ""
         return run.write(
             arguments,
             corpus.name,
-            partial(_save, head, frozen, together),
+            training.save,
             "--data",
             role=role,
-            target=target.name,
+            target=frozen.path.name,
             settings=asdict(settings),
             data=asdict(data),
             **earlier,
@@ -184,52 +167,64 @@ def _headline(row: dict[str, float]) -> str:
     return f"held out {row['length_greedy']:.2f} tokens/pass greedily, {row['length_drawn']:.2f} at temperature 1"
 
 
-def _loss(
-    head: Head, dataset: HiddenStateDataset, data: HeadConfig, together: CoTrained | None
-) -> Callable[[Batch], Tensor]:
-    def loss_fn(batch: Batch) -> Tensor:
+class HeadTraining:
+    """The batches, loss, evaluation and files of a head.
+
+    Args:
+        head: The head.
+        datasets: Windows with hidden states: "train", and those that the target sampled at temperatures 0 and 1.
+        text: Held-out windows of the corpus, [N, T], for the loss of a target that is trained too.
+        data: Settings of the loss.
+        hold: See ``train_head``.
+
+    Attributes:
+        model: The module that is trained.
+    """
+
+    def __init__(
+        self, head: Head, datasets: dict[str, HiddenStateDataset], text: Tensor, data: HeadConfig, hold: float | None
+    ) -> None:
+        self.head, self.data, self.dataset, self.text = head, data, datasets["train"], text
+        self.target, self.together = self.dataset.target, None
+        self.held_out: tuple[HiddenStateDataset, ...] = datasets["greedy"], datasets["drawn"]
+        self.model: nn.Module = head
+        if hold is not None:
+            self.model = self.together = CoTrained(head, self.target, hold).to(self.target.device)
+            self._loss_before = text_loss(self.target, text)
+            self.held_out = tuple(each.with_target(self.together.live(self.target)) for each in self.held_out)
+
+    def batches(self, trainer: Trainer) -> Iterator[Batch]:
+        """Yields training batches with the weight of the acceptance loss."""
+        config = trainer.config
+        for batch in self.dataset.batches(config.batch, config.seed, trainer.step):
+            progress = trainer.progress()
+            self.head.begin(progress, trainer.step, self.dataset.windows.shape[1])
+            acceptance = acceptance_weight(progress, self.data.acceptance_share)
+            yield batch.ids, batch.states, acceptance.to(batch.ids.device)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Returns the loss of a batch."""
         ids, states, acceptance = batch
-        train_batch = dataset.target.batch(ids, states, dataset.layers)
+        train_batch = self.target.batch(ids, states, self.dataset.layers)
         with torch.autocast(ids.device.type, torch.bfloat16):
-            if together is not None:
-                return together.loss(train_batch, data.discount, acceptance)
-            return head_loss(head, train_batch, data.discount, acceptance)
+            if self.together is not None:
+                return self.together.loss(train_batch, self.data.discount, acceptance)
+            return head_loss(self.head, train_batch, self.data.discount, acceptance)
 
-    return loss_fn
+    def evaluate(self) -> dict[str, float]:
+        """Returns the acceptance on text that the target sampled, without the prompts."""
+        greedy, sampled = self.held_out
+        result = evaluated(self.head, greedy, sampled, min(MAX_PROMPT, greedy.windows.shape[1] // 2))
+        if self.together is not None:
+            result |= {"target_loss_before": self._loss_before, "target_loss": text_loss(sampled.target, self.text)}
+        return result
 
-
-def _evaluation(
-    head: Head, datasets: dict[str, HiddenStateDataset], together: CoTrained | None, text: Tensor
-) -> Callable[[], dict[str, float]]:
-    """Returns the evaluation on text that the target sampled, without the prompts."""
-    greedy, drawn = datasets["greedy"], datasets["drawn"]
-    skip = min(MAX_PROMPT, greedy.windows.shape[1] // 2)
-    if together is None:
-        return lambda: evaluated(head, greedy, drawn, skip)
-    before = text_loss(greedy.target, text)
-    greedy, drawn = (dataset.with_target(together.live(dataset.target)) for dataset in (greedy, drawn))
-
-    def evaluate() -> dict[str, float]:
-        now = text_loss(drawn.target, text)
-        return evaluated(head, greedy, drawn, skip) | {"target_loss_before": before, "target_loss": now}
-
-    return evaluate
-
-
-def _batches(head: Head, dataset: HiddenStateDataset, trainer: Trainer, data: HeadConfig) -> Iterator[Batch]:
-    """Yields training batches with the weight of the acceptance loss."""
-    config = trainer.config
-    for batch in dataset.batches(config.batch, config.seed, trainer.step):
-        progress = trainer.progress()
-        head.begin(progress, trainer.step, dataset.windows.shape[1])
-        yield batch.ids, batch.states, acceptance_weight(progress, data.acceptance_share).to(batch.ids.device)
-
-
-def _save(head: Head, target: FrozenTarget, together: CoTrained | None, folder: Path) -> None:
-    save_file(head.tensors(target), folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", head.describe(target))
-    if together is not None:
-        together.save(target.path, folder / "target")
+    def save(self, folder: Path) -> None:
+        """Writes the head, and a target that was trained with it."""
+        save_file(self.head.tensors(self.target), folder / "model.safetensors", metadata={"format": "pt"})
+        write_json(folder / "config.json", self.head.describe(self.target))
+        if self.together is not None:
+            self.together.save(self.target.path, folder / "target")
 
 
 class CoTrained(nn.Module):

@@ -7,6 +7,8 @@ the cross-entropy, whose gradient is the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -67,15 +69,25 @@ def acceptance_weight(progress: float, share: float) -> Tensor:
     return torch.tensor(min(1.0, max(0.0, into)))
 
 
-def agreement(target_logits: Tensor, draft_logits: Tensor) -> tuple[float, float]:
-    """Returns overlap and argmax agreement of logits [..., V]: the acceptance rates at temperatures 1 and 0.
+def weighted_means(figures: Iterable[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Returns the means of figures of batches, by name, from the weight and the figures of each batch."""
+    sums, total = dict[str, float](), 0
+    for weight, batch in figures:
+        total += weight
+        for name, value in batch.items():
+            sums[name] = sums.get(name, 0.0) + weight * value
+    return {name: value / total for name, value in sums.items()}
+
+
+def agreement(target_logits: Tensor, draft_logits: Tensor) -> dict[str, float]:
+    """Returns "overlap" and "argmax_agreement" of logits [..., V]: the acceptance rates at temperatures 1 and 0.
 
     The overlap is sum_x min(p(x), q(x)) = 1 - TV(p, q) over the whole vocabulary. Both are means over positions.
     """
     p, q = target_logits.float().softmax(-1), draft_logits.float().softmax(-1)
     overlap = torch.minimum(p, q).sum(-1).mean().item()
     equal = (target_logits.argmax(-1) == draft_logits.argmax(-1)).float().mean().item()
-    return overlap, equal
+    return {"overlap": overlap, "argmax_agreement": equal}
 
 
 def head_loss(head: Head, batch: TrainBatch, discount: float, acceptance: Tensor) -> Tensor:

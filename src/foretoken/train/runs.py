@@ -1,4 +1,11 @@
-"""Training runs: the artifact, the files beside it until a run is finished, and its provenance."""
+"""Training runs: the artifact, the files beside it until a run is finished, and its provenance.
+
+The functions ``train_...`` take ``options``, the output and device, ``corpus``, the text, and ``config``, the training
+configuration. Text must be split as it was for the target, or the held-out figures are too good. They return the last
+evaluation. They raise ModelLoadError if a model cannot be loaded, InvalidRequest if the settings are not valid or the
+output must not be written, and TrainingError if files cannot be written or the loss diverges. Ctrl-C leaves a
+checkpoint beside the output.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +100,8 @@ class TrainingRun:
     ) -> dict[str, float]:
         """Writes the artifact, whole or not at all, and removes the checkpoint. Returns the last evaluation.
 
+        Under torchrun the first process writes.
+
         Args:
             arguments: Arguments of ``foretoken train`` that reproduce the run, but those of the training configuration.
             corpus: Name of the corpus.
@@ -101,6 +110,8 @@ class TrainingRun:
             facts: Further entries of the provenance.
         """
         trainer, config = self._trainer, self.config
+        if processes.rank() > 0:
+            return trainer.history[-1]
         card: dict[str, object] = {
             "command": command_line(arguments, config, corpus, option),
             "revision": _revision(),

@@ -21,6 +21,7 @@ from foretoken.models.formats.checkpoint import quiet_transformers
 from foretoken.models.loading import resolve_device
 from foretoken.train.config import TARGET_CONFIG, RunOptions, TrainConfig
 from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
+from foretoken.train.losses import weighted_means
 from foretoken.train.runs import TrainingRun
 from foretoken.train.shapes import TARGET_SHAPE, LlamaShape
 
@@ -91,22 +92,7 @@ def train_target(
     config: TrainConfig = TARGET_CONFIG,
     recipe: Recipe = LLAMA,
 ) -> dict[str, float]:
-    """Trains a tokenizer and a model, and writes them. Ctrl-C leaves a checkpoint beside the model.
-
-    Args:
-        options: Output and device of the run.
-        corpus: Text.
-        shape: Size of the model.
-        config: Training configuration.
-        recipe: Family of the model.
-
-    Returns:
-        The last evaluation.
-
-    Raises:
-        InvalidRequest: The settings are not valid, or the output must not be written.
-        TrainingError: Files cannot be written, or the loss diverges.
-    """
+    """Trains a tokenizer and a model of a family, and writes them, see ``runs``."""
     if config.window > shape.max_position_embeddings:
         raise InvalidRequest(f"windows of {config.window} exceed the model's {shape.max_position_embeddings} positions")
     run = TrainingRun(options, MODEL, corpus.paths)
@@ -123,8 +109,7 @@ def train_target(
             return recipe.loss(model, ids)
 
     def evaluate() -> dict[str, float]:
-        losses = [loss_fn(ids).item() * ids.numel() for ids in held_out]
-        return {"held_out_loss": sum(losses) / sum(ids.numel() for ids in held_out)}
+        return weighted_means((ids.numel(), {"held_out_loss": loss_fn(ids).item()}) for ids in held_out)
 
     batches = windows(stream, config.batch, config.window, config.seed, trainer.step)
     trainer.run((batch.to(where) for batch in batches), loss_fn, evaluate)

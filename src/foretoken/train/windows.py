@@ -16,7 +16,7 @@ from foretoken.core.files import atomic_file
 from foretoken.core.progress import Reporter
 from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer, vocabulary_size
 from foretoken.train import processes
-from foretoken.train.config import HeadConfig, TrainConfig
+from foretoken.train.config import TextConfig, TrainConfig
 from foretoken.train.conversations import starts_of, turns_of, without_duplicates
 from foretoken.train.data import OWN_TEXT, Corpus, encode
 from foretoken.train.dataset import fixed_windows
@@ -51,7 +51,7 @@ def prepare_windows(
     corpus: Corpus,
     folder: Path,
     config: TrainConfig,
-    data: HeadConfig,
+    data: TextConfig,
     source: Path | None = None,
 ) -> dict[str, Tensor]:
     """Returns windows of text, int64 [N, T], by name.
@@ -105,7 +105,7 @@ def prepare_windows(
 
 
 def _from_corpus(
-    decoder: BatchDecoder, stream: Tensor, held_out: Tensor, config: TrainConfig, data: HeadConfig
+    decoder: BatchDecoder, stream: Tensor, held_out: Tensor, config: TrainConfig, data: TextConfig
 ) -> dict[str, Tensor]:
     """Returns all windows. Those for training are shuffled, so that any prefix is a fair sample."""
     windows = {
@@ -128,7 +128,7 @@ def _from_corpus(
     return windows | {"train": rows[torch.from_numpy(np.random.default_rng(config.seed).permutation(len(rows)))]}
 
 
-def _own_text(target: Path, decoder: BatchDecoder, config: TrainConfig, data: HeadConfig) -> dict[str, Tensor]:
+def _own_text(target: Path, decoder: BatchDecoder, config: TrainConfig, data: TextConfig) -> dict[str, Tensor]:
     """Returns all windows, written by the target alone. Half of the answers are greedy."""
     tokenizer, size = load_tokenizer(target), vocabulary_size(target) or 0
     turns, kind = turns_of(tokenizer, eos_ids(target, tokenizer, size))
@@ -144,11 +144,11 @@ def _own_text(target: Path, decoder: BatchDecoder, config: TrainConfig, data: He
     return {"train": train, "greedy": greedy, "drawn": drawn, "text": drawn}
 
 
-def _time_limit(config: TrainConfig, data: HeadConfig) -> float | None:
+def _time_limit(config: TrainConfig, data: TextConfig) -> float | None:
     return None if config.minutes is None else config.minutes * 60 * data.writing_share
 
 
-def _key(target: Path, stream: Tensor, config: TrainConfig, data: HeadConfig) -> str:
+def _key(target: Path, stream: Tensor, config: TrainConfig, data: TextConfig) -> str:
     digest = hashlib.sha256(stream.numpy().tobytes())
     for file in sorted(target.glob("*.safetensors")):
         with file.open("rb") as weights:

@@ -33,12 +33,22 @@ from foretoken.core.schema import read_object
 from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import quiet_transformers
 from foretoken.quantize.cached import checkpoint_folder
-from foretoken.train.cards import corpus_line, read_provenance, table, trained_by, write_card
+from foretoken.train.cards import (
+    acceptance_note,
+    acceptance_rows,
+    corpus_lines,
+    present_command,
+    purpose,
+    read_provenance,
+    table,
+    trained_by,
+    write_card,
+)
 from foretoken.train.config import SEQ2SEQ_CONFIG, SEQ2SEQ_DRAFT_CONFIG, RunOptions, TrainConfig
 from foretoken.train.data import Corpus, standard_library
-from foretoken.train.losses import acceptance_weight, agreement, distillation_loss
+from foretoken.train.losses import acceptance_weight, agreement, distillation_loss, weighted_means
 from foretoken.train.optimization import compiled
-from foretoken.train.runs import TrainingRun, command_line
+from foretoken.train.runs import TrainingRun
 from foretoken.train.shapes import SEQ2SEQ_DRAFT_SHAPE, SEQ2SEQ_SHAPE, T5Shape
 from foretoken.train.trainer import LossFn
 
@@ -395,18 +405,26 @@ def compiled_by_length(loss_fn: LossFn, config: TrainConfig) -> LossFn:
 
 
 @torch.no_grad()
-def measure(model: T5ForConditionalGeneration, held_out: list[Batch]) -> dict[str, float]:
-    """Returns the held-out loss (nats per token) and the accuracy of the argmax, teacher-forced."""
-    loss = right = tokens = 0.0
-    for batch in held_out:
+def measure(
+    model: T5ForConditionalGeneration, held_out: list[Batch], target: T5ForConditionalGeneration | None = None
+) -> dict[str, float]:
+    """Returns the held-out loss (nats per token), and the accuracy of the argmax or the agreement with a target.
+
+    Teacher-forced, over the whole vocabulary.
+    """
+
+    def figures(batch: Batch) -> tuple[int, dict[str, float]]:
+        counted = batch[0] != IGNORED
         with torch.autocast("cpu", torch.bfloat16):
             logits = logits_of(model, batch)
-        counted = batch[0] != IGNORED
-        n = int(counted.sum())
-        loss += n * label_loss(logits, batch[0]).item()
-        right += int((logits.argmax(-1) == batch[0])[counted].sum())
-        tokens += n
-    return {"held_out_loss": loss / tokens, "token_accuracy": right / tokens}
+            expected = None if target is None else logits_of(target, batch)
+        loss = {"held_out_loss": label_loss(logits, batch[0]).item()}
+        if expected is not None:
+            return int(counted.sum()), loss | agreement(expected[counted], logits[counted])
+        right = (logits.argmax(-1) == batch[0])[counted].float().mean().item()
+        return int(counted.sum()), loss | {"token_accuracy": right}
+
+    return weighted_means(map(figures, held_out))
 
 
 def train_seq2seq(
@@ -415,21 +433,9 @@ def train_seq2seq(
     shape: T5Shape = SEQ2SEQ_SHAPE,
     config: TrainConfig = SEQ2SEQ_CONFIG,
 ) -> dict[str, float]:
-    """Trains a T5 on repair tasks with the bundled tokenizer. Ctrl-C leaves a checkpoint beside the model.
+    """Trains a T5 on repair tasks with the bundled tokenizer, see ``train.runs``.
 
-    Args:
-        options: Output and device of the run.
-        corpus: Text.
-        shape: Size of the model.
-        config: Training configuration. A step has about ``batch * window`` target tokens, in rows of at most
-            ``window``.
-
-    Returns:
-        The last evaluation.
-
-    Raises:
-        InvalidRequest: The settings are not valid.
-        TrainingError: Files cannot be written, or the loss diverges.
+    A step has about ``batch * window`` target tokens, in rows of at most ``window``.
     """
     run = TrainingRun(options, MODEL, corpus.paths)
     tokenizer = bundled_tokenizer()
@@ -484,23 +490,9 @@ def train_seq2seq_draft(
     config: TrainConfig = SEQ2SEQ_DRAFT_CONFIG,
     acceptance_share: float = ACCEPTANCE_SHARE,
 ) -> dict[str, float]:
-    """Distils a T5 with tied embeddings from a T5 target on repair tasks.
+    """Distils a T5 with tied embeddings from a T5 target on repair tasks, see ``train.runs`` and ``train_seq2seq``.
 
-    Args:
-        options: Output and device of the run.
-        target: Folder of the target.
-        corpus: Text. It must be split as it was for the target, or the held-out figures are meaningless.
-        shape: Size of the draft.
-        config: Training configuration, see ``train_seq2seq``.
-        acceptance_share: Last share of the run, which changes from KL to the acceptance loss.
-
-    Returns:
-        The last evaluation.
-
-    Raises:
-        ModelLoadError: The target cannot be loaded.
-        InvalidRequest: The settings are not valid.
-        TrainingError: Files cannot be written, or the loss diverges.
+    acceptance_share: last fraction of the run, which changes from KL to the acceptance loss.
     """
     run = TrainingRun(options, MODEL, (target, *corpus.paths))
     frozen, tokenizer = load_seq2seq(checkpoint_folder(target)).float(), bundled_tokenizer()
@@ -525,7 +517,7 @@ def train_seq2seq_draft(
 
     training_batches = batches(data, config.batch * config.window, config.seed + 1, trainer.step)
     weighted = ((*batch, acceptance_weight(trainer.progress(), acceptance_share)) for batch in training_batches)
-    trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure_pair(frozen, model, held_out))
+    trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure(model, held_out, frozen))
     arguments = f"seq2seq-draft {run.name} --target {target.name} --acceptance-share {acceptance_share:g}"
     return run.write(
         f"{arguments} {changed_options(shape, SEQ2SEQ_DRAFT_SHAPE)}",
@@ -553,22 +545,6 @@ def load_seq2seq(path: Path) -> T5ForConditionalGeneration:
     return model.eval().requires_grad_(False)
 
 
-@torch.no_grad()
-def measure_pair(
-    frozen: T5ForConditionalGeneration, model: T5ForConditionalGeneration, held_out: list[Batch]
-) -> dict[str, float]:
-    """Returns held-out loss (nats), overlap and argmax agreement with the target, over the whole vocabulary."""
-    loss = overlap = equal = tokens = 0.0
-    for batch in held_out:
-        counted = batch[0] != IGNORED
-        with torch.autocast("cpu", torch.bfloat16):
-            p, q = logits_of(frozen, batch), logits_of(model, batch)
-        both, n = agreement(p[counted], q[counted]), int(counted.sum())
-        loss += n * label_loss(q, batch[0]).item()
-        overlap, equal, tokens = overlap + n * both[0], equal + n * both[1], tokens + n
-    return {"held_out_loss": loss / tokens, "overlap": overlap / tokens, "argmax_agreement": equal / tokens}
-
-
 def write_seq2seq_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
     """Writes README.md and zoo.json beside the weights of ``target``, and of ``draft`` with its measured acceptance.
 
@@ -580,13 +556,13 @@ def write_seq2seq_cards(target: Path, draft: Path | None, corpus: Corpus) -> lis
     facts, model = read_provenance(target), load_seq2seq(target)
     held_out = _evaluation_batches(corpus, facts)
     figures = measure(model, held_out) | exactness(model, _tasks(corpus, facts, _GENERATED), facts["config"]["window"])
-    facts["command"] = _command(f"seq2seq {target.name}", facts, target, SEQ2SEQ_SHAPE)
+    facts["command"] = present_command(f"seq2seq {target.name}", target, facts, SEQ2SEQ_SHAPE)
     written = [_write(target, facts, figures)]
     if draft is not None and draft_facts is not None:
         facts, small = draft_facts, load_seq2seq(draft)
-        figures = measure(small, held_out) | measure_pair(model, small, held_out)
+        figures = measure(small, held_out) | measure(small, held_out, model)
         what = f"seq2seq-draft {draft.name} --target {target.name} --acceptance-share {facts['acceptance_share']:g}"
-        facts["command"] = _command(what, facts, draft, SEQ2SEQ_DRAFT_SHAPE)
+        facts["command"] = present_command(what, draft, facts, SEQ2SEQ_DRAFT_SHAPE)
         written.append(_write(draft, facts | {"target": target.name}, figures))
     return written
 
@@ -617,18 +593,9 @@ def _tasks(corpus: Corpus, facts: dict[str, Any], count: int) -> list[RepairTask
     return held_out(count, 0, corpus, window=facts["config"]["window"])
 
 
-def _command(what: str, facts: dict[str, Any], folder: Path, usual: T5Shape) -> str:
-    config = read_object(folder / "config.json")
-    shape = T5Shape(**{name: config[name] for name in vars(usual)})
-    return command_line(f"{what} {changed_options(shape, usual)}", TrainConfig(**facts["config"]), facts["corpus"])
-
-
 def _write(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> Path:
+    """Writes the measurement to the provenance, and the card."""
     write_json(folder / PROVENANCE, facts | {"measured": figures})
-    return write_card(folder, facts["role"], _card(folder, facts, figures))
-
-
-def _card(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> str:
     config = read_object(folder / "config.json")
     target, window = facts.get("target"), facts["config"]["window"]
     rows = [
@@ -641,21 +608,17 @@ def _card(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> str
         ("held-out loss", f"{figures['held_out_loss']:.3f} nats per token"),
         ("accuracy of the next token", f"{figures['token_accuracy']:.1%}"),
     ]
+    note: list[str] = []
     if target:
-        rows += [
-            (f"acceptance rate beside {target}, temperature 1", f"{figures['overlap']:.3f}"),
-            (f"acceptance rate beside {target}, temperature 0", f"{figures['argmax_agreement']:.3f}"),
-        ]
+        rows += acceptance_rows(target, figures)
+        note = acceptance_note("the tokens of the held-out answers")
     else:
         count = f"{figures['tasks_written']:.0f}"
         rows.append((f"repaired exactly, greedily, of {count} held-out tasks", f"{figures['exact_repairs']:.1%}"))
-    lines = [f"# {folder.name}", "", "A T5 (gated GELU, no dropout) that fixes a piece of Python with one to three"]
-    lines += ["bugs, such as a misspelt name or a missing bracket. Most of the output is copied from the input,"]
-    lines += ["as in any edit.", "", corpus_line(facts["corpus"])]
-    lines += ["2 % of the files were held out, chosen by a hash of their names.", "", *table(rows)]
-    if target:
-        lines += ["", "Acceptance is a mean over the tokens of the held-out answers, one position at a time:"]
-        lines += ["at temperature 1 the sum of min(p, q), at temperature 0 the fraction of equal argmaxes."]
-    lines += ["", *trained_by([facts["command"]]), ""]
-    lines += ["It is a small model for tests, demonstrations and benchmarks;"]
-    return "\n".join([*lines, "it fixes short pieces of Python, and knows nothing else.", ""])
+    about = [
+        "A T5 (gated GELU, no dropout) that fixes a piece of Python with one to three",
+        "bugs, such as a misspelt name or a missing bracket. Most of the output is copied from the input,",
+        "as in any edit.",
+    ]
+    paragraphs = [about, corpus_lines(facts["corpus"]), table(rows), note, *trained_by([facts["command"]])]
+    return write_card(folder, facts["role"], *paragraphs, purpose("fixes short pieces of Python"))
