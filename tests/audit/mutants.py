@@ -21,11 +21,6 @@ from foretoken.verify.residual import excess, normalized
 from foretoken.verify.rows import dense
 
 
-def tempered(power):
-    """The distribution at another temperature."""
-    return lambda row: normalized(row**power)
-
-
 def filtered_again(p, q):
     rest = excess(p, q)[0]
     return SamplingLaw(top_p=0.6).probs(rest.log()[None], [])[0] if float(rest.sum()) > 0 else p
@@ -38,9 +33,9 @@ def shared_number(stream, p, child, depth):
 
 RULES: dict[str, Rule] = {
     **PLANTS,
-    "the draft's law at another temperature": planted(sequential(drafted=tempered(0.5))),
-    "target rows at another temperature": planted(sequential(target=tempered(1.3))),
-    "bonus row without its processors": planted(sequential(bonus=tempered(2.0))),
+    "the draft's law at another temperature": planted(sequential(drafted=lambda row: normalized(row**0.5))),
+    "target rows at another temperature": planted(sequential(target=lambda row: normalized(row**1.3))),
+    "bonus row without its processors": planted(sequential(bonus=lambda row: normalized(row**2.0))),
     "residual filtered again": planted(sequential(reject=filtered_again)),
     "one number for accept and residual": planted(sequential(decide=shared_number)),
     "reseeded for every accept": planted(sequential(decide=lambda s, p, child, depth: s.bernoulli(p, index=0))),

@@ -98,24 +98,17 @@ class RecordedModel(Model):
         done, first = growing(handle, draft), handle.cached
         nodes = range(-1 if handle.pending else done, len(draft))
         whole, root = recording.text.whole, len(handle.tokens)
-        places = self._places(draft, whole, root)
-        logits = torch.full((len(nodes), self.vocab_size), _NEVER)
+        reach = [root]  # length of the text up to the root, and up to and including each node; all of it off the text
+        for token, parent in zip(draft.ids, draft.parents, strict=True):
+            at = reach[parent + 1]
+            reach.append(at + 1 if whole[at : at + 1] == (token,) else len(whole))
+        logits, following = torch.full((len(nodes), self.vocab_size), _NEVER), (*whole, 0)
         for row, node in enumerate(nodes):
-            at = root if node < 0 else places[node]
-            logits[row, whole[at] if at is not None and at < len(whole) else 0] = 0.0
+            logits[row, following[reach[node + 1]]] = 0.0
         handle.cached = root
         handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
-        computed = [*range(first, root), *(None if (at := places[n]) is None else at - 1 for n in nodes if n >= 0)]
+        computed = [*range(first, root), *(reach[node + 1] - 1 for node in nodes if node >= 0)]
         return Scores(logits, {layer: _rows(recording.taps[layer], computed) for layer in taps}, first)
-
-    def _places(self, draft: Draft, whole: Sequence[int], root: int) -> list[int | None]:
-        """Returns for each node the length of the text up to and including it, None off the text."""
-        places: list[int | None] = []
-        for token, parent in zip(draft.ids, draft.parents, strict=True):
-            at = root if parent < 0 else places[parent]
-            follows = at is not None and at < len(whole) and whole[at] == token
-            places.append(at + 1 if follows and at is not None else None)
-        return places
 
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
         for handle, new in zip(handles, tokens, strict=True):
@@ -125,11 +118,10 @@ class RecordedModel(Model):
         self._open.pop(handle.slot, None)
 
 
-def _rows(states: Tensor, places: Sequence[int | None]) -> Tensor:
-    """Returns the rows at ``places``, [places, H], zeros where there is none."""
-    known = [at if at is not None and at < len(states) else -1 for at in places]
-    rows = states[known]
-    rows[[i for i, at in enumerate(known) if at < 0]] = 0
+def _rows(states: Tensor, places: Sequence[int]) -> Tensor:
+    """Returns the rows at ``places``, [places, H], zeros beyond the last."""
+    rows = states[[min(at, len(states) - 1) for at in places]]
+    rows[[i for i, at in enumerate(places) if at >= len(states)]] = 0
     return rows
 
 
