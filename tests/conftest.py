@@ -181,7 +181,7 @@ def preloaded_python(preloaded_launcher: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def short_audits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Audits of which each check reads few short texts: the least that they read otherwise takes ten seconds."""
-    from foretoken.audit.work import AuditSpeed
+    from foretoken.audit.subject import AuditSpeed
 
     monkeypatch.setattr("foretoken.audit.equality.TEXTS", 2)
     for name in ("equality.TOKENS", "equality.GREEDY_TOKENS", "sampled.TOKENS"):

@@ -12,8 +12,7 @@ from foretoken.audit.assisted import Assisted
 from foretoken.audit.equality import greedy
 from foretoken.audit.result import CheckOutcome
 from foretoken.audit.sampled import sampled
-from foretoken.audit.subject import CompletionSettings
-from foretoken.audit.work import AuditTask, noise
+from foretoken.audit.subject import AuditTask, CompletionSettings, noise
 from foretoken.core.errors import InvalidRequest
 from foretoken.speculation import SpeculativeConfig
 

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 from tests.exactness import gtest
 
-from foretoken.audit.chance import chi2_tail, detectable, g_test, noncentrality, normal_tail
+from foretoken.audit.tally import chi2_tail, detectable, g_test, noncentrality, normal_tail
 
 
 @pytest.mark.parametrize("statistic, dof", [(0.5, 1), (19.0, 19), (60.0, 19), (400.0, 250)])

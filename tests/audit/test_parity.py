@@ -12,8 +12,7 @@ from foretoken.audit.divergence import Divergence, explain_divergence, first_dif
 from foretoken.audit.equality import greedy, self_draft, trajectory
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.result import CheckOutcome
-from foretoken.audit.subject import CompletionSettings
-from foretoken.audit.work import noise
+from foretoken.audit.subject import CompletionSettings, noise
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.verdict import Verdict
 from foretoken.verify import choose

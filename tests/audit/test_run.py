@@ -15,7 +15,7 @@ from foretoken.audit import Audit, Check, CheckOutcome, audit
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.result import CONTROL
 from foretoken.audit.run import SHARES, measured_speed
-from foretoken.audit.work import AuditSpeed
+from foretoken.audit.subject import AuditSpeed
 from foretoken.core.errors import InvalidRequest
 
 PROMPTS = ["0123", "45", "678901", "2"]
@@ -25,7 +25,7 @@ PROMPTS = ["0123", "45", "678901", "2"]
 def _clock(monkeypatch):
     """One on which a twentieth of a second passes whenever it is read: audits do as much on any machine."""
     read = count()
-    for module in ("run", "work", "negative"):
+    for module in ("run", "subject", "negative"):
         monkeypatch.setattr(f"foretoken.audit.{module}.monotonic", lambda: next(read) / 20)
     monkeypatch.setattr("foretoken.audit.run.measured_speed", lambda *_: AuditSpeed())
 
@@ -47,7 +47,7 @@ class Slow(Foretoken):
 
 @pytest.fixture
 def slow(monkeypatch):
-    for module in ("run", "work", "negative"):
+    for module in ("run", "subject", "negative"):
         monkeypatch.setattr(f"foretoken.audit.{module}.monotonic", lambda: Slow.now)
     monkeypatch.setattr("foretoken.audit.run.measured_speed", measured_speed)
     return subject(kind=Slow)
@@ -78,7 +78,7 @@ def test_a_budget_that_cannot_be_kept_is_reported_at_once(slow):
 
 
 def test_as_many_texts_are_checked_as_fit(monkeypatch):
-    monkeypatch.setattr("foretoken.audit.work.monotonic", lambda: 100.0)
+    monkeypatch.setattr("foretoken.audit.subject.monotonic", lambda: 100.0)
     task = replace(work(subject()), deadline=110.0, speed=AuditSpeed(0.5, 0.25))
     assert [task.fitting(16, 1), task.fitting(16, 4), task.fitting(16, 1, 1), task.fitting(16, 1000)] == [16, 5, 13, 1]
     assert replace(task, deadline=90.0).fitting(16, 1) == 1

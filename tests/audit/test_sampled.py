@@ -8,13 +8,13 @@ import pytest
 from tests.audit import mutants
 from tests.audit.toys import drafting, subject, work
 
-from foretoken.audit.chance import ALPHA
 from foretoken.audit.negative import find_error, negative
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.prefix import prefix
 from foretoken.audit.result import CheckOutcome
 from foretoken.audit.sampled import drawn, sampled
-from foretoken.audit.work import AuditSpeed
+from foretoken.audit.subject import AuditSpeed
+from foretoken.audit.tally import ALPHA
 from foretoken.core.context import Exactness
 from foretoken.core.sampling import SamplingLaw
 from foretoken.propose.base import Proposer

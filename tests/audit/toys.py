@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from time import monotonic
 
-from foretoken.audit.chance import ALPHA
 from foretoken.audit.ours import Foretoken
-from foretoken.audit.work import AuditTask
+from foretoken.audit.subject import AuditTask
+from foretoken.audit.tally import ALPHA
 from foretoken.control.fixed import Fixed
 from foretoken.engine.loop import Engine
 from foretoken.models.toy import ToyModel

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from foretoken.audit import Audit, Check, CheckOutcome
-from foretoken.audit.work import AuditSpeed
+from foretoken.audit.subject import AuditSpeed
 from foretoken.cli.options import ModelOptions
 
 

@@ -13,8 +13,7 @@ from itertools import product
 
 from foretoken.audit.divergence import Divergence, explain_divergence, first_difference, parity
 from foretoken.audit.result import Check, CheckOutcome
-from foretoken.audit.subject import Audited, AuditedCompletion, CompletionSettings, Ids
-from foretoken.audit.work import AuditTask
+from foretoken.audit.subject import Audited, AuditedCompletion, AuditTask, CompletionSettings, Ids
 from foretoken.core.context import Exactness
 
 GREEDY, TRAJECTORY, SELF_DRAFT = "greedy parity", "trajectory equality", "self-draft control"

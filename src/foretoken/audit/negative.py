@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 
-from foretoken.audit.chance import noncentrality
 from foretoken.audit.result import CONTROL, Check, CheckOutcome
 from foretoken.audit.sampled import MAX_TOKENS, drawn, leveled, most_significant
-from foretoken.audit.subject import Audited
-from foretoken.audit.tally import Statistic, TokenTally
-from foretoken.audit.work import AuditTask
+from foretoken.audit.subject import Audited, AuditTask
+from foretoken.audit.tally import Statistic, TokenTally, noncentrality
 from foretoken.core.context import Exactness
 
 FEWEST = 256  # tokens before the first test

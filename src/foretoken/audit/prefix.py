@@ -13,11 +13,10 @@ from math import isfinite
 
 from torch import Tensor
 
-from foretoken.audit.chance import Fit, g_test
 from foretoken.audit.result import Check, CheckOutcome
 from foretoken.audit.sampled import text_distributions
-from foretoken.audit.subject import CompletionSettings, Ids
-from foretoken.audit.work import AuditTask
+from foretoken.audit.subject import AuditTask, CompletionSettings, Ids
+from foretoken.audit.tally import Fit, g_test
 
 NAME = "prefix distribution"
 LENGTH, BEYOND = 3, 2  # tested tokens, and tokens generated beyond them so that the first steps draft

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 
-from foretoken.audit.chance import ALPHA
 from foretoken.audit.equality import (
     GREEDY,
     GREEDY_COMPLETIONS,
@@ -25,9 +24,8 @@ from foretoken.audit.prefix import NAME as PREFIX
 from foretoken.audit.prefix import prefix
 from foretoken.audit.result import CONTROL, Audit, Check
 from foretoken.audit.sampled import NAMES, sampled, text_distributions
-from foretoken.audit.subject import Audited, CompletionSettings, Ids
-from foretoken.audit.tally import TokenTally
-from foretoken.audit.work import NOISE_TOKENS, AuditSpeed, AuditTask, noise
+from foretoken.audit.subject import NOISE_TOKENS, Audited, AuditSpeed, AuditTask, CompletionSettings, Ids, noise
+from foretoken.audit.tally import ALPHA, TokenTally
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.checks import integer, number
 from foretoken.core.context import Exactness

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from foretoken.audit.result import Check, CheckOutcome
-from foretoken.audit.subject import Audited, CompletionSettings, Ids
+from foretoken.audit.subject import Audited, AuditTask, CompletionSettings, Ids
 from foretoken.audit.tally import Statistic, TokenTally
-from foretoken.audit.work import AuditTask
 from foretoken.core.context import Exactness
 from foretoken.core.history import History
 from foretoken.core.sampling import SamplingLaw

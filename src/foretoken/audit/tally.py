@@ -1,4 +1,4 @@
-"""Test statistics of sampled tokens under the target's exact distribution.
+"""Test statistics of sampled tokens under the target's exact distribution: sums of scores, and G-tests.
 
 For a token x sampled from p, the excess surprise -log p(x) - H(p) has mean 0 given the past, x is the likeliest token
 with probability max p, and so on. Each statistic minus its expectation is a martingale difference, so sums over any
@@ -9,6 +9,8 @@ random numbers.
 Tokens may be grouped by their distance from the start of a decode step, since the start is known before they are
 sampled. They must not be grouped by accepted or corrected: those conditional distributions are min(p, q) and (p - q)+,
 neither of which is p. Under rules that verify a path as a whole, they must not be grouped by decode step either.
+
+Power is stated at the level at which a test is used, a Bonferroni share of ``ALPHA``.
 """
 
 from __future__ import annotations
@@ -16,16 +18,92 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from foretoken.audit.chance import detectable, g_test, normal_tail
 from foretoken.audit.subject import AuditedCompletion
+from foretoken.plan.statistics import root
 
+ALPHA = 1e-3  # probability of failing an exact implementation, over all tests of an audit
+POWER = 0.9
 BINS = 20
 UNLIKELY = 0.01  # probability below which a token counts as unlikely
 MIN_VARIANCE = 25.0  # variance of a count from which the normal approximation is used
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A G-test. statistic: 2 sum O log(O/E). moved: the total variation between cells that it finds with ``POWER``.
+
+    n samples from a distribution at total variation d have noncentrality at least 4 n d^2 (Cauchy-Schwarz), so
+    ``moved`` holds for every wrong distribution at that distance.
+    """
+
+    statistic: float
+    dof: int
+    p_value: float
+    moved: float
+
+
+def g_test(observed: Sequence[float], expected: Sequence[float], level: float) -> Fit:
+    """Returns the G-test of ``observed`` counts against ``expected`` ones.
+
+    Cells that expect fewer than 5 samples are pooled, if necessary with the next smallest. A sample in a cell that
+    expects none has p-value 0.
+    """
+    if any(o and e <= 0.0 for o, e in zip(observed, expected, strict=True)):
+        return Fit(math.inf, 0, 0.0, 0.0)
+    cells: list[tuple[float, float]] = []
+    pool = (0.0, 0.0)
+    for o, e in sorted(zip(observed, expected, strict=True), key=lambda cell: cell[1]):
+        if pool[1] < 5.0:
+            pool = (pool[0] + o, pool[1] + e)
+        else:
+            cells.append((o, e))
+    cells.append(pool)
+    dof = len(cells) - 1
+    if dof < 1:
+        return Fit(0.0, 0, 1.0, 1.0)
+    statistic = 2.0 * sum(o * math.log(o / e) for o, e in cells if o)
+    moved = math.sqrt(noncentrality(dof, level) / (4.0 * sum(e for _, e in cells)))
+    return Fit(statistic, dof, chi2_tail(statistic, dof), min(1.0, moved))
+
+
+def normal_tail(z: float) -> float:
+    """Returns the two-sided p-value of a standard normal ``z``."""
+    return math.erfc(abs(z) / math.sqrt(2.0))
+
+
+@cache
+def detectable(level: float) -> float:
+    """Returns the shift, in standard errors, that a two-sided z-test at ``level`` finds with ``POWER``."""
+    critical = root(lambda z: level - normal_tail(z), 0.0, 40.0)
+    return critical + root(lambda z: 1.0 - POWER - normal_tail(z) / 2.0, 0.0, 9.0)
+
+
+def chi2_tail(statistic: float, dof: int) -> float:
+    """Returns P(chi-square with ``dof`` degrees of freedom > ``statistic``)."""
+    half = torch.tensor([dof / 2.0, statistic / 2.0], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@cache
+def noncentrality(dof: int, level: float) -> float:
+    """Returns the noncentrality that a chi-square test at ``level`` finds with ``POWER``."""
+    critical = root(lambda x: level - chi2_tail(x, dof), 0.0, 10.0 * dof + 200.0)
+    return root(lambda shift: _noncentral_tail(critical, dof, shift) - POWER, 0.0, 10.0 * critical + 200.0)
+
+
+def _noncentral_tail(statistic: float, dof: int, shift: float) -> float:
+    """Returns the tail of a noncentral chi-square: a Poisson mixture of central tails."""
+    mean = shift / 2.0
+    spread = 12.0 * math.sqrt(mean) + 40.0
+    counts = torch.arange(max(0, int(mean - spread)), int(mean + spread), dtype=torch.float64)
+    weights = (counts * math.log(mean) - mean - torch.lgamma(counts + 1.0)).exp() if mean else (counts == 0).double()
+    tails = torch.special.gammaincc(dof / 2.0 + counts, torch.full_like(counts, statistic / 2.0))
+    return float((weights * tails).sum())
 
 
 @dataclass(slots=True)
@@ -40,6 +118,13 @@ class Sum:
     def z(self) -> float:
         """The sum in standard errors."""
         return self.excess / math.sqrt(self.variance) if self.variance > 0.0 else 0.0
+
+    def add(self, probs: Tensor, scores: Tensor, at: int) -> float:
+        """Adds the score of outcome ``at``, beside its expectation under ``probs``, which is returned."""
+        mean = float(probs @ scores)
+        self.excess += float(scores[at]) - mean
+        self.variance += float(probs @ scores.square()) - mean**2
+        return mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +274,7 @@ def _toward(total: Sum, p: Tensor, q: Tensor, token: int) -> None:
     """Adds the score q/(p+q) of the token, the most powerful bounded score against a small admixture of q in p."""
     p, q = p.double(), q.to(p.device).double()
     score = torch.where(q > 0, q / (p + q).clamp(min=torch.finfo(torch.float64).tiny), 0.0)
-    mean = float((p * score).sum())
-    total.excess += float(score[token]) - mean
-    total.variance += float((p * score.square()).sum()) - mean**2
-    total.shift += float((q * score).sum()) - mean
+    total.shift += float(q @ score) - total.add(p, score, token)
 
 
 def _normal(name: str, own: Sum, finds: float, what: str) -> Statistic:

@@ -9,8 +9,9 @@ fewer where a long one dominates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -120,13 +121,10 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 @lru_cache(maxsize=256)
 def _whole_quantile(probability: float, degrees: int) -> float:
-    low, high = 0.0, 1.0
+    high = 1.0
     while 0.5 + _central(high, degrees) / 2 < probability:
-        low, high = high, 2 * high
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if 0.5 + _central(middle, degrees) / 2 < probability else (low, middle)
-    return (low + high) / 2
+        high *= 2
+    return root(lambda t: 0.5 + _central(t, degrees) / 2 - probability, high / 2 if high > 1.0 else 0.0, high)
 
 
 def _central(t: float, degrees: int) -> float:
@@ -213,6 +211,20 @@ def _independent(one: UncertainValue, other: UncertainValue) -> UncertainValue:
         return UncertainValue(one.estimate - other.estimate, math.sqrt(total), 1)
     freedom = total**2 / sum(part**2 / side.freedom for part, side in zip(parts, (one, other), strict=True))
     return UncertainValue(one.estimate - other.estimate, math.sqrt(total), freedom)
+
+
+def root(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Returns the root of an increasing function by bisection."""
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if rising(middle) > 0.0 else (middle, high)
+    return high
+
+
+def standard_deviation(values: Sequence[float]) -> float:
+    """Returns the standard deviation of normal values from their median deviation, which outliers hardly change."""
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
 
 
 def around(mean: float, width: float) -> tuple[float, float]:

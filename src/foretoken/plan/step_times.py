@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from foretoken.costs.curve import Array, Curve
+from foretoken.plan.statistics import standard_deviation
 from foretoken.plan.step_timing import LaneTimes, TimedStep, Visit
 
 _ANY = ""  # among lanes' names: all of them together
@@ -181,7 +182,5 @@ def _joined(visits: Sequence[tuple[float, float]]) -> float:
 
 
 def _error(ratios: Sequence[float]) -> float:
-    """Returns the relative standard error of the median, from the median deviation, for normal tails."""
-    middle = median(ratios)
-    deviation = 1.4826 * median(abs(ratio - middle) for ratio in ratios)
-    return 1.2533 * deviation / middle / len(ratios) ** 0.5
+    """Returns the relative standard error of the median of normal values."""
+    return 1.2533 * standard_deviation(ratios) / median(ratios) / len(ratios) ** 0.5

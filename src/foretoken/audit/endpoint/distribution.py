@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from foretoken.audit.chance import noncentrality
 from foretoken.audit.endpoint.task import EndpointTask, inconclusive, missing, unanswered
 from foretoken.audit.negative import Plant, control_check, plant_of
 from foretoken.audit.result import CONTROL, Check, CheckOutcome
 from foretoken.audit.sampled import sampling_check
 from foretoken.audit.subject import AuditedCompletion
-from foretoken.audit.tally import BINS, TokenTally
+from foretoken.audit.tally import BINS, TokenTally, noncentrality
 from foretoken.probe.answers import ServerAnswer, TokenPlace
 from foretoken.probe.server import Reference, Side
 

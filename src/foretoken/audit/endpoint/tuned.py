@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from foretoken.audit.chance import normal_tail
+import torch
+
 from foretoken.audit.endpoint.distribution import Cells
 from foretoken.audit.endpoint.parameters import ParameterFinding, Seen, Treatment, answers, found
 from foretoken.audit.endpoint.task import EndpointTask
-from foretoken.audit.tally import Sum
+from foretoken.audit.tally import Sum, normal_tail
 from foretoken.probe.answers import Failed, ServerAnswer, TokenPlace
 from foretoken.probe.server import Reference, Side
 
@@ -146,13 +147,12 @@ class TwoHypotheses:
 
     def add(self, changed: Sequence[float], unchanged: Sequence[float], at: int) -> None:
         """Adds a token. changed, unchanged: probabilities of the same cells."""
-        scores = [h / (h + o) if h + o > 0.0 else 0.0 for h, o in zip(changed, unchanged, strict=True)]
+        honoured, ignored = (torch.tensor(probs, dtype=torch.float64) for probs in (changed, unchanged))
+        scores = torch.nan_to_num(honoured / (honoured + ignored))  # no score where neither has any probability
         self.tokens += 1
         self.impossible += changed[at] <= 0.0
-        for total, probs in ((self.honoured, changed), (self.ignored, unchanged)):
-            mean = sum(p * s for p, s in zip(probs, scores, strict=True))
-            total.excess += scores[at] - mean
-            total.variance += sum(p * s * s for p, s in zip(probs, scores, strict=True)) - mean * mean
+        for total, probs in ((self.honoured, honoured), (self.ignored, ignored)):
+            total.add(probs, scores, at)
 
     def add_text(self, text: ServerAnswer, places: Sequence[TokenPlace], tuning: TunedSampling, min_top: int) -> None:
         """Adds the tokens of a text: over all cells under a filter, else given that a token is among the likeliest.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from foretoken.plan.statistics import LEVEL, ratio_interval, student_quantile
+from foretoken.plan.statistics import LEVEL, ratio_interval, root, standard_deviation, student_quantile
 from foretoken.probe.answers import DraftCounts, summed
 from foretoken.probe.workload import CannotTellError, Wave
 
@@ -172,7 +172,8 @@ class EndpointAcceptance:
             raise CannotTellError(f"{passes:.0f} passes are too few for an interval")
         reach = [accepted / passes for accepted in counts.by_position[: self.depth]]
         if not reach:
-            rate = _rate(counted, self.depth)
+            # acceptance rate with 1 + rate + ... + rate^depth = counted
+            rate = root(lambda rate: sum(rate**k for k in range(self.depth + 1)) - counted, 0.0, 1.0)
             reach = [rate**k for k in range(1, self.depth + 1)]
         last = reach[-1] / reach[-2] if len(reach) > 1 and reach[-2] > 0 else reach[-1]
         while len(reach) < depth:
@@ -216,15 +217,6 @@ def _passes(well: Sequence[bool], depth: int) -> list[int]:
         passes.append(size + 1)
         at += size + 1
     return passes or [1]
-
-
-def _rate(mean: float, depth: int) -> float:
-    """Returns the acceptance rate a with 1 + a + ... + a^depth = mean."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**k for k in range(depth + 1)) < mean else (low, middle)
-    return (low + high) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,14 +272,13 @@ def _seconds(wave: Wave, passes: bool) -> float:
 def _middle(values: Sequence[float]) -> tuple[float, float]:
     """Returns the mean of the middle half, which a few disturbed waves do not move, and half its relative interval.
 
-    Its standard error is 1.09 times that of the mean of normal values, whose deviation is 1.48 times the median one,
-    corrected for few values.
+    Its standard error is 1.09 times that of the mean of normal values, here corrected for few values.
     """
-    count, middle = len(values), median(values)
+    count = len(values)
     kept = sorted(values)[count // 4 : count - count // 4]
-    deviation = 1.4826 * median(abs(value - middle) for value in values) * count / (count - 0.8)
+    deviation = standard_deviation(values) * count / (count - 0.8)
     width = student_quantile(0.5 + LEVEL / 2, count - 1) * 1.09 * deviation / math.sqrt(count)
-    return sum(kept) / len(kept), width / middle
+    return sum(kept) / len(kept), width / median(values)
 
 
 @dataclass(frozen=True)
