@@ -21,7 +21,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_config, resolve
-from foretoken.models.heads.published import default_drafters, published_drafters
+from foretoken.models.heads.published import default_drafters, known_drafters, published_drafters
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.auto import AUTO as AUTO
 from foretoken.propose.auto import Auto, around
@@ -169,12 +169,9 @@ class Builder:
                     head = self.build(own)
                     if config.has_constant_length:
                         return own, head, default.line
-                    member = UnionMember(default.method, head)
-                    return config, around(member, self._context(None)), default.line
+                    return config, around(UnionMember(default.method, head), self._context(None)), default.line
                 except (InvalidRequest, ModelLoadError) as reason:
-                    _log.warning(
-                        "%s has heads of the method %r, which are skipped: %s", self.path, default.method, reason
-                    )
+                    _log.warning("%s has heads of the method %r, which are skipped: %s", self.path, own.method, reason)
         return config, self.build(config), ""
 
     def _context(self, model: str | None) -> BuildContext:
@@ -290,23 +287,18 @@ def with_published(config: SpeculativeConfig, target: str | Path) -> tuple[Specu
         target: Folder or GGUF file of the target.
 
     Returns:
-        The configuration, and a line on the choice, "" if ``config`` does not ask for it. Without a drafter on this
-        machine there is no model, and a warning says which drafters there are and how to download one.
-
-    Raises:
-        ModelLoadError: The target is damaged.
+        The configuration, and a line on the choice, if any. Without a drafter on this machine there is no model, and a
+        warning says which drafters there are and how to download one. Raises ModelLoadError for a damaged target.
     """
+    if config.model is None or Path(config.model).exists():
+        return config, ""
     if config.model != AUTO:
         bundled = {model.name: str(model.path) for model in zoo.list_models()}
-        return (replace(config, model=bundled.get(config.model, config.model)) if config.model else config), ""
-    found = published_drafters(target)
-    if config.method not in (None, AUTO):
-        found = [drafter for drafter in found if drafter.row.method == config.method]
+        return replace(config, model=bundled.get(config.model, config.model)), ""
+    found = published_drafters(target, None if config.method == AUTO else config.method)
     chosen = next((drafter for drafter in found if drafter.path is not None), None)
     if chosen is None:
-        names = [drafter.row.name for drafter in found if not drafter.row.in_target]
-        known = f"known are {', '.join(names)}; get one: hf download {names[0]}" if names else "none is known"
-        _log.warning("no drafter of %s is bundled or in the hub's cache; %s", target, known)
+        _log.warning("no drafter of %s is bundled or in the hub's cache; %s", target, known_drafters(found))
         return replace(config, model=None), ""
     if not chosen.row.in_target:
         return replace(config, model=str(chosen.path)), chosen.line

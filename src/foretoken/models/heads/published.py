@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,13 @@ def checkpoint_facts(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{path} has no matrix {name}")
     row = weights[name][0].float().view(-1, _GROUP)
     return {
-        "sizes": _sizes(path),
+        "sizes": _sizes(config),
         "norms": digest.hexdigest(),
         "extremes": [row.amin(1).tolist(), row.amax(1).tolist()],
     }
 
 
-def _sizes(path: Path) -> dict[str, Any]:
-    config = load_config(path)
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config.get(key) for key in _SIZES}
 
 
@@ -116,7 +116,7 @@ def _is_target(path: Path, row: PublishedDrafter, head: Path) -> bool:
     """
     expected = read_json(head / _FACTS, "install foretoken again")
     try:
-        if _sizes(path) != expected["sizes"]:
+        if _sizes(load_config(path)) != expected["sizes"]:
             return False
         facts = checkpoint_facts(path)
         named = is_gguf(path) and name_key(names_of(path)[0]) in map(name_key, (row.target, *expected["names"]))
@@ -127,18 +127,26 @@ def _is_target(path: Path, row: PublishedDrafter, head: Path) -> bool:
     return facts["norms"] == expected["norms"] and (named or bool((difference <= _TOLERANCE * (high - low)).all()))
 
 
-def published_drafters(model: str | Path) -> list[FoundDrafter]:
+def published_drafters(model: str | Path, method: str | None = None) -> list[FoundDrafter]:
     """Returns the published drafters of a model, the best first.
 
     Args:
         model: Folder, GGUF file or hub name. A hub name need not be in the cache.
+        method: Method of the drafters; None for any.
 
     Raises:
         ModelLoadError: The checkpoint on this machine is damaged.
     """
     path = local_path(str(model))
     names = [str(model).partition(":")[0]] if path is None else names_of(path)
-    return [FoundDrafter(row, _path_of(row, path)) for row in drafters_of(names)]
+    rows = [row for row in drafters_of(names) if method in (None, row.method)]
+    return [FoundDrafter(row, _path_of(row, path)) for row in rows]
+
+
+def known_drafters(found: list[FoundDrafter]) -> str:
+    """Returns the names of drafters that can be downloaded, and the command for the first one."""
+    names = [drafter.row.name for drafter in found if not drafter.row.in_target]
+    return f"known are {', '.join(names)}; get one: hf download {names[0]}" if names else "none is known"
 
 
 def names_of(path: Path) -> list[str]:
