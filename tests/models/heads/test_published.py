@@ -28,6 +28,8 @@ from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.published import checkpoint_facts, default_drafters, names_of, published_drafters
 from foretoken.zoo.drafters import FORMS
 
+pytestmark = pytest.mark.slow
+
 TARGET = "Qwen3-8B"  # the folder of a tiny model
 
 
@@ -262,6 +264,7 @@ def test_heads_that_a_target_ships_come_first(recognized: Path, tmp_path: Path) 
     assert LLM(folder, dtype="float32").drafter == "drafter: eagle3 in heads/eagle3 of the model's folder"
 
 
+@pytest.mark.real
 def test_a_bundled_head_recognizes_the_real_model() -> None:
     (default,) = default_drafters(real_model("smollm2"))
     assert default.model == str(zoo.path(HEAD)) and "bundled" in default.line
