@@ -303,8 +303,25 @@ class ServerPair:
         return detect(client) if self.kind is ServerKind.AUTO else DIALECTS[self.kind]
 
 
-def why_unusable(side: Side, reply: Refused | Failed) -> str:
-    """Returns why a side gave no text. Raises ForetokenError if the user can fix that."""
-    if isinstance(reply, Refused) and reply.why[:3] in _KEY_OR_MODEL:
-        raise ForetokenError(f"{side.client.url} refuses {side.model!r} ({reply.why}); see --model and --api-key")
-    return f"the {side.name} side, {side.client.url}, gave no text: {reply.why}"
+class CannotTellError(Exception):
+    """The measurements support no verdict. later: whether the same run may, when the server answers again."""
+
+    def __init__(self, why: str, later: bool = False) -> None:
+        super().__init__(why)
+        self.later = later
+
+
+def all_probed(sides: Iterable[Side], prompt: str, logprobs: bool = True) -> list[Side]:
+    """Returns the sides with their abilities, see ``probed``.
+
+    Raises CannotTellError if one gives no text, ForetokenError if the user can fix that.
+    """
+    result = []
+    for side in sides:
+        reply = probed(side, prompt, logprobs)
+        if isinstance(reply, Refused) and reply.why[:3] in _KEY_OR_MODEL:
+            raise ForetokenError(f"{side.client.url} refuses {side.model!r} ({reply.why}); see --model and --api-key")
+        if not isinstance(reply, Side):
+            raise CannotTellError(f"the {side.name} side, {side.client.url}, gave no text: {reply.why}", later=True)
+        result.append(reply)
+    return result

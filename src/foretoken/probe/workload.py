@@ -20,7 +20,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.progress import Say
 from foretoken.probe.answers import DraftCounts, Failed, Refused, ServerAnswer, ServerCounters, summed
 from foretoken.probe.client import Ask, EndpointClient, Journal, request_key
-from foretoken.probe.server import CHARACTERS, EndpointRequest, Side, reported_depth, sent
+from foretoken.probe.server import CHARACTERS, CannotTellError, EndpointRequest, Side, reported_depth, sent
 
 _JUMP = 3.0  # ratio of two gaps, next to each other in size, that separates passes from tokens of one pass
 _PASSES, _SHARE = 3, 0.08  # gaps between passes, at least, and their fraction: fewer are stalls
@@ -168,14 +168,6 @@ class WaveSender:
     def _body(self, side: Side, prompt: str) -> Mapping[str, Any]:
         request = EndpointRequest(prompt, self.max_tokens, "", self.temperature, top=False, continued=False)
         return side.body(request) | {"stream": True, "stream_options": {"include_usage": True}}
-
-
-class CannotTellError(Exception):
-    """The measurements do not support a plan. later: whether the same run may, when the server answers again."""
-
-    def __init__(self, why: str, later: bool = False) -> None:
-        super().__init__(why)
-        self.later = later
 
 
 def sides_of(plain: Side, speculative: Side, depth: int) -> list[Side]:

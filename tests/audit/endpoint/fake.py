@@ -171,8 +171,21 @@ def _logs(drafted: bool, before: int, top: int, own: int) -> dict[int, float]:
     return {token: row[token] for token in [own, *order[:top]]}
 
 
-class Handler(BaseHTTPRequestHandler):
+class QuietHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+
+    def send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, said in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, said)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+class Handler(QuietHandler):
     wbufsize = -1  # one packet for head and body, else the client waits for the second
     disable_nagle_algorithm = True  # the second packet of a long answer would wait for a delayed acknowledgement
     behaviour: Behaviour
@@ -289,18 +302,10 @@ class Handler(BaseHTTPRequestHandler):
             content = b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"
         else:
             content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        for name, said in (headers or {}).items():
-            self.send_header(name, said)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        return
+        self.send(status, content, headers)
 
 
-class _Server(ThreadingHTTPServer):
+class ThreadedServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64  # with 5, some of eight clients who connect at once would try again a second later
 
@@ -322,7 +327,7 @@ def listening(server: ThreadingHTTPServer) -> Iterator[str]:
 def serving(behaviour: Behaviour) -> Iterator[str]:
     """Runs a server. Yields its address."""
     handler = type("FakeHandler", (Handler,), {"behaviour": behaviour})
-    server = _Server(("127.0.0.1", 0), handler)
+    server = ThreadedServer(("127.0.0.1", 0), handler)
     server.limited = set()  # type: ignore[attr-defined]
     with listening(server) as address:
         yield address

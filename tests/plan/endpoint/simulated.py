@@ -12,8 +12,9 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.audit.endpoint.fake import QuietHandler, ThreadedServer, listening
 
 from foretoken.probe.answers import Arrival, DraftCounts, Failed, ServerAnswer
 from foretoken.probe.workload import Wave
@@ -213,15 +214,14 @@ class _Passes(threading.Thread):
         each.out.put(tokens)
 
 
-class _StreamHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _StreamHandler(QuietHandler):
     behaviour: StreamingBehaviour
     passes: _Passes
 
     def do_GET(self) -> None:
         behaviour = self.behaviour
         if self.path == "/v1/models":
-            self._send(200, json.dumps({"data": [{"id": "sim", "owned_by": behaviour.owner}]}).encode())
+            self.send(200, json.dumps({"data": [{"id": "sim", "owned_by": behaviour.owner}]}).encode())
         elif self.path == "/metrics" and behaviour.engine.told:
             told = {
                 "spec_decode_num_drafts_total": behaviour.drafts,
@@ -232,9 +232,9 @@ class _StreamHandler(BaseHTTPRequestHandler):
             if not self.passes.depth:
                 told = {"generation_tokens_total": behaviour.generated}
             page = "".join(f'vllm:{name}{{engine="0"}} {value}\n' for name, value in told.items())
-            self._send(200, page.encode())
+            self.send(200, page.encode())
         else:
-            self._send(404, b"{}")
+            self.send(404, b"{}")
 
     def do_POST(self) -> None:
         behaviour = self.behaviour
@@ -245,17 +245,17 @@ class _StreamHandler(BaseHTTPRequestHandler):
         trouble = behaviour.trouble if number > behaviour.healthy else ""
         match trouble:
             case "fails":
-                self._send(500, b'{"error": {"message": "out of memory"}}')
+                self.send(500, b'{"error": {"message": "out of memory"}}')
                 return
             case "limits":
-                self._send(429, b'{"error": {"message": "slow down"}}')
+                self.send(429, b'{"error": {"message": "slow down"}}')
                 return
             case "stalls":
                 time.sleep(10.0)
                 self.close_connection = True
                 return
             case "no streams" if body.get("stream"):
-                self._send(400, b'{"error": {"message": "stream is not supported"}}')
+                self.send(400, b'{"error": {"message": "stream is not supported"}}')
                 return
         limit, out = int(body["max_tokens"]), queue.Queue[int]()
         depth = int(body.get("speculative_tokens", self.passes.depth))
@@ -265,7 +265,7 @@ class _StreamHandler(BaseHTTPRequestHandler):
                 pass
             choice = {"text": "x" * limit, "finish_reason": "length"}
             usage = {"completion_tokens": limit, "prompt_tokens": 5}
-            self._send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
+            self.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
             return
         self.send_response(200)
         self.send_header("Connection", "close")
@@ -286,33 +286,18 @@ class _StreamHandler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
         self.wfile.flush()
 
-    def _send(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        return
-
 
 @contextlib.contextmanager
 def streaming(behaviour: StreamingBehaviour, speculative: bool = True) -> Iterator[str]:
     """Runs a server. Yields its address."""
     passes = _Passes(behaviour, speculative)
     handler = type("SimulatedHandler", (_StreamHandler,), {"behaviour": behaviour, "passes": passes})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     passes.start()
-    thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        with listening(ThreadedServer(("127.0.0.1", 0), handler)) as address:
+            yield address
     finally:
         passes.ended = True
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def close(one: float, other: float, within: float) -> bool:

@@ -14,8 +14,7 @@ from foretoken.plan.endpoint.statistics import EndpointAcceptance, PassSeconds, 
 from foretoken.plan.texts import SampledText
 from foretoken.probe.answers import ServerAnswer
 from foretoken.probe.client import EndpointClient
-from foretoken.probe.server import DIALECTS, ServerKind, Side
-from foretoken.probe.workload import CannotTellError
+from foretoken.probe.server import DIALECTS, CannotTellError, ServerKind, Side
 
 SIDE = Side("plain", EndpointClient("http://127.0.0.1:9"), "m", DIALECTS[ServerKind.VLLM])
 REPEATING = [SampledText((1, 2, 3 + i), (*range(10, 20), *range(10, 20), *range(10, 20)), 30) for i in range(6)]

@@ -11,8 +11,8 @@ from foretoken.plan.endpoint import PlannedEndpoint, ServerPair, plan_endpoint, 
 from foretoken.plan.endpoint.outcome import OWN, EndpointPlan, EndpointPredictor, EndpointRow
 from foretoken.plan.endpoint.statistics import EndpointAcceptance, PassSeconds, SpeedModel
 from foretoken.probe.client import EndpointClient
-from foretoken.probe.server import DIALECTS, ServerKind, Side
-from foretoken.probe.workload import CannotTellError, draft_length
+from foretoken.probe.server import DIALECTS, CannotTellError, ServerKind, Side
+from foretoken.probe.workload import draft_length
 
 from .simulated import PROMPTS, SimulatedEngine, SimulatedSender, close
 

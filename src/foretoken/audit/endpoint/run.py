@@ -23,15 +23,15 @@ from foretoken.probe.answers import ServerAnswer, ServerCounters
 from foretoken.probe.client import Journal
 from foretoken.probe.server import (
     CHARACTERS,
+    CannotTellError,
     EndpointRequest,
     Prompt,
     Reference,
     ServerPair,
     Side,
-    probed,
+    all_probed,
     sent,
     tokenized,
-    why_unusable,
 )
 
 ENDPOINT, SPECULATION = "endpoint", "speculation"
@@ -89,13 +89,11 @@ def audit_endpoint(
     finished = False
     try:
         sides = endpoint.sides(journal) if endpoint.engines is None else endpoint.engines.sides()
-        ready = [probed(side, prompts[0]) for side in sides]
-        usable = [side for side in ready if isinstance(side, Side)]
-        if len(usable) < len(sides):
-            side, why = next((s, one) for s, one in zip(sides, ready, strict=True) if not isinstance(one, Side))
-            checks.append(inconclusive(ENDPOINT, why_unusable(side, why)))
+        try:
+            task = _task(endpoint, all_probed(sides, prompts[0]), prompts)
+        except CannotTellError as error:
+            checks.append(inconclusive(ENDPOINT, str(error)))
         else:
-            task = _task(endpoint, usable, prompts)
             plan = _plan(endpoint, task)
             facts |= _facts(task)
             if announce(plan):

@@ -19,8 +19,7 @@ from foretoken.plan.endpoint.statistics import TokensPerPass
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import SampledText
 from foretoken.probe.answers import ServerAnswer
-from foretoken.probe.server import ServerKind, Side, tokenized
-from foretoken.probe.workload import CannotTellError
+from foretoken.probe.server import CannotTellError, ServerKind, Side, tokenized
 from foretoken.speculation import Builder
 
 NGRAM_TOKENS = 4  # of the n-gram that llama.cpp looks up, of one size

@@ -12,7 +12,7 @@ from typing import Any
 from foretoken.plan.endpoint.drafters import PredictedDrafter
 from foretoken.plan.endpoint.statistics import EndpointAcceptance, PassSeconds, SpeedModel, TokensPerPass
 from foretoken.plan.statistics import around
-from foretoken.probe.workload import CannotTellError
+from foretoken.probe.server import CannotTellError
 
 OWN = "the server's drafter"
 _DEEPEST = 16

@@ -26,8 +26,8 @@ from foretoken.plan.endpoint.statistics import (
 )
 from foretoken.probe.answers import Refused
 from foretoken.probe.client import Journal
-from foretoken.probe.server import ServerPair, Side, probed, why_unusable
-from foretoken.probe.workload import CannotTellError, Measurement, Wave, WaveSender, draft_length, sides_of
+from foretoken.probe.server import CannotTellError, ServerPair, Side, all_probed
+from foretoken.probe.workload import Measurement, Wave, WaveSender, draft_length, sides_of
 
 CONCURRENCY = (1, 4, 16)
 Announce = Callable[[Mapping[str, Any]], bool]
@@ -130,12 +130,7 @@ class _Planning:
             return EndpointPlan(self.facts, str(error), tuple(self.notes))
 
     def _sides(self) -> tuple[Side, Side]:
-        usable = []
-        for side in self.endpoint.pair.sides():
-            result = probed(side, self.prompts[0], logprobs=False)
-            if not isinstance(result, Side):
-                raise CannotTellError(why_unusable(side, result), later=True)
-            usable.append(result)
+        usable = all_probed(self.endpoint.pair.sides(), self.prompts[0], logprobs=False)
         if len(usable) < 2:
             raise CannotTellError(
                 f"there is no plain decoding to compare with: {usable[0].dialect.kind} has no switch for a request; "

@@ -23,7 +23,8 @@ from statistics import median
 
 from foretoken.plan.statistics import LEVEL, ratio_interval, root, standard_deviation, student_quantile
 from foretoken.probe.answers import DraftCounts, summed
-from foretoken.probe.workload import CannotTellError, Wave
+from foretoken.probe.server import CannotTellError
+from foretoken.probe.workload import Wave
 
 AGREE = 1.2  # ratio of tokens per pass by metrics and by bursts up to which both agree
 _BATCHED = 1.15  # tokens that arrive together without speculation, from which bursts are no passes
