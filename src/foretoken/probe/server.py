@@ -288,16 +288,14 @@ class ServerPair:
         """Returns the plain side, if there is one, and the speculative side. answers: Keeps the answers."""
         journal = Journal(ServerAnswer) if answers is None else answers
         client = EndpointClient(self.url, self.key, self.patience, journal)
-        dialect = self._dialect(client)
-        speculative = Side("speculative", client, self.model, dialect)
-        if self.baseline is not None:
-            other = EndpointClient(self.baseline, self.baseline_key or self.key, self.patience, journal)
-            theirs = self._dialect(other)
-            return [Side("plain", other, self.model, theirs, theirs.plain or {}), speculative]
-        if dialect.plain is None:
+        speculative = Side("speculative", client, self.model, self._dialect(client))
+        plain = speculative.dialect.plain
+        if self.baseline is None and plain is None:
             return [speculative]
-        other = EndpointClient(self.url, self.key, self.patience, journal)  # counts by itself
-        return [Side("plain", other, self.model, dialect, dialect.plain), speculative]
+        url, key = (self.url, self.key) if self.baseline is None else (self.baseline, self.baseline_key or self.key)
+        other = EndpointClient(url, key, self.patience, journal)  # counts by itself
+        dialect = speculative.dialect if self.baseline is None else self._dialect(other)
+        return [Side("plain", other, self.model, dialect, dialect.plain or {}), speculative]
 
     def _dialect(self, client: EndpointClient) -> Dialect:
         return detect(client) if self.kind is ServerKind.AUTO else DIALECTS[self.kind]

@@ -135,15 +135,14 @@ class WaveSender:
         key = request_key(f"{side.client.url}/{side.name}", tag, {"wave": bodies})
         if (earlier := self.journal.get(key)) is not None:
             return earlier
-        result: Wave | Refused | Failed = Failed("nothing was sent")
-        for number in range(self.retries + 1):
-            if number:
-                time.sleep(min(30.0, self.pause * 2.0 ** (number - 1)))
-            result = self._once(side, bodies, f"{tag}/{number}")
-            if isinstance(result, Wave):
-                self.journal.keep(key, result)
+        result = self._once(side, bodies, f"{tag}/0")
+        for number in range(self.retries):
             if not isinstance(result, Failed):
                 break
+            time.sleep(min(30.0, self.pause * 2.0**number))
+            result = self._once(side, bodies, f"{tag}/{number + 1}")
+        if isinstance(result, Wave):
+            self.journal.keep(key, result)
         return result
 
     def _once(self, side: Side, bodies: Sequence[Mapping[str, Any]], tag: str) -> Wave | Refused | Failed:
@@ -161,8 +160,9 @@ class WaveSender:
         after = ServerCounters.of(client.get("/metrics"))
         began = min(answer.began for answer in answers)
         counted = after.since(before, float(sum(answer.tokens - 1 for answer in answers)))
-        known = before.generated is not None and after.generated is not None
-        generated = (after.generated or 0.0) - (before.generated or 0.0) if known else None
+        generated = None
+        if before.generated is not None and after.generated is not None:
+            generated = after.generated - before.generated
         return Wave(tuple(replace(answer, began=answer.began - began) for answer in answers), counted, generated)
 
     def _body(self, side: Side, prompt: str) -> Mapping[str, Any]:
@@ -217,12 +217,12 @@ class Measurement:
 
     def rounds(self, budget: int | None, seconds: float | None, round_seconds: float) -> int:
         """Returns the number of rounds for a budget in tokens or seconds. Raises InvalidRequest if it is too small."""
-        if budget is None and seconds is None:
-            return _ROUNDS
         if budget is not None:
             rounds, needs = budget // self.round_tokens, f"{_MIN_ROUNDS * self.round_tokens:,} tokens"
+        elif seconds is not None:
+            rounds, needs = int(seconds / round_seconds), f"about {_MIN_ROUNDS * round_seconds:,.0f} s"
         else:
-            rounds, needs = int((seconds or 0.0) / round_seconds), f"about {_MIN_ROUNDS * round_seconds:,.0f} s"
+            return _ROUNDS
         if rounds < _MIN_ROUNDS:
             settings = "at this --concurrency and --max-tokens; give more, or lower these"
             raise InvalidRequest(f"--budget is too small: a plan takes {needs} {settings}")
