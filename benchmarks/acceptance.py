@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +41,8 @@ from options import Draft, Output, Prompts, Temperatures, target_path
 from systems import builder_of
 
 TokenIds = list[list[int]]
+Cell = dict[str, Any]  # result of one method with drafts of at most ``nodes`` nodes
+COUNTED = ("tokens", "drafts", "drafted", "accepted", "accepted_per_position")
 SYSTEMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("draft model, chain", {"method": "draft_model"}),
     ("draft model, top-k tree", {"method": "draft_model", "tree": "top_k"}),
@@ -72,28 +74,6 @@ SYSTEMS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Result of one method with drafts of at most ``nodes`` nodes. accepted_per_position: accepted tokens by depth."""
-
-    system: str
-    config: dict[str, Any]
-    nodes: int
-    text: str
-    temperature: float
-    tokens: int
-    passes: int
-    drafts: int
-    drafted: int
-    accepted: int
-    accepted_per_position: tuple[int, ...]
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens per pass of the target; passes without a draft count too."""
-        return self.tokens / self.passes
-
-
-@dataclass(frozen=True)
 class Bench:
     """Settings that all cells share."""
 
@@ -104,7 +84,10 @@ class Bench:
     def measure(
         self, name: str, config: dict[str, Any], nodes: int, text: str, prompts: TokenIds, temperature: float
     ) -> tuple[Cell, TokenIds]:
-        """Runs one method on all prompts. Returns the cell and the generated token ids."""
+        """Runs one method on all prompts. Returns the cell and the generated token ids.
+
+        Passes without a draft count, too. accepted_per_position: accepted tokens by depth.
+        """
         speculative = SpeculativeConfig.of(config)
         proposer = self.builder.build(speculative)
         engine = Engine(self.builder.target, proposer, Fixed(nodes), max_sequences=self.batch)
@@ -116,8 +99,9 @@ class Bench:
             for step in engine.step():
                 counts.add(step)
         stats = counts.freeze()
-        counted = stats.tokens, stats.steps, stats.drafts, stats.drafted, stats.accepted, stats.accepted_per_position
-        cell = Cell(name, config, nodes, text, temperature, *counted)
+        cell = {"system": name, "config": config, "nodes": nodes, "text": text, "temperature": temperature}
+        cell |= {key: getattr(stats, key) for key in COUNTED} | {"passes": stats.steps}
+        cell["mean_acceptance_length"] = stats.tokens / stats.steps
         return cell, [context.tokens[context.prompt_length :] for context in contexts]
 
 
@@ -159,11 +143,12 @@ def systems(
 def table(cells: Sequence[Cell], nodes: Sequence[int], temperatures: Sequence[float], texts: Sequence[str]) -> Table:
     """Returns a table with a line for each method, and columns by text, temperature and nodes."""
     columns = [(text, temperature, n) for text in texts for temperature in temperatures for n in nodes]
-    by_column = {(c.system, c.text, c.temperature, c.nodes): c for c in cells}
+    keys = ("system", "text", "temperature", "nodes")
+    by_column = {tuple(cell[key] for key in keys): cell["mean_acceptance_length"] for cell in cells}
     rows = []
-    for name in dict.fromkeys(cell.system for cell in cells):
+    for name in dict.fromkeys(cell["system"] for cell in cells):
         line = [by_column.get((name, *column)) for column in columns]
-        rows.append((name, *(f"{cell.mean_acceptance_length:.2f}" if cell else "" for cell in line)))
+        rows.append((name, *(f"{cell:.2f}" if cell else "" for cell in line)))
     heads = (f"{text} T={temperature:g} n={n}" for text, temperature, n in columns)
     return figures(("tokens per pass", *heads), rows)
 
@@ -229,9 +214,8 @@ def main(
     files = [str(file) if file else None for file in (other_draft, datastore)]
     chosen = list(systems(config, str(draft or zoo.path("draft")), *files))
     cells = list(all_cells(bench, chosen, texts, nodes, temperature, wide_console()))
-    rows = [asdict(cell) | {"mean_acceptance_length": cell.mean_acceptance_length} for cell in cells]
     facts = {"target": path.name, "count": count, "tokens": tokens, "batch": batch, "dtype": dtype}
-    report([table(cells, nodes, temperature, list(texts))], facts, output, cells=rows)
+    report([table(cells, nodes, temperature, list(texts))], facts, output, cells=cells)
 
 
 if __name__ == "__main__":

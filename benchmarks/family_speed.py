@@ -4,32 +4,33 @@
 
 Every family of the table is built with random weights at about 0.3 billion parameters, in bfloat16, saved, and loaded
 twice: by the compiled runtime, as ``LLM`` loads it (weights in 12 bits where that is faster), and by the wrapper around
-transformers' module. Steps of one row after 64 tokens alternate between the two; medians are printed as a Markdown
-table. Families that the wrapper refuses have no time for it.
+transformers' module. Steps of one row after 64 tokens alternate between the two. Families that the wrapper refuses have
+no time for it.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from statistics import median
-from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import transformers
+import typer
+from rich.progress import track
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foretoken.core.draft import Draft
+from foretoken.bench.clock import interleaved
+from foretoken.bench.costs import scoring
+from foretoken.bench.output import listing, report
 from foretoken.core.errors import ForetokenError
-from foretoken.models.base import Model
 from foretoken.models.families.table import FAMILIES
 from foretoken.models.loading import load_model
+from options import Output, Turns
 
-PROMPT, STEPS, WARM_UP = 64, 15, 3
+PROMPT = 64
 SIZES: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 1024,
@@ -40,18 +41,22 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+    "intermediate_size": 4096,
 }
-GATED, UNGATED = (
-    {"intermediate_size": 4096, "num_hidden_layers": 15},
-    {"intermediate_size": 4096, "num_hidden_layers": 20},
-)
+COLUMNS = {
+    "family": "{family}",
+    "parameters, billions": "{billions:.2f}",
+    "our runtime, ms": "{own:.1f}",
+    "transformers, ms": "{wrapped:.1f}",
+    "ratio": "{ratio:.1f}",
+}
 
 
 def config_of(family: str) -> Any:
     """Returns a configuration of about 0.3 billion parameters."""
     kind, row = CONFIG_MAPPING[family], FAMILIES[family]
     known = vars(kind())
-    sizes = SIZES | (GATED if row.gated else UNGATED)
+    sizes = SIZES | {"num_hidden_layers": 15 if row.gated else 20}
     own: Mapping[str, str] = {name: alias for name, alias in row.aliases.items() if alias in known}
     chosen = {own.get(name, name): value for name, value in sizes.items() if own.get(name, name) in known}
     if family == "gpt_neo":
@@ -59,51 +64,34 @@ def config_of(family: str) -> Any:
     return kind(**chosen)
 
 
-class Stepper:
-    """Decodes one sequence, a token at a time."""
-
-    def __init__(self, model: Model) -> None:
-        self._model, self._handle, self.times = model, model.open(list(range(3, 3 + PROMPT))), list[float]()
-
-    def step(self) -> None:
-        """Computes the logits after one more token."""
-        start = perf_counter()
-        self._model.score([self._handle], [Draft.empty()])
-        self.times.append(perf_counter() - start)
-        self._model.commit([self._handle], [[7]])
-
-    @property
-    def milliseconds(self) -> float:
-        """Median time of a step."""
-        return 1e3 * median(self.times[WARM_UP:])
-
-
-def row(family: str) -> str:
-    """Returns a family's row of the table."""
+def record(family: str, turns: int) -> dict[str, Any]:
+    """Returns a family's row of the table, with times in milliseconds."""
     module = AutoModelForCausalLM.from_config(config_of(family)).bfloat16()
     size = sum(parameter.numel() for parameter in module.parameters())
     with tempfile.TemporaryDirectory() as folder:
         module.save_pretrained(folder)
         del module
         gc.collect()
-        steppers = [Stepper(load_model(folder, "bfloat16", "cpu", "native", weight_format="auto"))]
+        models = {"own": load_model(folder, "bfloat16", "cpu", "native", weight_format="auto")}
         with suppress(ForetokenError):  # refused
-            steppers.append(Stepper(load_model(folder, "bfloat16", "cpu", "hf")))
-        for _ in range(WARM_UP + STEPS):
-            for stepper in steppers:
-                stepper.step()
-    times = [stepper.milliseconds for stepper in steppers]
-    wrapped = f"{times[1]:.1f} | {times[1] / times[0]:.1f}" if len(times) > 1 else "refused |"
-    return f"| `{family}` | {size / 1e9:.2f} | {times[0]:.1f} | {wrapped} |"
+            models["wrapped"] = load_model(folder, "bfloat16", "cpu", "hf")
+        tasks = {name: scoring(each, [each.open(list(range(3, 3 + PROMPT)))], 1) for name, each in models.items()}
+        times = {name: 1e3 * spread.median for name, spread in interleaved(tasks, turns).items()}
+    result = {"family": family, "billions": size / 1e9, **times}
+    return result | ({"ratio": times["wrapped"] / times["own"]} if "wrapped" in times else {})
 
 
-def main() -> None:
+def main(
+    families: Annotated[list[str] | None, typer.Argument(help="Families of the table. [all]")] = None,
+    turns: Turns = 15,
+    output: Output = None,
+) -> None:
+    """Times steps of each family on our runtime and through transformers."""
     transformers.logging.set_verbosity_error()
-    families = sys.argv[1:] or sorted(name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    print("| family | parameters, billions | our runtime, ms | transformers, ms | ratio |\n|---|---|---|---|---|")
-    for family in families:
-        print(row(family), flush=True)
+    names = families or sorted(name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    records = [record(name, turns) for name in track(names, "families", transient=True)]
+    report([listing(COLUMNS, records)], {}, output, families=records)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

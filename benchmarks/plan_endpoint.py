@@ -24,11 +24,11 @@ import typer
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.output import figures, report, wide_console
+from foretoken.bench.output import listing, report, wide_console
 from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
 from foretoken.plan.endpoint.statistics import SpeedModel
 from options import Output, Target, some_prompts, target_path
-from predictions import PredictedSpeed, accuracy, accuracy_words
+from predictions import COLUMNS, PredictedSpeed, accuracy, accuracy_words
 from servers import engine_serving, listed_model
 
 console = wide_console()
@@ -42,6 +42,10 @@ class ComparedSpeed:
     depth: int
     concurrency: int
     speed: PredictedSpeed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the JSON object."""
+        return {"basis": self.basis, "depth": self.depth, "concurrency": self.concurrency, **self.speed.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,8 @@ def compared(plan: EndpointPlan, basis: str, measured: dict[tuple[int, int], flo
 
 def summary(pairs: Sequence[ComparedSpeed]) -> tuple[list[Table | str], dict[str, dict[str, float]]]:
     """Returns the table and the lines to print, and the figures by basis."""
-    heads = ("planned from", "tokens", "at once", "predicted", "interval", "measured", "error")
-    rows = []
-    for pair in pairs:
-        speed = pair.speed
-        known = f"{speed.predicted:.2f}x", f"{speed.low:.2f}-{speed.high:.2f}", f"{speed.measured:.2f}x"
-        rows.append((pair.basis, pair.depth, pair.concurrency, *known, f"{speed.error:+.1%}"))
-    parts: list[Table | str] = [figures(heads, rows)]
+    heads = {"planned from": "{basis}", "tokens": "{depth}", "at once": "{concurrency}"}
+    parts: list[Table | str] = [listing(heads | COLUMNS, [pair.to_dict() for pair in pairs])]
     facts = {}
     for basis in dict.fromkeys(each.basis for each in pairs):
         speeds = [each.speed for each in pairs if each.basis == basis]
@@ -194,10 +193,8 @@ def main(
         for pairs in comparisons:
             parts, result = summary(pairs)
             facts = {"engine": engine, "target": Path(model).name, "seconds": round(perf_counter() - started)}
-            rows = [
-                {"basis": p.basis, "depth": p.depth, "concurrency": p.concurrency, **p.speed.to_dict()} for p in pairs
-            ]
-            report(parts, facts, output, summary=result, pairs=rows, points=run.points)
+            records = [pair.to_dict() for pair in pairs]
+            report(parts, facts, output, summary=result, pairs=records, points=run.points)
 
 
 if __name__ == "__main__":

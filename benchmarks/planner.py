@@ -29,7 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.bench.setting import cores
 from foretoken.control.fixed import Fixed
 from foretoken.engine.loop import Engine
@@ -47,7 +47,7 @@ from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
 from options import Draft, Output, Small, some_prompts, target_path
-from predictions import PredictedSpeed, accuracy, accuracy_words
+from predictions import COLUMNS, PredictedSpeed, accuracy, accuracy_words
 from systems import Totals, timed_step
 
 ROLES = ("eagle3", "medusa")
@@ -235,17 +235,9 @@ def summary(
     rows: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]]
 ) -> tuple[list[Table | str], dict[str, float]]:
     """Returns the table and lines to print, and the summary."""
-    lines = [
-        (
-            *(r["name"], r["num_speculative_tokens"], f"{r['temperature']:g}", r["batch"], f"{r['predicted']:.2f}"),
-            f"{r['low']:.2f}-{r['high']:.2f}{'' if r['covered'] else ' !'}",
-            *(f"{r['measured']:.2f}", f"{r['error']:+.1%}", f"{r['tokens_per_pass']:.2f}"),
-            f"{r['measured_tokens_per_pass']:.2f}",
-        )
-        for r in rows
-    ]
-    heads = ("tokens", "T", "batch", "predicted", "interval", "measured", "error", "tokens/pass", "measured ")
-    parts: list[Table | str] = [figures(("proposer", *heads), lines)]
+    heads = {"proposer": "{name}", "tokens": "{num_speculative_tokens}", "T": "{temperature:g}", "batch": "{batch}"}
+    measured = {"tokens/pass": "{tokens_per_pass:.2f}", "measured tokens/pass": "{measured_tokens_per_pass:.2f}"}
+    parts: list[Table | str] = [listing(heads | COLUMNS | measured, rows)]
     parts += [
         f"temperature {c['temperature']:g}, batch {c['batch']}: the plan takes {c['choice']}, measured "
         f"{c['measured']:.2f}x; the best of the grid {c['best']:.2f}x ({c['share']:.1%} of it)"

@@ -37,6 +37,16 @@ class PredictedSpeed:
         return {**vars(self), "error": self.error, "covered": self.low <= self.measured <= self.high}
 
 
+COLUMNS = {
+    "predicted": "{predicted:.2f}x",
+    "interval": "{low:.2f}-{high:.2f}",
+    "measured": "{measured:.2f}x",
+    "error": "{error:+.1%}",
+    "covered": "{covered}",
+}
+"""Columns of a table of predictions; records are those of ``PredictedSpeed.to_dict``."""
+
+
 def accuracy(speeds: Sequence[PredictedSpeed]) -> dict[str, float]:
     """Returns the figures of all predictions."""
     errors = [abs(speed.error) for speed in speeds]

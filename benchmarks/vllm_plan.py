@@ -28,7 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.bench.peers.protocol import Answer, PeerRequest
 from foretoken.cli.plan_vllm import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
@@ -48,6 +48,20 @@ from foretoken.plan.vllm import (
 from foretoken.train.widen.checkpoint import scaled
 from options import Output, some_prompts
 from predictions import PredictedSpeed, accuracy, accuracy_words
+
+COLUMNS = {
+    "vLLM": "{name}",
+    "tokens": "{num_speculative_tokens}",
+    "T": "{temperature:g}",
+    "run": "{run_for_the_plan}",
+    "predicted": "{predicted:.2f}",
+    "measured": "{measured:.2f}",
+    "bias": "{bias:+.1%}",
+    "error": "{median_error:.1%}",
+    "of tokens": "{median_tokens_error:.1%}",
+    "within 10 %": "{within_10_percent:.0%}",
+    "covered": "{coverage:.0%}",
+}
 
 
 class Kept:
@@ -160,15 +174,6 @@ def halves(
 
 def summary(pairs: Sequence[Pair], fresh: Sequence[Pair]) -> tuple[list[Table | str], dict[str, float]]:
     """Returns the table and the line to print, and the summary."""
-    rows = [
-        (
-            *(r["name"], r["num_speculative_tokens"], f"{r['temperature']:g}", "yes" if r["run_for_the_plan"] else ""),
-            *(f"{r['predicted']:.2f}", f"{r['measured']:.2f}", f"{r['bias']:+.1%}", f"{r['median_error']:.1%}"),
-            *(f"{r['median_tokens_error']:.1%}", f"{r['within_10_percent']:.0%}", f"{r['coverage']:.0%}"),
-        )
-        for r in (pair.to_dict() for pair in [*pairs, *fresh])
-    ]
-    heads = ("tokens", "T", "run", "predicted", "measured", "bias", "error", "of tokens", "within 10 %", "covered")
     speeds = [speed for pair in pairs for speed in pair.speeds]
     facts = {
         "pairs": float(len(pairs)),
@@ -179,7 +184,7 @@ def summary(pairs: Sequence[Pair], fresh: Sequence[Pair]) -> tuple[list[Table | 
         f"{len(pairs)} pairs, {len(speeds)} predictions: {accuracy_words(facts)}; largest bias of a pair "
         f"{facts['largest_bias']:+.1%}"
     )
-    return [figures(("vLLM", *heads), rows), said], facts
+    return [listing(COLUMNS, [pair.to_dict() for pair in [*pairs, *fresh]]), said], facts
 
 
 def main(
