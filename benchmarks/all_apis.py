@@ -1,6 +1,7 @@
 """Mixed traffic over all APIs of a server, with faults: whether any answer is lost, and whether memory stays flat.
 
     python benchmarks/all_apis.py --minutes 30
+    python benchmarks/all_apis.py --minutes 30 --kind mixed --kind leaving     # completions of all kinds
     python benchmarks/all_apis.py --url http://127.0.0.1:8000 --process PID --minutes 5 --rate 4
 
 Completions, chat completions, responses (stored ones are continued and deleted), messages, tokens and models, streamed
@@ -16,7 +17,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -28,6 +29,7 @@ from foretoken.bench.output import report
 from foretoken.bench.workloads import FUNCTIONS
 from options import Output
 from servers import memory_over_time, serving, talking
+from serving import mixed
 
 MAX_BODY = 2**18
 OPTIONS = ("--kv-cache-memory-bytes", "256MiB", "--max-body", str(MAX_BODY), "--response-store", "200")
@@ -45,6 +47,10 @@ ENDS = {  # what the last event of a stream must hold
 }
 
 
+GOOD = ("completions", "mixed", "chat", "responses", "messages", "calls", "schema", "continued", "small")
+FAULTS = ("leaving", "leaving", "bad_json", "bad_value", "oversize", "too_long", "cut_off", "unknown")
+
+
 class Traffic:
     """Requests of every kind on one server.
 
@@ -53,28 +59,22 @@ class Traffic:
         lost: What was wrong with each answer that was lost.
     """
 
-    def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, seed: int, kinds: Sequence[str] = ()) -> None:
         self.client, self.rng = client, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.lost: list[str] = []
         self._stored: list[str] = []
-        self._good: tuple[Callable[[], Awaitable[None]], ...] = (
-            *(self.completions, self.chat, self.responses, self.messages),
-            *(self.calls, self.schema, self.continued, self.small),
-        )
-        self._faults: tuple[Callable[[], Awaitable[None]], ...] = (
-            *(self.leaving, self.leaving, self.bad_json, self.bad_value),
-            *(self.oversize, self.too_long, self.cut_off, self.unknown),
-        )
+        self._good, self._faults = ([name for name in names if name in (kinds or names)] for names in (GOOD, FAULTS))
 
     async def one(self) -> None:
         """Sends one request; every fourth is a fault."""
-        kind = self.rng.choice(self._faults if self.rng.random() < 0.25 else self._good)
+        faulty = self._faults and (not self._good or self.rng.random() < 0.25)
+        name = self.rng.choice(self._faults if faulty else self._good)
         try:
-            await kind()
+            await getattr(self, name)()
         except (httpx.HTTPError, ValueError, LookupError, AssertionError) as error:
-            self.lost.append(f"{kind.__name__}: {type(error).__name__}: {error}"[:300])
-        self.counts[kind.__name__] += 1
+            self.lost.append(f"{name}: {type(error).__name__}: {error}"[:300])
+        self.counts[name] += 1
 
     def body(self, path: str) -> dict[str, Any]:
         """Returns a request that its API answers with a text."""
@@ -109,6 +109,10 @@ class Traffic:
 
     async def completions(self) -> None:
         await self.post("/v1/completions", self.body("/v1/completions"))
+
+    async def mixed(self) -> None:
+        """A completion with any parameters, as ``serving.py load`` sends it."""
+        await self.post("/v1/completions", mixed(self.rng, self.counts["mixed"]))
 
     async def chat(self) -> None:
         await self.post("/v1/chat/completions", self.body("/v1/chat/completions"))
@@ -243,6 +247,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="How long.")] = 30.0,
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 16,
     rate: Annotated[float, typer.Option(help="Requests per second, at most.")] = 1000.0,
+    kind: Annotated[list[str], typer.Option(help=f"Only these of {', '.join(dict.fromkeys((*GOOD, *FAULTS)))}.")] = [],
     seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
     url: Annotated[str | None, typer.Option(help=f"A server that runs, with {' '.join(OPTIONS)}.")] = None,
     process: Annotated[int, typer.Option(help="Its process.")] = 0,
@@ -252,17 +257,19 @@ def main(
 
     async def measured(address: str, of: int) -> tuple[Traffic, list[tuple[float, int]], str]:
         async with talking(address) as client:
-            traffic = Traffic(client, seed)
+            traffic = Traffic(client, seed, kind)
             memory = await run(traffic, of, minutes, concurrency, rate)
             return traffic, memory, await drained(client)
 
     with nullcontext((url, process)) if url else serving(*OPTIONS) as (address, of):
         traffic, memory, left = asyncio.run(measured(address, of))
-    sizes = [memory[place][1] / 2**20 for place in (0, len(memory) // 2, -1)]
+    sizes = [memory[place][1] / 2**20 for place in (0, len(memory) // 3, len(memory) // 2, -1)]
     said = [
         f"{sum(traffic.counts.values())} requests: {dict(sorted(traffic.counts.items()))}",
         " ".join([f"lost: {len(traffic.lost)}", *traffic.lost[:5], left]),
-        f"memory: {sizes[0]:.0f} MiB at the beginning, {sizes[1]:.0f} in the middle, {sizes[2]:.0f} at the end",
+        "memory: {:.0f} MiB at the beginning, {:.0f} after a third, {:.0f} after half, {:.0f} at the end".format(
+            *sizes
+        ),
     ]
     report(said, {}, output, counts=traffic.counts, lost=traffic.lost, memory=memory, left=left)
     raise typer.Exit(bool(traffic.lost or left))

@@ -4,10 +4,16 @@ Each request gets random sampling parameters. Plain decoding, one request at a t
 then go through an engine that speculates, in crowded batches with a bounded KV cache (so that requests are preempted),
 prefix caching, chunked prefill, random arrivals, priorities and aborts. Requests are greedy or seeded, so tokens, text,
 finish reason, log-probabilities and errors must be equal byte for byte; an aborted request must be a prefix.
+
+    python benchmarks/request_fuzz.py --pairs 100000
+    python benchmarks/request_fuzz.py --model smollm2 --model gemma3 --pairs 1000 --output after.json
+
+The digests of plain outputs are equal in another version (``PYTHONPATH=../before/src``) if its outputs are.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import tempfile
@@ -32,7 +38,7 @@ from foretoken.models.options import QUANTIZATIONS
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.shapes import LlamaShape
 from foretoken.train.target import new_model, save
-from options import Config, Output, label, with_models
+from options import MODEL_HELP, Config, Output, label, model_path, with_models
 
 CONTEXT = 256  # max_model_len of every engine
 BATCH = 24  # requests that are compared together
@@ -58,6 +64,7 @@ TINY: list[Config] = [
         ],
     },
 ]
+MODEL_FREE: list[Config] = [{"method": "ngram"}, {"method": "suffix"}, {"method": "recycling"}]
 BUNDLED: list[Config] = [
     {"method": "eagle3"},
     {"method": "eagle3", "tree": "top_k"},
@@ -266,6 +273,7 @@ class Arena:
     name: str
     plain: LLM
     drafted: dict[str, LLM]
+    outputs: Any = field(default_factory=hashlib.sha256)  # digest of the plain outputs
 
     @staticmethod
     def open(name: str, target: Path, draft: Path, configs: Sequence[Config], kind: str) -> Arena:
@@ -295,6 +303,7 @@ class Arena:
         vocabulary = self.plain.target.vocab_size
         cases = [random_case(rng, vocabulary) for _ in range(BATCH)]
         alone = [run(self.plain, [replace(case, arrives=0, abort_after=None)])[0] for case in cases]
+        self.outputs.update(repr(alone).encode())
         for name in rng.sample(sorted(self.drafted), min(engines, len(self.drafted))):
             together = run(self.drafted[name], cases)
             for case, plain, other in zip(cases, alone, together, strict=True):
@@ -323,6 +332,7 @@ def main(
     dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "int8"],
     seed: Annotated[int, typer.Option(help="The first batch's seed.")] = 0,
     heads: Annotated[bool, typer.Option(help="Also the bundled target's heads, one in eight.")] = True,
+    model: Annotated[list[str], typer.Option(help=f"{MODEL_HELP} In place of the others; may be repeated.")] = [],
     output: Output = None,
 ) -> None:
     """Compares random requests with plain decoding, over all proposers; the exit code is 1 if any output differs."""
@@ -330,28 +340,33 @@ def main(
     console = wide_console()
     differences: list[dict[str, Any]] = []
     counts = dict.fromkeys(("pairs", "aborted", "failed", "drafted", "accepted", "preemptions", "prefix_hits"), 0)
-    began = time.monotonic()
+    began, digests = time.monotonic(), dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
         pair = Pair(Path(folder))
         for kind in dtype:
-            arenas = [Arena.open("tiny", pair.target, pair.draft, TINY, kind)]
-            if heads:
+            paths = map(model_path, model)
+            arenas = [Arena.open(path.name, path, pair.draft, MODEL_FREE, kind) for path in paths]
+            if not model:
+                arenas.append(Arena.open("tiny", pair.target, pair.draft, TINY, kind))
+            if heads and not model:
                 arenas.append(Arena.open("bundled", zoo.path("target"), zoo.path("draft"), BUNDLED, kind))
             share, done = pairs // len(dtype), 0
             batches = range(-(-share // (BATCH * 4)))
             for batch in track(batches, kind, console=console, transient=True):
-                arena = arenas[1] if heads and batch % 8 == 7 else arenas[0]
+                arena = arenas[batch % len(arenas)] if model else arenas[heads and batch % 8 == 7]
                 for difference in arena.compare(seed + batch, engines=4, counts=counts):
                     done += 1
                     if difference is not None:
                         differences.append(difference | {"dtype": kind})
                         console.print(f"DIFFERENT: {json.dumps(differences[-1], default=str)[:2000]}", markup=False)
             counts["pairs"] += done
+            digests |= {f"{arena.name}, {kind}": arena.outputs.hexdigest()[:12] for arena in arenas}
             for llm in (llm for arena in arenas for llm in arena.drafted.values()):
                 counts["preemptions"] += llm.engine.usage.preemptions
                 counts["prefix_hits"] += llm.engine.usage.prefix_hits
     facts = counts | {"differences": len(differences), "seconds": round(time.monotonic() - began)}
-    report([], facts, output, differences=differences)
+    said = [f"plain outputs of {name}: {digest}" for name, digest in digests.items()]
+    report(said, facts, output, differences=differences, digests=digests)
     raise typer.Exit(1 if differences else 0)
 
 

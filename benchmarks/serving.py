@@ -1,24 +1,25 @@
-"""The server under load: throughput, latency during prefill, texts that must not change, and a long soak.
+"""The server under load: latency during prefill, and texts that must not change, also if replicas are killed.
 
-    python benchmarks/serving.py throughput --output serving.json
     python benchmarks/serving.py latency
     python benchmarks/serving.py load --requests 200
-    python benchmarks/serving.py soak --minutes 30
+    python benchmarks/serving.py load --replicas 4 --requests 200 --kills 3
 
-throughput: completion tokens per second at several concurrencies, alternating between a speculative and a plain server,
-on the widened pair. latency: time between chunks of running streams while a long prompt is prefilled. load: mixed
-requests, some cancelled half-way; every text must equal, byte for byte, that of the same request alone and without
-speculation, in float32. soak: the same mixture for a while; errors, and the server's memory.
-Every part starts its own servers and talks to them over HTTP, as clients do.
+latency: time between chunks of running streams while a long prompt is prefilled. load: mixed requests, some cancelled
+half-way; every text must equal, byte for byte, that of the same request alone and without speculation, in float32. With
+replicas on a private Ray cluster nothing is cancelled, replicas are killed, and the front's failovers are counted.
+Every part starts its own server and talks to it over HTTP, as clients do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -26,72 +27,19 @@ import numpy as np
 import typer
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.output import figures, report, wide_console
+from foretoken.bench.output import figures, report
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.http import at_once
 from options import Output, Small, target_path
-from servers import PLAIN, Answer, ask, memory_over_time, serving, talking
+from servers import Answer, ask, serving, talking
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = wide_console()
+Kills = tuple[int, float]
 SYSTEM = (
     "import os\nimport sys\nfrom collections import Counter, defaultdict\n\n\n" + "def helper(values):\n    pass\n" * 20
 )
 UNICODE = "names = {'日本語': 'ü', '🙂': 'μ"
 REPETITION = ("north east south west " * 24, "x = 0\n" * 40)
-
-
-def measured(url: str, concurrency: int, requests: int, tokens: int, temperature: float) -> float:
-    """Returns completion tokens per second."""
-
-    async def work() -> float:
-        async with talking(url) as client:
-            bodies = [fixed(FUNCTIONS[i % len(FUNCTIONS)], tokens, temperature) for i in range(requests)]
-            started = time.perf_counter()
-            answers = await at_once(concurrency, [partial(ask, client, body) for body in bodies])
-            assert not any(answer.error for answer in answers), answers
-            return sum(answer.tokens for answer in answers) / (time.perf_counter() - started)
-
-    return asyncio.run(work())
-
-
-@app.command()
-def throughput(
-    concurrency: Annotated[list[int], typer.Option(help="Requests at once; may be repeated.")] = [1, 4, 16, 32],
-    tokens: Annotated[int, typer.Option(help="Of every answer.")] = 96,
-    temperature: Annotated[float, typer.Option()] = 0.0,
-    repeats: Annotated[int, typer.Option(help="Turns of each server at each concurrency.")] = 3,
-    small: Small = False,
-    output: Output = None,
-) -> None:
-    """Prints tokens per second of the speculative server over those of the plain one."""
-    plain_model = pair(small)[:2]
-    rows: list[dict[str, Any]] = []
-    options = ("--max-num-seqs", str(max(concurrency)))
-    with serving(*pair(small), *options) as (fast, _), serving(*plain_model, *PLAIN, *options) as (plain, _):
-        for url in (fast, plain):
-            measured(url, 2, 2, 16, temperature)
-        for count in concurrency:
-            requests = max(4 * count, len(FUNCTIONS))  # so that the end, when the batch shrinks, has little weight
-            turns = [
-                [measured(url, count, requests, tokens, temperature) for url in (plain, fast)] for _ in range(repeats)
-            ]
-            ratios = [turn[1] / turn[0] for turn in turns]
-            rows.append(
-                {
-                    "concurrency": count,
-                    "plain": median(t[0] for t in turns),
-                    "ratios": ratios,
-                    "speculative": median(t[1] for t in turns),
-                    "ratio": median(ratios),
-                }
-            )
-            console.print(rows[-1])
-    cells = [
-        (row["concurrency"], f"{row['plain']:.1f}", f"{row['speculative']:.1f}", f"{row['ratio']:.2f}") for row in rows
-    ]
-    title = f"Served, temperature {temperature:g}"
-    report([figures(("at once", "plain tok/s", "speculative tok/s", "ratio"), cells, title)], {}, output, rows=rows)
 
 
 @app.command()
@@ -144,69 +92,108 @@ def load(
     requests: Annotated[int, typer.Option(help="How many.")] = 200,
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 16,
     config: Annotated[str | None, typer.Option(help="Another speculative configuration, as JSON.")] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas on a private Ray cluster; 0 is one engine.")] = 0,
+    cpus: Annotated[float | None, typer.Option(help="Cores of each. [a fair share]")] = None,
+    kills: Annotated[int, typer.Option(help="Replicas to kill (SIGKILL), one at a time.")] = 0,
+    pause: Annotated[float, typer.Option(help="Seconds before each.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
     output: Output = None,
 ) -> None:
     """Compares mixed requests, some of them cancelled, with the same requests alone and without speculation."""
     rng = random.Random(seed)
     bodies = [mixed(rng, number) for number in range(requests)]
-    leaving = [rng.randint(1, 5) if rng.random() < 0.2 else None for _ in bodies]
-    more = () if config is None else ("--speculative-config", config)
-    with serving("--dtype", "float32", *more) as (url, _):
-        answers = asyncio.run(many(url, bodies, leaving, concurrency))
+    leaving = [rng.randint(1, 5) if rng.random() < 0.2 and not replicas else None for _ in bodies]
+    more: tuple[str, ...] = () if config is None else ("--speculative-config", config)
+    more += ("--replicas", str(replicas)) if replicas else ()
+    more += ("--replica-cpus", str(cpus)) if cpus is not None else ()
+    with serving("--dtype", "float32", *more) as server:
+        answers, killed, page = asyncio.run(many(server, bodies, leaving, concurrency, (kills, pause)))
     stayed = [(body, answer) for body, answer in zip(bodies, answers, strict=True) if answer.text is not None]
     failed = [answer.error for _, answer in stayed if answer.error]
-    different = differing(stayed)
-    equal, gone = len(stayed) - len(different), len(bodies) - len(stayed)
+    different = differing([(body, answer) for body, answer in stayed if not answer.error])
+    equal, gone = len(stayed) - len(failed) - len(different), len(bodies) - len(stayed)
     said = (
         f"{len(bodies)} requests, {concurrency} at once: {gone} cancelled, {equal} of {len(stayed)} others byte for "
-        f"byte as alone, {len(failed)} errors"
+        f"byte as alone, {len(failed)} lost"
     )
-    report([said], {}, output, different=different, errors=failed, compared=len(stayed))
+    outcomes = failovers(page)
+    if replicas:
+        became = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        said += f"; {replicas} replicas, {killed} killed: {became}"
+    counts: dict[str, Any] = {"compared": len(stayed), "killed": killed, "outcomes": outcomes}
+    report([said], {}, output, different=different, errors=failed, **counts)
     raise typer.Exit(bool(different or failed))
 
 
-@app.command()
-def soak(
-    minutes: Annotated[float, typer.Option(help="How long.")] = 30.0,
-    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 16,
-    output: Output = None,
-) -> None:
-    """Runs the mixture for a while, and prints errors and the growth of memory per minute."""
-    with serving("--kv-cache-memory-bytes", "256MiB") as (url, process):
-        result = asyncio.run(soaked(url, process, minutes, concurrency))
-    times, sizes = np.array(result["memory"]).T
-    later = times > times[-1] / 3
-    slope = float(np.polyfit(times[later] / 60.0, sizes[later] / 2**20, 1)[0])
-    said = (
-        f"{minutes:g} minutes, {concurrency} at once: {result['requests']} requests, {result['cancelled']} cancelled, "
-        f"{len(result['errors'])} errors; memory {sizes[later][0] / 2**20:.0f} MiB after a third, "
-        f"{sizes[-1] / 2**20:.0f} MiB at the end, {slope:+.2f} MiB a minute; health {result['health']}"
-    )
-    report([said], {}, output, **result, slope_mib_per_minute=slope)
-    raise typer.Exit(bool(result["errors"]) or result["health"] != 200)
+async def many(
+    server: tuple[str, int],
+    bodies: Sequence[dict[str, Any]],
+    leaving: Sequence[int | None],
+    concurrency: int,
+    kills: Kills,
+) -> tuple[list[Answer], int, str]:
+    """Sends all requests while replicas are killed. Returns answers, number of kills, and the final metrics page.
 
+    Args:
+        server: Its address and process.
+        bodies: The requests.
+        leaving: Chunks after which a client disconnects, or None.
+        concurrency: Requests at once.
+        kills: Replicas to kill, and the seconds before each.
+    """
+    url, process = server
+    killed = 0
 
-async def soaked(url: str, process: int, minutes: float, concurrency: int) -> dict[str, Any]:
-    """Returns counts of requests, errors, and the server's memory over time."""
-    rng, end = random.Random(1), time.perf_counter() + 60.0 * minutes
-    result: dict[str, Any] = {"requests": 0, "cancelled": 0, "errors": []}
-
-    async def one() -> None:
-        while time.perf_counter() < end:
-            leave = rng.randint(1, 5) if rng.random() < 0.2 else None
-            answer = await ask(client, mixed(rng, result["requests"]), leave)
-            result["requests"] += 1
-            result["cancelled"] += answer.text is None
-            result["errors"] += [answer.error] if answer.error else []
+    async def kill() -> None:
+        nonlocal killed
+        while killed < kills[0]:
+            await asyncio.sleep(kills[1])
+            running = processes(process)
+            if len(running) > 1:  # the last one is spared: requests would wait for the next, which takes a while
+                os.kill(random.Random(killed).choice(running), signal.SIGKILL)
+                killed += 1
 
     async with talking(url) as client:
-        watch = asyncio.create_task(memory_over_time(process, end, min(5.0, minutes)))
-        await asyncio.gather(*(one() for _ in range(concurrency)))
-        result["memory"] = await watch
-        await asyncio.sleep(3.0)  # an idle server checks its own integrity
-        result["health"] = (await client.get("/health")).status_code
-    return result
+        killer = asyncio.create_task(kill())
+        jobs = [partial(ask, client, body, after) for body, after in zip(bodies, leaving, strict=True)]
+        answers = await at_once(concurrency, jobs)
+        killer.cancel()
+        await asyncio.gather(killer, return_exceptions=True)
+        return answers, killed, (await client.get("/metrics")).text
+
+
+def processes(server: int) -> list[int]:
+    """Returns the process ids of this server's replicas: descendants with the name that Ray gives them."""
+    parents: dict[int, int] = {}
+    named = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica"):
+                named.append(int(folder.name))
+        except OSError:  # it ended meanwhile
+            continue
+    return [process for process in named if descends(process, server, parents)]
+
+
+def descends(process: int, ancestor: int, parents: dict[int, int]) -> bool:
+    """Returns whether ``process`` is a descendant of ``ancestor``. parents: parent by process id."""
+    while process > 1:
+        if process == ancestor:
+            return True
+        process = parents.get(process, 0)
+    return False
+
+
+def failovers(page: str) -> dict[str, int]:
+    """Returns the front's failovers by outcome."""
+    counts = {}
+    for outcome in ("retried", "replayed", "broken"):
+        _, _, rest = page.partition(f'foretoken:failovers_total{{outcome="{outcome}"}} ')
+        counts[outcome] = int(float(rest.split()[0])) if rest else 0
+    return counts
 
 
 def differing(answers: Sequence[tuple[dict[str, Any], Answer]]) -> list[dict[str, Any]]:
@@ -219,15 +206,6 @@ def differing(answers: Sequence[tuple[dict[str, Any], Answer]]) -> list[dict[str
         if expected != answer.text:
             different.append({"body": body, "expected": expected, "got": answer.text})
     return different
-
-
-async def many(
-    url: str, bodies: Sequence[dict[str, Any]], leaving: Sequence[int | None], concurrency: int
-) -> list[Answer]:
-    """Sends all bodies, ``concurrency`` at a time. leaving: chunks after which a client disconnects, or None."""
-    async with talking(url) as client:
-        jobs = [lambda b=b, n=n: ask(client, b, n) for b, n in zip(bodies, leaving, strict=True)]
-        return await at_once(concurrency, jobs)
 
 
 def mixed(rng: random.Random, number: int) -> dict[str, Any]:

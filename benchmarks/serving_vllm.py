@@ -1,13 +1,14 @@
-"""Our server beside vLLM's: the same model, requests and machine, in turns at each concurrency.
+"""Our server beside vLLM's, or beside itself without speculation: the same model and requests, in turns.
 
     python benchmarks/serving_vllm.py --workload short --temperature 0 --output serving_vllm.json
     python benchmarks/serving_vllm.py --workload agents --turns 1 --max-tokens 8 --temperature 0
     python benchmarks/serving_vllm.py --workload short --concurrency 1 --vllm-depth 4
+    python benchmarks/serving_vllm.py --against plain --workload short --requests 4 --max-tokens 96
 
 Both servers run all the while, and wait while the other one is loaded. The load is that of ``foretoken bench serve``,
 with other prompts in each turn, and answers of several lengths, so that some requests begin while others decode.
 Ratios are medians of the turns, since a machine's speed changes between minutes.
-It needs ``make peers PEERS=vllm``. vLLM gets both cores and, where they are there, the libraries that it recommends
+vLLM needs ``make peers PEERS=vllm``; it gets both cores and, where they are there, the libraries that it recommends
 (Intel's OpenMP of its environment, tcmalloc of the system). Without ``--vllm-depth`` it decodes plainly.
 """
 
@@ -27,15 +28,14 @@ from foretoken.bench.http_page import load_table, speedup_lines
 from foretoken.bench.http_workloads import AGENTS, LONG, SHARED, SHORT, LoadPlan, run_workload
 from foretoken.bench.output import report, wide_console
 from foretoken.bench.peers.registry import PEERS
-from foretoken.train.widen.checkpoint import scaled
-from options import Output
-from servers import CONTEXT, SEQUENCES, serving, vllm_serving
+from options import Output, Small, target_path
+from servers import CONTEXT, PLAIN, SEQUENCES, serving, vllm_serving
 
 console = wide_console()
 
 
 def compared(theirs: Sequence[LoadResult], ours: Sequence[LoadResult]) -> Iterator[str]:
-    """Yields, for each workload and concurrency, our figures over vLLM's as medians of the turns, in words."""
+    """Yields, for each workload and concurrency, our figures over the other's as medians of the turns, in words."""
 
     def place(pair: tuple[LoadResult, LoadResult]) -> tuple[str, int]:
         return pair[0].workload, pair[0].concurrency
@@ -66,31 +66,34 @@ def main(
     turns: Annotated[int, typer.Option(help="Turns of each server at each concurrency.")] = 3,
     max_tokens: Annotated[list[int], typer.Option(help="Of the answers, one after another.")] = [32, 80, 48, 96, 64],
     long_tokens: Annotated[int, typer.Option(help="Of a long prompt, about.")] = 1500,
+    against: Annotated[str, typer.Option(help="vllm, or plain: ours without speculation.")] = "vllm",
+    small: Small = False,
     vllm_depth: Annotated[int, typer.Option(help="Draft tokens of vLLM; 0 is plain decoding.")] = 0,
     output: Output = None,
 ) -> None:
-    """Prints throughput and latencies of both servers, and ours over vLLM's."""
-    if PEERS["vllm"].missing:
+    """Prints throughput and latencies of both servers, and ours over the other's."""
+    if against == "vllm" and PEERS["vllm"].missing:
         raise SystemExit("vLLM is not set up; `make peers PEERS=vllm` does it")
-    model, draft = str(scaled()), str(zoo.path("draft"))
+    model, draft = str(target_path(None, small)), str(zoo.path("draft"))
     plan, record = LoadPlan(tuple(concurrency), requests, long_tokens), list[dict[str, object]]()
-    own = ("--model", model, "--draft-model", draft, "--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)
-    with vllm_serving(model, draft, vllm_depth) as (theirs, _), serving(*own) as (ours, _):
+    both = ("--model", model, "--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)
+    other = vllm_serving(model, draft, vllm_depth) if against == "vllm" else serving(*both, *PLAIN)
+    with other as (theirs, _), serving(*both, "--draft-model", draft) as (ours, _):
         for degree in temperature:
             options = {"temperature": degree, "ignore_eos": True}
-            addresses = {"vllm": theirs, "ours": ours}
+            addresses = {against: theirs, "ours": ours}
             servers = {name: LoadedServer(url, None, None, options, max_tokens) for name, url in addresses.items()}
             for server in servers.values():
                 server.run("warm-up", ["import os\n"] * 8, 4)
             for kind in workload:
                 loads = [run_workload(kind, server, plan) for _ in range(turns) for server in servers.values()]
-                both = [result for at_once in zip(*loads, strict=True) for result in at_once]
-                results = {name: both[number :: len(servers)] for number, name in enumerate(servers)}
+                every = [result for at_once in zip(*loads, strict=True) for result in at_once]
+                results = {name: every[number :: len(servers)] for number, name in enumerate(servers)}
                 for name, each in results.items():
                     console.print(f"{name}, temperature {degree:g}", load_table(each), *speedup_lines(each), sep="\n")
                     record += [{"server": name, "temperature": degree, **asdict(result)} for result in each]
-                console.print("\n".join(compared(results["vllm"], results["ours"])))
-    report([], {"vllm_depth": vllm_depth}, output, results=record)
+                console.print("\n".join(compared(results[against], results["ours"])))
+    report([], {"against": against, "vllm_depth": vllm_depth}, output, results=record)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,6 @@ ELSEWHERE = {
     "servers": "imported by serving, attacks, plan_endpoint, endpoint_audits and others",
     "systems": "imported by streams, never_slower, planner and others",
     "record_streams": "needs a real model; tests/control/test_streams.py replays what it wrote",
-    "replicas": "tests/serve/test_replicas.py kills one under load",
 }
 
 
@@ -147,10 +146,13 @@ def test_the_policy_and_single_parts_of_a_stream_are_measured(words):
 
 
 @pytest.mark.slow
-def test_saved_outputs_are_compared(folder):
-    requests = ["--model", str(zoo.path("draft")), "--pairs", "10"]
-    assert call("same_outputs", [*requests, "--save", "before.json"])
-    assert "0 of 10 pairs differ" in call("same_outputs", [*requests, "--compare", "before.json"])
+def test_the_outputs_of_random_requests_have_a_digest_by_model(folder, monkeypatch):
+    monkeypatch.setattr("request_fuzz.BATCH", 4)
+    words = ["--model", str(zoo.path("draft")), "--pairs", "4", "--dtype", "float32", "--output"]
+    call("request_fuzz", [*words, "one.json"])
+    call("request_fuzz", [*words, "other.json"])
+    one, other = (json.loads((folder / name).read_text())["digests"] for name in ("one.json", "other.json"))
+    assert list(one) == ["stdlib-1m, float32"] and one == other
 
 
 @pytest.mark.slow
@@ -211,13 +213,18 @@ def test_memory_pressure_runs_in_a_process_of_its_own():
 
 @pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
-def test_serving_measures_throughput(monkeypatch):
+def test_a_server_is_compared_with_itself_without_speculation():
+    words = "--against plain --small --workload short --concurrency 2 --requests 2 --max-tokens 8 --turns 1"
+    assert "x the tokens per second" in call("serving_vllm", [*words.split(), "--temperature", "0"])
+
+
+@pytest.mark.usefixtures("preloaded_python")
+@pytest.mark.slow
+def test_texts_under_load_are_those_of_requests_alone():
     serving = importlib.import_module("serving")
-    monkeypatch.setattr(serving, "FUNCTIONS", serving.FUNCTIONS[:4])
-    words = "throughput --small --concurrency 2 --tokens 8 --repeats 1"
-    result = CliRunner().invoke(serving.app, words.split(), catch_exceptions=False)
+    result = CliRunner().invoke(serving.app, ["load", "--requests", "4", "--concurrency", "2"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert "'ratios': [" in result.output
+    assert "byte for byte as alone, 0 lost" in " ".join(result.output.split())
 
 
 @pytest.mark.slow
