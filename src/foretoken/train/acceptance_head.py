@@ -39,12 +39,7 @@ from foretoken.train.windows import MAX_PROMPT, prepare_windows
 
 @dataclass(frozen=True)
 class AcceptanceExamples:
-    """Positions in text.
-
-    Args:
-        chance: Probability of acceptance, [N].
-        x: Features, float32 [N, H + 3], see ``propose.scores.features``.
-    """
+    """Probability of acceptance [N] and features [N, H + 3] at positions in text, see ``propose.scores.features``."""
 
     chance: Tensor
     x: Tensor
@@ -167,9 +162,7 @@ def _logits(model: FrozenTarget, ids: Tensor, skip: int) -> tuple[Tensor, Tensor
 def auc(scores: Tensor, chance: Tensor) -> float:
     """Returns the probability that an accepted token has a higher score than a rejected one (area under the ROC curve).
 
-    Args:
-        scores: Scores of tokens, [N].
-        chance: Probability of acceptance, [N]. Each token counts as accepted and as rejected with these weights.
+    Each token counts as accepted with weight ``chance`` [N], and as rejected with the rest.
     """
     values, group = torch.unique(scores, return_inverse=True)
     yes = torch.zeros(len(values), dtype=torch.float64).index_add_(0, group, chance.double())

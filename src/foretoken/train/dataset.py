@@ -125,13 +125,8 @@ class HiddenStateDataset:
 class TopTokens:
     """Windows of text and the target's most likely next tokens there, computed once and kept on disk.
 
-    Args:
-        target: The target, on the CPU.
-        windows: Token ids, [N, T].
-        folder: Folder of the files. It is reused if it holds those of the same target and windows.
-        top: Most likely tokens kept per position.
-        limit_seconds: Time after which computing ends with the windows done so far.
-        compile_model: Whether to compile, see ``optimization.compiled``.
+    The target is on the CPU. Files in ``folder`` are reused if they are those of the same target and windows [N, T].
+    Computing ends after ``limit_seconds`` with the windows done so far.
 
     Attributes:
         ids: Token ids of the windows that were done.

@@ -53,13 +53,7 @@ class Head(nn.Module, ABC):
         """Returns the trained outputs."""
 
     def begin(self, progress: float, step: int, length: int) -> None:
-        """Called before each training step.
-
-        Args:
-            progress: Finished fraction of the run.
-            step: Number of the step.
-            length: Tokens per window.
-        """
+        """Called before each training step, with the finished fraction of the run and the tokens per window."""
 
     @abstractmethod
     def describe(self, target: FrozenTarget) -> dict[str, Any]:
@@ -112,13 +106,8 @@ def mask_token_of(given: int | None, target: FrozenTarget, counts: Tensor) -> in
 def start_near_target(fc: nn.Linear, norm: Tensor, target: FrozenTarget, offset: float = 0.0) -> None:
     """Initializes a head near the target: ``fc`` passes on its last input, the last norm is small.
 
-    Such a head predicts token i + 1, which it is given, so its output starts uncertain.
-
-    Args:
-        fc: Projection of the concatenated inputs.
-        norm: Weight of the head's last norm.
-        target: The target.
-        offset: Value that the head adds to the norm's stored weight.
+    Such a head predicts token i + 1, which it is given, so its output starts uncertain. ``offset`` is the value that it
+    adds to the norm's stored weight.
     """
     width = fc.out_features
     fc.weight.normal_(std=0.005)

@@ -75,11 +75,11 @@ class HeadAttention(nn.Module):
 
     Args:
         inputs: Width of the input.
-        shape: The target's configuration.
-        heads: Attention heads, None for the target's number.
-        kv_heads: Key-value heads, None for the target's number.
+        shape: The target's configuration, whose numbers of heads are the defaults.
+        heads: Attention heads.
+        kv_heads: Key-value heads.
         queries: 2 if the query projection has a gate after each query, else 1.
-        norm: Norm of queries and keys, None for no norm.
+        norm: Norm of queries and keys.
     """
 
     def __init__(
@@ -204,13 +204,7 @@ class GatedAttention(UnrolledAttention):
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer of a head.
-
-    Args:
-        attention: Its attention.
-        shape: The target's configuration.
-        intermediate: Units of the MLP.
-    """
+    """A decoder layer of a head, for a target of the configuration ``shape``."""
 
     def __init__(self, attention: HeadAttention, shape: Any, intermediate: int) -> None:
         super().__init__()

@@ -61,9 +61,7 @@ def _acceptance_loss(divergence: Tensor, p: Tensor, log_q: Tensor, acceptance: T
 def acceptance_weight(progress: float, share: float) -> Tensor:
     """Returns the weight of the acceptance loss, a scalar: 0, then rising over a third of ``share``, then 1.
 
-    Args:
-        progress: Finished fraction of the run.
-        share: Last fraction of the run, which changes to the acceptance loss.
+    ``share`` is the last fraction of the run, ``progress`` the finished one.
     """
     into = 0.0 if share <= 0 else (progress - (1 - share)) / (share / 3)
     return torch.tensor(min(1.0, max(0.0, into)))
@@ -95,12 +93,6 @@ def head_loss(head: Head, batch: TrainBatch, discount: float, acceptance: Tensor
 
     p is the target's distribution over the head's vocabulary; a position with little probability there counts less.
     A head's estimates of its acceptance add their cross-entropy with sum min(p, q_j).
-
-    Args:
-        head: The head.
-        batch: Training batch of its target.
-        discount: Factor per depth.
-        acceptance: Weight of the acceptance loss, a scalar tensor from 0 to 1.
     """
     probs, drafted = draft_columns(batch.target_probs(), head), head(batch)
     total = torch.zeros((), device=probs.device)
@@ -130,15 +122,9 @@ def draft_columns(probs: Tensor, head: Head) -> Tensor:
 def chain_acceptance(head: Head, dataset: HiddenStateDataset, greedy: bool, skip: int) -> list[float]:
     """Returns the probabilities that the first 1, 2, ... tokens of a chain are all accepted, along the target's text.
 
-    Args:
-        head: The head.
-        dataset: Text that the target sampled.
-        greedy: Temperature 0: the fraction of chains whose argmaxes all equal the target's. Otherwise the product of
-            sum min(p, q) for heads that sample, or of the target's p at the argmax for heads that do not.
-        skip: Positions to skip at the beginning of each window.
-
-    Returns:
-        One probability per depth, means over positions.
+    They are means over positions, from ``skip`` on in each window. With ``greedy``, at temperature 0, the probability
+    is the fraction of chains whose argmaxes all equal the target's. Otherwise it is the product of sum min(p, q) for
+    heads that sample, or of the target's p at the argmax for heads that do not.
     """
     sums, count = torch.zeros(head.depths, dtype=torch.float64), 0
     for batch in dataset.in_order():
@@ -169,13 +155,8 @@ def _acceptance(head: Head, batch: TrainBatch, greedy: bool, skip: int) -> Tenso
 def evaluated(head: Head, greedy: HiddenStateDataset, sampled: HiddenStateDataset, skip: int) -> dict[str, float]:
     """Returns expected acceptance lengths (tokens per target pass) at temperatures 0 and 1, and acceptance by position.
 
-    ``greedy_k`` and ``drawn_k`` are the acceptance of position k given that all before it were accepted.
-
-    Args:
-        head: The head.
-        greedy: Text that the target sampled at temperature 0.
-        sampled: Text that the target sampled at temperature 1.
-        skip: Positions to skip at the beginning of each window.
+    ``greedy_k`` and ``drawn_k`` are the acceptance of position k given that all before it were accepted, on text that
+    the target sampled at temperatures 0 and 1, without the first ``skip`` positions of each window.
     """
     chains = {
         "greedy": chain_acceptance(head, greedy, True, skip),

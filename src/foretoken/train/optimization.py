@@ -20,13 +20,8 @@ class StackedMuon(torch.optim.Optimizer):
     """torch.optim.Muon with ``adjust_lr_fn="match_rms_adamw"``, over all matrices of a shape at once.
 
     A parameter [..., m, n] is a stack of matrices, each of which is made orthogonal by itself: the experts of a layer,
-    say. A step takes few large operations, where one by one a GPU would wait for the next.
-
-    Args:
-        params: Parameters or groups, as of any optimizer.
-        lr: Learning rate.
-        weight_decay: Decoupled weight decay.
-        momentum: Share of the earlier gradients.
+    say. A step takes few large operations, where one by one a GPU would wait for the next. The weight decay is
+    decoupled.
     """
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
@@ -97,13 +92,7 @@ def _is_matrix(name: str) -> bool:
 
 
 def compiled(fn: Callable[..., Any], enabled: bool | None, dynamic: bool | None = None) -> Callable[..., Any]:
-    """Returns ``fn`` compiled by torch.compile.
-
-    Args:
-        fn: A function or model.
-        enabled: Whether to compile, None for where a C++ compiler exists.
-        dynamic: As in torch.compile.
-    """
+    """Returns ``fn`` compiled by torch.compile if ``enabled``; None compiles if there is a C++ compiler."""
     if enabled is None:
         enabled = shutil.which("g++") is not None
     return torch.compile(fn, dynamic=dynamic) if enabled else fn
@@ -114,10 +103,6 @@ class CudaGraphStep:
 
     All batches must have the shape of the first one, and ``loss_fn`` must neither wait for the device nor branch on
     computed values.
-
-    Args:
-        model: The model, whose parameters get gradients.
-        loss_fn: Returns the loss of a batch.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Tensor], Tensor]) -> None:

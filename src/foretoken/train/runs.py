@@ -136,14 +136,7 @@ class TrainingRun:
 
 
 def command_line(arguments: str, config: TrainConfig, corpus: str, option: str = "--corpus") -> str:
-    """Returns the command that reproduces a run. Files of the user's corpus are a placeholder.
-
-    Args:
-        arguments: Arguments of ``foretoken train`` but those of the training configuration.
-        config: Training configuration.
-        corpus: Name of the corpus.
-        option: Name of the option for the corpus.
-    """
+    """Returns the command that reproduces a run, see ``TrainingRun.write``. The user's files are a placeholder."""
     texts = f"{option} FILES" if corpus == "user files" else ""
     return " ".join(f"foretoken train {arguments} {config.arguments()} {texts}".split())
 

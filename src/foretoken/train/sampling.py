@@ -107,13 +107,9 @@ def gpu_batch(model: Any, length: int) -> int:
 
 @dataclass(frozen=True)
 class BatchDecoder:
-    """Decodes batches of new sequences.
+    """Decodes batches of at most ``batch`` new sequences of at most ``max_length`` tokens.
 
-    Args:
-        batch: Largest number of sequences at once.
-        begin: Begins a batch, and ends the one before.
-        device: Device of the logits.
-        max_length: Largest number of tokens.
+    ``begin`` begins a batch, and ends the one before. Its logits are on ``device``.
     """
 
     batch: int
@@ -124,13 +120,9 @@ class BatchDecoder:
 
 @contextmanager
 def open_decoder(folder: Path, source: Path, device: torch.device, length: int) -> Iterator[BatchDecoder]:
-    """Yields the decoder of a model.
+    """Yields the decoder of the model in ``folder``, for windows of ``length`` tokens.
 
-    Args:
-        folder: Folder of the model.
-        source: The user's own file of it, which is faster on a CPU than the folder.
-        device: Device of the model.
-        length: Tokens of a window.
+    source: the user's own file of the model, which is faster on a CPU than the folder.
     """
     config = load_config(folder)
     windowed = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
@@ -176,13 +168,7 @@ class Sampler:
 
     End-of-text tokens do not end a sequence, since windows of a corpus go on after the end of a file, too.
 
-    Args:
-        turns: The model's turns.
-        starts: Given first tokens of each sequence, [B] lists.
-        request_temperatures: Temperatures of the requests, [B].
-        answer_temperatures: Temperatures of the answers, [B].
-        device: Device of the logits.
-        seed: Seed of the samples.
+    ``starts`` are the given first tokens of each sequence, [B] lists. Temperatures are [B].
     """
 
     def __init__(

@@ -127,10 +127,7 @@ class Trainer:
         Ctrl-C finishes the current step, writes a checkpoint and raises KeyboardInterrupt; a second one stops at once.
         A run that is resumed with a length which it has already reached ends with the weights of its best evaluation.
 
-        Args:
-            batches: Token ids [B, T], or tuples that begin with them.
-            loss_fn: Returns the loss of a batch.
-            evaluate: Returns figures by name.
+        Batches are token ids [B, T], or tuples that begin with them. ``evaluate`` returns figures by name.
         """
         shortened = self.progress() >= 1.0 and not self._finished
         with Reporter("training", shown=processes.rank() == 0) as report, _Interrupt() as interrupt:

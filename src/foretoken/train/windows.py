@@ -60,14 +60,7 @@ def prepare_windows(
     temperatures 0 and 1. "text" is cut from held-out files. Without a corpus, the target writes everything, see
     ``conversations``. Windows in ``folder`` for the same target, corpus and settings are reused.
 
-    Args:
-        target: Folder of the target.
-        device: Its device.
-        corpus: Text, or ``OWN_TEXT``.
-        folder: Folder of the windows.
-        config: Training configuration.
-        data: Settings of the data.
-        source: The user's own file of the target, which writes faster on a CPU than the folder.
+    source: the user's own file of the target, which writes faster on a CPU than the folder ``target``.
 
     Raises:
         InvalidRequest: ``folder`` holds other windows, or the corpus is shorter than a window.
