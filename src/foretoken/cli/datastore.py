@@ -11,7 +11,6 @@ import typer
 from foretoken.cli.options import MODEL, Json
 
 PIECE = 1 << 20  # characters that are tokenized together; longer documents are split
-SUFFIXES = {".py", ".md", ".txt"}  # looked for in folders, as by ``foretoken train``
 
 
 def build_datastore(
@@ -55,18 +54,11 @@ def build_datastore(
 
 def _files(paths: list[Path]) -> list[Path]:
     from foretoken.core.errors import InvalidRequest
+    from foretoken.train.data import text_files
 
-    result: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            result += sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        elif path.is_file():
-            result.append(path)
-        else:
-            raise InvalidRequest(f"no such file or folder: {path}; pass text files or folders of them")
-    if not result:
+    if not (files := text_files(paths)):
         raise InvalidRequest("the folders hold no .py, .md or .txt file; name the files themselves")
-    return result
+    return files
 
 
 def _batches(files: list[Path]) -> Iterator[list[str]]:

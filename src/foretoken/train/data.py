@@ -62,18 +62,24 @@ def from_files(paths: list[Path]) -> Corpus:
     Raises:
         InvalidRequest: A path does not exist, or there are fewer than two texts.
     """
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            files += sorted(f for f in path.rglob("*") if f.suffix in {".py", ".md", ".txt"})
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise InvalidRequest(f"no such file or folder: {path}; pass text files or folders of them")
+    files = text_files(paths)
     corpus = _split("user files", Path("."), files) if files else Corpus("", (), ())
     if (count := len(corpus.train) + len(corpus.held_out)) < 2:
         raise InvalidRequest(f"found {count} text file(s); at least two are needed, one of them to hold out")
     return replace(corpus, paths=tuple(paths))
+
+
+def text_files(paths: list[Path]) -> list[Path]:
+    """Returns the files of ``paths``, and those in its folders that are text by their names. Raises InvalidRequest."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(f for f in path.rglob("*") if f.suffix in {".py", ".md", ".txt"} and f.is_file())
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise InvalidRequest(f"no such file or folder: {path}; pass text files or folders of them")
+    return files
 
 
 def _split(name: str, root: Path, files: list[Path]) -> Corpus:

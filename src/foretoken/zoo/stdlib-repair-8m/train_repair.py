@@ -554,13 +554,15 @@ def write_seq2seq_cards(target: Path, draft: Path | None, corpus: Corpus) -> lis
     """
     draft_facts = None if draft is None else read_provenance(draft)
     facts, model = read_provenance(target), load_seq2seq(target)
-    held_out = _evaluation_batches(corpus, facts)
-    figures = measure(model, held_out) | exactness(model, _tasks(corpus, facts, _GENERATED), facts["config"]["window"])
+    config = TrainConfig(**facts["config"])
+    tasks = evaluation_batches(corpus, bundled_tokenizer(), config)
+    written_tasks = held_out(_GENERATED, 0, corpus, window=config.window)
+    figures = measure(model, tasks) | exactness(model, written_tasks, config.window)
     facts["command"] = present_command(f"seq2seq {target.name}", target, facts, SEQ2SEQ_SHAPE)
     written = [_write(target, facts, figures)]
     if draft is not None and draft_facts is not None:
         facts, small = draft_facts, load_seq2seq(draft)
-        figures = measure(small, held_out) | measure(small, held_out, model)
+        figures = measure(small, tasks) | measure(small, tasks, model)
         what = f"seq2seq-draft {draft.name} --target {target.name} --acceptance-share {facts['acceptance_share']:g}"
         facts["command"] = present_command(what, draft, facts, SEQ2SEQ_DRAFT_SHAPE)
         written.append(_write(draft, facts | {"target": target.name}, figures))
@@ -582,15 +584,6 @@ def exactness(model: T5ForConditionalGeneration, tasks: list[RepairTask], window
             rows += len(labels)
             report.update(rows / len(tasks))
     return {"exact_repairs": exact / len(tasks), "tasks_written": float(len(tasks))}
-
-
-def _evaluation_batches(corpus: Corpus, facts: dict[str, Any]) -> list[Batch]:
-    window = facts["config"]["window"]
-    return held_out_batches(bundled_tokenizer(), _tasks(corpus, facts, HELD_OUT_TASKS), window, 16 * window)
-
-
-def _tasks(corpus: Corpus, facts: dict[str, Any], count: int) -> list[RepairTask]:
-    return held_out(count, 0, corpus, window=facts["config"]["window"])
 
 
 def _write(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> Path:
