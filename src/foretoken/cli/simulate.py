@@ -15,7 +15,8 @@ from foretoken.cli.options import ReportOptions
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from foretoken.plan.simulation.simulate import Setting, SimulationResult, Sweep
+    from foretoken.plan.simulation.pipelines import Setting
+    from foretoken.plan.simulation.simulate import SimulationResult, Sweep
 
 UNITS = {
     "rtt": (1e3, " ms round trip"),
@@ -57,7 +58,7 @@ class SimulationOptions:
     @property
     def setting(self) -> Setting:
         """Workers and a text. Raises InvalidRequest."""
-        from foretoken.plan.simulation.simulate import Setting
+        from foretoken.plan.simulation.pipelines import Setting
 
         return Setting(
             self.target_ms / 1e3,

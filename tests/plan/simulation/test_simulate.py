@@ -10,7 +10,8 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.simulation import pipelines
-from foretoken.plan.simulation.simulate import STRATEGIES, Setting, pays, simulate, sweep
+from foretoken.plan.simulation.pipelines import Setting
+from foretoken.plan.simulation.simulate import STRATEGIES, pays, simulate, sweep
 
 TARGET = 0.030
 

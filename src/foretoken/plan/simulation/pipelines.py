@@ -9,12 +9,48 @@ its rows, as in the papers. ``simulate`` simulates what is computed here.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.formulas.theory import tokens_per_pass
 
 MAX_WINDOW = 32  # greatest draft length that ``best_window`` considers
+MAX_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Workers and a text.
+
+    acceptance: of a draft token by its position since the last token of the target's own; the last value repeats.
+    """
+
+    target: float  # seconds of a target pass
+    draft: float  # seconds of a draft pass
+    acceptance: tuple[float, ...]
+    depth: int = 5  # tokens drafted before a target pass is requested (gamma, lookahead)
+    verifiers: int = 1  # target servers; only ``dsi`` uses more than one
+    rtt: float = 0.0  # seconds of a round trip between draft and target
+    tokens: int = 1000  # length of the text
+    seed: int = 0  # of the acceptance
+
+    def __post_init__(self) -> None:
+        number("target", self.target, 0.0)
+        number("draft", self.draft, 0.0)
+        number("rtt", self.rtt, 0.0)
+        integer("depth", self.depth, 1)
+        integer("verifiers", self.verifiers, 1)
+        integer("tokens", self.tokens, 1, MAX_TOKENS)
+        integer("seed", self.seed, 0)
+        if not self.acceptance:
+            raise InvalidRequest("acceptance must hold one chance, or one for each position, got none")
+        for position, chance in enumerate(self.acceptance, 1):
+            number(f"acceptance at position {position}", chance, 0.0, 1.0)
+        if self.target == 0.0 or self.draft == 0.0:
+            raise InvalidRequest(
+                f"passes must take time, got {self.target} s of the target and {self.draft} s of the draft"
+            )
 
 
 def plain_seconds(target: float) -> float:

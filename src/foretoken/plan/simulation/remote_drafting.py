@@ -13,7 +13,8 @@ from typing import Any
 from foretoken.core.checks import number
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.simulation.simulate import MARGIN, Setting, simulate
+from foretoken.plan.simulation.pipelines import Setting
+from foretoken.plan.simulation.simulate import MARGIN, simulate
 
 LOCAL = "local"
 STRATEGIES = ("si", "dsd", "pearl", "dsi")

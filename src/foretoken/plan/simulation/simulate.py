@@ -11,48 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretoken.core.checks import integer, number
+from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
+from foretoken.plan.simulation.pipelines import Setting
 
 STRATEGIES = ("plain", "si", "dsi", "pearl", "dsd")
 PIPELINED = ("dsi", "pearl")
 SWEEPS = {"rtt": "rtt", "acceptance": "acceptance", "verifiers": "verifiers", "draft-ms": "draft"}
 MARGIN = 1.01  # speedup over the best sequential strategy from which pipelining is called profitable
-MAX_TOKENS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Workers and a text.
-
-    acceptance: of a draft token by its position since the last token of the target's own; the last value repeats.
-    """
-
-    target: float  # seconds of a target pass
-    draft: float  # seconds of a draft pass
-    acceptance: tuple[float, ...]
-    depth: int = 5  # tokens drafted before a target pass is requested (gamma, lookahead)
-    verifiers: int = 1  # target servers; only ``dsi`` uses more than one
-    rtt: float = 0.0  # seconds of a round trip between draft and target
-    tokens: int = 1000  # length of the text
-    seed: int = 0  # of the acceptance
-
-    def __post_init__(self) -> None:
-        number("target", self.target, 0.0)
-        number("draft", self.draft, 0.0)
-        number("rtt", self.rtt, 0.0)
-        integer("depth", self.depth, 1)
-        integer("verifiers", self.verifiers, 1)
-        integer("tokens", self.tokens, 1, MAX_TOKENS)
-        integer("seed", self.seed, 0)
-        if not self.acceptance:
-            raise InvalidRequest("acceptance must hold one chance, or one for each position, got none")
-        for position, chance in enumerate(self.acceptance, 1):
-            number(f"acceptance at position {position}", chance, 0.0, 1.0)
-        if self.target == 0.0 or self.draft == 0.0:
-            raise InvalidRequest(
-                f"passes must take time, got {self.target} s of the target and {self.draft} s of the draft"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +122,8 @@ def _run(texts: Sequence[Setting], name: str) -> SimulationResult:
     seconds = drafting = verifying = 0.0
     for text in texts:
         env = simpy.Environment()
-        tape = strategies.AcceptanceTape(text.acceptance, text.seed)
-        work = strategies.SimulatedRequest(env, tape, text.tokens, text.verifiers)
-        env.process(strategies.STRATEGIES[name](work, text.target, text.draft, text.depth, text.rtt))
+        work = strategies.SimulatedRequest(env, text)
+        env.process(strategies.STRATEGIES[name](work))
         env.run(until=work.done)
         seconds += env.now
         drafting += min(env.now, work.drafting)

@@ -1,6 +1,6 @@
 """Strategies of speculative decoding across workers, as processes of a discrete-event simulation (SimPy).
 
-An *acceptance tape* holds one random number per position of the text, so that all strategies decode the same text.
+Every position of the text has one random number, so that all strategies decode the same text.
 Times are in seconds. Half of a round trip passes before a target pass, half after it.
 """
 
@@ -8,33 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import simpy
 
-from foretoken.plan.simulation.pipelines import best_window
+from foretoken.plan.simulation.pipelines import Setting, best_window
 
 Steps = Generator[simpy.Event, Any, Any]
-
-
-class AcceptanceTape:
-    """One uniform number per position of the text. A draft token is accepted if its acceptance rate is larger."""
-
-    def __init__(self, chances: Sequence[float], seed: int) -> None:
-        self.chances, self._draw, self._drawn = chances, random.Random(seed), list[float]()
-
-    def accepts(self, place: int, position: int) -> bool:
-        """Whether a draft token is accepted.
-
-        Args:
-            place: Its position in the text.
-            position: Its position since the last token of the target's own, from 0. The last of the chances is that of
-                all further positions.
-        """
-        while len(self._drawn) <= place:
-            self._drawn.append(self._draw.random())
-        return self._drawn[place] < self.chances[min(position, len(self.chances) - 1)]
 
 
 class SimulatedRequest:
@@ -43,88 +24,97 @@ class SimulatedRequest:
     ``tokens`` is the number of committed tokens. ``done`` is the event of its end.
     """
 
-    def __init__(self, env: simpy.Environment, tape: AcceptanceTape, length: int, verifiers: int) -> None:
-        self.env, self.tape, self.length = env, tape, length
-        self.servers = simpy.Resource(env, capacity=verifiers)
+    def __init__(self, env: simpy.Environment, setting: Setting) -> None:
+        self.env, self.setting = env, setting
+        self.servers = simpy.Resource(env, capacity=setting.verifiers)
         self.done = env.event()
         self.tokens = self.drafted = self.accepted = self.passes = 0
         self.drafting = self.verifying = 0.0
+        self._random, self._tape = random.Random(setting.seed), list[float]()
+
+    def accepts(self, place: int, position: int) -> bool:
+        """Whether a draft token is accepted.
+
+        Args:
+            place: Its position in the text.
+            position: Its position since the last token of the target's own, from 0.
+        """
+        while len(self._tape) <= place:
+            self._tape.append(self._random.random())
+        rates = self.setting.acceptance
+        return self._tape[place] < rates[min(position, len(rates) - 1)]
 
     def commit(self, tokens: int) -> None:
         """Commits ``tokens`` tokens. The request ends when it has reached its length."""
         self.tokens += tokens
-        if self.tokens >= self.length and not self.done.triggered:
+        if self.tokens >= self.setting.tokens and not self.done.triggered:
             self.done.succeed()
 
-    def draft(self, tokens: int, step: float) -> Steps:
-        """Drafts ``tokens`` tokens, one after the other, in ``step`` seconds each."""
+    def draft(self, tokens: int) -> Steps:
+        """Drafts ``tokens`` tokens, one after the other."""
         began = self.env.now
-        yield self.env.timeout(tokens * step)
+        yield self.env.timeout(tokens * self.setting.draft)
         self.drafting += self.env.now - began
         self.drafted += tokens
 
-    def verify(self, target: float, rtt: float) -> Steps:
+    def verify(self, rtt: float) -> Steps:
         """Runs a target pass on the next free server, over the network. The time of an interrupted pass counts."""
         yield self.env.timeout(rtt / 2)
         with self.servers.request() as turn:
             yield turn
             began = self.env.now
             try:
-                yield self.env.timeout(target)
+                yield self.env.timeout(self.setting.target)
                 self.passes += 1
             finally:
                 self.verifying += self.env.now - began
         yield self.env.timeout(rtt / 2)
 
-    def agreed(self, depth: int) -> int:
-        """Returns the number of the next ``depth`` draft tokens that are accepted."""
-        count = 0
-        while count < depth and self.tape.accepts(self.tokens + count, count):
-            count += 1
-        return count
 
-
-def plain(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
+def plain(work: SimulatedRequest) -> Steps:
     """Plain decoding. Tokens are streamed, so the round trip counts once."""
-    yield work.env.timeout(rtt)
+    yield work.env.timeout(work.setting.rtt)
     while not work.done.triggered:
-        yield from work.verify(target, 0.0)
+        yield from work.verify(0.0)
         work.commit(1)
 
 
-def sequential(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
-    """SI: drafts ``depth`` tokens, then waits for the pass that verifies them (2211.17192)."""
+def sequential(work: SimulatedRequest, window: int = 0) -> Steps:
+    """SI: drafts ``depth`` tokens, or a ``window``, then waits for the pass that verifies them (2211.17192)."""
+    depth = window or work.setting.depth
     while not work.done.triggered:
-        yield from work.draft(depth, draft)
-        yield from work.verify(target, rtt)
-        accepted = work.agreed(depth)
+        yield from work.draft(depth)
+        yield from work.verify(work.setting.rtt)
+        accepted = 0
+        while accepted < depth and work.accepts(work.tokens + accepted, accepted):
+            accepted += 1
         work.accepted += accepted
         work.commit(accepted + 1)
 
 
-def edge(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
+def edge(work: SimulatedRequest) -> Steps:
     """DSD: sequential speculation between edge and cloud (2511.21669), with a window that suits the round trip.
 
     The paper learns its window. Here it is the fixed one that is optimal by formula for the first position's
     acceptance. ``depth`` is ignored.
     """
-    chance = work.tape.chances[0]
-    return sequential(work, target, draft, best_window(chance, target, draft, rtt), rtt)
+    setting = work.setting
+    return sequential(work, best_window(setting.acceptance[0], setting.target, setting.draft, setting.rtt))
 
 
-def parallel(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
+def parallel(work: SimulatedRequest) -> Steps:
     """PEARL (2408.11850): ``depth`` tokens are drafted during every target pass, and both wait for each other."""
+    depth = work.setting.depth
     pending = 0  # draft tokens whose first is accepted and whose others the next pass verifies
     while not work.done.triggered:
-        env = work.env
-        yield env.process(work.draft(depth, draft)) & env.process(work.verify(target, rtt))
+        yield work.env.process(work.draft(depth)) & work.env.process(work.verify(work.setting.rtt))
         if not pending:  # pre-verify: the pass had no draft tokens, and verifies the first of those drafted meanwhile
-            if work.tape.accepts(work.tokens, 0):
+            if work.accepts(work.tokens, 0):
                 work.accepted, pending = work.accepted + 1, 1
             work.commit(1)
             continue
         count = 0  # post-verify: the rest of the last draft, and the first token of the one drafted meanwhile
-        while count < depth and work.tape.accepts(work.tokens + count, pending + count):
+        while count < depth and work.accepts(work.tokens + count, pending + count):
             count += 1
         work.accepted += count
         pending = pending + count if count == depth else 0
@@ -140,10 +130,9 @@ class Distributed:
     draft is sent, so that this is at least as fast as plain decoding on one server.
     """
 
-    def __init__(self, work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> None:
-        self.work, self.env = work, work.env
-        self.target, self.step, self.depth, self.rtt = target, draft, depth, rtt
-        self.max_passes = work.servers.capacity * (1 + math.ceil(rtt / target))
+    def __init__(self, work: SimulatedRequest) -> None:
+        self.work, self.env, self.setting = work, work.env, work.setting
+        self.max_passes = self.setting.verifiers * (1 + math.ceil(self.setting.rtt / self.setting.target))
         self.passes: dict[int, simpy.Process] = {}  # in flight, by their number of draft tokens
         self.run = self.drafted = self.verified = self.known = self.sent = 0
         self.restarted = self.env.event()
@@ -163,7 +152,7 @@ class Distributed:
 
     def send(self) -> None:
         """Requests a pass over the draft if a whole block is new, or if no pass is in flight."""
-        due = self.drafted // self.depth * self.depth if self.passes else self.drafted
+        due = self.drafted - (self.drafted % self.setting.depth if self.passes else 0)
         if due > self.sent and len(self.passes) < self.max_passes and not self.work.done.triggered:
             self.sent = due
             self.passes[due] = self.env.process(self.verification(due, self.run))
@@ -171,7 +160,7 @@ class Distributed:
     def verification(self, rows: int, run: int) -> Steps:
         """Runs a pass over ``rows`` draft tokens of run number ``run``."""
         try:
-            yield from self.work.verify(self.target, self.rtt)
+            yield from self.work.verify(self.setting.rtt)
             yield self.env.timeout(0)  # a token drafted at this very moment is part of the draft
         except simpy.Interrupt:
             return
@@ -187,7 +176,7 @@ class Distributed:
         """Commits verified tokens. A position that is verified before it is drafted needs no draft."""
         while self.verified < self.known and not self.work.done.triggered:
             place = self.verified
-            if place < self.drafted and self.work.tape.accepts(self.work.tokens, place):
+            if place < self.drafted and self.work.accepts(self.work.tokens, place):
                 self.verified += 1
                 self.work.accepted += 1
                 self.work.commit(1)
@@ -199,7 +188,7 @@ class Distributed:
         """Drafts one token after the other. A restart discards the one that is being drafted."""
         while True:
             began, run = self.env.now, self.run
-            yield self.env.timeout(self.step) | self.restarted
+            yield self.env.timeout(self.setting.draft) | self.restarted
             self.work.drafting += self.env.now - began
             if run != self.run:
                 continue
@@ -209,16 +198,15 @@ class Distributed:
             self.send()
 
 
-def distributed(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
+def distributed(work: SimulatedRequest) -> Steps:
     """DSI, see ``Distributed``."""
-    run = Distributed(work, target, draft, depth, rtt)
+    run = Distributed(work)
     run.restart()
     work.env.process(run.drafting())
     yield work.done
 
 
-Strategy = Callable[[SimulatedRequest, float, float, int, float], Steps]
-STRATEGIES: dict[str, Strategy] = {
+STRATEGIES: dict[str, Callable[[SimulatedRequest], Steps]] = {
     "plain": plain,
     "si": sequential,
     "dsi": distributed,
