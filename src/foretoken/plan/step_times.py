@@ -90,8 +90,7 @@ class MeasuredStepTimes:
     def __init__(self, visits: Sequence[Visit], batch: int, passes: PassTimes | None = None) -> None:
         self._visits, self._batch, self._passes = visits, batch, passes or PassTimes(visits)
         lanes = [lane for visit in visits for lane in visit.values()]
-        plain = [LaneTimes(lane.plain, lane.plain) for lane in lanes]
-        self.plain = self._passes.plain + self._overhead(plain, same_rows=True)
+        self.plain = self._passes.plain + self._overhead([LaneTimes(lane.plain, lane.plain) for lane in lanes], median)
 
     def of(self, name: str, sizes: Mapping[int, float]) -> StepTime:
         """Returns the step time of a lane. sizes: fractions of the steps by number of draft tokens, of one sequence.
@@ -102,25 +101,24 @@ class MeasuredStepTimes:
         """
         lanes = [visit[name] for visit in self._visits]
         rows = {step.rows for lane in lanes for step in lane.steps}
-        same_rows = len(rows) == 1
+        same_rows, typical = len(rows) == 1, median if len(rows) == 1 else _mean_without_longest
         pass_seconds = self._mean_pass(sizes)
         if same_rows:
             full = rows.pop()
             pass_seconds *= self._passes.of(name, full) / float(self._passes.over(full + 1)[-1])
-        overhead = self._overhead(lanes, same_rows=same_rows)
-        drafting, whole = (
-            sum(_part(lane, part, same_rows=same_rows) for lane in lanes)
-            for part in (lambda step: step.propose, _overhead)
-        )
+        overhead = self._overhead(lanes, typical)
+        drafting = sum(typical([step.propose for step in lane.steps]) for lane in lanes)
+        whole = sum(typical(list(map(_overhead, lane.steps))) for lane in lanes)
         over = (overhead + pass_seconds) / self.plain
         error = _joined([_relative(lane, over, same_rows=same_rows) for lane in lanes])
         propose = overhead * drafting / whole if whole else 0.0
         return StepTime(overhead + pass_seconds, propose, over, float(np.hypot(error, _DRIFT)))
 
-    def _overhead(self, lanes: Sequence[LaneTimes], *, same_rows: bool) -> float:
-        """Returns the seconds of a step outside of the target's pass."""
-        parts = [(_part(lane, _overhead, same_rows=same_rows), _plain_pass(lane)) for lane in lanes]
-        samples = [SpeedSample(len(lane.steps), *part) for lane, part in zip(lanes, parts, strict=True)]
+    def _overhead(self, lanes: Sequence[LaneTimes], typical: Callable[[list[float]], float]) -> float:
+        """Returns the seconds of a step outside of the target's pass. typical: of the steps of a lane."""
+        samples = [
+            SpeedSample(len(lane.steps), typical(list(map(_overhead, lane.steps))), _plain_pass(lane)) for lane in lanes
+        ]
         return at_speed(samples, self._passes.plain)
 
     def _mean_pass(self, sizes: Mapping[int, float]) -> float:
@@ -154,13 +152,13 @@ def _plain_pass(lane: LaneTimes) -> float:
     return median(step.score for step in lane.plain)
 
 
-def _part(lane: LaneTimes, part: Callable[[TimedStep], float], *, same_rows: bool) -> float:
-    """Returns the seconds of a part of a step: the median, or where it varies the mean without the longest.
+def _mean_without_longest(seconds: Sequence[float]) -> float:
+    """Returns the typical seconds of an operation whose size varies.
 
-    For a part of a part it never exceeds that of the whole, because each sorted value is at most its counterpart.
+    Like the median, it is never larger for a part of an operation, because each sorted value is at most its
+    counterpart.
     """
-    parts = sorted(part(step) for step in lane.steps)
-    return median(parts) if same_rows else fmean(parts[: max(1, len(parts) - 1)])
+    return fmean(sorted(seconds)[: max(1, len(seconds) - 1)])
 
 
 def _relative(lane: LaneTimes, over: float, *, same_rows: bool) -> tuple[float, float]:
