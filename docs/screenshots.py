@@ -37,7 +37,7 @@ WAIT = 180_000  # milliseconds
 def served(llm: LLM, name: str) -> Iterator[str]:
     """The address of a server."""
     worker = Worker(llm)
-    server = Server(create_app(worker, ServerSettings(model_names=(name,))), worker)
+    server = Server(create_app(worker, ServerSettings(model_names=(name,))), [worker])
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

@@ -78,7 +78,7 @@ def running(
     app = create_app(worker, settings, tracer)
     if not prestarted and app.state.service.side_process is not None:
         app.state.service.side_process.start = lambda: None
-    server = Server(app, worker, drain_timeout=PATIENCE)
+    server = Server(app, [worker], drain_timeout=PATIENCE)
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

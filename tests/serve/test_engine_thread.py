@@ -54,8 +54,8 @@ async def error(generation: Generation) -> Exception:
 def test_an_order_that_raises_does_not_end_the_thread(spare: LLM) -> None:
     with working(spare) as worker:
         failures: list[Exception] = []
-        worker.thread.order(planted)
-        worker.thread.order(planted, failures.append)
+        worker.order(planted)
+        worker.order(planted, failures.append)
 
         async def use() -> str:
             with pytest.raises(Planted):
@@ -101,7 +101,7 @@ def test_all_requests_fail_when_the_thread_ends(spare: LLM, monkeypatch: pytest.
         queued = [await worker.submit(["y = "], PARAMS) for _ in range(3)]
         order = asyncio.ensure_future(worker.between_steps(lambda: 1))
         await asyncio.sleep(0)  # lets the order be queued
-        monkeypatch.setattr(worker.thread, "_note_begun", planted)
+        monkeypatch.setattr(worker, "_note_begun", planted)
         go_on.set()
         for generation in (running, *queued):
             assert isinstance(await error(generation), ServerUnavailable)
@@ -121,11 +121,11 @@ def test_a_request_that_is_queued_while_the_thread_stops_fails(spare: LLM) -> No
     held, go_on = threading.Event(), threading.Event()
 
     async def use(worker: Worker) -> None:
-        worker.thread.order(lambda: (held.set(), go_on.wait(PATIENCE)))  # type: ignore[arg-type, return-value]
+        worker.order(lambda: (held.set(), go_on.wait(PATIENCE)))  # type: ignore[arg-type, return-value]
         await asyncio.to_thread(held.wait, PATIENCE)
-        stopping = threading.Thread(target=worker.thread.stop)
+        stopping = threading.Thread(target=worker.stop)
         stopping.start()
-        while worker.thread._orders.empty():  # until the order to stop is queued
+        while worker._orders.empty():  # until the order to stop is queued
             await asyncio.sleep(0.001)
         queued = await worker.submit(["x"], PARAMS)
         go_on.set()
@@ -145,7 +145,7 @@ def test_a_step_that_fails_for_no_request_ends_the_thread(spare: LLM, monkeypatc
         with monkeypatch.context() as patched:
             patched.setattr(spare.engine, "abort", planted)
             assert isinstance(await error(await worker.submit(["x"], PARAMS)), RequestFailed)
-            await asyncio.to_thread(worker.thread._thread.join, PATIENCE)
+            await asyncio.to_thread(worker._thread.join, PATIENCE)
         assert isinstance(worker.dead, Planted) and not worker.alive
 
     with working(spare) as worker:

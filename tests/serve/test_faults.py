@@ -145,7 +145,7 @@ def test_a_round_that_fails(server: Running, text_alone: str, monkeypatch: pytes
 
 def test_a_dead_engine_is_told(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(spare) as dying:
-        monkeypatch.setattr(dying.worker.thread, "_note_begun", lambda *_: 1 / 0)
+        monkeypatch.setattr(dying.worker, "_note_begun", lambda *_: 1 / 0)
         assert dying.post(SHORT).status_code == 503
         assert httpx.get(f"{dying.url}/health").status_code == 503
         assert "started again" in dying.post(SHORT).json()["error"]["message"]

@@ -101,7 +101,7 @@ def server(cluster: str, noisy: Path) -> Iterator[Distant]:
     )
     with replicas(config, scale, 10.0) as answering:
         front = Front(answering, SETTINGS)
-        ending = Server(create_front(front, SETTINGS), front)
+        ending = Server(create_front(front, SETTINGS), [front])
         with bind("127.0.0.1", 0) as listening:
             thread = threading.Thread(target=ending.run, kwargs={"sockets": [listening]})
             thread.start()

@@ -375,7 +375,7 @@ def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
         assert not replica.worker.busy
         name, families = await replica.metrics()
         assert name == "here" and any(family.name == "foretoken:steps" for family in families)
-        replica.worker.thread.dead = ReplicaLost("planted")
+        replica.worker.dead = ReplicaLost("planted")
         for dead in (whole(forwarded()), replica.metrics(), replica.check_health()):
             with pytest.raises(ReplicaLost) as caught:
                 await dead

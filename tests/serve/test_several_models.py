@@ -24,7 +24,7 @@ from foretoken.cli.main import main
 from foretoken.cli.serve_models import read_models
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.listening import bind
-from foretoken.serve.model_group import WorkerGroup, create_model_group
+from foretoken.serve.model_group import create_model_group
 from foretoken.serve.server import Server
 from foretoken.serve.settings import ServerSettings
 from foretoken.serve.worker import Worker
@@ -57,13 +57,13 @@ def several(
     )
     key = made(keys, "one", models=("tiny",))
     each = [replace(settings, model_names=names) for names in (("stdlib", "usual"), ("tiny",))]
-    group = WorkerGroup([Worker(spare), Worker(small)])
-    app = create_model_group(group, each, settings)
-    server = Server(app, group, drain_timeout=PATIENCE)
+    workers = [Worker(spare), Worker(small)]
+    app = create_model_group(workers, each, settings)
+    server = Server(app, workers, drain_timeout=PATIENCE)
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
-        found = Running(f"http://127.0.0.1:{listening.getsockname()[1]}", group.workers[0], app)
+        found = Running(f"http://127.0.0.1:{listening.getsockname()[1]}", workers[0], app)
         try:
             found.until(lambda: server.started or not thread.is_alive())
             yield found, key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,11 +128,11 @@ def serve(options: ServeOptions) -> None:
             allow_admin=settings.allow_admin or (not keyed and is_loopback(bound)),
         )
         start_log(log.log_level, log.log_format)
-        with log.tracing() as tracer, _opened(options, engine, entries, settings, tracer) as (app, worker):
+        with log.tracing() as tracer, _opened(options, engine, entries, settings, tracer) as (app, workers):
             from foretoken.serve.server import Server
 
             announced = partial(announce, settings, listening, tls is not None, log.log_format)
-            Server(app, worker, options.limits.drain_timeout, announced, tls).run(sockets=[listening])
+            Server(app, workers, options.limits.drain_timeout, announced, tls).run(sockets=[listening])
     gc.freeze()  # the interpreter's last garbage collection would search all modules, which takes seconds
 
 
@@ -142,7 +142,7 @@ def _opened(
     entries: list[ModelEntry],
     settings: ServerSettings,
     tracer: RequestTracer | None,
-) -> AbstractContextManager[tuple[FastAPI, Servable]]:
+) -> AbstractContextManager[tuple[FastAPI, Sequence[Servable]]]:
     """Returns a context with the app and what answers its requests."""
     models, limits, scale = options.models, options.limits, options.replicas.scale()
     if entries:
@@ -165,14 +165,14 @@ def _model_app(
     settings: ServerSettings,
     max_waiting: int,
     tracer: RequestTracer | None,
-) -> Iterator[tuple[FastAPI, Servable]]:
+) -> Iterator[tuple[FastAPI, Sequence[Servable]]]:
     """Loads the model, and yields its app and worker. Raises ForetokenError if the engine stopped working."""
     with closing(load(models.model, models.draft_model, ColorMode.AUTO, **options)) as llm:
         from foretoken.serve.app import create_app
         from foretoken.serve.worker import Worker
 
         worker = Worker(llm, max_waiting=max_waiting)
-        yield create_app(worker, settings, tracer), worker
+        yield create_app(worker, settings, tracer), [worker]
         if worker.dead is not None:
             raise ForetokenError(f"the engine stopped working: {worker.dead}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -86,9 +86,9 @@ def models_app(
     settings: ServerSettings,
     max_waiting: int,
     tracer: RequestTracer | None,
-) -> Iterator[tuple[FastAPI, Servable]]:
+) -> Iterator[tuple[FastAPI, Sequence[Servable]]]:
     """Loads all models, and yields their app and workers. Raises ForetokenError if an engine stopped working."""
-    from foretoken.serve.model_group import WorkerGroup, create_model_group
+    from foretoken.serve.model_group import create_model_group
     from foretoken.serve.worker import Worker
 
     tell_memory(entries)
@@ -102,10 +102,10 @@ def models_app(
             each.append(
                 replace(settings, model_names=entry.names, lora_modules=own["lora"], **entry.settings),
             )
-        group = WorkerGroup(workers)
-        yield create_model_group(group, each, settings, tracer), group
-        if group.dead is not None:
-            raise ForetokenError(f"an engine stopped working: {group.dead}")
+        yield create_model_group(workers, each, settings, tracer), workers
+        for worker in workers:
+            if worker.dead is not None:
+                raise ForetokenError(f"an engine stopped working: {worker.dead}")
 
 
 def tell_memory(entries: list[ModelEntry]) -> None:

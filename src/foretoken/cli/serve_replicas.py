@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -64,8 +64,8 @@ def replicas_app(
     tracer: RequestTracer | None,
     verbose: bool,
     drain_timeout: float,
-) -> Iterator[tuple[FastAPI, Servable]]:
-    """Starts replicas, yields the app and worker in front of them, and ends them.
+) -> Iterator[tuple[FastAPI, Sequence[Servable]]]:
+    """Starts replicas, yields the app and its one worker in front of them, and ends them.
 
     Args:
         engine: Arguments of ``ReplicaConfig``.
@@ -85,7 +85,7 @@ def replicas_app(
     with deploy.replicas(made, size, drain_timeout, spinner, verbose) as answering:
         settings = replace(settings, max_concurrency=size.ceiling * made.max_requests)
         front = Front(answering, settings)
-        yield create_front(front, settings, tracer), front
+        yield create_front(front, settings, tracer), [front]
 
 
 def _deploying(alone: bool) -> ModuleType:

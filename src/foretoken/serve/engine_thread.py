@@ -80,7 +80,7 @@ class EngineThread:
                 return
         failed(self._end)
 
-    def submit(self, generation: Generation) -> None:
+    def enqueue(self, generation: Generation) -> None:
         """Adds a request to the engine between two steps. An error ends it. May be called by any thread."""
         self.order(lambda: self.add(generation), lambda error: self._deliver([(generation, error)]))
 

@@ -25,45 +25,8 @@ from foretoken.serve.worker import Worker
 _MODELS, _RESPONSES = "/v1/models", "/v1/responses/"
 
 
-class WorkerGroup:
-    """The workers of several models, as one to ``Server``."""
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = tuple(workers)
-
-    @property
-    def draining(self) -> bool:
-        """Whether new requests are refused."""
-        return any(worker.draining for worker in self.workers)
-
-    @draining.setter
-    def draining(self, value: bool) -> None:
-        for worker in self.workers:
-            worker.draining = value
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request is unfinished."""
-        return any(worker.busy for worker in self.workers)
-
-    @property
-    def dead(self) -> Exception | None:
-        """The error that ended an engine's thread, or None."""
-        return next((worker.dead for worker in self.workers if worker.dead is not None), None)
-
-    @property
-    def alive(self) -> bool:
-        """Whether all engines run."""
-        return all(worker.alive for worker in self.workers)
-
-    def abandon(self) -> None:
-        """Ends unfinished requests, for shutting down."""
-        for worker in self.workers:
-            worker.abandon()
-
-
 def create_model_group(
-    group: WorkerGroup,
+    workers: Sequence[Worker],
     model_settings: Sequence[ServerSettings],
     settings: ServerSettings,
     tracer: RequestTracer | None = None,
@@ -77,7 +40,7 @@ def create_model_group(
     """
     apps = [
         create_app(worker, app_settings, guarded=False)
-        for worker, app_settings in zip(group.workers, model_settings, strict=True)
+        for worker, app_settings in zip(workers, model_settings, strict=True)
     ]
     dispatch = _Dispatch(apps)
 
@@ -89,9 +52,9 @@ def create_model_group(
             yield
 
     async def health(request: Request) -> Response:
-        if not group.alive:
+        if not all(worker.alive for worker in workers):
             raise ServerUnavailable("an engine is not running")
-        if group.draining and request.url.path != LIVE:
+        if any(worker.draining for worker in workers) and request.url.path != LIVE:
             raise ServerUnavailable("the server is shutting down")
         return JSONResponse({"status": "ok"})
 

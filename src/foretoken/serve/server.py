@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ _GRACE = 5.0  # seconds to send the errors of requests that were ended
 
 
 class Servable(Protocol):
-    """The interface of ``Worker``, ``WorkerGroup`` and ``Front`` that ``Server`` uses."""
+    """The interface of ``Worker`` and ``Front`` that ``Server`` uses."""
 
     draining: bool
 
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
 
     Args:
         app: The app.
-        worker: Answers its requests.
+        workers: Answer its requests.
         drain_timeout: Seconds for running requests to finish. Then they end with an error.
         announce: Called once requests are accepted.
         tls: Certificate; None serves without TLS.
@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
-        worker: Servable,
+        workers: Sequence[Servable],
         drain_timeout: float = 30.0,
         announce: Callable[[], None] = lambda: None,
         tls: TlsFiles | None = None,
@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=MAX_HEADERS,
             )
         )
-        self._worker, self._drain_timeout, self._announce = worker, drain_timeout, announce
+        self._workers, self._drain_timeout, self._announce = workers, drain_timeout, announce
         self._app, self._tls = app, tls
         self._drained_by: float | None = None
         self._reload_requested = False
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal."""
-        if self._worker.draining:
+        if any(worker.draining for worker in self._workers):
             self.should_exit = self.force_exit = True
         else:
             self.drain()
@@ -110,7 +110,8 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Refuses new requests from here on, and ends the server when the running ones are done."""
         self._drained_by = time.monotonic() + self._drain_timeout
-        self._worker.draining = True
+        for worker in self._workers:
+            worker.draining = True
 
     def reload(self) -> None:
         """Reads API keys and certificates again at the next tick. May be called by a signal handler."""
@@ -128,9 +129,12 @@ class Server(uvicorn.Server):
             self._app.state.keys.reload()
             if self._tls is not None and self.config.ssl is not None:
                 self._tls.reload(self.config.ssl)
-        if self._drained_by is not None and (not self._worker.busy or time.monotonic() > self._drained_by):
-            self._worker.abandon()
-            self.should_exit = True
+        if self._drained_by is not None:
+            busy = any(worker.busy for worker in self._workers)
+            if not busy or time.monotonic() > self._drained_by:
+                for worker in self._workers:
+                    worker.abandon()
+                self.should_exit = True
         return await super().on_tick(counter)
 
 

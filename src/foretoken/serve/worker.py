@@ -1,4 +1,4 @@
-"""Connects the event loop to the thread that runs the engine.
+"""Requests of event loops to the thread that runs the engine.
 
 The loop hands over requests by a queue; the thread hands back pieces, and notifies the loop once a step. Neither waits
 for the other.
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from foretoken.control.limited import Limited
 from foretoken.core.bad_words import BadWords
-from foretoken.core.step import StepOutput
 from foretoken.engine.loop import Engine
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.requests import Restrictions
@@ -32,7 +31,7 @@ COMPILE_PATIENCE = 30.0  # seconds that a request may wait for its grammar and b
 T = TypeVar("T")
 
 
-class Worker:
+class Worker(EngineThread):
     """Serves an ``LLM`` to event loops. Nothing else may use the ``LLM`` meanwhile.
 
     Args:
@@ -40,37 +39,20 @@ class Worker:
         max_waiting: Number of sequences that may wait beside those in the batch.
 
     Attributes:
-        thread: Runs the engine.
-        listeners: Called in the engine's thread with the outputs of every decode step.
         limited: The bound on draft lengths, which may change between steps.
         draining: Whether new requests are refused.
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
-        self.llm, self.engine = llm, llm.engine
+        super().__init__(llm)
         self.limited = limited(llm.engine)
         self.max_waiting = max_waiting
         self.draining = False
-        self.thread = EngineThread(llm)
-        self.listeners = self.thread.listeners
         self._open: set[Generation] = set()
         self._building = 0  # requests that are tokenized and checked
         self._small_pool = ThreadPoolExecutor(1, "foretoken-prepare")
         self._large_pool = ThreadPoolExecutor(1, "foretoken-prepare-large")
         self._compilers = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4), "foretoken-compile")
-
-    def start(self) -> None:
-        """Starts the engine's thread. To be called once."""
-        self.thread.start()
-
-    @property
-    def dead(self) -> Exception | None:
-        """The error that ended the engine's thread, or None."""
-        return self.thread.dead
-
-    @property
-    def alive(self) -> bool:
-        return self.thread.alive
 
     @property
     def busy(self) -> bool:
@@ -115,7 +97,7 @@ class Worker:
             return self._queue(built, options)
         finally:
             self._building -= 1
-            self.thread.order(self.sweep_adapters)
+            self.order(self.sweep_adapters)
 
     def _queue(self, built: Sequence[BuiltRequest], options: dict[str, Any]) -> Generation:
         context = built[0][1][0]
@@ -124,7 +106,7 @@ class Worker:
         drafts = DraftSource(method, self.llm.draft_tokens_of(context), predicted)
         generation = Generation(built, self._release, drafts=drafts, **options)
         self._open.add(generation)
-        self.thread.submit(generation)
+        self.enqueue(generation)
         return generation
 
     async def between_steps(self, work: Callable[[], T]) -> T:
@@ -149,15 +131,11 @@ class Worker:
 
         if not self.alive:
             raise ServerUnavailable("the engine is not running")
-        self.thread.order(order, failed)
+        self.order(order, failed)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(result), ORDER_PATIENCE)
         except TimeoutError:
             raise ServerUnavailable(f"the engine did not answer within {ORDER_PATIENCE:g} s; try again later") from None
-
-    def method_of(self, step: StepOutput) -> str:
-        """Returns the method that drafted in ``step``. Valid while listeners are called with it."""
-        return self.thread.method_of(step)
 
     def abandon(self) -> None:
         """Ends unfinished requests, for shutting down."""
@@ -166,7 +144,7 @@ class Worker:
 
     def close(self) -> None:
         """Stops the thread after its current step, and waits for it."""
-        self.thread.stop()
+        self.stop()
         for pool in (self._small_pool, self._large_pool, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -201,8 +179,8 @@ class Worker:
     def _release(self, generation: Generation, abort: bool) -> None:
         self._open.discard(generation)
         if abort:
-            self.thread.order(lambda: self.thread.drop(generation))
-        self.thread.order(self.sweep_adapters)  # asked there, because an order before this one may unload an adapter
+            self.order(lambda: self.drop(generation))
+        self.order(self.sweep_adapters)  # asked there, because an order before this one may unload an adapter
 
     def sweep_adapters(self) -> None:
         """Frees the memory of unloaded LoRA adapters that no request uses. For the engine's thread, between steps."""
