@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -17,6 +17,7 @@ from foretoken.serve.schema import (
     Generate,
     Loose,
     Object,
+    Sampling,
     TokenIds,
     check_strict,
     field_error,
@@ -61,14 +62,26 @@ class Message(Loose):
         return self
 
 
-def assistant_message(text: Sequence[str], reasoning: Sequence[str], calls: Sequence[ToolCall]) -> Message:
-    """Returns the message of one turn of the model."""
-    return Message(
-        role="assistant",
-        content="\n".join(text) if text or not calls else None,
-        tool_calls=list(calls) or None,
-        reasoning_content="\n".join(reasoning) or None,
-    )
+@dataclass
+class Turn:
+    """Text, reasoning and calls of one turn of the model."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def call(self, identifier: str, name: str, arguments: str) -> None:
+        """Adds a call. arguments: JSON in a string."""
+        self.calls.append(ToolCall(id=identifier, function=FunctionCall(name=name, arguments=arguments)))
+
+    def message(self) -> Message:
+        """Returns its message."""
+        return Message(
+            role="assistant",
+            content="\n".join(self.text) if self.text or not self.calls else None,
+            tool_calls=self.calls or None,
+            reasoning_content="\n".join(filter(None, self.reasoning)) or None,
+        )
 
 
 class Function(Body):
@@ -92,6 +105,11 @@ class Tool(Body):
     function: Function
 
 
+def function_tool(**fields: Any) -> Tool:
+    """Returns the tool of a function that another API's type has validated."""
+    return Tool(type="function", function=Function.model_construct(**fields))
+
+
 class FunctionName(Body):
     """The name of a function."""
 
@@ -103,6 +121,11 @@ class NamedTool(Body):
 
     type: Literal["function"]
     function: FunctionName
+
+    @classmethod
+    def of(cls, name: str) -> NamedTool:
+        """Returns the choice of a function by its name."""
+        return cls(type="function", function=FunctionName(name=name))
 
 
 class AllowedNames(Body):
@@ -148,26 +171,12 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 
-class ChatRequest(Generate):
-    """Body of POST /v1/chat/completions. Fields of OpenAI that do not change the output are ignored."""
+class Conversing(Sampling):
+    """Fields of chat completions and responses."""
 
-    refused: ClassVar[Refusals] = CHAT
-
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    add_generation_prompt: bool | None = None
     chat_template_kwargs: Object | None = None
-    continue_final_message: bool | None = None
-    logprobs: bool | None = None
-    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
-    max_tokens: Annotated[Count, Field(ge=1)] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
-    tool_choice: ToolChoice | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     top_logprobs: Count | None = None
-    verbosity: Verbosity | None = None
-    # accepted only with the supported value
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     # ignored
     metadata: Metadata | None = None
     moderation: JsonValue = None
@@ -176,7 +185,26 @@ class ChatRequest(Generate):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    store: bool | None = None
+    store: bool | None = None  # by chat completions
+
+
+class ChatRequest(Generate, Conversing):
+    """Body of POST /v1/chat/completions. Fields of OpenAI that do not change the output are ignored."""
+
+    refused: ClassVar[Refusals] = CHAT
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    logprobs: bool | None = None
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_tokens: Annotated[Count, Field(ge=1)] | None = None
+    reasoning_effort: Effort | None = None
+    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    verbosity: Verbosity | None = None
+    # accepted only with the supported value
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
 
 def offered_tools(body: ChatRequest) -> list[Tool]:
@@ -231,9 +259,9 @@ class ChatForm(ABC):
     def as_chat(self, earlier: StoredContent) -> ChatRequest:
         """Returns the chat. Raises ApiError or InvalidRequest."""
 
-    @abstractmethod
     def kept(self) -> Self:
-        """Returns a copy with the fields that answering needs."""
+        """Returns the body with the fields that answering needs."""
+        return self
 
     def references(self) -> References:
         """Returns the references that ``as_chat`` needs."""

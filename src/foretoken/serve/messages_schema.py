@@ -12,16 +12,12 @@ from foretoken.serve.chat_schema import (
     ChatForm,
     ChatRequest,
     Effort,
-    Function,
-    FunctionCall,
-    FunctionName,
     Message,
     NamedTool,
     StoredContent,
-    Tool,
-    ToolCall,
     ToolChoice,
-    assistant_message,
+    Turn,
+    function_tool,
 )
 from foretoken.serve.errors import invalid
 from foretoken.serve.refused_fields import MESSAGES, Refusals
@@ -34,8 +30,10 @@ from foretoken.serve.schema import (
     Object,
     Sampling,
     Strings,
+    TextPart,
     check_strict,
     only_types,
+    text_of,
 )
 
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -44,19 +42,7 @@ _only_text = only_types("block", ("text",), "served: text")
 _only_custom = only_types("tool", ("custom",), "only tools of the client's own are served")
 
 
-class TextBlock(Loose):
-    """Text."""
-
-    type: Literal["text"]
-    text: str
-
-
-Text = Annotated[str | Annotated[list[TextBlock], Field(fail_fast=True)], _only_text]
-
-
-def text_of(content: str | list[TextBlock] | None) -> str:
-    """Returns the text of blocks."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
+Text = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], _only_text]
 
 
 class ToolUseBlock(Loose):
@@ -92,7 +78,7 @@ class RedactedThinkingBlock(Loose):
 
 
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+    TextPart | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
 ]
 
 
@@ -103,7 +89,7 @@ class InputMessageBlocks(Loose):
     content: Annotated[str | Annotated[list[Block], Field(fail_fast=True)], _only_blocks]
 
 
-def messages_of(system: str | list[TextBlock] | None, sent: Sequence[InputMessageBlocks]) -> list[Message]:
+def messages_of(system: str | list[TextPart] | None, sent: Sequence[InputMessageBlocks]) -> list[Message]:
     """Returns the messages of a chat. Each result of a tool becomes a message, as chat templates expect."""
     messages = [Message(role="system", content=text_of(system))] if system else []
     for message in sent:
@@ -128,19 +114,18 @@ def continues(sent: Sequence[InputMessageBlocks]) -> bool:
 
 def _assistant(message: InputMessageBlocks) -> Message:
     assert not isinstance(message.content, str)
-    text, thoughts, calls = [], [], []
+    turn = Turn()
     for block in message.content:
         match block:
-            case TextBlock():
-                text.append(block.text)
+            case TextPart():
+                turn.text.append(block.text)
             case ThinkingBlock():
-                thoughts.append(block.thinking)
+                turn.reasoning.append(block.thinking)
             case ToolUseBlock():
-                function = FunctionCall(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
-                calls.append(ToolCall(id=block.id, function=function))
+                turn.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
             case ToolResultBlock():
                 raise invalid("a tool_result belongs into a message of the user", param="messages")
-    return assistant_message(text, thoughts, calls)
+    return turn.message()
 
 
 def _results_and_text(message: InputMessageBlocks) -> list[Message]:
@@ -148,7 +133,7 @@ def _results_and_text(message: InputMessageBlocks) -> list[Message]:
     messages, text = [], []
     for block in message.content:
         match block:
-            case TextBlock():
+            case TextPart():
                 text.append(block.text)
             case ToolResultBlock():
                 messages.append(Message(role="tool", content=text_of(block.content), tool_call_id=block.tool_use_id))
@@ -233,25 +218,29 @@ class CountTokensRequest(Body, ChatForm):
     speed: str | None = None
 
     def as_chat(self, earlier: StoredContent) -> ChatRequest:
-        form = self.output_config.format if self.output_config is not None else None
+        output, template_arguments = self.output_config or OutputConfig(), self.chat_template_kwargs
+        schema = (
+            None if output.format is None else JsonSchema.model_construct(name="output", schema_=output.format.schema_)
+        )
+        if self.thinking is not None:
+            template_arguments = {"enable_thinking": self.thinking.type != "disabled", **(template_arguments or {})}
         return ChatRequest.model_construct(
             messages=messages_of(self.system, self.messages),
-            chat_template_kwargs=self._template_arguments(),
+            chat_template_kwargs=template_arguments,
             continue_final_message=continues(self.messages) or None,
             parallel_tool_calls=False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None,
-            reasoning_effort=self.output_config.effort if self.output_config is not None else None,
-            response_format=None if form is None else _response_format(form),
+            reasoning_effort=output.effort,
+            response_format=None if schema is None else JsonSchemaFormat(type="json_schema", json_schema=schema),
             tool_choice=_chat_choice(self.tool_choice),
-            tools=[_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            tools=[
+                function_tool(name=t.name, description=t.description, parameters=t.input_schema, strict=t.strict)
+                for t in self.tools or ()
+            ]
+            or None,
         )
 
     def kept(self) -> Self:
         return self.model_copy(update={"messages": [], "system": None, "tools": None})
-
-    def _template_arguments(self) -> Object | None:
-        if self.thinking is None:
-            return self.chat_template_kwargs
-        return {"enable_thinking": self.thinking.type != "disabled", **(self.chat_template_kwargs or {})}
 
 
 class MessagesRequest(CountTokensRequest, Sampling):
@@ -278,21 +267,9 @@ class MessagesRequest(CountTokensRequest, Sampling):
         return super().as_chat(earlier).model_copy(update=fields)
 
 
-def _chat_tool(tool: CustomTool) -> Tool:
-    function = Function.model_construct(
-        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-    )
-    return Tool(type="function", function=function)
-
-
 def _chat_choice(choice: ToolUse | None) -> ToolChoice | None:
     if choice is None or choice.type == "none":
         return None if choice is None else "none"
     if choice.type == "tool":
-        return NamedTool(type="function", function=FunctionName(name=choice.name or ""))
+        return NamedTool.of(choice.name or "")
     return "required" if choice.type == "any" else "auto"
-
-
-def _response_format(form: JsonOutput) -> JsonSchemaFormat:
-    schema = JsonSchema.model_construct(name="output", schema_=form.schema_)
-    return JsonSchemaFormat(type="json_schema", json_schema=schema)

@@ -13,6 +13,7 @@ from foretoken.engine.chat_template import apply_template, own_template
 from foretoken.serve.chat_schema import AllowedTools, ChatRequest, Message, NamedTool, Tool, offered_tools
 from foretoken.serve.errors import invalid
 from foretoken.serve.parsers.values import object_of
+from foretoken.serve.schema import text_of
 
 _ID_LENGTH = 9  # of calls in Mistral's templates
 # (before the prefix, before the suffix, before the middle), as llama.cpp knows them by name
@@ -129,9 +130,7 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
 def _templated(message: Message) -> dict[str, Any]:
     """Returns a message as templates expect it: one text, arguments as objects, ``developer`` as ``system``."""
     templated = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        templated["content"] = "\n".join(part.text for part in message.content)
-    templated.setdefault("content", "")
+    templated["content"] = text_of(message.content)
     templated["role"] = "system" if message.role == "developer" else message.role
     if not templated.get("tool_calls"):
         templated.pop("tool_calls", None)  # some templates take an empty list for a call

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, cast
 from uuid import uuid4
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, TypeAdapter
@@ -18,20 +17,17 @@ from foretoken.serve.chat_schema import (
     AllowedTools,
     ChatForm,
     ChatRequest,
+    Conversing,
     Effort,
     Function,
-    FunctionCall,
-    FunctionName,
     Message,
-    Metadata,
     NamedTool,
     References,
     StoredContent,
-    Tool,
-    ToolCall,
     ToolChoice,
+    Turn,
     Verbosity,
-    assistant_message,
+    function_tool,
 )
 from foretoken.serve.errors import invalid
 from foretoken.serve.refused_fields import RESPONSES, Refusals
@@ -42,13 +38,11 @@ from foretoken.serve.schema import (
     JsonSchema,
     JsonSchemaFormat,
     Loose,
-    Object,
-    ResponseFormat,
-    Sampling,
     StreamOptions,
     TextFormat,
     field_error,
     only_types,
+    text_of,
 )
 
 SERVED = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
@@ -65,19 +59,12 @@ class ContentPart(Loose):
     text: str | None = None
     refusal: str | None = None
 
-    @property
-    def content(self) -> str:
-        """The text."""
+    def __str__(self) -> str:
         return self.text or self.refusal or ""
 
 
 Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
 Text = Annotated[str | Parts, only_types("part", _TEXTS, "only text is served, as 'input_text'")]
-
-
-def text_of(content: str | list[ContentPart] | None) -> str:
-    """Returns the text of parts, a line for each."""
-    return content if isinstance(content, str) else "\n".join(part.content for part in content or ())
 
 
 class InputMessage(Loose):
@@ -115,11 +102,6 @@ class ReasoningItem(Loose):
     id: str | None = None
     summary: Parts | None = None
     content: Parts | None = None
-
-    @property
-    def text(self) -> str:
-        """The reasoning, or its summary where there is nothing else."""
-        return text_of(self.content or self.summary)
 
 
 class ItemReference(Loose):
@@ -171,7 +153,10 @@ def messages_of(instructions: str | None, earlier: StoredContent, sent: str | Se
     The items of one turn of the model (reasoning, text, calls) become one message, as chat templates expect.
     """
     items = [item for part in earlier.conversation for item in _ITEMS.validate_python(json.loads(part))]
-    items += [InputMessage(role="user", content=sent)] if isinstance(sent, str) else _resolved(sent, earlier)
+    for item in [InputMessage(role="user", content=sent)] if isinstance(sent, str) else sent:
+        if isinstance(item, ItemReference):
+            item = _ITEM.validate_python(json.loads(earlier.items[item.id]))
+        items.append(item)
     leading = [instructions] if instructions else []
     for item in items:  # templates take one system message, at the beginning
         if not isinstance(item, InputMessage) or item.role not in ("system", "developer"):
@@ -185,48 +170,25 @@ def messages_of(instructions: str | None, earlier: StoredContent, sent: str | Se
     return messages
 
 
-def _resolved(items: Iterable[Item], earlier: StoredContent) -> list[Item]:
-    return [
-        _ITEM.validate_python(json.loads(earlier.items[item.id])) if isinstance(item, ItemReference) else item
-        for item in items
-    ]
-
-
 def _messages_from(items: Iterable[Item]) -> list[Message]:
     messages: list[Message] = []
-    turn = _Turn()
+    turn = Turn()
     for item in items:
         if isinstance(item, FunctionCallOutputItem | InputMessage) and getattr(item, "role", "") != "assistant":
-            messages += turn.message()
-            turn = _Turn()
+            messages += [turn.message()] if turn != Turn() else []
+            turn = Turn()
         match item:
-            case ReasoningItem():
-                turn.reasoning.append(item.text)
+            case ReasoningItem():  # its summary counts where there is nothing else
+                turn.reasoning.append(text_of(item.content or item.summary))
             case FunctionCallItem():
-                function = FunctionCall(name=item.name, arguments=item.arguments)
-                turn.calls.append(ToolCall(id=item.call_id, function=function))
+                turn.call(item.call_id, item.name, item.arguments)
             case FunctionCallOutputItem():
                 messages.append(Message(role="tool", content=text_of(item.output), tool_call_id=item.call_id))
             case InputMessage(role="assistant"):
                 turn.text.append(text_of(item.content))
             case InputMessage():
                 messages.append(Message(role=item.role, content=text_of(item.content)))
-    return messages + turn.message()
-
-
-@dataclass
-class _Turn:
-    """Text, reasoning and calls of one turn of the model."""
-
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def message(self) -> list[Message]:
-        """Returns its message, if there is one."""
-        if not (self.text or self.calls or self.reasoning):
-            return []
-        return [assistant_message(self.text, list(filter(None, self.reasoning)), self.calls)]
+    return [*messages, turn.message()] if turn != Turn() else messages
 
 
 _only_functions = only_types("tool", ("function",), "only functions are served")
@@ -283,7 +245,7 @@ class ReasoningSettings(Body):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Sampling, ChatForm):
+class ResponsesRequest(Conversing, ChatForm):
     """Body of POST /v1/responses. Fields of OpenAI that do not change the output are ignored."""
 
     sent_as: ClassVar[Mapping[str, str]] = {
@@ -296,32 +258,21 @@ class ResponsesRequest(Sampling, ChatForm):
     refused: ClassVar[Refusals] = RESPONSES
 
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
-    chat_template_kwargs: Object | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
-    metadata: Metadata | None = None
-    parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     reasoning: ReasoningSettings | None = None
-    store: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextSettings | None = None
     tool_choice: ResponseToolChoice | None = None
     tools: Annotated[list[Annotated[FunctionTool, _only_functions]], Field(fail_fast=True)] | None = None
-    top_logprobs: Count | None = None
     # accepted with the one value that is served
     truncation: Literal["disabled"] | None = None
     # ignored
     access_programs: JsonValue = None
     background_options: JsonValue = None
     image: JsonValue = None
-    moderation: JsonValue = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: JsonValue = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
 
     def references(self) -> References:
         items = () if isinstance(self.input, str) else self.input
@@ -330,55 +281,36 @@ class ResponsesRequest(Sampling, ChatForm):
 
     def as_chat(self, earlier: StoredContent) -> ChatRequest:
         logprobs = self.top_logprobs is not None or LOGPROBS in (self.include or ())
+        text = self.text or TextSettings()
+        form: Any = text.format
+        if isinstance(form, TextSchemaFormat):
+            form = JsonSchemaFormat(type="json_schema", json_schema=form)
         return ChatRequest.model_construct(
-            **{name: getattr(self, name) for name in Sampling.model_fields},
+            **{name: getattr(self, name) for name in Conversing.model_fields},
             messages=messages_of(self.instructions, earlier, self.input),
-            chat_template_kwargs=self.chat_template_kwargs,
             logprobs=logprobs or None,
             max_completion_tokens=self.max_output_tokens,
-            parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
-            response_format=_response_format(self.text),
+            response_format=form,
             tool_choice=_chat_choice(self.tool_choice),
-            tools=[_chat_tool(tool) for tool in self.tools] if self.tools else None,
-            top_logprobs=self.top_logprobs,
-            verbosity=self.text.verbosity if self.text is not None else None,
+            tools=[function_tool(**tool.model_dump(exclude={"type"})) for tool in self.tools] if self.tools else None,
+            verbosity=text.verbosity,
         )
 
-    def kept(self) -> Self:
-        return self
 
-
-def _chat_tool(tool: FunctionTool) -> Tool:
-    fields = {name: getattr(tool, name) for name in Function.model_fields}
-    return Tool(type="function", function=Function.model_construct(**fields))
-
-
-def _chat_choice(choice: str | NamedFunction | AllowedFunctions | None) -> ToolChoice | None:
+def _chat_choice(choice: Any) -> ToolChoice | None:
     if isinstance(choice, NamedFunction):
-        return _named(choice)
+        return NamedTool.of(choice.name)
     if isinstance(choice, AllowedFunctions):
-        allowed = AllowedNames(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
+        allowed = AllowedNames(mode=choice.mode, tools=[NamedTool.of(tool.name) for tool in choice.tools])
         return AllowedTools(type="allowed_tools", allowed_tools=allowed)
-    return choice  # type: ignore[return-value]
-
-
-def _named(choice: NamedFunction) -> NamedTool:
-    return NamedTool(type="function", function=FunctionName(name=choice.name))
-
-
-def _response_format(text: TextSettings | None) -> ResponseFormat | None:
-    form = text.format if text is not None else None
-    if not isinstance(form, TextSchemaFormat):
-        return form
-    fields = {name: getattr(form, name) for name in JsonSchema.model_fields}
-    return JsonSchemaFormat(type="json_schema", json_schema=JsonSchema.model_construct(**fields))
+    return cast("ToolChoice | None", choice)
 
 
 def echoed(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     """Returns the request's fields, with OpenAI's defaults for omitted ones."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
-    reasoning = body.reasoning
+    reasoning, choice = body.reasoning, body.tool_choice or "auto"
     return {
         "background": False,
         "completed_at": None,
@@ -396,22 +328,17 @@ def echoed(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "service_tier": "default",
         "temperature": params.temperature,
         "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
-        "tool_choice": _dumped(body.tool_choice or "auto"),
-        "tools": [_tool(tool) for tool in body.tools or ()],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [
+            {"description": None, "parameters": None, **tool.model_dump(exclude_none=True), "strict": bool(tool.strict)}
+            for tool in body.tools or ()
+        ],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
     }
-
-
-def _tool(tool: Any) -> dict[str, Any]:
-    return {"description": None, "parameters": None, **tool.model_dump(exclude_none=True), "strict": bool(tool.strict)}
-
-
-def _dumped(value: Any) -> Any:
-    return value if isinstance(value, str) else value.model_dump()
 
 
 def input_items(body: ResponsesRequest, earlier: StoredContent) -> list[dict[str, Any]]:

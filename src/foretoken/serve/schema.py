@@ -130,6 +130,14 @@ class TextPart(Loose):
     type: Literal["text"]
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
+
+def text_of(content: str | Sequence[BaseModel] | None) -> str:
+    """Returns the text of parts, a line for each."""
+    return content if isinstance(content, str) else "\n".join(map(str, content or ()))
+
 
 def only_types(noun: str, served: Sequence[str], hint: str) -> BeforeValidator:
     """Returns a validator whose error names the type of an object, or of one in a list, that is not served."""
@@ -171,7 +179,7 @@ class PredictedContent(Body):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return "".join(map(str, self.content))
 
 
 class StructuredOutputs(Body):
