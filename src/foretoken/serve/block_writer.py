@@ -18,21 +18,13 @@ BlockKind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """A run of text or of reasoning, or one call.
+    """A run of text or of reasoning, or one call."""
 
-    Args:
-        index: Its number in the output.
-        kind: Text, reasoning or a call.
-        text: The text, the reasoning, or the arguments of the call.
-        id: Identifier, without a prefix.
-        name: Name of the called function.
-    """
-
-    index: int
+    index: int  # its number in the output
     kind: BlockKind
-    id: str
-    text: str = ""
-    name: str = ""
+    id: str  # identifier, without a prefix
+    name: str = ""  # of the called function
+    text: str = ""  # the text, the reasoning, or the arguments of the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,56 +36,14 @@ class BlockChange:
     delta: str = ""
 
 
-class Blocks:
-    """Divides the events of one output into blocks, one after another, for APIs whose answers are lists of blocks."""
-
-    def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open = False
-
-    def add(self, events: Iterable[OutputEvent]) -> list[BlockChange]:
-        """Returns the changes that the events make."""
-        changes: list[BlockChange] = []
-        for event in events:
-            if isinstance(event, ToolCallStarted):
-                changes += [*self.end(), self._start("call", event.id, event.name)]
-            elif isinstance(event, ToolCallDelta):
-                changes.append(self._grow(event.arguments))
-            elif event.text:
-                kind: BlockKind = "text" if isinstance(event, TextDelta) else "reasoning"
-                if not self._open or self.all[-1].kind != kind:
-                    changes += [*self.end(), self._start(kind, new_call_id())]
-                changes.append(self._grow(event.text))
-        return changes
-
-    def start_text(self) -> list[BlockChange]:
-        """Starts a block of text. Returns the change."""
-        return [self._start("text", new_call_id())]
-
-    def end(self) -> list[BlockChange]:
-        """Ends the last block. Returns the change."""
-        if not self._open:
-            return []
-        self._open = False
-        return [BlockChange(self.all[-1], "ended")]
-
-    def _start(self, kind: BlockKind, identifier: str, name: str = "") -> BlockChange:
-        self.all.append(Block(len(self.all), kind, identifier, name=name))
-        self._open = True
-        return BlockChange(self.all[-1], "started")
-
-    def _grow(self, delta: str) -> BlockChange:
-        self.all[-1].text += delta
-        return BlockChange(self.all[-1], "grew", delta)
-
-
 class BlockWriter(AnswerWriter):
-    """Writes an answer of blocks."""
+    """Divides the events of one output into blocks, and writes an answer of them."""
 
     def __init__(self, prepared: PreparedRequest[Any]) -> None:
         self._body = prepared.body
         self._parser = prepared.output.parser()
-        self._blocks = Blocks()
+        self._blocks: list[Block] = []
+        self._open = False  # whether the last block may grow
         self._output: CompletionOutput | None = None  # once the answer is complete
 
     @abstractmethod
@@ -119,5 +69,34 @@ class BlockWriter(AnswerWriter):
         """Returns the changes that the next text of the answer makes."""
         events = self._parser.push(text, tokens)
         if self._output is None:
-            return self._blocks.add(events)
-        return [*self._blocks.add([*events, *self._parser.finish()]), *self._blocks.end()]
+            return self._changes(events)
+        return [*self._changes([*events, *self._parser.finish()]), *self._end()]
+
+    def _changes(self, events: Iterable[OutputEvent]) -> list[BlockChange]:
+        changes: list[BlockChange] = []
+        for event in events:
+            if isinstance(event, ToolCallStarted):
+                changes += self._start("call", event.id, event.name)
+            elif isinstance(event, ToolCallDelta):
+                changes.append(self._grow(event.arguments))
+            elif event.text:
+                kind: BlockKind = "text" if isinstance(event, TextDelta) else "reasoning"
+                if not self._open or self._blocks[-1].kind != kind:
+                    changes += self._start(kind, new_call_id())
+                changes.append(self._grow(event.text))
+        return changes
+
+    def _start(self, kind: BlockKind, identifier: str, name: str = "") -> list[BlockChange]:
+        """Ends the last block and starts another. Returns the changes."""
+        ended = self._end()
+        self._blocks.append(Block(len(self._blocks), kind, identifier, name))
+        self._open = True
+        return [*ended, BlockChange(self._blocks[-1], "started")]
+
+    def _grow(self, delta: str) -> BlockChange:
+        self._blocks[-1].text += delta
+        return BlockChange(self._blocks[-1], "grew", delta)
+
+    def _end(self) -> list[BlockChange]:
+        was_open, self._open = self._open, False
+        return [BlockChange(self._blocks[-1], "ended")] if was_open else []

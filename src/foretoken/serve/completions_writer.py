@@ -11,7 +11,7 @@ from foretoken.serve.chat_schema import ChatRequest, NamedTool
 from foretoken.serve.errors import ApiError
 from foretoken.serve.generation import Generation
 from foretoken.serve.output import OutputEvent, OutputParser, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
-from foretoken.serve.preparation import EncodedPrompt, PreparedRequest
+from foretoken.serve.preparation import PreparedRequest
 from foretoken.serve.schema import CompletionRequest
 from foretoken.serve.stream import DONE, AnswerWriter, event
 from foretoken.serve.token_text import LegacyLogprobs, TokenText, chat_logprobs, prompt_logprobs, step_record
@@ -34,10 +34,11 @@ class ChoicesWriter(AnswerWriter):
         self._usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.continuous_usage_stats)
         self._begun = False
+        self._parsers: list[OutputParser] = []  # of the choices
 
     @property
     def _reasoning_tokens(self) -> int:
-        return 0
+        return sum(parser.reasoning_tokens for parser in self._parsers)
 
     @abstractmethod
     def _all_choices(self, finals: Mapping[int, StreamPiece]) -> list[Choice]:
@@ -139,9 +140,6 @@ class CompletionWriter(ChoicesWriter):
     def _empty_choice(self, number: int) -> Choice:
         return {"index": number, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
-    def _prompt(self, number: int) -> EncodedPrompt:
-        return self._prompts[number // self._per_prompt]
-
     def _choice(
         self,
         number: int,
@@ -151,21 +149,12 @@ class CompletionWriter(ChoicesWriter):
         last: StreamPiece,
         first: StreamPiece | None = None,
     ) -> Choice:
-        """Returns a choice.
-
-        Args:
-            number: Its number.
-            text: Its text, without the echo.
-            tokens: The tokens of ``text``.
-            logprobs: An entry for each token, or None.
-            last: The last of its pieces.
-            first: The first of its pieces; None if ``last`` has the whole output.
-        """
+        """Returns a choice. ``text`` is without the echo, ``first`` is None if ``last`` has the whole output."""
         if not self._shown:
             text, tokens, logprobs = "", (), ()
         entries = list(logprobs or ())
         generated = tokens = list(tokens)
-        prompt, begins = self._prompt(number), first is None or first.step.position == 0
+        prompt, begins = self._prompts[number // self._per_prompt], first is None or first.step.position == 0
         if self._body.echo and begins:
             text = prompt.text + text
             tokens = [*prompt.ids, *tokens]
@@ -206,10 +195,6 @@ class ChatWriter(ChoicesWriter):
         self._parsers = [prepared.output.parser() for _ in range(prepared.params.n)]
         # log-probabilities and ids of tokens whose text is still held back
         self._waiting: list[tuple[list[Any], list[int]]] = [([], []) for _ in self._parsers]
-
-    @property
-    def _reasoning_tokens(self) -> int:
-        return sum(parser.reasoning_tokens for parser in self._parsers)
 
     def _all_choices(self, finals: Mapping[int, StreamPiece]) -> list[Choice]:
         return [self._choice(number, final) for number, final in finals.items()]

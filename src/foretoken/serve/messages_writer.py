@@ -43,19 +43,19 @@ class MessageWriter(BlockWriter):
         return event(error.anthropic_body(self._request_id), "error")
 
     def _answer(self, generation: Generation) -> Mapping[str, Any]:
-        message = self._message(generation, [_complete(block) for block in self._blocks.all])
+        message = self._message(generation, [_shown(block, block.text) for block in self._blocks])
         return message | self._stop() | {"metrics": generation.speculation(self._body.return_steps)}
 
     def _events_of(self, change: BlockChange) -> bytes:
         block = change.block
         if change.what == "started":
-            return _event("content_block_start", index=block.index, content_block=_empty(block))
+            return _event("content_block_start", index=block.index, content_block=_shown(block))
         if change.what == "grew":
             kind, field = _DELTAS[block.kind]
             return _event("content_block_delta", index=block.index, delta={"type": kind, field: change.delta})
         ending = b""
         if block.kind == "reasoning":
-            delta = {"type": "signature_delta", "signature": _signature(block)}
+            delta = {"type": "signature_delta", "signature": _signature(block.text)}
             ending = _event("content_block_delta", index=block.index, delta=delta)
         return ending + _event("content_block_stop", index=block.index)
 
@@ -96,26 +96,18 @@ def _usage(generation: Generation) -> AnthropicUsage:
     }
 
 
-def _empty(block: Block) -> dict[str, Any]:
-    """Returns a block as it begins."""
+def _shown(block: Block, text: str = "") -> dict[str, Any]:
+    """Returns a block with ``text``; without, as it begins."""
     if block.kind == "text":
-        return {"type": "text", "text": ""}
+        return {"type": "text", "text": text}
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": {}}
+        return {"type": "thinking", "thinking": text, "signature": _signature(text) if text else ""}
+    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": object_of(text)}
 
 
-def _complete(block: Block) -> dict[str, Any]:
-    if block.kind == "text":
-        return _empty(block) | {"text": block.text}
-    if block.kind == "reasoning":
-        return _empty(block) | {"thinking": block.text, "signature": _signature(block)}
-    return _empty(block) | {"input": object_of(block.text)}
-
-
-def _signature(block: Block) -> str:
+def _signature(reasoning: str) -> str:
     """Returns the signature that clients send back with the reasoning. It is not checked."""
-    return hashlib.sha256(block.text.encode()).hexdigest()
+    return hashlib.sha256(reasoning.encode()).hexdigest()
 
 
 def _event(kind: str, /, **fields: Any) -> bytes:

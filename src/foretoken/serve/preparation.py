@@ -63,48 +63,28 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRequest(Generic[B]):
-    """A request that is ready to be queued.
+    """A request that is ready to be queued."""
 
-    Args:
-        body: The fields that answering needs.
-        prompts: The prompts in tokens.
-        params: Sampling parameters of all of them.
-        max_tokens: Number of tokens to generate at most; 0 where only the prompt's log-probabilities are requested.
-        output: The expected output.
-        bad_words: The tokens of the bad words; None if ``params`` has the words themselves.
-        chat: The chat to which the body was converted, with the fields that answering needs.
-        cut: Whether ``max_tokens`` is less than requested, because the context ends there.
-        unknown: Unknown fields of the body that were ignored.
-        names: See ``sent_names``.
-    """
-
-    body: B
+    body: B  # with the fields that answering needs
     prompts: list[EncodedPrompt]
-    params: SamplingParams
-    max_tokens: int
+    params: SamplingParams  # of all prompts
+    max_tokens: int  # to generate; 0 where only the prompt's log-probabilities are requested
     output: ExpectedOutput = field(default_factory=ExpectedOutput)
-    bad_words: BadWords | None = None
-    chat: ChatRequest | None = None
-    cut: bool = False
-    unknown: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
+    bad_words: BadWords | None = None  # None if ``params`` has the words themselves
+    chat: ChatRequest | None = None  # to which the body was converted, with the fields that answering needs
+    cut: bool = False  # whether ``max_tokens`` is less than requested, because the context ends there
+    unknown: tuple[str, ...] = ()  # fields of the body that were ignored
+    names: Mapping[str, str] = field(default_factory=dict)  # see ``sent_names``
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestPreparer:
-    """Prepares requests to one model.
-
-    Args:
-        tokenizer: Tokenizes their prompts.
-        settings: The server's limits and the model's names.
-        max_model_len: Number of tokens of a prompt and its output together.
-        capacity: Number of sequences that may run or wait.
-    """
+    """Prepares requests to one model."""
 
     tokenizer: PromptTokenizer
     settings: ServerSettings = field(repr=False)
-    max_model_len: int
-    capacity: int
+    max_model_len: int  # tokens of a prompt and its output together
+    capacity: int  # sequences that may run or wait
 
     def prepare(self, body: B, earlier: StoredContent | None = None) -> PreparedRequest[B]:
         """Returns the prepared request.
@@ -170,6 +150,7 @@ class RequestPreparer:
         count = "n" if body.best_of is None else "best_of"
         logprobs = {"logprobs": body.logprobs, "prompt_logprobs": body.prompt_logprobs}
         self._check_counts(count, candidates, len(prompts), logprobs)
+        tops = [top for top in (body.logprobs if body.echo else None, body.prompt_logprobs) if top is not None]
         encoded = [self._encoded(body, prompt) for prompt in prompts]
         budget = min(self._budget(body.max_tokens, prompt.ids, DEFAULT_TOKENS) for prompt in encoded)
         params = sampling(
@@ -177,7 +158,7 @@ class RequestPreparer:
             n=candidates,
             max_tokens=max(1, budget),  # at 0 only log-probabilities of the prompt are sent
             logprobs=0 if body.logprobs is None and candidates > n else body.logprobs,
-            prompt_logprobs=_more(body.logprobs if body.echo else None, body.prompt_logprobs),
+            prompt_logprobs=max(tops) if tops else None,
         )
         return PreparedRequest(body=_needed(body), prompts=encoded, params=self._predicted(params), max_tokens=budget)
 
@@ -190,7 +171,9 @@ class RequestPreparer:
         self._check_counts("n", chat.n or 1, 1, logprobs)
         calls = forced_calls(chat)
         asked = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
-        text, ids = self._rendered(chat, asked)
+        text = render(self.tokenizer.tokenizer, chat, self.settings.chat_template)
+        ids = self._unlimited(chat.truncate_prompt_tokens).rendered(text, bool(chat.add_special_tokens))
+        ids = self._truncated(ids, chat.truncate_prompt_tokens, asked)
         needed = _needed(chat)
         prepared: dict[str, Any] = {
             "body": needed if form is None else form.kept(),
@@ -213,12 +196,6 @@ class RequestPreparer:
         output, params = expect(self._format, chat, text, params, calls is not None, tokenizer)
         params = self._predicted(params)
         return PreparedRequest(params=params, max_tokens=params.max_tokens, cut=cut, output=output, **prepared)
-
-    def _rendered(self, chat: ChatRequest, asked: int | None) -> tuple[str, list[int]]:
-        """Returns a chat's prompt as a text and in tokens."""
-        text = render(self.tokenizer.tokenizer, chat, self.settings.chat_template)
-        ids = self._unlimited(chat.truncate_prompt_tokens).rendered(text, bool(chat.add_special_tokens))
-        return text, self._truncated(ids, chat.truncate_prompt_tokens, asked)
 
     def _encoded(self, body: CompletionRequest, prompt: str | list[int]) -> EncodedPrompt:
         if body.suffix:
@@ -309,10 +286,6 @@ def _each(prompt: Any) -> list[str | list[int]]:
     if not prompt or isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return cast("list[str | list[int]]", prompt)
-
-
-def _more(one: int | None, other: int | None) -> int | None:
-    return max((value for value in (one, other) if value is not None), default=None)
 
 
 def _needed(body: B) -> B:

@@ -11,6 +11,7 @@ from foretoken.serve.answer_types import ResponseObject
 from foretoken.serve.block_writer import Block, BlockChange, BlockWriter
 from foretoken.serve.errors import ApiError
 from foretoken.serve.generation import Generation
+from foretoken.serve.output import new_call_id
 from foretoken.serve.preparation import PreparedRequest
 from foretoken.serve.responses_schema import ResponsesRequest, echoed
 from foretoken.serve.stream import event
@@ -64,8 +65,8 @@ class ResponseWriter(BlockWriter):
         if self._chat.logprobs:
             self._waiting += chat_logprobs(self._token_text, tokens, logprobs or (), self._chat.top_logprobs or 0)
         changes = super()._read(text, tokens, logprobs)
-        if self._output is not None and not self._blocks.all:
-            changes = [*self._blocks.start_text(), *self._blocks.end()]  # the conversation needs a turn of the model
+        if self._output is not None and not self._blocks:
+            changes = [*self._start("text", new_call_id()), *self._end()]  # the conversation needs a turn of the model
         for change in changes:
             if change.what == "grew" and change.block.kind == "text":
                 self._logprobs[change.block.index] += self._waiting
@@ -86,7 +87,7 @@ class ResponseWriter(BlockWriter):
         return response
 
     def _response(self, generation: Generation, status: str) -> ResponseObject:
-        items = [self._item(block, self._ended(block)) for block in self._blocks.all]
+        items = [self._item(block, self._ended(block)) for block in self._blocks]
         response = {
             "id": generation.id,
             "object": "response",
@@ -100,7 +101,7 @@ class ResponseWriter(BlockWriter):
         return cast("ResponseObject", response)
 
     def _ended(self, block: Block) -> str:
-        output, last = self._output, block.index == len(self._blocks.all) - 1
+        output, last = self._output, block is self._blocks[-1]
         cut = block.kind == "call" and self._parser.cut
         if last and (output is None or output.finish_reason != "stop" or cut):
             return "incomplete"

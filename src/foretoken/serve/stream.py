@@ -84,7 +84,12 @@ async def respond(streams: bool, generation: Generation, writer: AnswerWriter, r
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of ``work``. If the client disconnects, cancels it and raises an ApiError of status 499."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -94,11 +99,6 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(StreamingResponse):
@@ -125,12 +125,10 @@ class EventStream(StreamingResponse):
 async def _events(generation: Generation, first: StreamPiece, writer: AnswerWriter) -> AsyncIterator[bytes]:
     """Yields the events of a stream; after an error the error, and no end mark."""
     try:
-        before = writer.opening(generation)
-        if before:
+        if before := writer.opening(generation):
             yield before
         async for piece in _chained(first, generation):
-            events = writer.piece(generation, piece)
-            if events:
+            if events := writer.piece(generation, piece):
                 yield events
         yield writer.closing(generation)
     except Exception as error:
