@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Security
 from fastapi.exceptions import RequestValidationError
@@ -25,13 +26,11 @@ from foretoken.serve.limits import LimitsMiddleware
 from foretoken.serve.request_log import RequestTracer, TracingMiddleware
 from foretoken.serve.request_state import RequestIdMiddleware
 from foretoken.serve.routes import (
-    adapter_routes,
+    administration_routes,
     completion_routes,
     listing_routes,
     message_routes,
-    speculation_routes,
     stored_routes,
-    token_routes,
 )
 from foretoken.serve.service import Service
 from foretoken.serve.settings import ServerSettings
@@ -86,21 +85,11 @@ def create_app(
     if settings.chat_template is not None:
         check_template(settings.chat_template, "chat_template")
     service = Service(worker, settings)
-    app = FastAPI(
-        title="Foretoken",
-        summary="The APIs of OpenAI and Anthropic with exact speculative decoding",
-        version=__version__,
-        lifespan=lambda app: _running(worker, service),
-        docs_url=None,
-        redoc_url=None,
-    )
+    summary = "The APIs of OpenAI and Anthropic with exact speculative decoding"
+    app, keys = _bare_app(settings, lifespan=lambda app: _running(worker, service), summary=summary)
     app.state.service = service
-    app.state.keys = keys = _key_ring(settings)
-    _add_handlers(app)
     dependencies = [Security(HTTPBearer(auto_error=False))] if keys.asks else []
-    for routes in (completion_routes, stored_routes, message_routes, speculation_routes):
-        app.include_router(routes(service), prefix="/v1", dependencies=dependencies)
-    for routes in (token_routes, listing_routes, adapter_routes):
+    for routes in (completion_routes, stored_routes, message_routes, listing_routes, administration_routes):
         app.include_router(routes(service), dependencies=dependencies)
     for path, file in playground().items():
         app.add_route(path, _page(file), methods=["GET"], include_in_schema=False)
@@ -140,9 +129,7 @@ def create_gateway(
     Raises:
         InvalidRequest: The key file of the settings cannot be read.
     """
-    app = FastAPI(title="Foretoken", version=__version__, lifespan=lifespan, openapi_url=None, docs_url=None)
-    app.state.keys = keys = _key_ring(settings)
-    _add_handlers(app)
+    app, keys = _bare_app(settings, lifespan=lifespan, openapi_url=None)
     for path, endpoint in routes.items():
         app.add_route(path, endpoint, methods=_METHODS.get(path, ["GET"]))
 
@@ -157,13 +144,16 @@ def create_gateway(
     return app
 
 
-def _key_ring(settings: ServerSettings) -> KeyRing:
-    return KeyRing(settings.api_keys, settings.key_file, settings.allow_admin)
+def _bare_app(settings: ServerSettings, **options: Any) -> tuple[FastAPI, KeyRing]:
+    """Returns an app without routes, which answers errors in the format of the API that was asked, and its keys."""
+    app = FastAPI(title="Foretoken", version=__version__, docs_url=None, redoc_url=None, **options)
+    app.state.keys = keys = KeyRing(settings.api_keys, settings.key_file, settings.allow_admin)
+    for kind in (ForetokenError, TimeoutError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _error_answer)
+    return app, keys
 
 
-def _add_middlewares(
-    app: FastAPI, settings: ServerSettings, keys: KeyRing, tracer: RequestTracer | None = None
-) -> None:
+def _add_middlewares(app: FastAPI, settings: ServerSettings, keys: KeyRing, tracer: RequestTracer | None) -> None:
     """Adds the checks before every request, traces, CORS, and identifiers of requests, the first of them innermost."""
     app.add_middleware(LimitsMiddleware, settings=settings, open_paths=open_paths(), keys=keys)
     if tracer is not None:
@@ -179,31 +169,18 @@ def _add_middlewares(
     app.add_middleware(RequestIdMiddleware)
 
 
-def _add_handlers(app: FastAPI) -> None:
-    """Makes ``app`` answer every error in the format of the API that was asked."""
-
-    async def known(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response(request.scope)
-
-    async def refused(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
+async def _error_answer(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, RequestValidationError):
         return validation_error(error.errors(), error.body).response(request.scope)
-
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        if isinstance(error, RefusedBody):
-            return as_api_error(error.reason).response(request.scope)
-        where = f"{request.method} {request.url.path}"
-        words = {404: f"there is no {request.url.path} here", 405: f"{where} is not possible with this method"}
-        message = words.get(error.status_code, str(error.detail))
-        code = "body_too_large" if error.status_code == 413 else None
-        return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response(request.scope)
-
-    app.add_exception_handler(ForetokenError, known)
-    app.add_exception_handler(TimeoutError, known)
-    app.add_exception_handler(RequestValidationError, refused)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, known)
+    if not isinstance(error, HTTPException):
+        return as_api_error(error).response(request.scope)
+    if isinstance(error, RefusedBody):
+        return as_api_error(error.reason).response(request.scope)
+    where = f"{request.method} {request.url.path}"
+    words = {404: f"there is no {request.url.path} here", 405: f"{where} is not possible with this method"}
+    message = words.get(error.status_code, str(error.detail))
+    code = "body_too_large" if error.status_code == 413 else None
+    return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response(request.scope)
 
 
 def _page(file: Path) -> Endpoint:

@@ -181,19 +181,12 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Identity:
-    """The owner of a request.
+    """The owner of a request."""
 
-    Args:
-        digest: Hash of its key.
-        access: Its permissions.
-        usage: Usage of its key; None if the key has no limits.
-        expires: Unix time after which the key is not accepted.
-    """
-
-    digest: bytes
-    access: Access
-    usage: KeyUsage | None = None
-    expires: float = float("inf")
+    digest: bytes  # hash of its key
+    access: Access  # its permissions
+    usage: KeyUsage | None = None  # usage of its key; None if the key has no limits
+    expires: float = float("inf")  # Unix time after which the key is not accepted
 
 
 class KeyRing:
@@ -285,12 +278,8 @@ class KeyRing:
     def _take(self, records: Sequence[KeyRecord]) -> None:
         before, self._usages, self._filed = self._usages, {}, []
         for record in records:
-            usage = before.get(record.sha256)
-            if usage is None:
-                usage = KeyUsage(record, self._clock)
-            else:
-                usage.update(record)
-            self._usages[record.sha256] = usage
+            usage = self._usages[record.sha256] = before.get(record.sha256) or KeyUsage(record, self._clock)
+            usage.update(record)
             access = Access(record.name, frozenset(record.scopes), record.models)
             self._filed.append(Identity(bytes.fromhex(record.sha256), access, usage, record.expiry()))
 

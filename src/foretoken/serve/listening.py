@@ -115,19 +115,12 @@ def _address(text: str) -> _Address | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """A certificate, and the policy about certificates of clients.
+    """A certificate, and the policy about certificates of clients."""
 
-    Args:
-        certificate: The server's certificate chain in PEM.
-        key: Its private key in PEM; None if that is in ``certificate``.
-        authorities: Certificates that sign the clients' certificates, in PEM.
-        client_certificates: 0 requests none, 1 makes them optional, 2 requires them.
-    """
-
-    certificate: Path
-    key: Path | None = None
-    authorities: Path | None = None
-    client_certificates: int = 0
+    certificate: Path  # the server's certificate chain in PEM
+    key: Path | None = None  # its private key in PEM; None if that is in ``certificate``
+    authorities: Path | None = None  # certificates that sign the clients' certificates, in PEM
+    client_certificates: int = 0  # 0 requests none, 1 makes them optional, 2 requires them
 
     def context(self) -> ssl.SSLContext:
         """Returns the context of the listening socket. Raises InvalidRequest."""

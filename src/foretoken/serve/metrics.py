@@ -43,12 +43,9 @@ class SpeculationRecord:
 
     Steps without a draft are not counted. Accepted tokens are draft tokens that were emitted, without those that a stop
     string cuts off an accepted block. Every node of a draft tree counts as drafted.
-
-    Args:
-        num_spec_tokens: Configured draft tokens per step, if known. A longer draft raises it.
     """
 
-    num_spec_tokens: int = 0
+    num_spec_tokens: int = 0  # configured draft tokens per step, if known. A longer draft raises it
     _accepted: list[int] = field(default_factory=list)
     _drafted: list[int] = field(default_factory=list)
 

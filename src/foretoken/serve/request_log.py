@@ -33,6 +33,9 @@ _OPERATIONS = {
     "/v1/messages": "chat",
 }
 _NANOSECONDS = 1e9
+_TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+_SUMMARY_FIELDS = ("model", "finish_reason", *_TOKENS, "queue_seconds", "first_token_seconds")
+_RATES = ("mean_acceptance_length", "draft_acceptance_rate")
 
 
 class RequestLog:
@@ -66,24 +69,19 @@ class RequestLog:
             "method": scope["method"],
             "path": scope["path"],
             "status": _status(scope),
-            "seconds": round(seconds, 6),
+            "seconds": seconds,
             "key": access_of(scope).name,
             "trace_id": scope.get("state", {}).get("trace_id"),
         }
         if summary is not None:
-            fields |= {
-                "model": summary.model,
-                "finish_reason": summary.finish_reason,
-                "prompt_tokens": summary.prompt_tokens,
-                "cached_tokens": summary.cached_tokens,
-                "completion_tokens": summary.completion_tokens,
-                "queue_seconds": _rounded(summary.queue_seconds),
-                "first_token_seconds": _rounded(summary.first_token_seconds),
-                "speculative_method": summary.method,
-                "mean_acceptance_length": round(summary.speculation["mean_acceptance_length"], 4),
-                "draft_acceptance_rate": round(summary.speculation["draft_acceptance_rate"], 4),
-            }
-        return {name: value for name, value in fields.items() if value is not None}
+            fields |= {name: getattr(summary, name) for name in _SUMMARY_FIELDS}
+            fields["speculative_method"] = summary.method
+            fields |= {rate: round(summary.speculation[rate], 4) for rate in _RATES}
+        return {
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in fields.items()
+            if value is not None
+        }
 
 
 class JsonFormatter(logging.Formatter):
@@ -107,10 +105,6 @@ def _status(scope: Scope) -> int | None:
     """Returns the status of the answer; None if there was none."""
     status: int | None = scope.get("state", {}).get(_STATUS)
     return status
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
 
 
 class RequestTracer:

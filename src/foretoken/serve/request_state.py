@@ -94,33 +94,19 @@ def unknown_fields_header(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSummary:
-    """Outcome of one request that generates, for its log line, its trace and the rates of its key.
+    """Outcome of one request that generates, for its log line, its trace and the rates of its key."""
 
-    Args:
-        id: Identifier of the answer.
-        model: Name of the model in the answer.
-        prompt_tokens: Tokens of all prompts.
-        cached_tokens: Prompt tokens that were in the prefix cache.
-        completion_tokens: Generated tokens of all choices.
-        finish_reason: Reason of its end; None if it was cancelled or failed.
-        queue_seconds: From its arrival until it was scheduled; None if it never was.
-        first_token_seconds: From its arrival to its first token; None if there was none.
-        seconds: From its arrival to its end, or until now.
-        method: The method that drafted.
-        speculation: See ``SpeculationRecord.to_dict``.
-    """
-
-    id: str
-    model: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    finish_reason: str | None
-    queue_seconds: float | None
-    first_token_seconds: float | None
-    seconds: float
-    method: str
-    speculation: Mapping[str, Any]
+    id: str  # identifier of the answer
+    model: str  # name of the model in the answer
+    prompt_tokens: int  # tokens of all prompts
+    cached_tokens: int  # prompt tokens that were in the prefix cache
+    completion_tokens: int  # generated tokens of all choices
+    finish_reason: str | None  # reason of its end; None if it was cancelled or failed
+    queue_seconds: float | None  # from its arrival until it was scheduled; None if it never was
+    first_token_seconds: float | None  # from its arrival to its first token; None if there was none
+    seconds: float  # from its arrival to its end, or until now
+    method: str  # the method that drafted
+    speculation: Mapping[str, Any]  # see ``SpeculationRecord.to_dict``
 
     @property
     def total_tokens(self) -> int:

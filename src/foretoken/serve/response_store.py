@@ -14,23 +14,14 @@ from foretoken.serve.errors import ApiError, invalid
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and its input, in JSON.
+    """A response and its input, in JSON."""
 
-    Args:
-        response: The response.
-        inputs: The list of its input items, without those of earlier responses.
-        outputs: The list of its output items.
-        previous: Identifier of the response that it continues.
-        owner: Digest of the API key that may read it.
-        items: Identifiers of its input and output items.
-    """
-
-    response: bytes
-    inputs: bytes
-    outputs: bytes
-    previous: str | None
-    owner: str | None
-    items: tuple[str, ...] = field(default=())
+    response: bytes  # the response
+    inputs: bytes  # the list of its input items, without those of earlier responses
+    outputs: bytes  # the list of its output items
+    previous: str | None  # identifier of the response that it continues
+    owner: str | None  # digest of the API key that may read it
+    items: tuple[str, ...] = field(default=())  # identifiers of its input and output items
 
     @property
     def size(self) -> int:

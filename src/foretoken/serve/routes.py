@@ -36,7 +36,7 @@ from foretoken.serve.chat_schema import ChatRequest, DetokenizeRequest, StoredCo
 from foretoken.serve.completions_writer import ChatWriter, CompletionWriter
 from foretoken.serve.errors import ApiError, RefusedBody, ServerUnavailable, invalid
 from foretoken.serve.json_body import read_json
-from foretoken.serve.keyring import LOAD_LORA, UNLOAD_LORA, access_of
+from foretoken.serve.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA, access_of
 from foretoken.serve.limits import key_of
 from foretoken.serve.messages_schema import CountTokensRequest, MessagesRequest
 from foretoken.serve.messages_writer import MessageWriter
@@ -99,22 +99,22 @@ class _BodyRequest(Request):
 
 
 def completion_routes(service: Service) -> APIRouter:
-    """Returns the routes of completions, chat completions, and the creation of responses."""
+    """Returns the routes of completions, chat completions, tokens, and the creation of responses."""
     router = body_router()
 
-    @router.post("/completions", responses={200: {"model": Completion, "content": STREAM}}, response_model=None)
+    @router.post("/v1/completions", responses={200: {"model": Completion, "content": STREAM}}, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
         return await service.generate("cmpl-", body, lambda p: CompletionWriter(p, service.token_text), request)
 
     @router.post(
-        "/chat/completions", responses={200: {"model": ChatCompletion, "content": STREAM}}, response_model=None
+        "/v1/chat/completions", responses={200: {"model": ChatCompletion, "content": STREAM}}, response_model=None
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Write the next message of a conversation."""
         return await service.generate("chatcmpl-", body, lambda p: ChatWriter(p, service.token_text), request)
 
-    @router.post("/responses", responses={200: {"model": ResponseObject, "content": STREAM}}, response_model=None)
+    @router.post("/v1/responses", responses={200: {"model": ResponseObject, "content": STREAM}}, response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Write the response to an input."""
         owner = key_of(request.scope)
@@ -131,12 +131,29 @@ def completion_routes(service: Service) -> APIRouter:
 
         return await service.generate("resp_", body, writer, request)
 
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
+        """Return the tokens of a prompt, or of a conversation through the chat template."""
+        ids = (await service.prepare(body, request)).prompts[0].ids
+        names = service.worker.llm.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": service.preparer.max_model_len,
+            "tokens": ids,
+            "token_strs": None if names is None else list(names),
+        }
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
+        """Return the text of tokens."""
+        return {"prompt": (await service.prepare(body, request)).prompts[0].text}
+
     return router
 
 
 def stored_routes(service: Service) -> APIRouter:
     """Returns the routes of stored responses."""
-    router = APIRouter(prefix="/responses/{response_id}", responses=error_responses(400, 401, 403, 404, 422))
+    router = APIRouter(prefix="/v1/responses/{response_id}", responses=error_responses(400, 401, 403, 404, 422))
 
     @router.get("", responses={200: {"model": ResponseObject}}, response_model=None)
     async def retrieve(response_id: str, request: Request, stream: bool = False) -> Response:
@@ -196,12 +213,12 @@ def message_routes(service: Service) -> APIRouter:
     """Returns the routes of messages."""
     router = body_router(AnthropicError)
 
-    @router.post("/messages", responses={200: {"model": AnthropicMessage, "content": STREAM}}, response_model=None)
+    @router.post("/v1/messages", responses={200: {"model": AnthropicMessage, "content": STREAM}}, response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Write the next message of a conversation, in Anthropic's format."""
         return await service.generate("msg_", body, lambda p: MessageWriter(p, request_id(request.scope)), request)
 
-    @router.post("/messages/count_tokens")
+    @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> TokenCount:
         """Count the tokens of a conversation."""
         prepared = await service.prepare(body, request)
@@ -210,61 +227,30 @@ def message_routes(service: Service) -> APIRouter:
     return router
 
 
-def token_routes(service: Service) -> APIRouter:
-    """Returns the routes."""
-    router = body_router()
+def administration_routes(service: Service) -> APIRouter:
+    """Returns the routes that change a running server, and of the state of speculation."""
+    router, change_errors = APIRouter(), error_responses(400, 401, 403, 404, 503)
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
-        """Return the tokens of a prompt, or of a conversation through the chat template."""
-        ids = (await service.prepare(body, request)).prompts[0].ids
-        names = service.worker.llm.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return {
-            "count": len(ids),
-            "max_model_len": service.preparer.max_model_len,
-            "tokens": ids,
-            "token_strs": None if names is None else list(names),
-        }
-
-    @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
-        """Return the text of tokens."""
-        return {"prompt": (await service.prepare(body, request)).prompts[0].text}
-
-    return router
-
-
-def adapter_routes(service: Service) -> APIRouter:
-    """Returns the routes."""
-    router = APIRouter(responses=error_responses(400, 401, 403, 404, 503))
-
-    @router.post(LOAD_LORA)
+    @router.post(LOAD_LORA, responses=change_errors)
     async def load(body: AdapterToLoad, request: Request) -> ServedModel:
         """Load a LoRA adapter, which requests choose by its name as their model from then on."""
         service.served_name(body.model)
         await service.adapters.load(body, access_of(request.scope).name)
         return service.model(body.lora_name)
 
-    @router.post(UNLOAD_LORA)
+    @router.post(UNLOAD_LORA, responses=change_errors)
     async def unload(body: AdapterToUnload, request: Request) -> DeletedModel:
         """Unload a LoRA adapter. Requests that use it are finished with it."""
         await service.adapters.unload(body, access_of(request.scope).name)
         return {"id": body.lora_name, "object": "model", "deleted": True}
 
-    return router
-
-
-def speculation_routes(service: Service) -> APIRouter:
-    """Returns the routes."""
-    router = APIRouter()
-
-    @router.get("/speculation", responses=error_responses(401, 403, 503))
+    @router.get(SPECULATION, responses=error_responses(401, 403, 503))
     async def state() -> SpeculationState:
         """Tell what is known about speculation: acceptance, costs, draft lengths, and why it pauses."""
         return await service.speculation.state()
 
-    @router.patch("/speculation", responses=error_responses(400, 401, 403, 404, 503))
-    @router.post("/speculation", responses=error_responses(400, 401, 403, 404, 503))
+    @router.patch(SPECULATION, responses=change_errors)
+    @router.post(SPECULATION, responses=change_errors)
     async def change(body: SpeculationChange, request: Request) -> SpeculationState:
         """Switch speculation off or on, or change its method or its largest draft, without changing any text."""
         service.served_name(body.model)

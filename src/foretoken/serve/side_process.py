@@ -34,17 +34,11 @@ _MAX_WAITING = 64  # bodies
 
 @dataclass(frozen=True, slots=True)
 class SideProcessLimits:
-    """Limits of one body.
+    """Limits of one body."""
 
-    Args:
-        cpu_seconds: Processor time.
-        seconds: Time for which the server waits.
-        memory_bytes: Memory in addition to the tokenizer.
-    """
-
-    cpu_seconds: float = 20.0
-    seconds: float = 120.0
-    memory_bytes: int = 2**30
+    cpu_seconds: float = 20.0  # processor time
+    seconds: float = 120.0  # time for which the server waits
+    memory_bytes: int = 2**30  # memory in addition to the tokenizer
 
 
 class SideProcess:
@@ -106,7 +100,8 @@ class SideProcess:
         if reply is None and process not in (None, self.process.pid):  # the old process had died
             reply = self._reply(question)
         if reply is None:
-            return self._too_much()
+            seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes >> 20
+            return invalid(f"the body takes more than {seconds:g} s or {mib} MiB to read; make the request smaller")
         return reply if isinstance(reply, PreparedRequest | References) else ApiError(**reply)
 
     def _reply(self, question: Any) -> Any:
@@ -115,10 +110,6 @@ class SideProcess:
         except Exception as error:  # some tokenizers cannot be pickled
             _log.debug("the process for large requests failed", exc_info=error)
             return None
-
-    def _too_much(self) -> ApiError:
-        seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes >> 20
-        return invalid(f"the body takes more than {seconds:g} s or {mib} MiB to read; make the request smaller")
 
 
 # in the forked processes

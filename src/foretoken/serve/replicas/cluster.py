@@ -12,21 +12,13 @@ from foretoken.core.errors import InvalidRequest
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaScale:
-    """The number of replicas and their resources.
+    """The number of replicas and their resources."""
 
-    Attributes:
-        replicas: Initial and smallest number of replicas.
-        max_replicas: Largest number of replicas; None keeps the number fixed.
-        address: Address of a Ray cluster; None starts one on this machine.
-        cpus: Cores of each replica; None divides all cores among them.
-        gpus: GPUs of each replica.
-    """
-
-    replicas: int
-    max_replicas: int | None = None
-    address: str | None = None
-    cpus: float | None = None
-    gpus: float = 0.0
+    replicas: int  # initial and smallest number of replicas
+    max_replicas: int | None = None  # largest number of replicas; None keeps the number fixed
+    address: str | None = None  # address of a Ray cluster; None starts one on this machine
+    cpus: float | None = None  # cores of each replica; None divides all cores among them
+    gpus: float = 0.0  # GPUs of each replica
 
     def __post_init__(self) -> None:
         if self.max_replicas is not None and self.max_replicas < self.replicas:

@@ -23,16 +23,8 @@ BLOCK = 256  # characters; about the 64 tokens of a KV block
 BLOCKS = 128  # maximum number that is compared
 
 _KEPT = (
-    "http_version",
-    "method",
-    "scheme",
-    "path",
-    "raw_path",
-    "query_string",
-    "root_path",
-    "headers",
-    "client",
-    "server",
+    *("http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
+    *("headers", "client", "server"),
 )
 
 R = TypeVar("R", bound=Hashable)
@@ -52,19 +44,12 @@ class ReplicaLost(ForetokenError):
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A request as a replica receives it.
+    """A request as a replica receives it."""
 
-    Args:
-        scope: The ASGI scope, without entries of the front's own connection.
-        body: The body.
-        prefix_hashes: Result of ``prefix_hashes``, by which the replica is chosen.
-        avoid: Names of replicas that were lost with this request.
-    """
-
-    scope: dict[str, Any]
-    body: bytes = b""
-    prefix_hashes: tuple[int, ...] = ()
-    avoid: frozenset[str] = frozenset()
+    scope: dict[str, Any]  # the ASGI scope, without entries of the front's own connection
+    body: bytes = b""  # the body
+    prefix_hashes: tuple[int, ...] = ()  # result of ``prefix_hashes``, by which the replica is chosen
+    avoid: frozenset[str] = frozenset()  # names of replicas that were lost with this request
 
     @classmethod
     def of(cls, scope: Scope, body: bytes, parsed: Mapping[str, Any]) -> Forwarded:

@@ -60,7 +60,11 @@ class Replica:
     """
 
     def __init__(self, engine: ReplicaConfig, name: str | None = None) -> None:
-        self.name = name or _own_name()
+        if name is None:
+            from ray import serve
+
+            name = str(serve.get_replica_context().replica_tag)
+        self.name = name
         options = {**engine.options, "seed": replica_seed(engine.options.get("seed", 0), self.name)}
         self.worker = Worker(LLM(engine.model, engine.draft_model, **options), max_waiting=engine.max_waiting)
         settings = replace(engine.settings, origins=(), key_file=None, max_concurrency=_NO_BOUND)
@@ -125,12 +129,6 @@ async def _connected() -> Message:
     """Waits for ever: a disconnect cancels the task that answers."""
     await asyncio.Event().wait()
     raise AssertionError
-
-
-def _own_name() -> str:
-    from ray import serve
-
-    return str(serve.get_replica_context().replica_tag)
 
 
 def replica_seed(seed: int, name: str) -> int:
