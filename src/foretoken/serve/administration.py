@@ -71,7 +71,13 @@ class ServedAdapters:
         """
         name, llm = request.lora_name, self._worker.llm
         async with self.changing:
-            self._check_name(request)
+            if name in self._model_names or any(in_use(name) for in_use in self.name_in_use):
+                raise InvalidRequest(f"{name!r} is a name of another model here; choose another lora_name", "lora_name")
+            if name in self.paths and not request.load_inplace:
+                raise InvalidRequest(
+                    f"there is a LoRA adapter {name!r} already; unload it, or give load_inplace to replace it",
+                    "lora_name",
+                )
             try:
                 adapter = await asyncio.to_thread(lambda: llm.adapters.read(resolve(request.lora_path)))
             except (ModelLoadError, OSError) as error:
@@ -102,16 +108,6 @@ class ServedAdapters:
         async with self.changing:
             await self._worker.between_steps(remove)
         _log.warning("the LoRA adapter %s was unloaded by %s", name, _by(key))
-
-    def _check_name(self, request: AdapterToLoad) -> None:
-        name = request.lora_name
-        if name in self._model_names or any(in_use(name) for in_use in self.name_in_use):
-            raise InvalidRequest(f"{name!r} is a name of another model here; choose another lora_name", "lora_name")
-        if name in self.paths and not request.load_inplace:
-            raise InvalidRequest(
-                f"there is a LoRA adapter {name!r} already; unload it, or give load_inplace to replace it",
-                "lora_name",
-            )
 
 
 def _by(key: str | None) -> str:
@@ -198,7 +194,10 @@ class SpeculationControl:
 
     def _state(self) -> SpeculationState:
         worker, engine = self._worker, self._worker.engine
-        costs = worker.limited.costs
+        costs, proposer = worker.limited.costs, worker.llm.proposer_of(worker.llm.methods[0])
+        pause = worker.limited.pause
+        if isinstance(proposer, FallbackProposer) and proposer.disabled:
+            pause = "the method failed and is disabled; the log says why"
         return {
             "object": "speculation",
             "model": self._model,
@@ -206,16 +205,9 @@ class SpeculationControl:
             "method": worker.llm.methods[0],
             "methods": list(worker.llm.methods),
             "max_draft_tokens": self._bound,
-            "paused": self._paused(),
+            "paused": pause,
             "running": len(engine.running),
             "controller": worker.limited.describe(),
             "costs": None if costs is None else costs.describe(),
             "acceptance": self._metrics.acceptance(),
         }
-
-    def _paused(self) -> str | None:
-        llm = self._worker.llm
-        proposer = llm.proposer_of(llm.methods[0])
-        if isinstance(proposer, FallbackProposer) and proposer.disabled:
-            return "the method failed and is disabled; the log says why"
-        return self._worker.limited.pause

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError
@@ -24,14 +24,7 @@ _log = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0  # seconds without work before the engine's integrity is checked
 
 
-def _ignore(error: Exception) -> None:
-    """The ``failed`` of an order whose result is not waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    work: Callable[[], None]
-    failed: Callable[[Exception], None]
+_Order = tuple[Callable[[], None], Callable[[Exception], None]]  # work, and what is called if it fails
 
 
 class EngineThread:
@@ -69,14 +62,14 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and self.dead is None
 
-    def order(self, work: Callable[[], None], failed: Callable[[Exception], None] = _ignore) -> None:
+    def order(self, work: Callable[[], None], failed: Callable[[Exception], None] = lambda error: None) -> None:
         """Asks the thread to do ``work`` between two steps. May be called by any thread.
 
         ``failed`` is called with the error if ``work`` raises, or if the thread ends or has ended without doing it.
         """
         with self._accepting:
             if self._end is None:
-                self._orders.put(_Order(work, failed))
+                self._orders.put((work, failed))
                 return
         failed(self._end)
 
@@ -145,7 +138,8 @@ class EngineThread:
         self._deliver([(generation, end) for generation in set(self._generations.values())])
         while not self._orders.empty():
             if (order := self._orders.get()) is not None:
-                order.failed(end)
+                _, failed = order
+                failed(end)
 
     def _run_orders(self) -> bool:
         """Carries out all orders, and waits for one if there is no work. Returns False after the order to stop."""
@@ -159,10 +153,11 @@ class EngineThread:
                 continue
             if order is None:
                 return False
+            work, failed = order
             try:
-                order.work()
+                work()
             except Exception as error:
-                order.failed(_failure(error))
+                failed(_failure(error))
         return True
 
     def _step(self) -> None:
@@ -203,7 +198,9 @@ class EngineThread:
         if piece.output is not None:
             del self._generations[step.sequence]
             self._methods.pop(step.sequence, None)
-        return generation, replace(piece, step=_light(step))
+        # without the draft's distribution, which can have a row of the vocabulary for each node
+        light = Draft(step.draft.ids, step.draft.parents)
+        return generation, replace(piece, step=replace(step, draft=light))
 
     def _fail(self, generations: Iterable[Generation], error: Exception) -> None:
         """Ends requests with an error. The others continue."""
@@ -233,8 +230,3 @@ def _failure(error: Exception) -> Exception:
     failure = RequestFailed(f"the engine failed on this request ({type(error).__name__})")
     failure.__cause__ = error
     return failure
-
-
-def _light(step: StepOutput) -> StepOutput:
-    """Returns ``step`` without the draft's distribution, which can have a row of the vocabulary for each node."""
-    return replace(step, draft=Draft(step.draft.ids, step.draft.parents))

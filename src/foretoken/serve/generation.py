@@ -6,15 +6,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, cast
 
 from foretoken.core.context import Context
 from foretoken.engine.requests import Request
 from foretoken.outputs import StreamPiece
 from foretoken.params import SamplingParams
-from foretoken.serve.answer_types import RequestMetrics, TokenUsage
+from foretoken.serve.answer_types import RequestMetrics, SpeculativeDecoding, TokenUsage
 from foretoken.serve.metrics import Metrics, SpeculationRecord
 from foretoken.serve.parameters import as_sent
 from foretoken.serve.request_state import RequestSummary
@@ -24,17 +23,11 @@ Delivery = tuple["Generation", StreamPiece | Exception]
 
 
 class DraftSource(NamedTuple):
-    """Source of the drafts of a request.
-
-    Attributes:
-        method: The method that drafts.
-        tokens: Configured draft tokens per step.
-        predicted: Number of tokens of the predicted output, if it is the draft.
-    """
+    """Source of the drafts of a request."""
 
     method: str = ""
-    tokens: int = 0
-    predicted: int = 0
+    tokens: int = 0  # configured draft tokens per step
+    predicted: int = 0  # tokens of the predicted output, if it is the draft
 
 
 NO_DRAFTS = DraftSource()
@@ -79,6 +72,7 @@ class Generation:
         self.id, self.model, self.created = identifier, model, int(time.time())
         self.built, self.priority = built, priority
         self.requests = [request for request, _ in built]
+        self._places = {request.id: position for position, request in enumerate(self.requests)}
         self.members = [member for request in self.requests for member in request.members]
         self.loop = asyncio.get_running_loop()
         self.deadline = None if timeout is None else self.loop.time() + timeout
@@ -205,8 +199,7 @@ class Generation:
 
     def speculation(self, detailed: bool = False) -> RequestMetrics:
         """Returns the statistics of all choices together. detailed: with an entry for each step."""
-        record: Any = self._record.to_dict(detailed)
-        return {"speculative_decoding": record}
+        return {"speculative_decoding": cast("SpeculativeDecoding", self._record.to_dict(detailed))}
 
     def summary(self) -> RequestSummary:
         """Returns its outcome so far."""
@@ -227,10 +220,6 @@ class Generation:
     @property
     def _queued(self) -> float | None:
         return None if self.began is None else self.began - self.arrived
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {request.id: position for position, request in enumerate(self.requests)}
 
     @property
     def _prompt_tokens(self) -> int:

@@ -80,7 +80,9 @@ class LimitsMiddleware:
         state = scope.setdefault("state", {})
         if STATE in state:  # a replica's front has identified it
             return None
-        identity, usage = self._keys.identify(_given_key(headers)) if self._keys.asks else None, None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        identity, usage = self._keys.identify(key) if self._keys.asks else None, None
         if self._keys.asks and identity is None and scope["method"] != "OPTIONS":
             raise invalid_key(
                 "this server asks for an API key; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
@@ -130,12 +132,6 @@ class LimitsMiddleware:
         limit = self._settings.max_concurrency
         if self._active >= limit:
             raise too_many_requests(f"{limit} requests are being answered, which is as many as may; try again later")
-
-
-def _given_key(headers: Headers) -> str:
-    """Returns the API key of a request, empty if there is none."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
@@ -205,7 +201,8 @@ class Bodies:
                     buffer += part
                 return True
         except TimeoutError:
-            raise self._too_slow() from None
+            message = f"the body did not arrive within the {self._seconds:g} seconds that this server waits for it"
+            raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
 
     async def _discard(self, receive: Receive, size: int, more: bool) -> None:
         while more and size <= _DISCARDED * self._limit:
@@ -216,10 +213,6 @@ class Bodies:
     def _too_large(self) -> ApiError:
         message = f"the body is larger than the {self._limit} bytes that this server takes"
         return ApiError(413, message, code="body_too_large")
-
-    def _too_slow(self) -> ApiError:
-        message = f"the body did not arrive within the {self._seconds:g} seconds that this server waits for it"
-        return ApiError(408, message, code="body_timeout", headers={"Connection": "close"})
 
 
 def _counted(size: int) -> int:

@@ -88,13 +88,9 @@ def allowed_hosts(host: str, bound: str, keys: bool, given: Sequence[str]) -> Al
     loopback = address is not None and address.is_loopback
     if not given and (keys or not loopback):
         return None
-    listening_names = [name for name in (host, bound) if not _always_allowed(name)]
+    always = AllowedHosts(())
+    listening_names = [name for name in (host, bound) if not always.allows(f"[{name}]" if ":" in name else name)]
     return AllowedHosts(tuple(dict.fromkeys((*listening_names, *given))))
-
-
-def _always_allowed(name: str) -> bool:
-    bracketed = f"[{name}]" if ":" in name else name
-    return AllowedHosts(()).allows(bracketed)
 
 
 def _normal(name: str) -> str:

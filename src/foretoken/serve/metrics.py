@@ -350,13 +350,10 @@ def replica_metrics(families: Mapping[str, Iterable[Metric]], failovers: Mapping
     )
     for outcome, number in failovers.items():
         continued.add_metric([outcome], number)
-    return MergedMetrics(
-        [_labelled(metrics, replica) for replica, metrics in sorted(families.items())], (count, continued)
-    )
-
-
-def _labelled(families: Iterable[Metric], replica: str) -> Iterator[Metric]:
-    for family in families:
-        labelled = Metric(family.name, family.documentation, family.type)
-        labelled.samples = [s._replace(labels={**s.labels, "replica": replica}) for s in family.samples]
-        yield labelled
+    labelled = []
+    for replica, metrics in sorted(families.items()):
+        for family in metrics:
+            copy = Metric(family.name, family.documentation, family.type)
+            copy.samples = [s._replace(labels={**s.labels, "replica": replica}) for s in family.samples]
+            labelled.append(copy)
+    return MergedMetrics([labelled], (count, continued))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 
@@ -45,22 +46,24 @@ OutputEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta
 
 
 class OutputParser:
-    """Parses the output of one choice while it is generated. This class takes everything for text."""
+    """Parses the output of one choice while it is generated. This class takes everything for text.
 
-    @property
-    def reasoning_tokens(self) -> int:
-        """Number of tokens of the reasoning so far."""
-        return 0
+    ``source`` has the calls: another parser, or a writer of calls.
+    """
+
+    def __init__(self, source: Any = None) -> None:
+        self._source = source
+        self.reasoning_tokens = 0  # so far
 
     @property
     def calls(self) -> int:
         """Number of calls so far."""
-        return 0
+        return 0 if self._source is None else int(self._source.calls)
 
     @property
     def cut(self) -> bool:
         """Whether the output ended within the arguments of a call."""
-        return False
+        return self._source is not None and bool(self._source.cut)
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """Returns the events that are certain after ``text``, whose tokens are ``tokens``."""

@@ -53,23 +53,18 @@ def sampling(body: Generate, structured: Mapping[str, Any] | None = None, **para
         values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     if body.prediction is not None:
         values["prediction"] = body.prediction.text
+    requested = {} if structured else _requested(body)
+    if len(requested) > 1:
+        fields = list(requested)
+        raise invalid(f"{' and '.join(fields)} ask for two things at once; give one of them", param=fields[1])
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return SamplingParams(
         **values,
         **parameters,
         stop=[stop for stop in stops if stop],  # OpenAI's clients send empty ones, which end nothing
         explain=body.return_steps,
-        structured_outputs=structured or structured_outputs(body),
+        structured_outputs=structured or next(iter(requested.values()), None),
     )
-
-
-def structured_outputs(body: Sampling) -> dict[str, Any] | None:
-    """Returns the structured outputs, which have several field names. Raises ApiError if two are given."""
-    requested = _requested(body)
-    if len(requested) > 1:
-        names = list(requested)
-        raise invalid(f"{' and '.join(names)} ask for two things at once; give one of them", param=names[1])
-    return next(iter(requested.values()), None)
 
 
 def _requested(body: Any) -> dict[str, dict[str, Any]]:
@@ -100,15 +95,11 @@ def sent_names(body: Body) -> dict[str, str]:
             names["max_tokens"] = "max_completion_tokens"
     if isinstance(body, Sampling):
         otherwise = "response_format" if form else "structured_outputs"
-        names["structured_outputs"] = "tools" if _demands_call(body) else next(iter(_requested(body)), otherwise)
+        choice = getattr(body, "tool_choice", None)
+        mode = getattr(getattr(choice, "allowed_tools", choice), "mode", getattr(choice, "type", choice))
+        demands_call = getattr(body, "tools", None) and mode not in (None, "auto", "none")
+        names["structured_outputs"] = "tools" if demands_call else next(iter(_requested(body)), otherwise)
     return {ours: chat_names.get(name, name) for ours, name in names.items()} | dict(chat_names)
-
-
-def _demands_call(body: Any) -> bool:
-    """Returns whether a body of any API demands a tool call, which is then the structured output."""
-    choice = getattr(body, "tool_choice", None)
-    mode = getattr(getattr(choice, "allowed_tools", choice), "mode", getattr(choice, "type", choice))
-    return bool(getattr(body, "tools", None)) and mode not in (None, "auto", "none")
 
 
 def as_sent(error: Exception, names: Mapping[str, str]) -> Exception:

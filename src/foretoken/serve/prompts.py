@@ -73,17 +73,11 @@ def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str
     definitions = {}
     for tool in tools:
         name = tool.function.name
-        definitions[name] = _moved(tool.function.parameters or nothing, f"#/$defs/{name}")
+        definitions[name] = deepcopy(tool.function.parameters or nothing)
+        for _, part in subschemas(definitions[name]):
+            if isinstance(part.get("$ref"), str) and part["$ref"].startswith("#"):
+                part["$ref"] = f"#/$defs/{name}" + part["$ref"][1:]
     return {**schema, "$defs": definitions}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """Returns a copy of ``schema`` whose references to itself are references to ``place``."""
-    moved = deepcopy(schema)
-    for _, part in subschemas(moved):
-        if isinstance(part.get("$ref"), str) and part["$ref"].startswith("#"):
-            part["$ref"] = place + part["$ref"][1:]
-    return moved
 
 
 def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
@@ -171,18 +165,12 @@ def _one_call_each(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return divided + pending
 
 
-def fill_in_tokens(tokenizer: Any) -> tuple[int, int, int] | None:
-    """Returns the tokens before the prefix, the suffix and the middle; None if the tokenizer has none."""
-    vocabulary = tokenizer.get_vocab()
-    for names in FORMATS:
-        if all(name in vocabulary for name in names):
-            return vocabulary[names[0]], vocabulary[names[1]], vocabulary[names[2]]
-    return None
-
-
 def fill_in_prompt(tokenizer: Any, prefix: str, suffix: str) -> list[int]:
     """Returns the tokens of a prompt for the text between ``prefix`` and ``suffix``. Raises ApiError."""
-    marks = fill_in_tokens(tokenizer)
+    vocabulary = tokenizer.get_vocab()
+    marks = next(
+        ([vocabulary[name] for name in names] for names in FORMATS if all(n in vocabulary for n in names)), None
+    )
     if marks is None:
         raise invalid(
             "this model has no tokens for filling in (such as <|fim_prefix|>); leave suffix out, or serve a code model "

@@ -13,15 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The refusal of a field.
+    """The refusal of a field."""
 
-    Args:
-        reason: The reason, or the field to use.
-        off: Values, beside null, with which the field changes nothing. They are accepted. False includes 0.
-    """
-
-    reason: str
-    off: tuple[Any, ...] = (False,)
+    reason: str  # or the field to use
+    off: tuple[Any, ...] = (False,)  # accepted values, beside null, which change nothing; False includes 0
 
     def accepts(self, value: Any) -> bool:
         """Returns whether the value changes nothing."""

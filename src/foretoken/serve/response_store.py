@@ -66,7 +66,10 @@ class ResponseStore:
         self._responses[identifier] = stored
         self._bytes += stored.size
         self._response_of.update(dict.fromkeys(stored.items, identifier))
-        while self._responses and not self._fits():
+        count, size = self._count, self._size
+        while self._responses and (
+            (count is not None and len(self._responses) > count) or (size is not None and self._bytes > size)
+        ):
             self._forget(next(iter(self._responses)))
 
     def get(self, identifier: str, owner: str | None) -> StoredResponse:
@@ -108,10 +111,6 @@ class ResponseStore:
             raise invalid(f"the item {identifier!r} is not stored here{self._why}", "input", "item_not_found")
         items = [*json.loads(stored.inputs), *json.loads(stored.outputs)]
         return json.dumps(next(item for item in items if item["id"] == identifier)).encode()
-
-    def _fits(self) -> bool:
-        few = self._count is None or len(self._responses) <= self._count
-        return few and (self._size is None or self._bytes <= self._size)
 
     def _forget(self, identifier: str) -> None:
         stored = self._responses.pop(identifier)

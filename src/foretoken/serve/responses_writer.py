@@ -138,23 +138,20 @@ class ResponseWriter(BlockWriter):
         name = "function_call_arguments" if block.kind == "call" else _TYPES[block.kind]
         within: dict[str, Any] = place if block.kind == "call" else place | {"content_index": 0}
         if change.what == "grew":
-            if block.kind == "text":
-                within = within | {"logprobs": self._unsent(block)}
+            if block.kind == "text":  # those that no event has had yet
+                logprobs, sent = self._logprobs[block.index], self._sent[block.index]
+                within, self._sent[block.index] = within | {"logprobs": logprobs[sent:]}, len(logprobs)
             return self._event(f"response.{name}.delta", **within, delta=change.delta)
         if block.kind == "call":
             events = self._event(f"response.{name}.done", **within, arguments=block.text)
         else:
-            logprobs = {"logprobs": self._logprobs[block.index]} if block.kind == "text" else {}
-            events = self._event(f"response.{name}.done", **within, **logprobs, text=block.text)
+            if block.kind == "text":
+                within["logprobs"] = self._logprobs[block.index]
+            events = self._event(f"response.{name}.done", **within, text=block.text)
+            within.pop("logprobs", None)
             events += self._event("response.content_part.done", **within, part=self._part(block))
         item = self._item(block, self._ended(block) if self._output is not None else "completed")
         return events + self._event("response.output_item.done", output_index=block.index, item=item)
-
-    def _unsent(self, block: Block) -> list[Any]:
-        """Returns the log-probabilities of a block that no event has had yet."""
-        logprobs = self._logprobs[block.index]
-        sent, self._sent[block.index] = self._sent[block.index], len(logprobs)
-        return logprobs[sent:]
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         number = self._sequence

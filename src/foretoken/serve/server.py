@@ -170,7 +170,10 @@ class HttpProtocol(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun
             return
-        answer = _refusal(sys.exception())
+        error = sys.exception()
+        answer = ApiError(400, f"this is not an HTTP request: {error}")
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            answer = headers_too_large(MAX_HEADERS)
         body = json.dumps(answer.body()).encode()
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
         headers[HEADER] = new_request_id()
@@ -187,9 +190,3 @@ class HttpProtocol(H11Protocol):
     def _give_up(self, last: Any) -> None:
         if self.cycle is last:
             self.transport.close()
-
-
-def _refusal(error: BaseException | None) -> ApiError:
-    if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
-        return headers_too_large(MAX_HEADERS)
-    return ApiError(400, f"this is not an HTTP request: {error}")

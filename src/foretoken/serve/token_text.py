@@ -98,13 +98,13 @@ class LegacyLogprobs:
             result["tokens"].append(self._name(token))
             result["text_offset"].append(self._offset)
             result["token_logprobs"].append(None if entry is None else max(entry[token].logprob, LOWEST))
-            result["top_logprobs"].append(None if entry is None else self._likeliest(token, entry))
+            if entry is None:
+                result["top_logprobs"].append(None)
+            else:
+                kept = {t: e for t, e in entry.items() if e.rank <= self._top or t == token}
+                result["top_logprobs"].append({self._name(t): max(e.logprob, LOWEST) for t, e in kept.items()})
             self._offset += len(self._characters.decode(self._token_text.visible(token)))
         return result
-
-    def _likeliest(self, token: int, entries: Entries) -> dict[str, float]:
-        kept = {t: e for t, e in entries.items() if e.rank <= self._top or t == token}
-        return {self._name(t): max(e.logprob, LOWEST) for t, e in kept.items()}
 
     def _name(self, token: int) -> str:
         """Returns OpenAI's name of a token: parts of characters are named by their bytes."""

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from foretoken.control.limited import Limited
 from foretoken.core.bad_words import BadWords
-from foretoken.engine.loop import Engine
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.requests import Restrictions
 from foretoken.llm import LLM
@@ -45,7 +44,9 @@ class Worker(EngineThread):
 
     def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
         super().__init__(llm)
-        self.limited = limited(llm.engine)
+        if not isinstance(self.engine.controller, Limited):
+            self.engine.controller = Limited(self.engine.controller)
+        self.limited = self.engine.controller
         self.max_waiting = max_waiting
         self.draining = False
         self._open: set[Generation] = set()
@@ -94,20 +95,17 @@ class Worker(EngineThread):
         try:
             built = await self.run_in_thread(lambda: [self._build(prompt, params, restrictions) for prompt in prompts])
             self._admit(len(prompts) * params.n)  # again: others came while the prompts were built
-            return self._queue(built, options)
+            context = built[0][1][0]
+            method = self.llm.method_of(context)
+            predicted = len(context.prediction) if method == PREDICTION else 0
+            drafts = DraftSource(method, self.llm.draft_tokens_of(context), predicted)
+            generation = Generation(built, self._release, drafts=drafts, **options)
+            self._open.add(generation)
+            self.enqueue(generation)
+            return generation
         finally:
             self._building -= 1
             self.order(self.sweep_adapters)
-
-    def _queue(self, built: Sequence[BuiltRequest], options: dict[str, Any]) -> Generation:
-        context = built[0][1][0]
-        method = self.llm.method_of(context)
-        predicted = len(context.prediction) if method == PREDICTION else 0
-        drafts = DraftSource(method, self.llm.draft_tokens_of(context), predicted)
-        generation = Generation(built, self._release, drafts=drafts, **options)
-        self._open.add(generation)
-        self.enqueue(generation)
-        return generation
 
     async def between_steps(self, work: Callable[[], T]) -> T:
         """Returns the result of ``work``, which the engine's thread does between two steps.
@@ -188,10 +186,3 @@ class Worker(EngineThread):
             built = [contexts for generation in list(self._open) for _, contexts in generation.built]
             queued = {context.adapter for contexts in built for context in contexts}
             self.llm.adapters.sweep(lambda: self.engine.adapters_in_use | queued)
-
-
-def limited(engine: Engine) -> Limited:
-    """Returns the bound on the engine's draft lengths, which is added if there is none."""
-    if not isinstance(engine.controller, Limited):
-        engine.controller = Limited(engine.controller)
-    return engine.controller

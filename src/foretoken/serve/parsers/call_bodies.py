@@ -115,20 +115,15 @@ class HeadBody:
 class ParameterTags:
     """A format in which parameters are written one by one.
 
-    Attributes:
-        name: Pattern of the function's name, with a group; matches at the beginning of the body.
-        parameter: Pattern of the tag before a value. Its groups are ``name``, and ``string`` where the tag says
-            whether the value is one ("true" or "false").
-        value_end: Tag behind a value.
-        end: Tag behind the last parameter.
-        newlines: Whether a value stands on lines of its own, whose line breaks do not belong to it.
+    The pattern ``parameter`` of the tag before a value has the groups ``name``, and ``string`` where the tag says
+    whether the value is one ("true" or "false").
     """
 
-    name: re.Pattern[str]
+    name: re.Pattern[str]  # of the function, with a group; matches at the beginning of the body
     parameter: re.Pattern[str]
-    value_end: str
-    end: str
-    newlines: bool = False
+    value_end: str  # tag behind a value
+    end: str  # tag behind the last parameter
+    newlines: bool = False  # whether a value stands on lines of its own, whose line breaks do not belong to it
 
 
 class ParameterBody:
@@ -273,28 +268,24 @@ def _python_call(tree: ast.expr) -> tuple[str, dict[str, Any]]:
     for keyword in tree.keywords:
         if keyword.arg is None:
             raise ValueError("no call with keyword arguments")
-        value = _json_literal(keyword.value)
-        arguments[keyword.arg] = value
+        arguments[keyword.arg] = _json_literal(keyword.value)
     return ast.unparse(tree.func), arguments
 
 
-def _json_literal(tree: ast.expr) -> Any:
+def _json_literal(tree: ast.expr | None) -> Any:
     """Returns the value of a literal, in which JSON's names of constants are allowed. Raises ValueError."""
     if isinstance(tree, ast.Name) and tree.id in _CONSTANTS:
         return _CONSTANTS[tree.id]
     if isinstance(tree, ast.List | ast.Tuple):
         return [_json_literal(item) for item in tree.elts]
     if isinstance(tree, ast.Dict):
-        return {str(_json_literal(key)): _json_literal(value) for key, value in _pairs(tree)}
+        pairs = zip(tree.keys, tree.values, strict=True)
+        return {str(_json_literal(key)): _json_literal(value) for key, value in pairs}
+    if tree is None:  # in place of the key before **
+        raise ValueError("no literal")
     value = ast.literal_eval(tree)
     dumps(value)  # raises TypeError for values that JSON does not have
     return value
-
-
-def _pairs(tree: ast.Dict) -> list[tuple[ast.expr, ast.expr]]:
-    if None in tree.keys:
-        raise ValueError("no literal")
-    return [(key, value) for key, value in zip(tree.keys, tree.values, strict=True) if key is not None]
 
 
 def gemma_calls(text: str) -> Calls:

@@ -16,38 +16,27 @@ from foretoken.serve.parsers.values import schema_types
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """The expected output of one request.
-
-    Attributes:
-        format: Format of the model's output.
-        schemas: The functions that may be called, with the JSON schema of their arguments; None if none may.
-        opened: Whether the prompt ends within reasoning.
-        end_token: The token that ends reasoning, if it is one.
-        dropped: Special tokens that the text holds and that are no part of the format.
-        named: The function that must be called, if the request names one.
-    """
+    """The expected output of one request."""
 
     format: OutputFormat = field(default_factory=OutputFormat)
-    schemas: Schemas | None = None
-    opened: bool = False
-    end_token: int | None = None
-    dropped: tuple[str, ...] = ()
-    named: str | None = None
+    schemas: Schemas | None = None  # of the functions that may be called; None if none may
+    opened: bool = False  # whether the prompt ends within reasoning
+    end_token: int | None = None  # the token that ends reasoning, if it is one
+    dropped: tuple[str, ...] = ()  # special tokens that the text holds and that are no part of the format
+    named: str | None = None  # the function that must be called, if the request names one
 
     def parser(self) -> OutputParser:
         """Returns a parser of one answer."""
-        parser = self._parser()
+        parser: OutputParser = OutputParser()
+        reasoning = self.format.reasoning
+        if HARMONY in (self.format.calls, reasoning):
+            parser = HarmonyParser()
+        else:
+            if self.schemas is not None:
+                parser = ToolParser(FORMATS[self.format.calls], self.schemas, self.named)
+            if reasoning is not None:
+                parser = ReasoningParser(REASONING_FORMATS[reasoning], parser, self.opened, self.end_token)
         return WithoutTokens(self.dropped, parser) if self.dropped else parser
-
-    def _parser(self) -> OutputParser:
-        if HARMONY in (self.format.calls, self.format.reasoning):
-            return HarmonyParser()
-        answer: OutputParser = OutputParser()
-        if self.schemas is not None:
-            answer = ToolParser(FORMATS[self.format.calls], self.schemas, self.named)
-        if self.format.reasoning is None:
-            return answer
-        return ReasoningParser(REASONING_FORMATS[self.format.reasoning], answer, self.opened, self.end_token)
 
 
 def expect(
@@ -64,7 +53,11 @@ def expect(
         return ExpectedOutput(FORCED, schemas, named=named), params
     opened = params.structured_outputs is None and format.opened_by(prompt)  # a grammar holds from the first token on
     special: list[str] = list(getattr(tokenizer, "all_special_tokens", ()))
-    end_token = _end_token(format, tokenizer)
+    end_token = None
+    if (reasoning := REASONING_FORMATS.get(format.reasoning or "")) is not None:
+        token = tokenizer.convert_tokens_to_ids(reasoning.end)
+        if isinstance(token, int) and token != getattr(tokenizer, "unk_token_id", None):
+            end_token = token
     if params.skip_special_tokens and set(special).intersection(format.tags):
         params = replace(params, skip_special_tokens=False)
         return ExpectedOutput(format, schemas, opened, end_token, tuple({*special} - {*format.tags})), params
@@ -76,12 +69,3 @@ def _types(parameters: Any) -> dict[str, Any]:
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     named = properties.items() if isinstance(properties, dict) else ()
     return {"properties": {name: {"type": sorted(schema_types(schema))} for name, schema in named}}
-
-
-def _end_token(format: OutputFormat, tokenizer: Any) -> int | None:
-    """Returns the token that ends reasoning, None if it is several."""
-    reasoning = REASONING_FORMATS.get(format.reasoning or "")
-    if reasoning is None:
-        return None
-    token = tokenizer.convert_tokens_to_ids(reasoning.end)
-    return token if isinstance(token, int) and token != getattr(tokenizer, "unk_token_id", None) else None

@@ -167,15 +167,10 @@ _SIGNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """Format of one model's output.
+    """Format of one model's output."""
 
-    Attributes:
-        calls: A name of ``CALL_FORMATS``, or ``harmony``.
-        reasoning: A name of ``REASONING_FORMATS``, ``harmony``, or None for a model that does not reason.
-    """
-
-    calls: str = "auto"
-    reasoning: str | None = None
+    calls: str = "auto"  # a name of ``CALL_FORMATS``, or ``harmony``
+    reasoning: str | None = None  # a name of ``REASONING_FORMATS``, ``harmony``, or None if the model does not reason
 
     @staticmethod
     def of(template: str | None) -> OutputFormat:
@@ -199,8 +194,10 @@ class OutputFormat:
 
     def opened_by(self, prompt: str) -> bool:
         """Returns whether the text of a prompt ends within reasoning, so that the output begins there."""
-        reasoning = REASONING_FORMATS.get(self.reasoning or "")
-        return reasoning is not None and reasoning.opened_by(prompt)
+        tags = REASONING_FORMATS.get(self.reasoning or "")
+        if tags is None:
+            return False
+        return prompt.rfind(tags.start) > prompt.rfind(tags.end) and prompt.rstrip().endswith(tags.start)
 
 
 FORCED = OutputFormat("forced")

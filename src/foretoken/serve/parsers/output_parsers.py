@@ -18,26 +18,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
 
 
-class _NestedParser(OutputParser):
-    """Reports the calls of another parser or of a writer."""
-
-    def __init__(self, source: OutputParser | CallWriter) -> None:
-        self._source, self._reasoning_tokens = source, 0
-
-    @property
-    def reasoning_tokens(self) -> int:
-        return self._reasoning_tokens
-
-    @property
-    def calls(self) -> int:
-        return self._source.calls
-
-    @property
-    def cut(self) -> bool:
-        return self._source.cut
-
-
-class WithoutTokens(_NestedParser):
+class WithoutTokens(OutputParser):
     """Hands the text to another parser without some special tokens, each of which comes in one piece."""
 
     def __init__(self, dropped: Sequence[str], parser: OutputParser) -> None:
@@ -45,12 +26,10 @@ class WithoutTokens(_NestedParser):
         self._dropped = re.compile("|".join(re.escape(text) for text in sorted(dropped, key=len, reverse=True)))
         self._parser = parser
 
-    @property
-    def reasoning_tokens(self) -> int:
-        return self._parser.reasoning_tokens
-
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
-        return self._parser.push(self._dropped.sub("", text), tokens)
+        events = self._parser.push(self._dropped.sub("", text), tokens)
+        self.reasoning_tokens = self._parser.reasoning_tokens
+        return events
 
     def finish(self) -> list[OutputEvent]:
         return self._parser.finish()
@@ -58,24 +37,14 @@ class WithoutTokens(_NestedParser):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The tags of a family.
+    """The tags of a family."""
 
-    Attributes:
-        start: Begins the reasoning. Chat templates may write it at the end of the prompt.
-        end: Ends the reasoning.
-        also_ends: Tags of calls, which end the reasoning where ``end`` is missing and belong to the answer.
-    """
-
-    start: str
+    start: str  # chat templates may write it at the end of the prompt
     end: str
-    also_ends: tuple[str, ...] = ()
-
-    def opened_by(self, prompt: str) -> bool:
-        """Returns whether the text of the prompt ends within reasoning, so that the output begins there."""
-        return prompt.rfind(self.start) > prompt.rfind(self.end) and prompt.rstrip().endswith(self.start)
+    also_ends: tuple[str, ...] = ()  # tags of calls: they end reasoning without ``end``, and belong to the answer
 
 
-class ReasoningParser(_NestedParser):
+class ReasoningParser(OutputParser):
     """Separates reasoning from the answer, which another parser reads.
 
     Whitespace around the reasoning, and between it and the answer, is dropped. Reasoning that is not ended remains
@@ -147,12 +116,12 @@ class ReasoningParser(_NestedParser):
     def _count(self, text: str, tokens: Sequence[int]) -> None:
         """Counts the tokens of a piece that is reasoning, or whose beginning is."""
         if self._within:
-            self._reasoning_tokens += len(tokens)
+            self.reasoning_tokens += len(tokens)
         elif self._end_token is not None and self._end_token in tokens:
-            self._reasoning_tokens += list(tokens).index(self._end_token) + 1
+            self.reasoning_tokens += list(tokens).index(self._end_token) + 1
         else:
             behind = min(1.0, len(self._held) / len(text)) if text else 0.0
-            self._reasoning_tokens += round(len(tokens) * (1.0 - behind))
+            self.reasoning_tokens += round(len(tokens) * (1.0 - behind))
 
     def _pass_on(self) -> list[OutputEvent]:
         """Hands the held text to the parser of the answer, without whitespace behind the reasoning."""
@@ -168,17 +137,14 @@ class ReasoningParser(_NestedParser):
 class CallFormat:
     """A family's format of function calls.
 
-    Attributes:
-        opens: For each tag that opens a call, the reader of the text behind it.
-        ignored: Tags around calls that carry nothing.
-        bare: For each character with which a call without a tag may begin the answer, the reader of the call.
-        only_calls: Whether a grammar allows nothing but calls; a call that was cut before its name is then no content.
+    ``opens`` has the reader of the text behind each tag that opens a call, ``bare`` the reader of a call without a tag
+    for each character with which one may begin the answer.
     """
 
     opens: Mapping[str, Callable[[CallWriter], CallBody]] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # tags around calls that carry nothing
     bare: Mapping[str, Callable[[CallWriter], CallBody]] = field(default_factory=dict)
-    only_calls: bool = False
+    only_calls: bool = False  # whether a grammar allows nothing else; a call that was cut before its name is no content
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -192,7 +158,7 @@ class _Position(Enum):
     AFTER = auto()  # as BEFORE, behind a call
 
 
-class ToolParser(_NestedParser):
+class ToolParser(OutputParser):
     """Reads the answer. Text that may become a call is held back until it is certain.
 
     A function that the request names (``named``) is called even if the answer was cut before its name.
@@ -301,7 +267,7 @@ class ToolParser(_NestedParser):
             self._writer.events.append(TextDelta(text))
 
 
-class HarmonyParser(_NestedParser):
+class HarmonyParser(OutputParser):
     """Reads messages. ``analysis`` is reasoning, a message to a function is a call, and everything else is content.
 
     The prompt ends with ``<|start|>assistant``, so the output begins within a header. Text that begins with no header
@@ -323,7 +289,7 @@ class HarmonyParser(_NestedParser):
             pass
         events = self._writer.take()
         if reasons or any(isinstance(event, ReasoningDelta) for event in events):
-            self._reasoning_tokens += _share(events, tokens)
+            self.reasoning_tokens += _share(events, tokens)
         return events
 
     def finish(self) -> list[OutputEvent]:
@@ -347,9 +313,8 @@ class HarmonyParser(_NestedParser):
             self._kind = None
             self._writer.start(function[1])
         else:
-            self._kind = (
-                ReasoningDelta if (channel is not None and channel[1] == "analysis") or "to=" in header else TextDelta
-            )
+            reasons = (channel is not None and channel[1] == "analysis") or "to=" in header
+            self._kind = ReasoningDelta if reasons else TextDelta
         return True
 
     def _read_message(self) -> bool:

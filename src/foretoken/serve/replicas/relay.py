@@ -98,7 +98,7 @@ class Replay:
             raise ReplayDiffers
         fresh = text[len(known) :]
         if text:
-            _place(choice)[_name(choice)] = fresh
+            choice.get("delta", choice)["content" if "delta" in choice else "text"] = fresh
         return bool(fresh) or (opens and not sent.opened) or (ends and not sent.ended)
 
 
@@ -108,16 +108,9 @@ def _events(body: bytes) -> list[bytes]:
 
 def _parts(choice: dict[str, Any]) -> tuple[str, bool, bool]:
     """Returns a choice's text, whether it opens the choice, and whether it ends it."""
-    return _place(choice).get(_name(choice)) or "", "role" in _place(choice), choice.get("finish_reason") is not None
-
-
-def _place(choice: dict[str, Any]) -> dict[str, Any]:
-    part: dict[str, Any] = choice.get("delta", choice)
-    return part
-
-
-def _name(choice: dict[str, Any]) -> str:
-    return "content" if "delta" in choice else "text"
+    delta = choice.get("delta", choice)
+    text = delta.get("content" if "delta" in choice else "text") or ""
+    return text, "role" in delta, choice.get("finish_reason") is not None
 
 
 class Relay:
