@@ -11,7 +11,7 @@ import pytest
 from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM
-from foretoken.serve.limits import effective_salt
+from foretoken.serve.request_state import RequestState
 from foretoken.serve.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
@@ -161,6 +161,6 @@ def test_nothing_that_is_counted_names_a_salt_a_key_or_a_text(keyed: Running) ->
 
 def test_no_salt_reaches_the_scope_of_another_key() -> None:
     clients, salts = ("a", "b", '["a", "b"]'), (None, "a", "b", '", "', "null")
-    scopes = {effective_salt({"state": {"client": client}}, salt) for client in clients for salt in salts}
+    scopes = {RequestState(client=client).effective_salt(salt) for client in clients for salt in salts}
     assert len(scopes) == len(clients) * len(salts) and not scopes & set(salts)
-    assert effective_salt({"type": "http"}, "s") == "s" and effective_salt({"state": {}}, None) is None
+    assert RequestState().effective_salt("s") == "s" and RequestState().effective_salt(None) is None

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from foretoken.core.errors import ContextLengthExceeded, ForetokenError, InvalidRequest
-from foretoken.serve.request_state import request_id
+from foretoken.serve.request_state import state_of
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class ApiError(ForetokenError):
     def response(self, scope: Scope) -> JSONResponse:
         """Returns the answer in the format of the API that was asked."""
         anthropic = is_anthropic(scope["path"])
-        body = self.anthropic_body(request_id(scope)) if anthropic else self.body()
+        body = self.anthropic_body(state_of(scope).id or None) if anthropic else self.body()
         return JSONResponse(body, self.status, headers=dict(self.headers))
 
 

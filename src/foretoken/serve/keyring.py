@@ -13,13 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.types import Scope
-
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.errors import ApiError, invalid_key, too_many_requests
 from foretoken.serve.key_file import ADMIN, GENERATE, METRICS, KeyRecord, digest, read_keys
-
-STATE = "access"  # in the state of an ASGI scope
+from foretoken.serve.request_state import Access
 
 SPECULATION = "/v1/speculation"
 LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -34,35 +31,17 @@ _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0  # between checks for a change of the file
 
 
-@dataclass(frozen=True)
-class Access:
-    """Permissions of a request: the scopes and models of its key's record. ``name`` is None without keys."""
-
-    name: str | None = None
-    scopes: frozenset[str] = frozenset({GENERATE, METRICS})
-    models: tuple[str, ...] | None = None
-
-    def check_scope(self, needed: str | None) -> None:
-        """Raises a 403 ApiError if the request lacks a scope."""
-        if needed is None or needed in self.scopes:
-            return
-        if self.name is None:
-            message = (
-                "this server allows no changes: it has no keys and is not on loopback alone; start it with "
-                "--api-key-file and use a key with the scope admin, or start it with --allow-admin"
-            )
-            raise ApiError(403, message, code="admin_not_allowed")
-        raise ApiError(403, f"this key lacks the scope {needed}", code="insufficient_scope")
-
-    def may_use(self, model: str) -> bool:
-        """Returns whether the request may use a model."""
-        return self.models is None or model in self.models
-
-
-def access_of(scope: Scope) -> Access:
-    """Returns the permissions of a request that has passed the middleware."""
-    access: Access = scope.get("state", {}).get(STATE, Access())
-    return access
+def check_scope(access: Access, needed: str | None) -> None:
+    """Raises a 403 ApiError if a request lacks a scope."""
+    if needed is None or needed in access.scopes:
+        return
+    if access.name is None:
+        message = (
+            "this server allows no changes: it has no keys and is not on loopback alone; start it with "
+            "--api-key-file and use a key with the scope admin, or start it with --allow-admin"
+        )
+        raise ApiError(403, message, code="admin_not_allowed")
+    raise ApiError(403, f"this key lacks the scope {needed}", code="insufficient_scope")
 
 
 def needed_scope(method: str, path: str) -> str | None:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.errors import ApiError, headers_too_large, invalid_key, too_many_requests
-from foretoken.serve.keyring import STATE, Access, KeyRing, KeyUsage, needed_scope, scopes_without_key
+from foretoken.serve.keyring import KeyRing, KeyUsage, check_scope, needed_scope, scopes_without_key
 from foretoken.serve.request_log import RequestLog
-from foretoken.serve.request_state import summary_of
+from foretoken.serve.request_state import Access, state_of
 from foretoken.serve.settings import ServerSettings
 
-_CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, if keys have scopes
-_KEY = "key"  # the same, if there are keys at all
 MAX_HEADERS = 64 * 2**10  # bytes of a request's headers
 
 _DISCARDED = 8  # times the limit: is read and dropped, because many clients send a whole body before they read
@@ -77,8 +72,8 @@ class LimitsMiddleware:
 
     def _identified(self, scope: Scope, headers: Headers) -> KeyUsage | None:
         """Stores the key of a request in the scope, and returns the key's usage. Raises ApiError if it is refused."""
-        state = scope.setdefault("state", {})
-        if STATE in state:  # a replica's front has identified it
+        state = state_of(scope)
+        if state.identified:  # a replica's front has identified it
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
@@ -87,13 +82,12 @@ class LimitsMiddleware:
             raise invalid_key(
                 "this server asks for an API key; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
             )
-        state[STATE] = self._anyone
+        state.identified, state.access = True, self._anyone
         if identity is not None:
-            state[STATE], state[_KEY], usage = identity.access, identity.digest.hex(), identity.usage
-            if self._scoped:
-                state[_CLIENT] = identity.digest.hex()
+            state.access, state.key, usage = identity.access, identity.digest.hex(), identity.usage
+            state.client = state.key if self._scoped else None
         if scope["method"] != "OPTIONS":
-            state[STATE].check_scope(needed_scope(scope["method"], scope["path"]))
+            check_scope(state.access, needed_scope(scope["method"], scope["path"]))
         return usage
 
     async def _within_rates(
@@ -113,7 +107,7 @@ class LimitsMiddleware:
         try:
             await self._app(scope, replayed(body, receive), sending)
         finally:
-            summary = summary_of(scope)
+            summary = state_of(scope).summary
             usage.end(held, summary.total_tokens if summary else 0)
 
     def _check_head(self, headers: Headers) -> None:
@@ -132,24 +126,6 @@ class LimitsMiddleware:
         limit = self._settings.max_concurrency
         if self._active >= limit:
             raise too_many_requests(f"{limit} requests are being answered, which is as many as may; try again later")
-
-
-def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
-    """Returns the cache salt to use for a request with ``cache_salt``: unique to its API key, if keys have scopes."""
-    client = scope.get("state", {}).get(_CLIENT)
-    return cache_salt if client is None else hashlib.sha256(json.dumps([client, cache_salt]).encode()).hexdigest()
-
-
-def identified(scope: Scope) -> dict[str, Any]:
-    """Returns the entries of a scope's state about the request's key, for a replica to trust."""
-    state = scope.get("state", {})
-    return {name: state[name] for name in (STATE, _KEY, _CLIENT) if name in state}
-
-
-def key_of(scope: Scope) -> str | None:
-    """Returns the digest of the request's API key; None if the server asks for none."""
-    key: str | None = scope.get("state", {}).get(_KEY)
-    return key
 
 
 class Bodies:

@@ -15,9 +15,10 @@ from foretoken.serve.app import HEALTH_PATHS, LIVE, create_app, create_gateway
 from foretoken.serve.errors import ApiError, ServerUnavailable, not_served
 from foretoken.serve.json_body import read_object
 from foretoken.serve.keyring import UNLOAD_LORA
-from foretoken.serve.limits import key_of, replayed
+from foretoken.serve.limits import replayed
 from foretoken.serve.metrics import MergedMetrics
 from foretoken.serve.request_log import RequestTracer
+from foretoken.serve.request_state import state_of
 from foretoken.serve.service import Service
 from foretoken.serve.settings import ServerSettings
 from foretoken.serve.worker import Worker
@@ -109,7 +110,7 @@ class _Dispatch:
         """Returns the app that stores a response; the first if none does."""
         for app, service in zip(self._apps, self._services, strict=True):
             try:
-                service.responses.get(identifier, key_of(scope))
+                service.responses.get(identifier, state_of(scope).key)
             except ApiError:
                 continue
             return app

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.serve.keyring import access_of
-from foretoken.serve.request_state import RequestSummary, request_id, summary_of
+from foretoken.serve.request_state import RequestSummary, state_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FIELDS = "foretoken"  # attribute of a log record: fields of its object
-_STATUS = "status"  # in the state of an ASGI scope
 
 _OPERATIONS = {
     "/v1/completions": "text_completion",
@@ -48,7 +46,7 @@ class RequestLog:
     async def send(self, message: Message) -> None:
         """Sends a message of the answer."""
         if message["type"] == "http.response.start":
-            self._scope.setdefault("state", {})[_STATUS] = message["status"]
+            state_of(self._scope).status = message["status"]
         await self._send(message)
 
     def log(self, level: int) -> None:
@@ -57,21 +55,22 @@ class RequestLog:
             return
         scope, seconds = self._scope, time.monotonic() - self._began
         path = scope["path"].encode("unicode_escape").decode()  # one line, whatever was sent
-        status = _status(scope)
+        state = state_of(scope)
         words = "%s %s %s %.2f s %s"
-        values = (scope["method"], path, "gone" if status is None else status, seconds, request_id(scope))
+        values = (scope["method"], path, "gone" if state.status is None else state.status, seconds, state.id)
         _log.log(level, words, *values, extra={_FIELDS: self._fields(seconds)})
 
     def _fields(self, seconds: float) -> dict[str, Any]:
-        scope, summary = self._scope, summary_of(self._scope)
+        scope, state = self._scope, state_of(self._scope)
+        summary = state.summary
         fields: dict[str, Any] = {
-            "request_id": request_id(scope),
+            "request_id": state.id or None,
             "method": scope["method"],
             "path": scope["path"],
-            "status": _status(scope),
+            "status": state.status,
             "seconds": seconds,
-            "key": access_of(scope).name,
-            "trace_id": scope.get("state", {}).get("trace_id"),
+            "key": state.access.name,
+            "trace_id": state.trace_id,
         }
         if summary is not None:
             fields |= {name: getattr(summary, name) for name in _SUMMARY_FIELDS}
@@ -99,12 +98,6 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
-
-
-def _status(scope: Scope) -> int | None:
-    """Returns the status of the answer; None if there was none."""
-    status: int | None = scope.get("state", {}).get(_STATUS)
-    return status
 
 
 class RequestTracer:
@@ -156,24 +149,24 @@ class RequestTracer:
         parent = self._propagator.extract({name: headers[name] for name in names if name in headers})
         span = self._tracer.start_span(_OPERATIONS[scope["path"]], parent, SpanKind.SERVER)
         context = span.get_span_context()
-        scope.setdefault("state", {})["trace_id"] = f"{context.trace_id:032x}"
+        state_of(scope).trace_id = f"{context.trace_id:032x}"
         return span
 
     def end(self, span: Span, scope: Scope) -> None:
         """Ends the span of a request."""
         from opentelemetry.trace import Status, StatusCode
 
-        operation, status = _OPERATIONS[scope["path"]], _status(scope)
+        operation, state = _OPERATIONS[scope["path"]], state_of(scope)
+        status, summary = state.status, state.summary
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "foretoken",
             "http.request.method": scope["method"],
             "url.path": scope["path"],
             "http.response.status_code": status,
-            "foretoken.request_id": request_id(scope),
-            "foretoken.key": access_of(scope).name,
+            "foretoken.request_id": state.id,
+            "foretoken.key": state.access.name,
         }
-        summary = summary_of(scope)
         if summary is not None:
             span.update_name(f"{operation} {summary.model}")
             attributes |= _attributes(summary)

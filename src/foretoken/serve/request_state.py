@@ -1,24 +1,26 @@
-"""Facts about a request in the state of its ASGI scope: identifier, unknown fields, and how it ended."""
+"""State of a request in its ASGI scope: identifier, permissions, unknown fields, and how it ended."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foretoken.serve.key_file import GENERATE, METRICS
+
 HEADER = "x-request-id"
+STATE = "request"  # in the state of an ASGI scope
 _ANTHROPIC_HEADER = "request-id"  # Anthropic's clients read this one
 _UNKNOWN_FIELDS_HEADER = "x-unknown-fields"
 _REQUEST_ID = re.compile("[!-~]{1,128}")
-
-# keys of the state of an ASGI scope
-_ID, _SUMMARY = "request_id", "summary"
 
 _MAX_NAMES = 10  # unknown fields in the header
 _MAX_NAME_LENGTH = 60  # characters of each
@@ -29,67 +31,6 @@ _names: ContextVar[list[str] | None] = ContextVar("unknown_fields", default=None
 def new_request_id() -> str:
     """Returns a new identifier."""
     return f"req_{uuid4().hex}"
-
-
-def request_id(scope: Scope) -> str | None:
-    """Returns the identifier of a request that has passed the middleware."""
-    identifier: str | None = scope.get("state", {}).get(_ID)
-    return identifier
-
-
-def set_request_id(scope: Scope, identifier: str) -> None:
-    """Makes ``identifier`` the request's, where the client put one into the body and none into a header."""
-    if not scope["state"].get("request_id_given"):
-        scope["state"][_ID] = identifier
-
-
-class RequestIdMiddleware:
-    """ASGI middleware. Also passes the identifier on to replicas, and adds the header about unknown fields."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        sent_id = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"").decode("latin-1")
-        fits = _REQUEST_ID.fullmatch(sent_id) is not None
-        state = scope.setdefault("state", {})
-        state.update({_ID: sent_id if fits else new_request_id(), "request_id_given": fits})
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers[HEADER] = state[_ID]
-                if scope["path"].startswith("/v1/messages"):
-                    headers[_ANTHROPIC_HEADER] = state[_ID]
-                if names := state.get("unknown_fields"):
-                    headers[_UNKNOWN_FIELDS_HEADER] = unknown_fields_header(names)
-            await send(message)
-
-        await self._app(scope, receive, sending)
-
-
-def collect_unknown_fields(names: list[str] | None) -> None:
-    """Adds unknown fields of bodies that are validated in this context to ``names``. None makes them errors."""
-    _names.set(names)
-
-
-def ignore_unknown_fields(names: Sequence[str]) -> bool:
-    """Returns whether unknown fields of these names are ignored, and collects them if so."""
-    collected = _names.get()
-    if collected is not None:
-        collected += names
-    return collected is not None
-
-
-def unknown_fields_header(names: Sequence[str]) -> str:
-    """Returns the value of the header ``x-unknown-fields``."""
-    unique = list(dict.fromkeys(names))
-    shown = [ascii(name)[1:-1][:_MAX_NAME_LENGTH] for name in unique[:_MAX_NAMES]]
-    more = [f"and {len(unique) - _MAX_NAMES} more"] if len(unique) > _MAX_NAMES else []
-    return ", ".join([*shown, *more])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +55,96 @@ class RequestSummary:
         return self.prompt_tokens + self.completion_tokens
 
 
-def report_summary(scope: Scope, source: Callable[[], RequestSummary | None]) -> None:
-    """Registers ``source`` as the reporter of the request's outcome so far."""
-    scope.setdefault("state", {})[_SUMMARY] = source
+@dataclass(frozen=True)
+class Access:
+    """Permissions of a request: the scopes and models of its key's record. ``name`` is None without keys."""
+
+    name: str | None = None
+    scopes: frozenset[str] = frozenset({GENERATE, METRICS})
+    models: tuple[str, ...] | None = None
+
+    def may_use(self, model: str) -> bool:
+        """Returns whether the request may use a model."""
+        return self.models is None or model in self.models
 
 
-def summary_of(scope: Scope) -> RequestSummary | None:
-    """Returns the outcome of a request; None if it generates nothing, or was refused."""
-    source: Callable[[], RequestSummary | None] | None = scope.get("state", {}).get(_SUMMARY)
-    return None if source is None else source()
+@dataclass
+class RequestState:
+    """State of one request, which middlewares, routes, the log and the trace share."""
+
+    id: str = ""
+    id_given: bool = False  # whether a header had ``id``
+    identified: bool = False  # whether the next three are known
+    access: Access = Access()
+    key: str | None = None  # digest of its API key
+    client: str | None = None  # the same, if each key has a cache of its own
+    status: int | None = None  # of the answer
+    trace_id: str | None = None
+    unknown_fields: list[str] = field(default_factory=list)  # of its body, which were ignored
+    reporter: Callable[[], RequestSummary | None] | None = None  # returns the outcome so far
+
+    @property
+    def summary(self) -> RequestSummary | None:
+        """The outcome so far; None if the request generates nothing, or was refused."""
+        return None if self.reporter is None else self.reporter()
+
+    def effective_salt(self, cache_salt: str | None) -> str | None:
+        """Returns the cache salt to use for ``cache_salt``: unique to the API key, if each has a cache of its own."""
+        if self.client is None:
+            return cache_salt
+        return hashlib.sha256(json.dumps([self.client, cache_salt]).encode()).hexdigest()
+
+
+def state_of(scope: Scope) -> RequestState:
+    """Returns the state of the request of an ASGI scope."""
+    state: RequestState = scope.setdefault("state", {}).setdefault(STATE, RequestState())
+    return state
+
+
+class RequestIdMiddleware:
+    """ASGI middleware. Also passes the identifier on to replicas, and adds the header about unknown fields."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent_id = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"").decode("latin-1")
+        fits = _REQUEST_ID.fullmatch(sent_id) is not None
+        state = state_of(scope)
+        state.id, state.id_given = sent_id if fits else new_request_id(), fits
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = state.id
+                if scope["path"].startswith("/v1/messages"):
+                    headers[_ANTHROPIC_HEADER] = state.id
+                if state.unknown_fields:
+                    headers[_UNKNOWN_FIELDS_HEADER] = unknown_fields_header(state.unknown_fields)
+            await send(message)
+
+        await self._app(scope, receive, sending)
+
+
+def collect_unknown_fields(names: list[str] | None) -> None:
+    """Adds unknown fields of bodies that are validated in this context to ``names``. None makes them errors."""
+    _names.set(names)
+
+
+def ignore_unknown_fields(names: Sequence[str]) -> bool:
+    """Returns whether unknown fields of these names are ignored, and collects them if so."""
+    collected = _names.get()
+    if collected is not None:
+        collected += names
+    return collected is not None
+
+
+def unknown_fields_header(names: Sequence[str]) -> str:
+    """Returns the value of the header ``x-unknown-fields``."""
+    unique = list(dict.fromkeys(names))
+    shown = [ascii(name)[1:-1][:_MAX_NAME_LENGTH] for name in unique[:_MAX_NAMES]]
+    more = [f"and {len(unique) - _MAX_NAMES} more"] if len(unique) > _MAX_NAMES else []
+    return ", ".join([*shown, *more])

@@ -36,11 +36,10 @@ from foretoken.serve.chat_schema import ChatRequest, DetokenizeRequest, StoredCo
 from foretoken.serve.completions_writer import ChatWriter, CompletionWriter
 from foretoken.serve.errors import ApiError, RefusedBody, ServerUnavailable, invalid
 from foretoken.serve.json_body import read_json
-from foretoken.serve.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA, access_of
-from foretoken.serve.limits import key_of
+from foretoken.serve.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA
 from foretoken.serve.messages_schema import CountTokensRequest, MessagesRequest
 from foretoken.serve.messages_writer import MessageWriter
-from foretoken.serve.request_state import collect_unknown_fields, request_id
+from foretoken.serve.request_state import collect_unknown_fields, state_of
 from foretoken.serve.response_store import StoredResponse
 from foretoken.serve.responses_schema import ResponsesRequest, input_items
 from foretoken.serve.responses_writer import ResponseWriter
@@ -93,7 +92,7 @@ class _BodyRequest(Request):
             value = await read_json(body)
         except ForetokenError as error:
             raise RefusedBody(error) from error
-        names: list[str] = self.scope["state"].setdefault("unknown_fields", [])
+        names = state_of(self.scope).unknown_fields
         collect_unknown_fields(None if service.settings.strict else names)  # FastAPI validates in this task
         return value
 
@@ -117,7 +116,7 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/responses", responses={200: {"model": ResponseObject, "content": STREAM}}, response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Write the response to an input."""
-        owner = key_of(request.scope)
+        owner = state_of(request.scope).key
         stores = service.responses.enabled and body.store is not False
 
         def store(response: ResponseObject) -> None:
@@ -160,19 +159,19 @@ def stored_routes(service: Service) -> APIRouter:
         """Return a stored response."""
         if stream:
             raise invalid("only background responses are streamed again, and they are not served; omit stream")
-        stored = service.responses.get(response_id, key_of(request.scope))
+        stored = service.responses.get(response_id, state_of(request.scope).key)
         return Response(stored.response, media_type="application/json")
 
     @router.delete("")
     async def delete(response_id: str, request: Request) -> DeletedResponse:
         """Forget a stored response."""
-        service.responses.delete(response_id, key_of(request.scope))
+        service.responses.delete(response_id, state_of(request.scope).key)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/cancel", responses=error_responses(400))
     async def cancel(response_id: str, request: Request) -> ResponseObject:
         """Refuse to cancel: only background responses can be, and they are not served."""
-        service.responses.get(response_id, key_of(request.scope))
+        service.responses.get(response_id, state_of(request.scope).key)
         raise ApiError(
             400, "only background responses can be cancelled, and they are not served; close the connection instead"
         )
@@ -186,7 +185,7 @@ def stored_routes(service: Service) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> ItemList:
         """List the input items of a stored response."""
-        listed = json.loads(service.responses.get(response_id, key_of(request.scope)).inputs)
+        listed = json.loads(service.responses.get(response_id, state_of(request.scope).key).inputs)
         return _page(listed[::-1] if order == "desc" else listed, after, limit)
 
     return router
@@ -216,7 +215,7 @@ def message_routes(service: Service) -> APIRouter:
     @router.post("/v1/messages", responses={200: {"model": AnthropicMessage, "content": STREAM}}, response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Write the next message of a conversation, in Anthropic's format."""
-        return await service.generate("msg_", body, lambda p: MessageWriter(p, request_id(request.scope)), request)
+        return await service.generate("msg_", body, lambda p: MessageWriter(p, state_of(request.scope).id), request)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> TokenCount:
@@ -235,13 +234,13 @@ def administration_routes(service: Service) -> APIRouter:
     async def load(body: AdapterToLoad, request: Request) -> ServedModel:
         """Load a LoRA adapter, which requests choose by its name as their model from then on."""
         service.served_name(body.model)
-        await service.adapters.load(body, access_of(request.scope).name)
+        await service.adapters.load(body, state_of(request.scope).access.name)
         return service.model(body.lora_name)
 
     @router.post(UNLOAD_LORA, responses=change_errors)
     async def unload(body: AdapterToUnload, request: Request) -> DeletedModel:
         """Unload a LoRA adapter. Requests that use it are finished with it."""
-        await service.adapters.unload(body, access_of(request.scope).name)
+        await service.adapters.unload(body, state_of(request.scope).access.name)
         return {"id": body.lora_name, "object": "model", "deleted": True}
 
     @router.get(SPECULATION, responses=error_responses(401, 403, 503))
@@ -254,7 +253,7 @@ def administration_routes(service: Service) -> APIRouter:
     async def change(body: SpeculationChange, request: Request) -> SpeculationState:
         """Switch speculation off or on, or change its method or its largest draft, without changing any text."""
         service.served_name(body.model)
-        return await service.speculation.change(body, access_of(request.scope).name)
+        return await service.speculation.change(body, state_of(request.scope).access.name)
 
     return router
 

@@ -20,12 +20,10 @@ from foretoken.serve.answer_types import ServedModel
 from foretoken.serve.chat_schema import StoredContent
 from foretoken.serve.errors import ApiError, not_served
 from foretoken.serve.generation import Generation
-from foretoken.serve.keyring import access_of
-from foretoken.serve.limits import effective_salt, key_of
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.parameters import as_sent
 from foretoken.serve.preparation import PreparedRequest, RequestPreparer, StoredContentNeeded
-from foretoken.serve.request_state import report_summary, set_request_id
+from foretoken.serve.request_state import state_of
 from foretoken.serve.response_store import ResponseStore
 from foretoken.serve.schema import Body, Sampling
 from foretoken.serve.settings import ServerSettings
@@ -89,14 +87,15 @@ class Service:
 
     def names(self, request: Request) -> list[str]:
         """Returns the names of the model that the request's key may use."""
-        access = access_of(request.scope)
+        access = state_of(request.scope).access
         return [name for name in self.served_names if access.may_use(name)]
 
     def check_allowed(self, name: str | None, request: Request) -> None:
         """Raises a 404 ApiError if the request's key may not use the model of this name; None is the first one."""
         name = name or self.settings.model_names[0]
-        if name in self.served_names and not access_of(request.scope).may_use(name):
-            allowed = ", ".join(self.names(request)) or "none of those that are served here"
+        names = self.names(request)
+        if name in self.served_names and name not in names:
+            allowed = ", ".join(names) or "none of those that are served here"
             message = f"this key may not use the model {name!r}; it may use: {allowed}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -107,7 +106,7 @@ class Service:
         try:
             return await self.side_process.prepare(kind, body)
         except StoredContentNeeded as needed:
-            earlier = self.responses.find(needed.references, key_of(request.scope))
+            earlier = self.responses.find(needed.references, state_of(request.scope).key)
             return await self.side_process.prepare(kind, body, earlier)
 
     async def prepare(self, body: B, request: Request) -> PreparedRequest[B]:
@@ -119,13 +118,13 @@ class Service:
         ready: PreparedRequest[B] | None = getattr(request.state, "prepared", None)
         if ready is None:
             ready = await self._prepare(body, request)
-        names: list[str] = request.scope["state"].setdefault("unknown_fields", [])
-        names += ready.unknown
-        if names:
-            self.metrics.on_unknown_fields(request.url.path, len(set(names)))
-        if (identifier := getattr(body, "request_id", None)) is not None:
-            set_request_id(request.scope, identifier)
-        salt = effective_salt(request.scope, getattr(body, "cache_salt", None))
+        state = state_of(request.scope)
+        state.unknown_fields += ready.unknown
+        if state.unknown_fields:
+            self.metrics.on_unknown_fields(request.url.path, len(set(state.unknown_fields)))
+        if (identifier := getattr(body, "request_id", None)) is not None and not state.id_given:
+            state.id = identifier
+        salt = state.effective_salt(getattr(body, "cache_salt", None))
         if getattr(body, "cache_prompt", None) is False:
             salt = secrets.token_hex(16)  # a new scope, in which nothing is cached yet
         return replace(ready, params=replace(ready.params, cache_salt=salt, lora=lora))
@@ -146,7 +145,7 @@ class Service:
         content = await request.body()
         earlier: StoredContent | None = None
         if references := getattr(body, "references", lambda: None)():
-            earlier = self.responses.find(references, key_of(request.scope))
+            earlier = self.responses.find(references, state_of(request.scope).key)
             if earlier.size > LARGE_BODY and self.side_process is not None:
                 ready = await self.side_process.prepare(type(body), content, earlier)
                 if ready is not None:
@@ -174,5 +173,5 @@ class Service:
         except InvalidRequest as error:
             raise as_sent(error, prepared.names) from error
         generation.shown = prepared.max_tokens > 0
-        report_summary(request.scope, generation.summary)
+        state_of(request.scope).reporter = generation.summary
         return generation

@@ -10,14 +10,13 @@ import json
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.types import Scope
 
 from foretoken.core.errors import ForetokenError
-from foretoken.serve.limits import effective_salt, identified
-from foretoken.serve.request_state import HEADER, request_id
+from foretoken.serve.request_state import HEADER, STATE, state_of
 
 BLOCK = 256  # characters; about the 64 tokens of a KV block
 BLOCKS = 128  # maximum number that is compared
@@ -55,12 +54,13 @@ class Forwarded:
     def of(cls, scope: Scope, body: bytes, parsed: Mapping[str, Any]) -> Forwarded:
         """Returns the request to forward, from the front's ASGI scope and the parsed body."""
         kept = {"type": "http", "asgi": {"version": "3.0"}, **{key: scope[key] for key in _KEPT if key in scope}}
-        if identifier := request_id(scope):
+        state = state_of(scope)
+        if state.id:
             others = [(name, value) for name, value in scope["headers"] if name != HEADER.encode()]
-            kept["headers"] = [*others, (HEADER.encode(), identifier.encode())]
-        kept["state"] = identified(scope)
+            kept["headers"] = [*others, (HEADER.encode(), state.id.encode())]
+        kept["state"] = {STATE: replace(state, reporter=None, unknown_fields=[])}
         salt = parsed.get("cache_salt")
-        return cls(kept, body, prefix_hashes(parsed, effective_salt(scope, salt if isinstance(salt, str) else None)))
+        return cls(kept, body, prefix_hashes(parsed, state.effective_salt(salt if isinstance(salt, str) else None)))
 
 
 def prefix_hashes(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from foretoken.serve.metrics import replica_metrics
 from foretoken.serve.replicas.forwarding import Forwarded
 from foretoken.serve.replicas.relay import OUTCOMES, Relay
 from foretoken.serve.request_log import RequestTracer
-from foretoken.serve.request_state import report_summary
+from foretoken.serve.request_state import state_of
 from foretoken.serve.settings import ServerSettings
 from foretoken.serve.stream import cancel_on_disconnect
 
@@ -77,7 +77,7 @@ class Front:
         parsed = await read_object(body) if scope["method"] == "POST" else {}
         request = Forwarded.of(scope, body, parsed)
         relay = Relay(self._replicas.respond, request, parsed, send, self._settings.timeout, self.failovers)
-        report_summary(scope, lambda: relay.summary)
+        state_of(scope).reporter = lambda: relay.summary
         self._relays.add(relay)
         try:
             await cancel_on_disconnect(receive, relay.run())

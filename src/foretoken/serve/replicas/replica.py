@@ -16,15 +16,16 @@ from foretoken.core.streams import SeedDomain, derived_seed
 from foretoken.llm import LLM
 from foretoken.serve.app import create_app
 from foretoken.serve.key_file import ADMIN, METRICS
-from foretoken.serve.keyring import SPECULATION, STATE, Access
+from foretoken.serve.keyring import SPECULATION
 from foretoken.serve.limits import replayed
 from foretoken.serve.replicas.forwarding import Forwarded, ReplicaLost
-from foretoken.serve.request_state import summary_of
+from foretoken.serve.request_state import STATE, Access, RequestState, state_of
 from foretoken.serve.settings import ServerSettings
 from foretoken.serve.worker import Worker
 
 _log = logging.getLogger(__name__)
 
+_TRUSTED = RequestState(identified=True, access=Access(scopes=frozenset({METRICS, ADMIN})))  # the front's own
 _NO_BOUND = 2**31  # the front limits the number of requests
 
 
@@ -80,14 +81,15 @@ class Replica:
             ReplicaLost: The engine is dead, so that the app's answer must not be sent.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        scope = {**request.scope, "state": dict(request.scope.get("state", {}))}
+        state = replace(state_of(request.scope), unknown_fields=[])
+        scope = {**request.scope, "state": {STATE: state}}
         answering = asyncio.create_task(self._answer(scope, request.body, messages))
         try:
             while (message := await messages.get()) is not None:
                 if self.worker.dead is not None:
                     raise ReplicaLost(f"the engine stopped working ({self.worker.dead})", self.name)
                 last = message["type"] == "http.response.body" and not message.get("more_body", False)
-                summary = summary_of(scope) if last else None
+                summary = state.summary if last else None
                 yield {**message, "replica": self.name, "summary": summary}
         finally:
             answering.cancel()
@@ -106,7 +108,7 @@ class Replica:
             "path": SPECULATION,
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
-            "state": {STATE: Access(scopes=frozenset({METRICS, ADMIN}))},  # the front has checked the client's
+            "state": {STATE: _TRUSTED},  # the front has checked the client's
         }
         messages = [message async for message in self.respond(Forwarded(scope, body or b""))]
         return self.name, messages[0]["status"], json.loads(b"".join(m.get("body", b"") for m in messages))
