@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -35,6 +36,7 @@ class ChoicesWriter(AnswerWriter):
         self._continuous = bool(options and options.continuous_usage_stats)
         self._begun = False
         self._parsers: list[OutputParser] = []  # of the choices
+        self._waiting: defaultdict[int, list[StreamPiece]] = defaultdict(list)  # pieces without text yet, by choice
 
     @property
     def _reasoning_tokens(self) -> int:
@@ -55,6 +57,12 @@ class ChoicesWriter(AnswerWriter):
     def _prompt_fields(self, final: StreamPiece | None) -> dict[str, Any]:
         """Returns further fields of the whole answer, whose first piece is ``final``, or of the first chunk."""
         return {}
+
+    def _take_waiting(self, number: int) -> tuple[list[int], list[Any]]:
+        """Returns tokens and log-probabilities of the pieces of a choice that waited for their text."""
+        pieces = self._waiting.pop(number, [])
+        tokens = [token for piece in pieces for token in piece.token_ids]
+        return tokens, [entry for piece in pieces for entry in piece.logprobs or ()]
 
     def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> Mapping[str, Any]:
         choices = self._all_choices(finals)
@@ -108,7 +116,6 @@ class CompletionWriter(ChoicesWriter):
         self._per_prompt, self._shown = prepared.params.n, prepared.max_tokens > 0
         count = len(self._prompts) * self._per_prompt
         self._logprobs = [LegacyLogprobs(token_text, self._body.logprobs or 0) for _ in range(count)]
-        self._waiting: list[list[StreamPiece]] = [[] for _ in range(count)]
 
     def _all_choices(self, finals: Mapping[int, StreamPiece]) -> list[Choice]:
         n = self._body.n or 1
@@ -130,12 +137,9 @@ class CompletionWriter(ChoicesWriter):
         first = piece.step.position == 0
         if not (piece.text or piece.output is not None or (first and self._body.echo)):
             return []  # its log-probabilities come with the text
-        tokens = [token for part in waiting for token in part.token_ids]
-        logprobs = [entry for part in waiting for entry in part.logprobs or ()]
         text = "".join(part.text for part in waiting)
-        start = waiting[0]
-        waiting.clear()
-        return [self._choice(number, text, tokens, logprobs, piece, start)]
+        tokens, logprobs = self._take_waiting(number)
+        return [self._choice(number, text, tokens, logprobs, piece, waiting[0])]
 
     def _empty_choice(self, number: int) -> Choice:
         return {"index": number, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
@@ -193,16 +197,13 @@ class ChatWriter(ChoicesWriter):
         super().__init__(prepared, token_text)
         self._prompt = prepared.prompts[0]
         self._parsers = [prepared.output.parser() for _ in range(prepared.params.n)]
-        # log-probabilities and ids of tokens whose text is still held back
-        self._waiting: list[tuple[list[Any], list[int]]] = [([], []) for _ in self._parsers]
 
     def _all_choices(self, finals: Mapping[int, StreamPiece]) -> list[Choice]:
         return [self._choice(number, final) for number, final in finals.items()]
 
     def _new_choices(self, number: int, piece: StreamPiece) -> list[Choice]:
-        parser, (logprobs, tokens) = self._parsers[number], self._waiting[number]
-        logprobs += self._chat_logprobs(piece.token_ids, piece.logprobs)
-        tokens += piece.token_ids
+        parser = self._parsers[number]
+        self._waiting[number].append(piece)
         events = parser.push(piece.text, piece.token_ids)
         if piece.output is not None:
             events += parser.finish()
@@ -212,8 +213,7 @@ class ChatWriter(ChoicesWriter):
             ending = {"finish_reason": reason, "stop_reason": piece.output.stop_reason}
             choices.append(self._empty_choice(number) | ending)
         if choices:  # log-probabilities and ids are in the chunk of their tokens' text, or in a later one
-            choices[0] |= self._token_fields(logprobs, tokens)
-            self._waiting[number] = ([], [])
+            choices[0] |= self._token_fields(*self._take_waiting(number))
         if piece.step.position == 0:
             role = {"role": "assistant", "content": "", "refusal": None}
             choices.insert(0, self._empty_choice(number) | {"delta": role})
@@ -235,21 +235,16 @@ class ChatWriter(ChoicesWriter):
         assert output is not None
         events = [*parser.push(output.text, output.token_ids), *parser.finish()]
         ending = {"finish_reason": self._reason(parser, output), "stop_reason": output.stop_reason}
-        logprobs = self._chat_logprobs(output.token_ids, output.logprobs)
         base = {"index": number, "message": message_of(events), "logprobs": None, **ending}
-        return base | self._token_fields(logprobs, list(output.token_ids))
+        return base | self._token_fields(list(output.token_ids), output.logprobs)
 
-    def _token_fields(self, logprobs: list[Any], tokens: list[int]) -> dict[str, Any]:
+    def _token_fields(self, tokens: list[int], entries: Any) -> dict[str, Any]:
         """Returns the fields of a choice about its tokens, as far as the request asks for them."""
         fields: dict[str, Any] = {}
         if self._body.logprobs:
+            logprobs = chat_logprobs(self._token_text, tokens, entries or (), self._body.top_logprobs or 0)
             fields["logprobs"] = {"content": logprobs, "refusal": None}
         return fields | ({"token_ids": tokens} if self._body.return_token_ids else {})
-
-    def _chat_logprobs(self, tokens: Any, entries: Any) -> list[Any]:
-        if not self._body.logprobs:
-            return []
-        return list(chat_logprobs(self._token_text, tokens, entries or (), self._body.top_logprobs or 0))
 
     def _reason(self, parser: OutputParser, output: CompletionOutput) -> str | None:
         """Returns OpenAI's finish reason.

@@ -141,9 +141,7 @@ class Generation:
     def end(self, error: Exception | None, abort: bool = False) -> None:
         """Ends it: no more pieces will come.
 
-        Args:
-            error: Raised to the reader after the pieces that have arrived.
-            abort: Whether the engine must stop working on it.
+        ``error`` is raised to the reader after the pieces that have arrived. ``abort`` stops the engine's work on it.
         """
         if not self._over:
             self._over, self._error = True, error

@@ -132,12 +132,8 @@ def _resolved(location: _Path, value: Any, missing: bool) -> tuple[bool, _Path]:
     """Returns whether the end of a location is in ``value``, and the path to it.
 
     Pydantic's location also names the types that it has tried, which may look like keys. Of all readings the one is
-    right that reaches the end; if none does, because the end is a type, the longest.
-
-    Args:
-        location: The rest of the location.
-        value: The value at its beginning.
-        missing: Whether the end is a key that is missing.
+    right that reaches the end; if none does, because the end is a type, the longest. ``value`` is at the beginning of
+    ``location``; ``missing`` is whether the end is a key that is missing.
     """
     if not location:
         return False, ()

@@ -35,32 +35,17 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrency")
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRecord:
-    """One API key as it is stored.
+    """One API key as it is stored. Raises InvalidRequest for a value that is not valid."""
 
-    Args:
-        name: Identifies the key in logs and commands. Logs never have the key.
-        sha256: Hash of the key, in hexadecimal. Keys have 256 random bits, so a fast hash cannot be reversed.
-        created: When it was made, in ISO 8601.
-        expires: When it stops being accepted, in ISO 8601 with an offset; None is never.
-        scopes: Which of ``SCOPES`` it has.
-        models: Names of models that it may use; None is all.
-        requests_per_minute: Rate of requests; None is no limit.
-        tokens_per_minute: Rate of tokens, prompts and outputs together; None is no limit.
-        max_concurrency: Requests that are answered at once; None is no limit.
-
-    Raises:
-        InvalidRequest: A value is not valid.
-    """
-
-    name: str
-    sha256: str
-    created: str | None = None
-    expires: str | None = None
-    scopes: tuple[str, ...] = (GENERATE,)
-    models: tuple[str, ...] | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrency: int | None = None
+    name: str  # identifies the key in logs and commands; logs never have the key
+    sha256: str  # in hexadecimal; keys have 256 random bits, so a fast hash cannot be reversed
+    created: str | None = None  # in ISO 8601
+    expires: str | None = None  # when it stops being accepted, in ISO 8601 with an offset; None is never
+    scopes: tuple[str, ...] = (GENERATE,)  # which of ``SCOPES`` it has
+    models: tuple[str, ...] | None = None  # names of models that it may use; None is all
+    requests_per_minute: int | None = None  # None is no limit
+    tokens_per_minute: int | None = None  # of prompts and outputs together; None is no limit
+    max_concurrency: int | None = None  # requests that are answered at once; None is no limit
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -139,12 +124,10 @@ def _record(entry: Any) -> KeyRecord:
             raise InvalidRequest(f"it has no {name}")
     values = dict(entry)
     for name in ("scopes", "models"):
-        value = values.get(name)
-        if value is None:
-            values.pop(name, None)
-        elif not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise InvalidRequest(f"{name} must be a list of texts, got {shown(value)}")
-        else:
+        value = values.pop(name, None)
+        if value is not None:
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                raise InvalidRequest(f"{name} must be a list of texts, got {shown(value)}")
             values[name] = tuple(value)
     return KeyRecord(**values)
 

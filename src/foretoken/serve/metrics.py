@@ -318,12 +318,7 @@ def _reached(counts: Counter[int]) -> list[float]:
 
 
 class MergedMetrics(MetricsPage):
-    """Metrics of several engines.
-
-    Args:
-        engines: Metrics of each engine, whose samples differ in a label.
-        others: Metrics that no engine has.
-    """
+    """Metrics of several engines, whose samples differ in a label, and ``others`` that no engine has."""
 
     def __init__(self, engines: Iterable[Iterable[Metric]], others: Iterable[Metric] = ()) -> None:
         self._engines, self._others = engines, others
@@ -338,12 +333,7 @@ class MergedMetrics(MetricsPage):
 
 
 def replica_metrics(families: Mapping[str, Iterable[Metric]], failovers: Mapping[str, int]) -> MergedMetrics:
-    """Returns the metrics of all replicas, labelled by replica.
-
-    Args:
-        families: Metrics of each replica by its name.
-        failovers: Number of requests that continued on another replica, by outcome.
-    """
+    """Returns the metrics of all replicas by name, and the number of requests that continued on another by outcome."""
     count = GaugeMetricFamily(PREFIX + "replicas", "Replicas that answer.", value=len(families))
     continued = CounterMetricFamily(
         PREFIX + "failovers", "Requests whose replica was lost, by outcome.", labels=["outcome"]

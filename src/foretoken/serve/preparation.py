@@ -249,10 +249,7 @@ class RequestPreparer:
     def _budget(self, asked: int | None, prompt: Sequence[int], default: int | None = None) -> int:
         """Returns the maximum number of tokens to generate. Raises ApiError if they do not fit.
 
-        Args:
-            asked: The client's maximum, or None.
-            prompt: The prompt's tokens.
-            default: The maximum if the client gave none; None for as many as fit.
+        ``default`` is the maximum if the client has ``asked`` for none; None is as many as fit.
         """
         before = self.tokenizer.start or prompt  # an encoder's input takes none of the output's length
         left = self.max_model_len - len(before)

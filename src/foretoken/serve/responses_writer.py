@@ -22,12 +22,7 @@ _TYPES = {"text": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponseWriter(BlockWriter):
-    """Writes a response.
-
-    Args:
-        store: Called with the finished response.
-        stores: Whether it is stored.
-    """
+    """Writes a response. ``store`` is called with the finished one; ``stores`` is whether it keeps it."""
 
     def __init__(
         self,

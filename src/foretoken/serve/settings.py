@@ -37,34 +37,18 @@ class AppOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(AppOptions):
-    """Settings of an app.
+    """Settings of an app. Without ``stored_responses`` and ``stored_bytes`` no response is stored."""
 
-    Args:
-        model_names: Names of the model. Answers have the one that the request names, or the first.
-        lora_modules: Paths of the LoRA adapters that it begins with, by the names under which requests choose them.
-        api_keys: Accepted API keys. Without keys and without a key file, no key is needed.
-        chat_template: A template in place of the tokenizer's own.
-        origins: Other origins whose pages may use the API from a browser (CORS).
-        hosts: The ``Host`` headers that are answered; None answers any.
-        max_body: Bytes of a body.
-        max_n: Completions of a prompt, or candidates of best_of.
-        max_prompts: Prompts of one request.
-        max_logprobs: Log-probabilities per token.
-        max_concurrency: Requests that are answered at once.
-        stored_responses: Number of responses that /v1/responses may store; None is no limit of their number.
-        stored_bytes: Bytes that they may take; None is no limit of their size. Without either nothing is stored.
-    """
-
-    model_names: Sequence[str] = ("foretoken",)
-    lora_modules: Mapping[str, str] = field(default_factory=dict)
-    api_keys: Sequence[str] = ()
-    chat_template: str | None = None
-    origins: Sequence[str] = ()
-    hosts: AllowedHosts | None = None
-    max_body: int = 4 * 2**20
-    max_n: int = 64
-    max_prompts: int = 128
-    max_logprobs: int = 20
-    max_concurrency: int = 512
-    stored_responses: int | None = None
-    stored_bytes: int | None = None
+    model_names: Sequence[str] = ("foretoken",)  # answers have the one that the request names, or the first
+    lora_modules: Mapping[str, str] = field(default_factory=dict)  # paths of the LoRA adapters at the start, by name
+    api_keys: Sequence[str] = ()  # without keys and without a key file, no key is needed
+    chat_template: str | None = None  # in place of the tokenizer's
+    origins: Sequence[str] = ()  # other origins whose pages may use the API from a browser (CORS)
+    hosts: AllowedHosts | None = None  # the ``Host`` headers that are answered; None answers any
+    max_body: int = 4 * 2**20  # bytes
+    max_n: int = 64  # completions of a prompt, or candidates of best_of
+    max_prompts: int = 128  # of one request
+    max_logprobs: int = 20  # of a token
+    max_concurrency: int = 512  # requests that are answered at once
+    stored_responses: int | None = None  # number that /v1/responses may store; None is no limit of their number
+    stored_bytes: int | None = None  # bytes that they may take; None is no limit of their size
