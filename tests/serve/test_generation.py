@@ -20,7 +20,7 @@ def piece(number: int, last: bool = False) -> Any:
 def generation(members: int = 1) -> tuple[Generation, list[bool]]:
     """One of a number of sequences, and whether the engine still worked on it each time it was released."""
     released: list[bool] = []
-    built: Any = [(SimpleNamespace(members=tuple(range(members))), [])]
+    built: Any = [(SimpleNamespace(id=0, members=tuple(range(members))), [])]
     return Generation(built, lambda _, abort: released.append(abort)), released
 
 

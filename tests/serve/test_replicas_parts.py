@@ -36,8 +36,7 @@ from foretoken.serve.replicas.forwarding import (
     ranked,
     repeatable,
 )
-from foretoken.serve.replicas.front import Front, create_front
-from foretoken.serve.replicas.relay import LOSSES
+from foretoken.serve.replicas.front import LOSSES, Front, create_front
 from foretoken.serve.replicas.replica import Replica, ReplicaConfig, replica_seed
 from foretoken.serve.settings import ServerSettings
 
@@ -230,7 +229,7 @@ def test_a_stream_goes_on() -> None:
 
 
 def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.serve.replicas.relay.RETRY_SECONDS", 0)
+    monkeypatch.setattr("foretoken.serve.replicas.front.RETRY_SECONDS", 0)
     full = [start(429, "application/json"), part(b"{}", False)]
     answer, _ = asked(Scripted(BEGUN, full, full, AGAIN), {"prompt": "x", "stream": True, "temperature": 0})
     assert answer.content.endswith(b"data: [DONE]\n\n") and b"{}" not in answer.content
@@ -272,7 +271,7 @@ def test_identifiers_reach_the_replica() -> None:
 
 
 def test_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.serve.replicas.relay.GRACE", 0.05)
+    monkeypatch.setattr("foretoken.serve.replicas.front.GRACE", 0.05)
     quick = ServerSettings(timeout=0.05)
     assert asked(Scripted([None]), {"prompt": "x"}, quick)[0].json()["error"]["code"] == "timeout"
     begins = ServerSettings(timeout=2.0)  # time for the first part, however busy the machine is

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.serve.replicas.relay import Replay, ReplayDiffers
+from foretoken.serve.replicas.front import Replay, ReplayDiffers
 from foretoken.serve.stream import event
 
 

@@ -16,17 +16,15 @@ from transformers import AutoTokenizer
 from foretoken import LLM, zoo
 from foretoken.outputs import CompletionOutput
 from foretoken.params import SamplingParams
+from foretoken.serve.block_writers import MessageWriter, ResponseWriter
 from foretoken.serve.chat_schema import ChatRequest, References, StoredContent
 from foretoken.serve.completions_writer import ChatWriter
 from foretoken.serve.messages_schema import MessagesRequest
-from foretoken.serve.messages_writer import MessageWriter
-from foretoken.serve.parsers.expected import ExpectedOutput
-from foretoken.serve.parsers.formats import FORCED
+from foretoken.serve.parsers.formats import FORCED, ExpectedOutput
 from foretoken.serve.preparation import EncodedPrompt, PreparedRequest
 from foretoken.serve.prompts import render
 from foretoken.serve.response_store import ResponseStore, StoredResponse
 from foretoken.serve.responses_schema import ResponsesRequest
-from foretoken.serve.responses_writer import ResponseWriter
 from foretoken.serve.settings import ServerSettings
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,7 @@ from tests.serve.conftest import Running
 
 from foretoken.serve.chat_schema import ChatRequest, Function, Tool
 from foretoken.serve.completions_writer import message_of
-from foretoken.serve.parsers.expected import ExpectedOutput
-from foretoken.serve.parsers.formats import FORCED, OutputFormat
+from foretoken.serve.parsers.formats import FORCED, ExpectedOutput, OutputFormat
 from foretoken.serve.prompts import forced_calls
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'

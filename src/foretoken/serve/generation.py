@@ -15,7 +15,7 @@ from foretoken.outputs import StreamPiece
 from foretoken.params import SamplingParams
 from foretoken.serve.answer_types import RequestMetrics, SpeculativeDecoding, TokenUsage
 from foretoken.serve.metrics import Metrics, SpeculationRecord
-from foretoken.serve.parameters import as_sent
+from foretoken.serve.preparation import as_sent
 from foretoken.serve.request_state import RequestSummary
 
 BuiltRequest = tuple[Request, list[Context]]

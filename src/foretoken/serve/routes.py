@@ -32,17 +32,16 @@ from foretoken.serve.answer_types import (
     Tokenized,
     Version,
 )
+from foretoken.serve.block_writers import MessageWriter, ResponseWriter
 from foretoken.serve.chat_schema import ChatRequest, DetokenizeRequest, StoredContent, TokenizeRequest
 from foretoken.serve.completions_writer import ChatWriter, CompletionWriter
 from foretoken.serve.errors import ApiError, RefusedBody, ServerUnavailable, invalid
 from foretoken.serve.json_body import read_json
 from foretoken.serve.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA
 from foretoken.serve.messages_schema import CountTokensRequest, MessagesRequest
-from foretoken.serve.messages_writer import MessageWriter
 from foretoken.serve.request_state import collect_unknown_fields, state_of
 from foretoken.serve.response_store import StoredResponse
 from foretoken.serve.responses_schema import ResponsesRequest, input_items
-from foretoken.serve.responses_writer import ResponseWriter
 from foretoken.serve.schema import Body, CompletionRequest
 from foretoken.serve.service import Service
 from foretoken.serve.side_process import LARGE_BODY

@@ -21,8 +21,7 @@ from foretoken.serve.chat_schema import StoredContent
 from foretoken.serve.errors import ApiError, not_served
 from foretoken.serve.generation import Generation
 from foretoken.serve.metrics import Metrics
-from foretoken.serve.parameters import as_sent
-from foretoken.serve.preparation import PreparedRequest, RequestPreparer, StoredContentNeeded
+from foretoken.serve.preparation import PreparedRequest, RequestPreparer, StoredContentNeeded, as_sent
 from foretoken.serve.request_state import state_of
 from foretoken.serve.response_store import ResponseStore
 from foretoken.serve.schema import Body, Sampling
