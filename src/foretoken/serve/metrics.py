@@ -269,11 +269,11 @@ class Metrics(MetricsPage):
 
     def _counted(self) -> Iterator[Metric]:
         seconds: _Values = {(phase,): total for phase, total in self._seconds.items()}
-        finished: _Values = {(reason,): float(count) for reason, count in self._finished.items()}
+        finished: _Values = {(reason,): count for reason, count in self._finished.items()}
+        unknown: _Values = {(path,): count for path, count in self._unknown_fields.items()}
         yield self._counter("prompt_tokens", "Prompt tokens of finished requests.", {(): self._prompt_tokens})
         yield self._counter("generation_tokens", "Tokens emitted.", {(): self._generation_tokens})
         yield self._counter("request_success", "Finished requests.", finished, "finished_reason")
-        unknown: _Values = {(path,): float(count) for path, count in self._unknown_fields.items()}
         yield self._counter("unknown_request_fields", "Unknown fields that were ignored.", unknown, "endpoint")
         yield self._counter("steps", "Decode steps, each with one forward pass of the target.", {(): self._steps})
         yield self._counter("step_seconds", "Seconds of decode steps, by phase.", seconds, "phase")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from foretoken.serve.output import OutputEvent, ToolCallDelta, ToolCallStarted, new_call_id
-from foretoken.serve.parsers.values import ValueEnd, dumps, is_unicode, split_held, typed
+from foretoken.serve.parsers.values import ValueEnd, dumps, is_unicode, split_at, typed
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each function, by its name."""
@@ -175,12 +175,11 @@ class ParameterBody:
 
     def _read_value(self) -> bool:
         """Moves the value out of the held text. Returns whether it is complete."""
-        value, mark, rest = self._held.partition(self._tags.value_end)
+        text, mark, self._held = split_at(self._held, (self._tags.value_end,))
+        self._value += text
         if not mark:
-            text, self._held = split_held(self._held, (self._tags.value_end,))
-            self._value += text
             return False
-        value, self._held, self._value = self._value + value, rest, ""
+        value, self._value = self._value, ""
         if self._tags.newlines:
             value = value.removeprefix("\n").removesuffix("\n")
         assert self._parameter is not None
@@ -210,16 +209,14 @@ class WholeBody:
         self.started = False
 
     def push(self, text: str) -> str | None:
-        self._held += text
-        body, mark, rest = self._held.partition(self._end)
+        body, mark, self._held = split_at(self._held + text, (self._end,))
+        self._text += body
         if not mark:
-            text, self._held = split_held(self._held, (self._end,))
-            self._text += text
             return None
-        for name, arguments in self._read(self._text + body):
+        for name, arguments in self._read(self._text):
             self._writer.call(name, arguments)
         self.started = True
-        return rest
+        return self._held
 
 
 class PythonBody:

@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from foretoken.serve.output import OutputEvent, OutputParser, ReasoningDelta, TextDelta
 from foretoken.serve.parsers.call_bodies import CallBody, CallWriter, Schemas
-from foretoken.serve.parsers.values import find_tag, split_held
+from foretoken.serve.parsers.values import split_at
 
 _BARE_SPACE = " \r\n\t,;[]"
 HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
@@ -101,17 +101,16 @@ class ReasoningParser(OutputParser):
             if len(self._held) < len(self._format.start) and self._format.start.startswith(self._held):
                 return
             self._held, self._may_repeat = self._held.removeprefix(self._format.start).lstrip(), False
-        place, tag = find_tag(self._held, tags)
-        text, held = (self._held[:place], self._held[place:]) if tag else split_held(self._held, tags)
+        text, tag, rest = split_at(self._held, tags)
         stripped = text.rstrip()
         if stripped:
             events.append(ReasoningDelta(stripped))
             self._began = True
         if tag:
             self._within, self._ended = False, True
-            self._held = held.removeprefix(self._format.end)
+            self._held = rest if tag == self._format.end else tag + rest
         else:
-            self._held = text[len(stripped) :] + held
+            self._held = text[len(stripped) :] + rest
 
     def _count(self, text: str, tokens: Sequence[int]) -> None:
         """Counts the tokens of a piece that is reasoning, or whose beginning is."""
@@ -201,15 +200,12 @@ class ToolParser(OutputParser):
         return self._read_text() if self._place is _Position.TEXT else self._begin()
 
     def _read_text(self) -> bool:
-        tags = self._format.tags
-        place, tag = find_tag(self._held, tags)
-        if not tag:
-            text, self._held = split_held(self._held, tags)
-            self._content(text)
-            return False
-        self._content(self._held[:place])
-        self._held, self._place, self._bare = self._held[place:], _Position.BEFORE, False
-        return True
+        text, tag, rest = split_at(self._held, self._format.tags)
+        self._content(text)
+        self._held = tag + rest
+        if tag:
+            self._place, self._bare = _Position.BEFORE, False
+        return bool(tag)
 
     def _begin(self) -> bool:
         """Consumes text where a call may begin."""
@@ -217,9 +213,8 @@ class ToolParser(OutputParser):
         space = self._held[: len(self._held) - len(start)]
         if not start:
             return False
-        _, tag = find_tag(start[: max(map(len, self._format.tags), default=0)], self._format.tags)
-        if tag and start.startswith(tag):
-            rest = start[len(tag) :]
+        before, tag, rest = split_at(start, self._format.tags)
+        if tag and not before:
             if tag in self._format.opens:
                 self._enter(self._format.opens[tag], self._skipped + space + tag, rest)
                 self._bare = False
@@ -318,15 +313,11 @@ class HarmonyParser(OutputParser):
         return True
 
     def _read_message(self) -> bool:
-        place, tag = find_tag(self._held, _ENDS)
-        if not tag:
-            text, self._held = split_held(self._held, _ENDS)
-            self._write(text)
-            return False
-        self._write(self._held[:place])
-        self._held = self._held[place:] if tag == "<|channel|>" else self._held[place + len(tag) :]
-        self._header = True
-        return True
+        text, tag, rest = split_at(self._held, _ENDS)
+        self._write(text)
+        self._held = tag + rest if tag == "<|channel|>" else rest
+        self._header = bool(tag)
+        return self._header
 
     def _write(self, text: str) -> None:
         if not text:

@@ -11,23 +11,21 @@ from typing import Any
 _NULLS = ("null", "none")
 
 
-def split_held(text: str, tags: tuple[str, ...]) -> tuple[str, str]:
-    """Returns ``text`` without, and only, its longest end that begins one of ``tags``."""
+def split_at(text: str, tags: tuple[str, ...]) -> tuple[str, str, str]:
+    """Returns the text before the first of ``tags``, the tag (the longest of those there), and the text behind it.
+
+    Without a tag in ``text`` it is empty, and the third is the longest end of ``text`` that begins a tag.
+    """
+    places = [(place, -len(tag), tag) for tag in tags if (place := text.find(tag)) >= 0]
+    if places:
+        place, _, tag = min(places)
+        return text[:place], tag, text[place + len(tag) :]
     longest = max(map(len, tags), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         end = text[-length:]
         if any(tag.startswith(end) for tag in tags):
-            return text[:-length], end
-    return text, ""
-
-
-def find_tag(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Returns the place of the first of ``tags`` in ``text`` and the tag, the longest of those there; -1 for none."""
-    places = [(place, -len(tag), tag) for tag in tags if (place := text.find(tag)) >= 0]
-    if not places:
-        return -1, ""
-    place, _, tag = min(places)
-    return place, tag
+            return text[:-length], "", end
+    return text, "", ""
 
 
 def dumps(value: Any) -> str:
