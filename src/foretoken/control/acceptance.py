@@ -10,11 +10,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from itertools import accumulate
+from operator import mul
 
 from foretoken.core.draft import Draft
-from foretoken.costs.curve import Array
 from foretoken.costs.tuning import TUNING, Tuning
 
 # Nodes share a rate within a bucket between two of these bounds:
@@ -169,6 +168,9 @@ class SourceRecord:
         self.streak = 0 if newest.depth == 0 or newest.missed(tokens) else self.streak + newest.depth
 
 
+Estimate = tuple[list[float], list[float]]  # acceptance of each rank after the rank before, existence of each rank
+
+
 class Survival:
     """P(the node of rank r is on the accepted path), r = 1, 2, ..., and P(the draft has such a node).
 
@@ -192,9 +194,9 @@ class Survival:
     ) -> None:
         self.max_rank, self._prior, self._tuning = max_rank, prior, tuning
         self._keep = 1.0 - 1.0 / (memory or tuning.request_drafts)
-        # Drafts that accepted a rank, that accepted the rank before, that had the rank, that were asked for it.
-        self._sums = np.zeros((4, max_rank))
-        self._estimate: tuple[Array, Array] | None = None
+        # By rank: drafts that accepted it, that accepted the rank before, that had it, that were asked for it.
+        self._sums = [[0.0] * max_rank for _ in range(4)]
+        self._estimate: Estimate | None = None
 
     def observe(self, budget: int, draft: Draft, path: Sequence[int], verified: int | None = None) -> None:
         """Learns from a draft.
@@ -213,67 +215,69 @@ class Survival:
 
     def discount(self, share: float) -> None:
         """Keeps ``share`` of the weight of what was learned here."""
-        self._sums *= share
+        self._sums = [[share * total for total in sums] for sums in self._sums]
         self._estimate = None
 
-    def accepted(self) -> Array:
+    def accepted(self) -> list[float]:
         """Returns the acceptance probabilities [max_rank], which never rise."""
-        return acceptance([self])[0][0]
+        return list(accumulate(self.estimate()[0], mul))
 
-    def exists(self) -> Array:
+    def exists(self) -> list[float]:
         """Returns the probabilities [max_rank] that a draft has the rank, which never rise."""
-        return acceptance([self])[1][0]
+        return self.estimate()[1]
+
+    def estimate(self) -> Estimate:
+        """Returns P(a rank is accepted | the rank before is) and P(the draft has the rank), [max_rank] each."""
+        if self._estimate is None:
+            self._estimate = _estimate(self._sums, *self._priors(), self._tuning.prior_drafts)
+        return self._estimate
 
     def _add(self, budget: int, ranks: Sequence[int], size: int) -> None:
         self._estimate = None
-        sums = self._sums[:, :budget]
-        sums *= self._keep
-        sums[1, :1] += 1.0
-        sums[2, :size] += 1.0
-        sums[3] += 1.0
+        keep, (accepted, before, had, requested) = self._keep, self._sums
+        for rank in range(budget):
+            accepted[rank] *= keep
+            before[rank] *= keep
+            had[rank] = had[rank] * keep + (rank < size)
+            requested[rank] = requested[rank] * keep + 1.0
+        before[:1] = [before[0] + 1.0] if budget else before[:1]
         for rank in ranks:
             if rank < budget:
-                sums[0, rank] += 1.0
-                sums[1, rank + 1 : rank + 2] += 1.0
+                accepted[rank] += 1.0
+                if rank + 1 < budget:
+                    before[rank + 1] += 1.0
 
-    def _priors(self) -> tuple[Array, Array]:
+    def _priors(self) -> Estimate:
         """Returns the priors of the ratios and of the existence of ranks, [max_rank] each."""
-        if self._prior is None:
-            return self._pooled(), np.ones(self.max_rank)
-        if self._prior._estimate is None:  # kept, because many requests share it
-            self._prior._estimate = _estimate(self._prior._sums, *self._prior._priors(), self._tuning.prior_drafts)
-        return self._prior._estimate
+        return (self._pooled(), [1.0] * self.max_rank) if self._prior is None else self._prior.estimate()
 
-    def _pooled(self) -> Array:
+    def _pooled(self) -> list[float]:
         """Returns the prior of the ratios: the first rank's own, and a common one for all others."""
-        tuning = self._tuning
-        ratios = np.full(self.max_rank, tuning.prior_acceptance)
-        accepted, before = self._sums[:2, 1:].sum(1)
-        ratios[1:] = (accepted + tuning.prior_drafts * tuning.prior_acceptance) / (before + tuning.prior_drafts)
-        return ratios
+        base, strength = self._tuning.prior_acceptance, self._tuning.prior_drafts
+        accepted, before = (sum(sums[1:]) for sums in self._sums[:2])
+        common = (accepted + strength * base) / (before + strength)
+        return [base, *[common] * (self.max_rank - 1)]
 
 
-def acceptance(survivals: Sequence[Survival]) -> tuple[Array, Array]:
-    """Returns ``accepted`` and ``exists`` of estimates with the same highest rank and tuning, [N, max_rank] each."""
-    priors = [survival._priors() for survival in survivals]
-    sums = np.stack([survival._sums for survival in survivals], axis=1)
-    ratios, exists = (np.stack([prior[i] for prior in priors]) for i in (0, 1))
-    ratios, exists = _estimate(sums, ratios, exists, survivals[0]._tuning.prior_drafts)
-    return np.multiply.accumulate(ratios, axis=-1), exists
-
-
-def _estimate(sums: Array, ratios: Array, exists: Array, strength: float) -> tuple[Array, Array]:
-    """Returns P(a rank is accepted | the rank before is) and P(the draft has the rank), [..., max_rank] each.
+def _estimate(sums: Sequence[Sequence[float]], ratios: list[float], exists: list[float], strength: float) -> Estimate:
+    """Returns the estimate of ``Survival.estimate``.
 
     Args:
-        sums: [4, ..., max_rank], see ``Survival``.
-        ratios: [..., max_rank], prior of the first.
-        exists: [..., max_rank], prior of the second.
+        sums: [4][max_rank], see ``Survival``.
+        ratios: [max_rank], prior of the first.
+        exists: [max_rank], prior of the second.
         strength: Drafts that the priors count as.
     """
     accepted, before, had, requested = sums
-    ratios = np.minimum(1.0, (accepted + strength * ratios) / (before + strength))
-    return ratios, np.minimum.accumulate((had + strength * exists) / (requested + strength), axis=-1)
+    own = [
+        min(1.0, (hits + strength * ratio) / (tries + strength))
+        for hits, tries, ratio in zip(accepted, before, ratios, strict=True)
+    ]
+    there = [
+        (some + strength * share) / (drafts + strength)
+        for some, drafts, share in zip(had, requested, exists, strict=True)
+    ]
+    return own, list(accumulate(there, min))
 
 
 def _accepted_ranks(draft: Draft, path: Sequence[int]) -> list[int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
-
-from foretoken.control.acceptance import Survival, acceptance
-from foretoken.costs.curve import Array, Indices
+from foretoken.control.acceptance import Survival
 from foretoken.costs.model import CostModel
 
 
@@ -19,19 +17,29 @@ class LengthCandidates:
     Attributes:
         caps: [N], maximum number of nodes of each.
         missed: [N], seconds in which the model would process the tokens that it missed.
-        accepted: [N, R], probability that each node is accepted, by rank.
-        exists: [N, R], probability that a draft has the node.
+        accepted: [N][R], probability that each node is accepted, by rank.
+        exists: [N][R], probability that a draft has the node.
     """
 
     caps: Sequence[int]
     missed: Sequence[float]
-    accepted: Array
-    exists: Array
+    accepted: Sequence[Sequence[float]]
+    exists: Sequence[Sequence[float]]
 
     @staticmethod
     def of(survivals: Sequence[Survival], caps: Sequence[int], missed: Sequence[float]) -> LengthCandidates:
         """Returns candidates with these estimates."""
-        return LengthCandidates(caps, missed, *acceptance(survivals))
+        return LengthCandidates(
+            caps, missed, [survival.accepted() for survival in survivals], [s.exists() for s in survivals]
+        )
+
+    def nodes(self) -> list[tuple[int, int]]:
+        """Returns the owner and rank of every node, the likeliest first; a request's nodes are in their order."""
+        chances: list[tuple[float, int, int]] = []
+        for owner, (cap, accepted, exists) in enumerate(zip(self.caps, self.accepted, self.exists, strict=True)):
+            ratios = [min(accepted[rank] / max(exists[rank], 1e-9), 1.0) for rank in range(min(cap, len(accepted)))]
+            chances += [(-chance, owner, rank) for rank, chance in enumerate(accumulate(ratios, min))]
+        return [(owner, rank) for _, owner, rank in sorted(chances)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +66,46 @@ class Worst:
 
     def __init__(self, costs: CostModel, batch: int) -> None:
         self._costs, self._batch = costs, batch
+        self._plain, self._step = costs.plain_seconds(batch), costs.step_seconds(batch)
 
-    def table(self, proposing: Array) -> Array:
-        """Returns the loss with 1, 2, ... nodes [N], whose drafting takes ``proposing`` seconds [N]."""
-        rows = self._batch + np.arange(1.0, len(proposing) + 1.0)
-        plain = self._costs.plain_seconds(self._batch)
-        return np.asarray(proposing + np.maximum(0.0, self._costs.step_table(self._batch, rows) - plain))
-
-    def affordable(self, proposing: Array, allowed: float) -> int:
-        """Returns the number of nodes, in their order, that may be drafted if ``allowed`` seconds may be lost."""
-        over = self.table(proposing) > allowed
-        return int(np.argmax(over)) if over.any() else len(over)
+    def seconds(self, nodes: int, proposing: float) -> float:
+        """Returns the loss with ``nodes`` nodes, whose drafting takes ``proposing`` seconds."""
+        return proposing + max(0.0, self._step(self._batch + nodes) - self._plain)
 
     def trial(self, length: int, missed: float, allowed: float) -> int:
         """Returns the largest affordable length of one request's draft, at most ``length``."""
-        depths = np.arange(1.0, length + 1.0)
-        return self.affordable(self._costs.drafting.table(depths, np.ones(length)) + missed, allowed)
+        for nodes in range(1, length + 1):
+            if self.seconds(nodes, self._costs.drafting.between(nodes, 1) + missed) > allowed:
+                return nodes - 1
+        return length
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """The first nodes in their order: expected accepted tokens, seconds of the step and of drafting, loss at worst."""
+
+    gain: float
+    seconds: float
+    worst: float
+
+
+def _prefixes(
+    candidates: LengthCandidates, nodes: Sequence[tuple[int, int]], batch: int, costs: CostModel
+) -> Iterator[_Prefix]:
+    """Yields the first 1, 2, ... nodes."""
+    worst, step, horizon = Worst(costs, batch), costs.step_seconds(batch), costs.tuning.horizon_steps
+    gain = rows = missed = 0.0
+    deepest = drafting_requests = 0
+    for number, (owner, rank) in enumerate(nodes, 1):
+        gain += candidates.accepted[owner][rank]
+        rows += candidates.exists[owner][rank]
+        deepest = max(deepest, rank + 1)
+        if rank == 0:
+            drafting_requests += 1
+            missed += candidates.missed[owner]
+        drafting = costs.drafting.between(deepest, drafting_requests)
+        seconds = drafting + missed / horizon + step(batch + rows)
+        yield _Prefix(gain, seconds, worst.seconds(number, drafting + missed))
 
 
 def allocate(
@@ -92,34 +124,29 @@ def allocate(
         constant: Draft as much as may be lost.
         early: Whether each request's drafts end early, so that they get the largest length that may be lost.
     """
-    accepted, exists = candidates.accepted, candidates.exists
-    within = np.arange(accepted.shape[1]) < np.asarray(candidates.caps)[:, None]
-    chances = np.minimum.accumulate(np.minimum(accepted / exists.clip(1e-9), 1.0), axis=1)
-    order = np.argsort(-chances[within], kind="stable")
-    owners, ranks = (indices[order] for indices in np.nonzero(within))
-    gains, rows = np.cumsum(accepted[within][order]), np.cumsum(exists[within][order])
-    drafting, missed = _drafting(costs, owners, ranks, candidates.missed)
-    seconds = drafting + missed / costs.tuning.horizon_steps + costs.step_table(batch, batch + rows)
-    plain = costs.plain_seconds(batch)
-    limit = Worst(costs, batch).affordable(drafting + missed, allowed)
+    nodes, plain = candidates.nodes(), costs.plain_seconds(batch)
+    best, count, rate = None, 0, -1.0
+    for number, prefix in enumerate(_prefixes(candidates, nodes, batch, costs), 1):
+        if prefix.worst > allowed:
+            break
+        value = (batch + prefix.gain) / prefix.seconds if prefix.seconds else 0.0
+        if constant or value > rate:
+            best, count, rate = prefix, number, value
     none = [0.0] * len(candidates.caps)
-    nothing = Allocation([0] * len(candidates.caps), none, none)
-    if not limit:
-        return nothing
-    value = (batch + gains[:limit]) / seconds[:limit]
-    count = limit if constant else int(value.argmax()) + 1
-    added = (seconds[count - 1] - plain) / plain  # in plain steps
-    if not constant and gains[count - 1] < batch * (added + costs.tuning.margin_tokens):
-        return nothing
-    lengths = np.bincount(owners[:count], minlength=len(candidates.caps)).tolist()
-    worst = float(Worst(costs, batch).table(drafting + missed)[count - 1])
+    if best is None:
+        return Allocation([0] * len(candidates.caps), none, none)
+    added = (best.seconds - plain) / plain if plain else 0.0  # in plain steps
+    if not constant and best.gain < batch * (added + costs.tuning.margin_tokens):
+        return Allocation([0] * len(candidates.caps), none, none)
+    lengths, worst = [0] * len(candidates.caps), best.worst
+    for owner, _ in nodes[:count]:
+        lengths[owner] += 1
     if any(early) and not constant:
         lengths, worst = _lengthened(lengths, candidates, early, batch, costs, allowed, worst)
-    drafting_count = max(1, sum(length > 0 for length in lengths))
-    gain, price = float(gains[count - 1]) / drafting_count, float(batch * added) / drafting_count
-    expected = [gain if length else 0.0 for length in lengths]
-    values = [gain - price if length else 0.0 for length in lengths]
-    return Allocation(lengths, expected, values, worst, float(value[count - 1]))
+    drafting = max(1, sum(length > 0 for length in lengths))
+    gain, price = best.gain / drafting, batch * added / drafting
+    gains = [gain if length else 0.0 for length in lengths]
+    return Allocation(lengths, gains, [gain - price if length else 0.0 for length in lengths], worst, rate)
 
 
 def min_acceptance(best: Allocation, number: int, batch: int, costs: CostModel) -> list[float]:
@@ -136,23 +163,16 @@ def min_acceptance(best: Allocation, number: int, batch: int, costs: CostModel) 
         batch: Number of requests in the step.
         costs: Measured seconds.
     """
-    length, count = best.lengths[number], sum(other > 0 for other in best.lengths)
-    drafting = costs.drafting.table(np.arange(length + 1.0), np.full(length + 1, count))
-    further = np.cumsum(costs.tuning.prior_acceptance ** np.arange(length))  # accepted tokens of 1, 2, ... nodes
-    passes = costs.step_table(batch, batch + np.arange(count * length + 1.0))
-    below = []
-    for depth in range(length):
-        longer = passes[depth::count][: length - depth + 1]
-        added = (longer[1:] - longer[0] + drafting[depth + 1 :][: len(longer) - 1] - drafting[depth]) / count
-        below.append(float((best.rate * added / further[: len(added)]).min()))
-    return below
-
-
-def _drafting(costs: CostModel, owners: Indices, ranks: Indices, missed: Sequence[float]) -> tuple[Array, Array]:
-    """Returns the seconds of drafting the first 1, 2, ... nodes, and of processing missed tokens before, [N] each."""
-    first = ranks == 0
-    drafting = costs.drafting.table(np.maximum.accumulate(ranks) + 1, np.cumsum(first))
-    return drafting, np.cumsum(np.where(first, np.asarray(missed)[owners], 0.0))
+    length, count, step = best.lengths[number], sum(other > 0 for other in best.lengths), costs.step_seconds(batch)
+    total = [step(batch + count * depth) + costs.drafting.between(depth, count) for depth in range(length + 1)]
+    further = list(accumulate(costs.tuning.prior_acceptance**depth for depth in range(length)))
+    return [
+        min(
+            best.rate * (total[deeper] - total[depth]) / count / further[deeper - depth - 1]
+            for deeper in range(depth + 1, length + 1)
+        )
+        for depth in range(length)
+    ]
 
 
 def _lengthened(
@@ -166,14 +186,14 @@ def _lengthened(
 ) -> tuple[list[int], float]:
     """Extends drafts that end early to the longest length whose worst case fits, and returns that worst case."""
     ending = [i for i, ends in enumerate(early) if ends]
-    longest = max(candidates.caps[i] for i in ending)
+    longest, at_worst = max(candidates.caps[i] for i in ending), Worst(costs, batch)
     while longest >= max(lengths):
         longer = list(lengths)
         for i in ending:
             longer[i] = max(lengths[i], min(candidates.caps[i], longest))
         missed = sum(seconds for seconds, length in zip(candidates.missed, longer, strict=True) if length)
         drafting = costs.drafting.seconds(max(longer), sum(length > 0 for length in longer))
-        loss = float(Worst(costs, batch).table(np.full(sum(longer), drafting + missed))[-1])
+        loss = at_worst.seconds(sum(longer), drafting + missed)
         if loss <= allowed:
             return longer, loss
         longest //= 2

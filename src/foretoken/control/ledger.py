@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput, is_decode_only
 from foretoken.costs.model import CostModel
@@ -70,7 +68,7 @@ def _loss(own: Sequence[StepOutput], steps: Sequence[StepOutput], plain: float, 
         seconds = min(timings.total, costs.tuning.outlier_ratio * expected)
         # Plain steps timed while the machine was slower would make a loss look like a gain.
         share = (timings.total - timings.propose) / timings.total
-        base = min(base, seconds * share / float(costs.pass_ratio(np.asarray([rows]), without)[0]))
+        base = min(base, seconds * share / costs.pass_ratio(rows, without))
     else:  # in a step with prefill only the added part is known
         seconds = plain + timings.propose + max(0.0, costs.pass_seconds(rows) - plain)
     return seconds - base * sum(len(step.tokens) for step in own) / len(own)

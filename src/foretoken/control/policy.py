@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from foretoken.control.acceptance import CLAIMS, Rates, SourceRecord, Survival
 from foretoken.control.allocation import LengthCandidates, Worst, allocate, min_acceptance
@@ -426,12 +425,13 @@ class DraftPolicy(Controller):
         """Returns the seconds of 0, 1, ... further rows for each request of a step, and their price in tokens."""
         step, size = self._priced[:2]
         if size != batch or self.step - step >= self.tuning.hold_steps:
-            rows = np.arange(self.max_tokens + 1.0)
-            seconds = self.costs.step_table(batch, batch * (1.0 + rows))
-            added = np.maximum.accumulate(seconds - seconds[0])
-            plain = self.costs.plain_seconds(batch) or float(seconds[0])
-            prices = self._speedup() * added / plain if plain else self.tuning.row_share * rows  # nothing was timed
-            self._priced = self.step, batch, added.tolist(), prices.tolist()
+            numbers, of_rows = range(self.max_tokens + 1), self.costs.step_seconds(batch)
+            seconds = [of_rows(batch * (1.0 + number)) for number in numbers]
+            added = list(accumulate((each - seconds[0] for each in seconds), max))
+            plain = self.costs.plain_seconds(batch) or seconds[0]
+            share = self._speedup() / plain if plain else 0.0
+            prices = [share * more if share else self.tuning.row_share * rows for rows, more in enumerate(added)]
+            self._priced = self.step, batch, added, prices
         return self._priced[2:]
 
     def _decide(self, source: str, requests: ModelBatch) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
 
 from foretoken.costs.tuning import TUNING, Tuning
 
 _FAR = 1e6  # sizes beyond the largest known one for which the extrapolation holds
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
-Indices = np.ndarray[Any, np.dtype[np.intp]]
 
 
 class Curve:
@@ -31,7 +26,7 @@ class Curve:
     def __init__(self, *, origin: bool = False, exact: bool = False, tuning: Tuning = TUNING) -> None:
         self._origin, self._exact, self._tuning = origin, exact, tuning
         self._points: dict[int, tuple[float, float]] = {}  # by size: mean seconds, weight in observations
-        self._line: tuple[Array, Array] | None = None  # sizes and seconds to interpolate, None after a change
+        self._line: tuple[list[float], list[float]] | None = None  # sizes and seconds to interpolate, None: changed
 
     @staticmethod
     def of(points: Mapping[int, float], *, exact: bool = False) -> Curve:
@@ -83,32 +78,26 @@ class Curve:
         return sum(weight for at, (_, weight) in self._points.items() if abs(at - size) <= slack)
 
     def at(self, size: float) -> float:
-        """Returns the seconds of a size, 0 if nothing was measured."""
-        if size in self._points:
-            return self._points[int(size)][0]
-        return float(self.over(np.asarray([size]))[0])
+        """Returns the seconds of a size as measured, or else ``between``; 0 if nothing was measured."""
+        return self._points[int(size)][0] if size in self._points else self.between(size)
 
-    def over(self, sizes: Array) -> Array:
-        """Returns the seconds of each of ``sizes`` [N], which need not be integers."""
+    def between(self, size: float) -> float:
+        """Returns the interpolated seconds of a size, which need not be an integer; 0 if nothing was measured."""
         if not self._points:
-            return np.zeros(len(sizes))
+            return 0.0
         if self._line is None:
             self._line = self._interpolation()
-        return np.interp(sizes, *self._line)
+        sizes, seconds = self._line
+        i = bisect_right(sizes, size)
+        if not 0 < i < len(sizes):
+            return seconds[min(i, len(sizes) - 1)]
+        share = (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
 
     def below(self, size: int) -> float:
         """Returns the seconds of the largest measured size under ``size``, 0 if there is none."""
         smaller = [known for known in self._points if known < size]
         return self._points[max(smaller)][0] if smaller else 0.0
-
-    def optimistic(self, sizes: Array) -> Array:
-        """Returns ``over``, but at most the seconds of the largest measured size up to each of ``sizes`` [N]."""
-        if not self._points:
-            return np.zeros(len(sizes))
-        known = np.array(sorted(self._points), dtype=np.float64)
-        seconds = np.array([self._points[int(size)][0] for size in known])
-        nearest: Array = seconds[np.maximum(np.searchsorted(known, sizes, "right") - 1, 0)]
-        return np.minimum(self.over(sizes), nearest)
 
     def _rising(self) -> list[tuple[float, float]]:
         """Returns sizes and seconds that never fall: neighbours that seem to fall have their common mean.
@@ -126,8 +115,8 @@ class Curve:
             pools.append((mean, weight, sizes))
         return [(float(size), mean) for mean, _, sizes in pools for size in sizes]
 
-    def _interpolation(self) -> tuple[Array, Array]:
-        """Returns the sizes and seconds between which ``over`` interpolates."""
+    def _interpolation(self) -> tuple[list[float], list[float]]:
+        """Returns the sizes and seconds that ``between`` interpolates."""
         measured = [(float(size), seconds) for size, seconds in self.points().items()]
         points = measured if self._exact else self._rising()
         if self._origin:
@@ -141,4 +130,4 @@ class Curve:
         if not self._origin:
             points = [(0.0, max(0.0, low - slope * first)), *points]
         sizes, seconds = zip(*points, (last + _FAR, high + slope * _FAR), strict=True)
-        return np.array(sizes), np.array(seconds)
+        return list(sizes), list(seconds)

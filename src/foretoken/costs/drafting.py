@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from foretoken.core.step import Timings
-from foretoken.costs.curve import Array, Curve
+from foretoken.costs.curve import Curve
 from foretoken.costs.tuning import TUNING, Tuning
 
 Curves = dict[int, Curve]  # by the bit length of the number of requests
@@ -76,13 +74,9 @@ class DraftingTimes:
         """
         return _nearest(self._curves, count.bit_length()).at(depth) if self._curves else 0.0
 
-    def table(self, depths: Array, counts: Array) -> Array:
-        """Returns ``seconds`` for each pair of ``depths`` [N] and ``counts`` [N]."""
-        table, curves = np.zeros(len(depths)), self._curves
-        bits = np.frexp(counts)[1]  # bit lengths
-        for length in range(int(bits.min()), int(bits.max()) + 1) if curves else ():
-            table[bits == length] = _nearest(curves, length).over(depths[bits == length])
-        return table
+    def between(self, depth: float, count: int) -> float:
+        """Returns ``seconds``, where those of a depth are no less than those of smaller ones."""
+        return _nearest(self._curves, count.bit_length()).between(depth) if self._curves else 0.0
 
     def missed(self, tokens: float) -> float:
         """Returns the seconds in which a proposer processes ``tokens`` tokens that it missed."""

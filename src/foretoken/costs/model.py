@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from foretoken.core.step import StepOutput, is_decode_only
-from foretoken.costs.curve import Array, Curve
+from foretoken.costs.curve import Curve
 from foretoken.costs.drafting import DraftingTimes
 from foretoken.costs.tuning import TUNING, Tuning
 
@@ -124,36 +122,26 @@ class CostModel:
         """Returns the seconds of a pass over ``rows`` rows at the machine's present speed, 0 if none was timed."""
         return self.level * self._passes.at(rows)
 
-    def pass_table(self, rows: Array) -> Array:
-        """Returns ``pass_seconds`` of each of ``rows`` [N], which need not be integers."""
-        return self.level * self._passes.over(rows)
-
-    def pass_ratio(self, rows: Array, base: int, *, optimistic: bool = False) -> Array:
-        """Returns the seconds of passes over ``rows`` [N] relative to one over ``base`` rows, which are fewer.
-
-        Args:
-            rows: Rows, which need not be integers.
-            base: Rows of the pass to compare with.
-            optimistic: Assume that sizes that were never timed take no longer than smaller ones.
-        """
+    def pass_ratio(self, rows: float, base: int) -> float:
+        """Returns the seconds of a pass over ``rows`` rows relative to one over ``base`` rows, which are fewer."""
         seconds = self._passes.at(base)
-        if not seconds:
-            return np.ones(len(rows))
-        table = self._passes.optimistic(rows) if optimistic else self._passes.over(rows)
-        return np.maximum(1.0, table / seconds)
+        return max(1.0, self._passes.between(rows) / seconds) if seconds else 1.0
 
     def plain_seconds(self, batch: int) -> float:
         """Returns the seconds of a step of ``batch`` requests without drafts, 0 if none was timed."""
         return self.level * self._plain.at(batch)
 
-    def step_table(self, batch: int, rows: Array, *, optimistic: bool = False) -> Array:
-        """Returns the seconds of steps of ``batch`` requests whose passes have ``rows`` [N] rows, without drafting.
+    def step_seconds(self, batch: int) -> Callable[[float], float]:
+        """Returns the seconds of steps of ``batch`` requests by the rows of their passes, without drafting.
 
         Passes and plain steps are timed at different moments, between which the speed of the machine may change. So a
         step takes as many plain steps as its pass takes plain passes, and never less than one.
         """
-        plain = self.plain_seconds(batch)
-        return plain * self.pass_ratio(rows, batch, optimistic=optimistic) if plain else self.pass_table(rows)
+        plain, passes, level = self.plain_seconds(batch), self._passes, self.level
+        if not plain:
+            return lambda rows: level * passes.between(rows)
+        base = passes.at(batch)
+        return lambda rows: plain * max(1.0, passes.between(rows) / base) if base else plain
 
     def plain_due(self, batch: int) -> bool:
         """Returns whether a plain step has to be timed before other steps draft."""

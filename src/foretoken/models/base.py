@@ -9,7 +9,7 @@ tokens first, so callers never prefill or roll back by themselves.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -128,7 +128,7 @@ class Scores:
     """
 
     logits: Tensor
-    taps: dict[int, Tensor] = field(default_factory=dict)
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
     first: int = 0
     slot: int = -1
     argmax: Sequence[int] | None = None

@@ -264,7 +264,7 @@ class Decoder(Model):
             handle.rewind()
             handle.cached = min(rows, handle.cached)
 
-    def _prefill(self, handle: Handle, taps: Sequence[int]) -> list[dict[int, Tensor]]:
+    def _prefill(self, handle: Handle, taps: Sequence[int]) -> list[Mapping[int, Tensor]]:
         """Computes most of a long pending prompt in passes of fixed size, until ``joint_rows`` rows are pending.
 
         Where the prompt is cut depends on this sequence alone, not on the batch.
@@ -325,8 +325,10 @@ def _cache(
 
 def _by_sequence(
     taps: Mapping[int, Tensor], earlier: Sequence[Sequence[Mapping[int, Tensor]]], counts: Sequence[int]
-) -> list[dict[int, Tensor]]:
+) -> list[Mapping[int, Tensor]]:
     """Returns each sequence's taps: those of its prefill passes, then its rows of the shared pass."""
+    if len(counts) == 1 and not earlier[0]:
+        return [taps]
     parts = {i: tapped.split(list(counts)) if len(counts) > 1 else (tapped,) for i, tapped in taps.items()}
     return [
         {i: torch.cat([*(p[i] for p in passes), parts[i][at]]) if passes else parts[i][at] for i in parts}

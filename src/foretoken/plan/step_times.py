@@ -8,8 +8,9 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from foretoken.costs.curve import Array, Curve
+from foretoken.costs.curve import Curve
 from foretoken.plan.statistics import standard_deviation
 from foretoken.plan.step_timing import LaneTimes, TimedStep, Visit
 
@@ -59,9 +60,9 @@ class PassTimes:
         """Returns the seconds of a lane's passes over ``rows`` rows."""
         return self._of[lane, rows]
 
-    def over(self, count: int) -> Array:
+    def over(self, count: int) -> NDArray[np.float64]:
         """Returns the seconds of passes over 0, 1, ... rows, all lanes together, [count]."""
-        return self._curve.over(np.arange(count, dtype=np.float64))
+        return np.array([self._curve.between(rows) for rows in range(count)])
 
 
 def at_speed(samples: Sequence[SpeedSample], plain: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +89,7 @@ class TextChunk:
 
     tokens: tuple[int, ...]  # n token ids
     logits: Tensor  # before each of them, [n, V]
-    taps: dict[int, Tensor]  # see ``teacher_forced``
+    taps: Mapping[int, Tensor]  # see ``teacher_forced``
 
 
 @torch.inference_mode()

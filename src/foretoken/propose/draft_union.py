@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foretoken.core.draft import Draft, log_scores
+from foretoken.core.draft import Decision, Draft, log_scores
 
 
 @dataclass(eq=False, slots=True)
@@ -62,13 +62,16 @@ class DraftUnion:
             weights.append(share * (weights[parent] if parent >= 0 else 1.0))
         return weights
 
-    def draft(self, kept: Sequence[int], weights: Sequence[float], levels: int) -> Draft:
+    def draft(
+        self, kept: Sequence[int], weights: Sequence[float], levels: int, decision: Decision | None = None
+    ) -> Draft:
         """Returns the tree of the nodes ``kept``, scored by log ``weights``.
 
         Args:
             kept: Indices in rising order, with every node's parent.
             weights: P(node accepted) of every node.
             levels: Passes of the draft model.
+            decision: The numbers behind it.
         """
         number = {node: i for i, node in enumerate(kept)}
         return Draft(
@@ -76,4 +79,5 @@ class DraftUnion:
             tuple(number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in kept),
             scores=log_scores(weights[node] for node in kept),
             levels=levels,
+            decision=decision,
         )

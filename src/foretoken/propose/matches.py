@@ -92,11 +92,14 @@ class GrowingText:
     Args:
         periodic: The continuation of a position near the end wraps around into its own copy, as in text that repeats
             itself.
+
+    Attributes:
+        address: Address of the first token, until the text is extended.
     """
 
     def __init__(self, periodic: bool = False) -> None:
         self.periodic = periodic
-        self._buffer: Ids = np.full(4 * PAD, BREAK, np.int32)  # PAD breaks, the text, at least PAD breaks
+        self._hold(np.full(4 * PAD, BREAK, np.int32))  # PAD breaks, the text, at least PAD breaks
         self._count = 0
 
     def __len__(self) -> int:
@@ -108,6 +111,9 @@ class GrowingText:
 
     def tokens(self) -> Ids:
         return self._buffer[PAD : PAD + self._count]
+
+    def _hold(self, buffer: Ids) -> None:
+        self._buffer, self.address = buffer, int(buffer.ctypes.data) + PAD * buffer.itemsize
 
     def tail(self, count: int) -> Ids:
         """Returns the last tokens, at most ``count``."""
@@ -121,7 +127,7 @@ class GrowingText:
         if end + PAD > len(self._buffer):
             grown = np.full(end + PAD + end // 2, BREAK, np.int32)
             grown[:start] = self._buffer[:start]
-            self._buffer = grown
+            self._hold(grown)
         self._buffer[start:end] = tokens
         self._count += len(tokens)
 

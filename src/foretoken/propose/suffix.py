@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from foretoken.core.checks import integer, number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
+from foretoken.core.native import sampling as native
+from foretoken.core.native.sampling import CopySearch
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
 from foretoken.propose.continuations import CandidateTree, candidate_tree
-from foretoken.propose.matches import PAD, ContextTexts, Matches
+from foretoken.propose.matches import LIMIT, PAD, ContextTexts, Matches
 from foretoken.propose.suffix_store import SuffixStores
 
 
@@ -93,8 +95,21 @@ class Suffix(Proposer):
         self._texts.forget(context)
 
     def _draft(self, context: Context, budget: int) -> Draft:
-        depth = self.config.suffix_decoding_max_tree_depth
-        text = self._texts.of(context)
+        config, depth = self.config, self.config.suffix_decoding_max_tree_depth
+        text, kernels = self._texts.of(context), native.kernels()
+        if kernels and not config.suffix_decoding_max_cached_requests:
+            search = CopySearch(
+                text.address,
+                len(text),
+                config.suffix_decoding_max_spec_factor,
+                config.suffix_decoding_min_token_prob,
+                depth,
+                LIMIT,
+                budget,
+                config.top_k,
+            )
+            tokens, parents, probs, length = kernels.copies(search)
+            return CandidateTree(tokens, parents, probs).draft(length)
         tail, steps = text.tail(depth), min(budget, depth)
         own = text.find_matches(tail, steps)
         min_length = max(1, int(own.lengths[0]) // 2) if len(own.lengths) else 1

@@ -8,7 +8,7 @@ compares what it expects of both. A union of one source is that source under the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.control.acceptance import PendingDraft
@@ -21,8 +21,6 @@ from foretoken.models.base import Scores
 from foretoken.propose.base import BuildContext, Needs, Observation, Proposer
 from foretoken.propose.draft_union import DraftUnion
 from foretoken.propose.growers import is_drawn
-
-_NOTHING = replace(Draft.empty(), levels=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ class Union(Proposer):
             if not isinstance(draft.law, PointMass) or not (union.tokens or context.depth is None):
                 expected = self.policy.value(context) if context.depth is None else 0.0
                 decision = self.policy.decision((self.model.name,) * len(draft), len(draft), expected, batch)
-                return replace(draft, levels=levels, decision=decision)
+                return Draft(draft.ids, draft.parents, draft.law, draft.scores, levels, decision)
             nodes = union.add(draft, rates, self.model.name)
             self._keep(request, batch)
             made.verified = len({*nodes} & {*request.kept})
@@ -204,8 +202,8 @@ class Union(Proposer):
         expected = sum(request.weights[node] for node in request.kept)
         decision = self.policy.decision(sources, len(union.tokens), expected, batch)
         if not request.kept:
-            return replace(_NOTHING, levels=levels, decision=decision)
-        return replace(union.draft(request.kept, request.weights, levels), decision=decision)
+            return Draft((), (), levels=levels, decision=decision)
+        return union.draft(request.kept, request.weights, levels, decision)
 
     def reusable_prefix_len(self, context: Context) -> int:
         return min(source.proposer.reusable_prefix_len(context) for source in self.sources)

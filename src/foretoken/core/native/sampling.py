@@ -203,11 +203,22 @@ class SuccessorTable(Structure):
         return SuccessorTable(successors.ctypes.data, hits.ctypes.data, *successors.shape)
 
 
+class CopySearch(Structure):
+    """A search for earlier occurrences of the end of a text (csrc/copies.hpp)."""
+
+    _fields_ = [
+        ("text", c_void_p),
+        ("count", c_int64),
+        *((name, c_double) for name in ("factor", "min_prob")),
+        *((name, c_int32) for name in ("depth", "limit", "budget", "top_k")),
+    ]
+
+
 class Kernels:
     """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        check_layout(library, (FilterSpec, _Distribution, SuccessorTable, Adjustment, DraftNodes, TokenRow))
+        check_layout(library, (FilterSpec, _Distribution, SuccessorTable, CopySearch, Adjustment, DraftNodes, TokenRow))
         self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
         pointer, wide, number = c_void_p, c_int64, c_int32
         logits, token = (pointer, wide, wide, wide), POINTER(c_int64)
@@ -221,6 +232,9 @@ class Kernels:
         self._choose_tokens = declare(library, "foretoken_choose_tokens", pointer, wide, wide, number)
         tree = (POINTER(SuccessorTable), c_double, wide, wide, wide, pointer, pointer, pointer, token)
         self._tree = declare(library, "foretoken_heaviest_tree", *tree)
+        short = POINTER(c_int32)
+        copies = (POINTER(CopySearch), pointer, pointer, pointer, short, short)
+        self._copies = declare(library, "foretoken_copies", *copies)
         excess = (pointer, number, pointer, c_double, pointer, wide, POINTER(c_double), number)
         self._excess = declare(library, "foretoken_excess", *excess)
         weights = (pointer, number, wide)
@@ -265,6 +279,14 @@ class Kernels:
         count = c_int64()
         self._tree(table, trials, root, budget, max_depth, tokens, parents, weights, count)
         return tokens[: count.value], parents[: count.value], weights[: count.value]
+
+    def copies(self, search: CopySearch) -> tuple[list[int], list[int], list[float], int]:
+        """Returns tokens, parents and probabilities of the tree that a search finds, and the length of its match."""
+        budget = search.budget
+        tokens, parents, probs = (c_int32 * budget)(), (c_int32 * budget)(), (c_double * budget)()
+        count, length = c_int32(), c_int32()
+        self._copies(search, tokens, parents, probs, count, length)
+        return tokens[: count.value], parents[: count.value], probs[: count.value], length.value
 
     def rows(self, logits: Tensor, kept: Filter) -> Tensor:
         """Returns probabilities, float32 [rows, V]. A row that contains NaN or whose maximum is not finite is NaN."""

@@ -7,7 +7,7 @@ acceptance without an error, so both are measured on a short text that the targe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,7 +103,7 @@ def generated(target: Model, tokenizer: Any, layers: Sequence[int]) -> tuple[lis
     prompts = _prompts(tokenizer, target.vocab_size)
     handles = [target.open(prompt) for prompt in prompts]
     texts = [list(prompt) for prompt in prompts]
-    taps_by_text: list[list[dict[int, Tensor]]] = [[] for _ in prompts]
+    taps_by_text: list[list[Mapping[int, Tensor]]] = [[] for _ in prompts]
     try:
         for _ in range(TOKENS):
             scores = target.score(handles, [Draft.empty()] * len(handles), layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class Pass:
     """
 
     logits: Tensor | None
-    taps: dict[int, Tensor] = field(default_factory=dict)
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
     argmax: Sequence[int] | None = None
     ranked: NDArray[np.int64] | None = None
 

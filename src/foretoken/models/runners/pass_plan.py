@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,22 +16,51 @@ from foretoken.models.state.replay import ReplayPlan
 _MAX_WASTE = 8  # rows that hold more than this many times their own memory are copied
 
 
+class Tapped(Mapping[int, Tensor]):
+    """Hidden states of a pass in one tensor, of which a layer's are a view.
+
+    Args:
+        layers: The layers.
+        states: [layers, rows, H].
+    """
+
+    def __init__(self, layers: Sequence[int], states: Tensor) -> None:
+        self.layers, self.states = tuple(layers), states
+
+    def __getitem__(self, layer: int) -> Tensor:
+        try:
+            return self.states[self.layers.index(layer)]
+        except ValueError:
+            raise KeyError(layer) from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
 @dataclass(frozen=True, slots=True)
 class TapRows:
     """Rows of the target's tapped layers that a head has not read yet, left where the passes wrote them.
 
     Attributes:
-        chunks: the states [n, Ht] of every layer, and which of their rows are meant; each of another pass.
+        chunks: the states [n, Ht] of every layer, or of all as [layers, n, Ht], and which of their rows are meant; each
+            of another pass.
     """
 
-    chunks: list[tuple[tuple[Tensor, ...], Sequence[int]]] = field(default_factory=list)
+    chunks: list[tuple[Sequence[Tensor] | Tensor, Sequence[int]]] = field(default_factory=list)
 
     @staticmethod
     def of(taps: Mapping[int, Tensor], layers: Sequence[int], rows: Sequence[int]) -> TapRows:
         """Returns the given rows of ``layers``. Only a few rows of a large pass are copied, to free the others."""
-        states = tuple(taps[layer] for layer in layers)
-        first = states[0]
-        if first.untyped_storage().nbytes() > _MAX_WASTE * len(rows) * len(layers) * first.shape[1] * first.itemsize:
+        states: Sequence[Tensor] | Tensor
+        if isinstance(taps, Tapped) and taps.layers == tuple(layers):
+            states = taps.states
+        else:
+            states = tuple(taps[layer] for layer in layers)
+        first = states if isinstance(states, Tensor) else states[0]
+        if first.untyped_storage().nbytes() > _MAX_WASTE * len(rows) * len(layers) * first.shape[-1] * first.itemsize:
             states, rows = tuple(state[list(rows)] for state in states), range(len(rows))
         return TapRows([(states, rows)])
 
@@ -62,18 +91,24 @@ class TapRows:
         """Returns the address of every row's state of every layer, for float32 states of the host."""
         result = array("Q")
         for states, rows in self.chunks:
-            starts = [(state.data_ptr(), 4 * state.stride(0)) for state in states]
+            if isinstance(states, Tensor):
+                first, size = states.data_ptr(), 4 * states.stride(0)
+                starts = [(first + i * size, 4 * states.stride(1)) for i in range(len(states))]
+            else:
+                starts = [(state.data_ptr(), 4 * state.stride(0)) for state in states]
             result.extend(start + row * step for row in rows for start, step in starts)
         return result
 
     @property
     def addressable(self) -> bool:
         """Whether all states are float32 on the host."""
-        return all(
-            state.dtype is torch.float32 and state.is_cpu and state.stride(1) == 1
-            for states, _ in self.chunks
-            for state in states
-        )
+        return all(_addressable(states) for states, _ in self.chunks)
+
+
+def _addressable(states: Sequence[Tensor] | Tensor) -> bool:
+    if isinstance(states, Tensor):
+        return states.dtype is torch.float32 and states.is_cpu and states.stride(-1) == 1
+    return all(map(_addressable, states))
 
 
 @dataclass(frozen=True, slots=True)

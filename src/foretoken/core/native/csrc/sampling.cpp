@@ -1,5 +1,6 @@
 // Sampling kernels over whole vocabularies: logits to probabilities, the excess (p - q)+, a draw, an exponential race.
 #include "entry.hpp"
+#include "copies.hpp"
 #include "successors.hpp"
 #include "token_row.hpp"
 
@@ -44,6 +45,7 @@ const LayoutField* foretoken_layout() {
         LAYOUT(FilterSpec, inverse, floor, top_k, top_p)
         LAYOUT(Distribution, top, inverse, lowest, over, last)
         LAYOUT(SuccessorTable, successors, hits, vocab, width)
+        LAYOUT(CopySearch, text, count, factor, min_prob, depth, limit, budget, top_k)
         LAYOUT(Adjustment, allowed, banned, ends, biased, biases, seen, generated, banned_count, end_count, biased_count, seen_count,
                end_steps, repetition, frequency, presence)
         LAYOUT(DraftNodes, ids, parents, rows, path, stride, nodes, deepest, path_count)
@@ -168,6 +170,18 @@ int32_t foretoken_heaviest_tree(const SuccessorTable* table, double trials, int6
     return guarded([&] {
         *count = heaviest_tree(*table, trials, root, budget, max_depth, tokens, parents, weights);
     }, "a tree of %lld tokens", (long long)budget);
+}
+
+// Writes the tree of what followed the end of a text earlier, and the length of the context that it follows; see copies.hpp.
+// Arrays have room for the search's budget of nodes.
+int32_t foretoken_copies(const CopySearch* search, int32_t* tokens, int32_t* parents, double* probs, int32_t* count, int32_t* length) {
+    return guarded([&] {
+        const CopyTree tree = Copies(*search).best();
+        std::copy(tree.tokens.begin(), tree.tokens.end(), tokens);
+        std::copy(tree.parents.begin(), tree.parents.end(), parents);
+        std::copy(tree.probs.begin(), tree.probs.end(), probs);
+        *count = (int32_t)tree.tokens.size(), *length = tree.length;
+    }, "a search of %lld tokens", (long long)search->count);
 }
 
 // Draws a token from the distribution of logits [n], which `row` receives; -1 where no token is possible. noise: the key of a

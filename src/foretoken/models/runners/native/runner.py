@@ -37,7 +37,7 @@ from foretoken.models.runners.native.positions import PositionTables
 from foretoken.models.runners.native.product import multiplied
 from foretoken.models.runners.native.support import cache_kind, check_supported, new_pages, token_bytes
 from foretoken.models.runners.native.weight_image import WeightImage
-from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.runners.pass_plan import Part, PassPlan, Tapped
 from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
 from foretoken.models.state.recurrent import StateShape
@@ -254,16 +254,16 @@ class NativeRunner(DecoderOnly):
         self._library.foretoken_chains(self._spec, batch, chains.spec(), self._workspace, self.threads)
         return chains.results()
 
-    def _tapped(self, plan: PassPlan, arrays: dict[str, array[int]], taps: Sequence[int]) -> dict[int, Tensor]:
+    def _tapped(self, plan: PassPlan, arrays: dict[str, array[int]], taps: Sequence[int]) -> Mapping[int, Tensor]:
         """Returns the hidden states that a pass will write. ``arrays`` refer to them from now on."""
         if not taps:
             return {}
-        taps = tuple(dict.fromkeys(taps))
-        states = torch.empty(len(taps), len(plan.tokens), self._architecture.hidden)
+        layers = tuple(dict.fromkeys(taps))
+        states = torch.empty(len(layers), len(plan.tokens), self._architecture.hidden)
         start, size = states.data_ptr(), states.stride(0) * states.element_size()
-        arrays["tap_layers"] = array("i", taps)
-        arrays["taps"] = array("Q", range(start, start + len(taps) * size, size))
-        return dict(zip(taps, states.unbind(), strict=True))
+        arrays["tap_layers"] = array("i", layers)
+        arrays["taps"] = array("Q", range(start, start + len(layers) * size, size))
+        return Tapped(layers, states)
 
     def _arrays(self, plan: PassPlan, further: Sequence[int] | None = None) -> dict[str, array[int]]:
         """Returns the arrays of a pass; pages are reserved for its rows and ``further`` ones of each sequence."""
