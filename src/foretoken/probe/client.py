@@ -35,10 +35,7 @@ _LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server requests
 
 
 class Journal(Generic[T]):
-    """Answers by request, so that nothing is requested twice.
-
-    Attributes:
-        resumed: Keys of the answers of an earlier run.
+    """Answers by request, so that nothing is requested twice. resumed: keys of the answers of an earlier run.
 
     Args:
         kind: Type of an answer, a dataclass.

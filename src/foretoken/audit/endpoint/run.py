@@ -42,27 +42,16 @@ _USED = 0.4  # fraction of a time budget that the measured speed fills, as singl
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(ServerPair):
-    """The server to audit, and the settings of the audit.
+    """The server to audit, and the settings of the audit."""
 
-    Attributes:
-        budget: Generated tokens, or with ``seconds`` None.
-        seconds: Time to take, about, in place of ``budget``.
-        concurrency: Requests at a time.
-        checkpoint: The model's checkpoint, to compute the target's distribution here.
-        seed: All random numbers of the audit are derived from it.
-        journal: File of the answers of an unfinished audit.
-        level: Probability of failing an exact server, over all checks.
-        engines: Engines in a process each, in place of ``url`` and ``baseline``.
-    """
-
-    budget: int | None = 60_000
-    seconds: float | None = None
-    concurrency: int = 8
-    checkpoint: str | None = None
-    seed: int = 0
-    journal: Path | None = None
-    level: float = ALPHA
-    engines: EnginePair | None = None
+    budget: int | None = 60_000  # generated tokens
+    seconds: float | None = None  # time to take, about, in place of ``budget``
+    concurrency: int = 8  # requests at a time
+    checkpoint: str | None = None  # of the model, to compute the target's distribution here
+    seed: int = 0  # all random numbers of the audit are derived from it
+    journal: Path | None = None  # file of the answers of an unfinished audit
+    level: float = ALPHA  # probability of failing an exact server, over all checks
+    engines: EnginePair | None = None  # engines in a process each, in place of ``url`` and ``baseline``
 
 
 def audit_endpoint(

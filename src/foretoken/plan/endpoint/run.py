@@ -35,33 +35,19 @@ Announce = Callable[[Mapping[str, Any]], bool]
 
 @dataclass(frozen=True)
 class PlannedEndpoint:
-    """The server to plan for, and the settings of the measurement.
+    """The server to plan for, and the settings of the measurement."""
 
-    Attributes:
-        pair: The server, with and without speculation.
-        depth: Its draft length, None to find it out.
-        temperature: Sampling temperature.
-        concurrency: Numbers of requests at once.
-        max_tokens: Tokens of every answer.
-        budget: Generated tokens to spend, about.
-        seconds: Time to take, about, in place of ``budget``.
-        current: The server's speculative_config, as far as it is known.
-        models: Checkpoints on this machine, to predict drafters that are models.
-        earlier: Records of plans for the same server at other draft lengths.
-        journal: File of the waves of an unfinished plan.
-    """
-
-    pair: ServerPair
-    depth: int | None = None
+    pair: ServerPair  # the server, with and without speculation
+    depth: int | None = None  # its draft length, None to find it out
     temperature: float = 0.0
-    concurrency: Sequence[int] = CONCURRENCY
-    max_tokens: int = 64
-    budget: int | None = None
-    seconds: float | None = None
-    current: Mapping[str, Any] = field(default_factory=dict)
-    models: LocalModels = field(default_factory=LocalModels)
-    earlier: Sequence[Mapping[str, Any]] = ()
-    journal: Path | None = None
+    concurrency: Sequence[int] = CONCURRENCY  # numbers of requests at once
+    max_tokens: int = 64  # of every answer
+    budget: int | None = None  # generated tokens to spend, about
+    seconds: float | None = None  # time to take, about, in place of ``budget``
+    current: Mapping[str, Any] = field(default_factory=dict)  # the server's speculative_config, as far as it is known
+    models: LocalModels = field(default_factory=LocalModels)  # to predict drafters that are models
+    earlier: Sequence[Mapping[str, Any]] = ()  # records of plans for the same server at other draft lengths
+    journal: Path | None = None  # file of the waves of an unfinished plan
 
     def __post_init__(self) -> None:
         integer("the draft length", self.depth, 1, optional=True)
