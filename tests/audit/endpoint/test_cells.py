@@ -1,4 +1,4 @@
-"""Distributions over the likeliest tokens and the rest."""
+"""Audits of a server without one: cells of distributions, two hypotheses of a parameter, sizes of samples."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import math
 import pytest
 
 from foretoken.audit.endpoint.distribution import Cells, FalseLogprobsError, whole
-from foretoken.audit.endpoint.tuned import TunedSampling, tuned
+from foretoken.audit.endpoint.parameters import Treatment
+from foretoken.audit.endpoint.task import Sizes
+from foretoken.audit.endpoint.tuned import TunedSampling, TwoHypotheses, tuned
 from foretoken.probe.answers import TokenPlace
 
 TOP = tuple((name, math.log(p)) for name, p in (("a", 0.5), ("b", 0.25), ("c", 0.1)))
+CHANGED, UNCHANGED = (0.8, 0.2, 0.0), (0.5, 0.3, 0.2)
 
 
 def place(token: str) -> TokenPlace:
@@ -84,3 +87,49 @@ def test_near_ties_at_the_edge_of_the_nucleus_are_left_out(probs, top_p, expecte
         assert cells is None
     else:
         assert cells.probs == pytest.approx((*(p / sum(expected) for p in expected), 0.0))
+
+
+@pytest.mark.parametrize(
+    "counts, expected",
+    [
+        ((80, 20, 0), Treatment.HONOURED),
+        ((50, 30, 20), Treatment.IGNORED),
+        ((78, 20, 2), Treatment.OTHER),
+        ((4, 1, 0), Treatment.UNDECIDED),
+        ((0, 0, 0), Treatment.UNDECIDED),
+    ],
+)
+def test_treatments(counts, expected):
+    hypotheses = TwoHypotheses()
+    for cell, count in enumerate(counts):
+        for _ in range(count):
+            hypotheses.add(CHANGED, UNCHANGED, cell)
+    assert hypotheses.treatment(1e-4) is expected
+
+
+def test_a_certain_token_says_nothing():
+    """Its scores are constant, and their sums are 0 but for rounding."""
+    hypotheses = TwoHypotheses()
+    for _ in range(50):
+        hypotheses.add((0.1 + 0.2 + 0.7, 0.0), (1.0, 0.0), 0)
+        hypotheses.add((1.0 / 3.0, 2.0 / 3.0), (1.0 / 3.0, 2.0 / 3.0), 0)
+    assert hypotheses.treatment(1e-4) is Treatment.UNDECIDED
+
+
+@pytest.mark.parametrize("tokens", [8_000, 20_000, 60_000, 500_000])
+@pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.parametrize("each", [False, True])
+def test_the_plan_fills_the_budget(tokens, sides, each):
+    costs = Sizes.of(tokens, sides, each).costs(sides, 50.0, each, not each)
+    assert sum(cost["tokens"] for cost in costs.values()) == pytest.approx(tokens, rel=0.25)
+
+
+def test_a_larger_budget_samples_more():
+    sampled = [Sizes.of(tokens, 2, False).sampled for tokens in (8_000, 20_000, 60_000)]
+    assert sampled == sorted(sampled) and sampled[-1] > 10 * sampled[0] / 2
+
+
+def test_scoring_one_token_at_a_time_costs_a_request_each():
+    sizes = Sizes.of(20_000, 2, True)
+    texts = sizes.sampled + sizes.sampled_plain
+    assert sizes.costs(2, 10.0, True, False)["sampled distribution"]["requests"] == texts * (1 + sizes.sampled_tokens)
