@@ -121,13 +121,12 @@ def main(
         halvings[phase].append(watch.halvings)
 
     texts = serve(llm, ids, tokens, seen)
+    phases = [{"phase": p, "drafted": drafts[p], "halvings": halvings[p]} for p in PHASES]
     heads = ("", "steps", "drafted per step and sequence", "in its last 20")
-    each = [(phase, len(drafts[phase]), fmean(drafts[phase]), fmean(drafts[phase][-20:])) for phase in PHASES]
-    table = figures(heads, [(phase, count, f"{mean:.1f}", f"{last:.1f}") for phase, count, mean, last in each])
+    table = figures(heads, [(p, len(d), f"{fmean(d):.1f}", f"{fmean(d[-20:]):.1f}") for p, d in drafts.items()])
     equal = sum(a == b for a, b in zip(texts, expected, strict=True))
     said = f"{equal} of {batch} texts as without a limit; {balloon.taken / 2**20:,.0f} MiB were taken meanwhile"
     facts = {"batch": batch, "length": length, "tokens": tokens, "depth": depth, "headroom_mib": headroom}
-    phases = [{"phase": p, "drafted": drafts[p], "halvings": halvings[p]} for p in PHASES]
     report([table, said], facts, output, equal=equal, phases=phases)
     raise typer.Exit(int(equal < batch))
 

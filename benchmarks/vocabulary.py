@@ -21,7 +21,7 @@ import typer
 
 from foretoken import LLM, SamplingParams
 from foretoken.bench.clock import Stopwatch
-from foretoken.bench.output import figures, report
+from foretoken.bench.output import listing, report
 from foretoken.bench.setting import busy_programs, cores
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
@@ -117,8 +117,8 @@ def main(
         ratio = median(total / greedy for total, greedy in zip(each.totals[warm:], plain, strict=True))
         total, outside = median(each.totals[warm:]), median(each.outside[warm:])
         rows.append({"case": name, "ms": total, "over_greedy": ratio, "outside_ms": outside})
-    cells = [(row.pop("case"), *(f"{value:.3f}" for value in row.values())) for row in map(dict, rows)]
-    table = figures(("parameter", "ms per step", "over greedy", "outside passes, ms"), cells)
+    heads = {"parameter": "{case}", "ms per step": "{ms:.3f}", "over greedy": "{over_greedy:.3f}"}
+    table = listing(heads | {"outside passes, ms": "{outside_ms:.3f}"}, rows)
     report([table], {"model": path.name, "history": history, "steps": steps, "busy": busy}, output, rows=rows)
 
 
