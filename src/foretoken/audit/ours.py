@@ -26,6 +26,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.llm import LLM
 from foretoken.models.formats.checkpoint import eos_ids, resolve
+from foretoken.plan.texts import SampledText, text_logits
 from foretoken.propose.base import Needs, Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import NONE
@@ -140,13 +141,9 @@ class Foretoken:
         chosen = F.one_hot(tokens, self.target.vocab_size).amax(0).float()
         return chosen / chosen.sum()
 
-    @torch.inference_mode()
     def logits(self, prompt: Ids, text: Ids) -> Tensor:
-        handle = self.target.open(*self._prompt_and_source(prompt))
-        try:
-            return self.target.score([handle], [Draft.chain(list(text[:-1]))])[0].logits
-        finally:
-            self.target.close(handle)
+        start, source = map(tuple, self._prompt_and_source(prompt))
+        return text_logits(self.target, SampledText(start, tuple(text), len(text), source))
 
     def reference(self, prompt: Ids, text: Ids, law: SamplingLaw) -> Tensor | None:
         return None

@@ -112,6 +112,11 @@ def teacher_forced(model: Model, text: SampledText, taps: Sequence[int] = ()) ->
         model.close(handle)
 
 
+def text_logits(model: Model, text: SampledText) -> Tensor:
+    """Returns the model's logits before each token of a text of n tokens, [n, V]."""
+    return torch.cat([chunk.logits for chunk in teacher_forced(model, text)])
+
+
 def chunk_distributions(text: SampledText, chunks: Iterator[TextChunk], law: Law) -> Iterator[Tensor]:
     """Yields for each chunk the sampling distribution of each token given those before it, [n, V]."""
     context = Context(0, list(text.prompt), len(text.prompt), law, Streams(0))

@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 from foretoken.audit.result import Check, CheckOutcome
-from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.loading import load_model
+from foretoken.plan.texts import SampledText, text_logits
 from foretoken.probe.answers import Failed, Reply, ServerAnswer, TokenPlace
 from foretoken.probe.server import EndpointRequest, Prompt, Reference, Side
 
@@ -98,15 +98,10 @@ class CheckpointReference:
         if not text.ids or not text.prompt_ids:
             return Failed("the server reports no token ids, which a checkpoint needs")
         highest = max(*text.ids, *text.prompt_ids)
-        handle = None
         try:
-            handle = self._model.open(list(text.prompt_ids))
-            logits = self._model.score([handle], [Draft.chain(list(text.ids[:-1]))])[0].logits
+            logits = text_logits(self._model, SampledText(text.prompt_ids, text.ids, len(text.ids)))
         except (IndexError, ValueError, RuntimeError) as error:
             return Failed(f"the checkpoint cannot read tokens up to {highest}: {error}")
-        finally:
-            if handle is not None:
-                self._model.close(handle)
         if highest >= logits.shape[-1]:
             return Failed(f"token {highest} is not in the checkpoint's vocabulary of {logits.shape[-1]}")
         logs = logits.double().log_softmax(-1)
