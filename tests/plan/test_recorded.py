@@ -61,7 +61,7 @@ def test_texts_of_one_prompt_take_turns_and_others_are_refused():
 def test_teacher_forcing_says_what_decoding_said():
     (text,) = write(TARGET, [[1, 2, 3]], WARM, 150)
     pieces = list(teacher_forced(TARGET, text, (1,)))
-    assert [len(piece.tokens) for piece in pieces] == [64, 64, 22]
+    assert [len(piece.logits) for piece in pieces] == [64, 64, 22]
     logits = torch.cat([piece.logits for piece in pieces])
     assert all(torch.equal(logits[i], TARGET.logits(text.whole[: 3 + i])) for i in range(150))
     taps = torch.cat([piece.taps[1] for piece in pieces])

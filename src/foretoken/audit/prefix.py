@@ -14,7 +14,7 @@ from math import isfinite
 from torch import Tensor
 
 from foretoken.audit.result import Check, CheckOutcome
-from foretoken.audit.sampled import text_distributions
+from foretoken.audit.sampled import audited_distributions
 from foretoken.audit.subject import AuditTask, CompletionSettings, Ids
 from foretoken.audit.tally import Fit, g_test
 
@@ -87,7 +87,7 @@ def tree(work: AuditTask, prompt: Ids, counts: Counter[tuple[int, ...]]) -> list
 def _next(work: AuditTask, prompt: Ids, tokens: Sequence[int]) -> Tensor:
     """Returns the distribution after ``tokens``, float64 [V]."""
     law = work.subject.law(work.temperature)
-    return text_distributions(work.subject, prompt, [*tokens, 0], law)[0][-1]
+    return audited_distributions(work.subject, prompt, [*tokens, 0], law)[0][-1]
 
 
 def _texts(counts: Counter[tuple[int, ...]]) -> int:

@@ -23,7 +23,7 @@ from foretoken.audit.ours import Foretoken
 from foretoken.audit.prefix import NAME as PREFIX
 from foretoken.audit.prefix import prefix
 from foretoken.audit.result import CONTROL, Audit, Check
-from foretoken.audit.sampled import NAMES, sampled, text_distributions
+from foretoken.audit.sampled import NAMES, audited_distributions, sampled
 from foretoken.audit.subject import NOISE_TOKENS, Audited, AuditSpeed, AuditTask, CompletionSettings, Ids, noise
 from foretoken.audit.tally import ALPHA, TokenTally
 from foretoken.bench.workloads import FUNCTIONS
@@ -122,7 +122,7 @@ def measured_speed(subject: Audited, prompt: Ids, temperature: float) -> AuditSp
         started = monotonic()
         (text,) = subject.generate([prompt], settings)
         completed = monotonic()
-        probs, _impossible = text_distributions(subject, prompt, text.tokens, settings.law)
+        probs, _impossible = audited_distributions(subject, prompt, text.tokens, settings.law)
         TokenTally().add(text, probs, probs.new_full((len(text.tokens),), 0.5), None)
         speed = AuditSpeed(completed - started, monotonic() - completed)
     return speed

@@ -12,9 +12,9 @@ from foretoken.audit.result import Check, CheckOutcome
 from foretoken.audit.subject import Audited, AuditTask, CompletionSettings, Ids
 from foretoken.audit.tally import Statistic, TokenTally
 from foretoken.core.context import Exactness
-from foretoken.core.history import History
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import exponentials, random_seed_from
+from foretoken.plan.texts import SampledText, text_distributions
 
 NAMES = {Exactness.DISTRIBUTION: "sampled distribution", Exactness.TRAJECTORY: "seeded distribution"}
 PURPOSES = {Exactness.DISTRIBUTION: 3, Exactness.TRAJECTORY: 4}
@@ -46,7 +46,7 @@ def drawn(
         depth = None if portion % 3 == 2 else subject.depth
         settings = CompletionSettings(subject.law(work.temperature), TOKENS, seeds, depth, grade, batch=size)
         for prompt, seed, text in zip(prompts, seeds, subject.generate(prompts, settings), strict=True):
-            probs, impossible = text_distributions(subject, prompt, text.tokens, settings.law, work.noise)
+            probs, impossible = audited_distributions(subject, prompt, text.tokens, settings.law, work.noise)
             spread = exponentials(random_seed_from(seed, SPREAD), len(text.tokens)).neg().exp()
             tally.add(text, probs, spread, subject.reference(prompt, text.tokens, settings.law))
             tally.impossible += impossible
@@ -55,7 +55,7 @@ def drawn(
     return tally
 
 
-def text_distributions(
+def audited_distributions(
     subject: Audited, prompt: Ids, text: Ids, law: SamplingLaw, noise: float = 0.0
 ) -> tuple[Tensor, int]:
     """Returns the exact distributions along ``text``, float64 [n, V], and the number of impossible tokens.
@@ -63,8 +63,7 @@ def text_distributions(
     A token that a filter removes counts as possible if its logit passes when moved by ``noise``.
     """
     logits = subject.logits(prompt, text).double().cpu()
-    histories = [History(list(prompt), len(prompt), tuple(text[:at])) for at in range(len(text))]
-    probs = law.probs(logits, histories if law.needs_history else [])
+    probs = text_distributions(logits, SampledText(tuple(prompt), tuple(text), len(text)), law)
     tokens = torch.tensor(list(text))[:, None]
     lowest_kept = torch.where(probs > 0, logits, torch.inf).amin(-1)
     impossible = (probs.gather(1, tokens).squeeze(1) <= 0) & (

@@ -16,7 +16,7 @@ expected number of steps. Nothing is sampled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from foretoken.core.positions import PositionCounts
 from foretoken.models.base import Model
 from foretoken.plan.formulas.theory import step_starts, text_survival
 from foretoken.plan.tally import AcceptanceEstimate, StepTally
-from foretoken.plan.texts import SampledText, TextChunk, chunk_distributions, teacher_forced
+from foretoken.plan.texts import SampledText, text_distributions, text_logits
 
 Reals = NDArray[np.float64]
 
@@ -54,8 +54,9 @@ def token_distributions(model: Model, text: SampledText, law: Law, vocab: int) -
 
     Logits of another width than ``vocab`` are cut, or filled with -inf.
     """
-    chunks = (_resized(chunk, vocab) for chunk in teacher_forced(model, text))
-    return torch.cat(list(chunk_distributions(text, chunks, law)))
+    logits = text_logits(model, text)
+    logits = F.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
+    return text_distributions(logits, text, law)
 
 
 def text_probabilities(text: SampledText, p: Tensor, q: Tensor, fixed: bool) -> TextProbabilities:
@@ -67,11 +68,6 @@ def text_probabilities(text: SampledText, p: Tensor, q: Tensor, fixed: bool) -> 
         return values
 
     return TextProbabilities(text, chosen(p), chosen(q), fixed)
-
-
-def _resized(chunk: TextChunk, vocab: int) -> TextChunk:
-    missing = vocab - chunk.logits.shape[-1]
-    return replace(chunk, logits=F.pad(chunk.logits, (0, missing), value=-torch.inf)) if missing else chunk
 
 
 def survival(text: TextProbabilities, depth: int, rejection: str = "block") -> Reals:

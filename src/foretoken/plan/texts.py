@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,12 @@ from foretoken.control.base import Controller
 from foretoken.core.context import Context
 from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
+from foretoken.core.history import History
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.loop import Engine
 from foretoken.engine.prompts import TokenizedPrompt
 from foretoken.engine.stopping import Length
-from foretoken.models.base import Model
+from foretoken.models.base import Model, Scores
 from foretoken.propose.base import Proposer
 
 Prompt = TokenizedPrompt | Sequence[int]
@@ -83,18 +84,9 @@ def write(
     return [SampledText.of(context, limit) for context in made]
 
 
-@dataclass(frozen=True, slots=True)
-class TextChunk:
-    """Consecutive tokens of a text."""
-
-    tokens: tuple[int, ...]  # n token ids
-    logits: Tensor  # before each of them, [n, V]
-    taps: Mapping[int, Tensor]  # see ``teacher_forced``
-
-
 @torch.inference_mode()
-def teacher_forced(model: Model, text: SampledText, taps: Sequence[int] = ()) -> Iterator[TextChunk]:
-    """Computes the model's logits along a text, chunk by chunk.
+def teacher_forced(model: Model, text: SampledText, taps: Sequence[int] = ()) -> Iterator[Scores]:
+    """Computes the model's logits before each token of a text, chunk by chunk.
 
     taps: layers whose hidden states are returned. Those of all chunks together are [len(whole) - 1, H], one row for
     each token but the last; the first chunk includes the prompt's.
@@ -106,7 +98,7 @@ def teacher_forced(model: Model, text: SampledText, taps: Sequence[int] = ()) ->
         for start in range(0, len(text.tokens), _CHUNK):
             tokens = text.tokens[start : start + _CHUNK]
             (scores,) = model.score([handle], [Draft.chain(tokens[:-1])], taps)
-            yield TextChunk(tokens, scores.logits, scores.taps)
+            yield scores
             model.commit([handle], [tokens])
     finally:
         model.close(handle)
@@ -117,10 +109,8 @@ def text_logits(model: Model, text: SampledText) -> Tensor:
     return torch.cat([chunk.logits for chunk in teacher_forced(model, text)])
 
 
-def chunk_distributions(text: SampledText, chunks: Iterator[TextChunk], law: Law) -> Iterator[Tensor]:
-    """Yields for each chunk the sampling distribution of each token given those before it, [n, V]."""
-    context = Context(0, list(text.prompt), len(text.prompt), law, Streams(0))
-    for chunk in chunks:
-        histories = [context.history(chunk.tokens[:i]) for i in range(len(chunk.tokens))] if law.needs_history else ()
-        yield law.probs(chunk.logits, histories)
-        context.tokens.extend(chunk.tokens)
+def text_distributions(logits: Tensor, text: SampledText, law: Law) -> Tensor:
+    """Returns the sampling distribution of each token of a text given those before it, [n, V]. logits: [n, V]."""
+    prompt, tokens = list(text.prompt), text.tokens
+    histories = [History(prompt, len(prompt), tokens[:at]) for at in range(len(tokens))] if law.needs_history else []
+    return law.probs(logits, histories)
