@@ -261,19 +261,20 @@ def test_mutants_are_listed():
 
 @pytest.mark.slow
 @pytest.mark.skipif(PEERS["vllm"].python.exists(), reason="vLLM is set up here")
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        *(("vllm_heads", "--count 1 --max-tokens 2"), ("vllm_plan", "--count 4"), ("vllm_proposer", "--count 1")),
-        *(("serving_vllm", "--concurrency 1"), ("vllm_folders", "--count 1")),
-    ],
-)
+@pytest.mark.parametrize("name, words", [("vllm_plan", "--count 4"), ("serving_vllm", "--concurrency 1")])
 def test_benchmarks_of_vllm_say_that_it_is_missing(name, words):
     app = typer.Typer()
     app.command()(importlib.import_module(name).main)
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code != 0
     assert "vllm" in f"{result.output} {result.exception}".lower()
+
+
+@pytest.mark.skipif(PEERS["vllm"].missing is None, reason="vLLM is set up here")
+@pytest.mark.parametrize("command", ["heads", "folders", "proposers"])
+def test_checks_in_vllm_say_that_it_is_missing(command):
+    result = CliRunner().invoke(importlib.import_module("in_vllm").app, [command, "--count", "1"])
+    assert result.exit_code != 0 and "make peers" in f"{result.output} {result.exception}"
 
 
 def test_two_servers_are_compared_by_rate_and_latency():
