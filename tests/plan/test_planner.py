@@ -19,7 +19,7 @@ from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, candidates, head_method
 from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings, timed_depths
-from foretoken.plan.replay import step_estimate
+from foretoken.plan.replay import step_estimate, write
 from foretoken.plan.rows import PlanRow, export_config
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.step_times import MeasuredStepTimes, PassTimes, SpeedSample, at_speed
@@ -34,7 +34,6 @@ from foretoken.plan.step_timing import (
     time_prefill,
 )
 from foretoken.plan.tally import AcceptanceEstimate, StepTally
-from foretoken.plan.texts import write
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup

@@ -12,8 +12,8 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
-from foretoken.plan.replay import RecordedModel, Recording, record
-from foretoken.plan.texts import SampledText, teacher_forced, write
+from foretoken.plan.replay import RecordedModel, Recording, record, write
+from foretoken.plan.texts import SampledText, teacher_forced
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
 WARM = SamplingLaw()

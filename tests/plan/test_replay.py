@@ -8,9 +8,9 @@ import pytest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.toy import ToyModel
 from foretoken.plan.chains import TextProbabilities, chain_estimate, survival, text_probabilities, token_distributions
-from foretoken.plan.replay import NotReplayable, record, replay_estimate, step_estimate
+from foretoken.plan.replay import NotReplayable, record, replay_estimate, step_estimate, write
 from foretoken.plan.statistics import ratio_interval
-from foretoken.plan.texts import SampledText, write
+from foretoken.plan.texts import SampledText
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
 from foretoken.propose.suffix import Suffix

@@ -22,6 +22,7 @@ from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan
 from foretoken.plan.predictors import Predictor, fitted
+from foretoken.plan.replay import write
 from foretoken.plan.rows import PlanRow
 from foretoken.plan.sample import Proposers, Sample, chain_of
 from foretoken.plan.statistics import around
@@ -36,7 +37,7 @@ from foretoken.plan.step_timing import (
     time_prefill,
 )
 from foretoken.plan.tally import AcceptanceEstimate
-from foretoken.plan.texts import Prompt, SampledText, contexts, write
+from foretoken.plan.texts import Prompt, SampledText, contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 

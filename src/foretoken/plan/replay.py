@@ -180,6 +180,13 @@ def step_estimate(
     return AcceptanceEstimate(tallies, "steps", tuple(SampledText.of(context, limit) for context in made))
 
 
+def write(
+    target: Model, prompts: Sequence[Prompt], law: Law, limit: int, eos: Collection[int] = (), seed: int = 0
+) -> list[SampledText]:
+    """Completes every prompt by plain decoding, with up to ``limit`` tokens. eos: ids of end-of-text tokens."""
+    return list(step_estimate(target, prompts, Proposer(), law, 0, limit, eos, seed=seed).texts)
+
+
 def _tallied(engine: Engine, made: Sequence[Context], endings: Sequence[Length]) -> tuple[StepTally, ...]:
     tallies = {context.id: StepTally() for context in made}
     for step in engine.run(zip(made, endings, strict=True)):

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foretoken.control.base import Controller
 from foretoken.core.context import Context
 from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.history import History
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
-from foretoken.engine.loop import Engine
 from foretoken.engine.prompts import TokenizedPrompt
-from foretoken.engine.stopping import Length
 from foretoken.models.base import Model, Scores
-from foretoken.propose.base import Proposer
 
 Prompt = TokenizedPrompt | Sequence[int]
 """A tokenized prompt, or its token ids."""
@@ -66,22 +62,6 @@ def contexts(prompts: Sequence[Prompt], law: Law, seed: int, first: int = 0) -> 
         context = Context(first + i, list(start.tokens), len(start.tokens), law, streams, source=start.source)
         result.append(context)
     return result
-
-
-def write(
-    target: Model,
-    prompts: Sequence[Prompt],
-    law: Law,
-    limit: int,
-    eos: Collection[int] = (),
-    seed: int = 0,
-) -> list[SampledText]:
-    """Completes every prompt by plain decoding, with up to ``limit`` tokens. eos: ids of end-of-text tokens."""
-    engine = Engine(target, Proposer(), Controller(), max_sequences=BATCH)
-    made = contexts(prompts, law, seed)
-    for _ in engine.run((context, Length(limit, eos)) for context in made):
-        pass
-    return [SampledText.of(context, limit) for context in made]
 
 
 @torch.inference_mode()
