@@ -19,7 +19,6 @@ from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.train import sampling
-from foretoken.train.conversations import beginnings, starts_of, turns_of, without_duplicates
 from foretoken.train.data import END, Corpus, train_tokenizer
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.sampling import (
@@ -32,7 +31,7 @@ from foretoken.train.sampling import (
     sample_windows,
 )
 from foretoken.train.target import new_model, save
-from foretoken.train.windows import sample_continuations
+from foretoken.train.windows import beginnings, sample_continuations, starts_of, turns_of, without_duplicates
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
 from foretoken.models.heads.mtp import HIDDEN_KEY, has_mtp
-from foretoken.train.hybrid.model import HybridModel
+from foretoken.train.hybrid import HybridModel
 from foretoken.train.mtp import merge_mtp
 
 from .test_hybrid import SMALL

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
-from foretoken.train.hybrid.model import HybridModel
+from foretoken.train.hybrid import HybridModel
 from foretoken.train.shapes import HybridShape
 from foretoken.train.widen import checkpoint as up
 from foretoken.train.widen.hybrid import expected_parameters, like

@@ -47,7 +47,7 @@ def target(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape:
 @grouped(run=RUN, config=configs.HYBRID_CONFIG, shape=shapes.HybridShape())
 def hybrid(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape: Any, as_json: Json = False) -> None:
     """Train a small model of Qwen3.5's layout: DeltaNet, attention, experts, MTP (three minutes on an H200)."""
-    from foretoken.train.hybrid.model import HYBRID
+    from foretoken.train.hybrid import HYBRID
     from foretoken.train.target import train_target
 
     _show(run, train_target(run, _corpus(corpus), shape, config, HYBRID), as_json, _usage(run.path))

@@ -26,7 +26,7 @@ from foretoken.train.config import HEADS, DistillConfig, TrainConfig
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.draft import measure
 from foretoken.train.frozen_target import FrozenTarget
-from foretoken.train.hybrid.model import HYBRID
+from foretoken.train.hybrid import HYBRID
 from foretoken.train.runs import command_line
 from foretoken.train.shapes import DRAFT_SHAPE, HYBRID_TYPE, TARGET_SHAPE
 from foretoken.train.windows import cut_prompts

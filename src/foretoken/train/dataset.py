@@ -17,6 +17,7 @@ from foretoken.core.errors import TrainingError
 from foretoken.core.files import atomic_file, write_json
 from foretoken.core.progress import Reporter
 from foretoken.core.schema import read_object
+from foretoken.models.formats.shards import weights_sha256
 from foretoken.train import processes
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.optimization import compiled
@@ -209,9 +210,7 @@ class TopTokens:
 
 
 def _fingerprint(target: FrozenTarget, windows: Tensor, top: int) -> str:
-    digest = hashlib.sha256(f"{top} {tuple(windows.shape)} {target.model.dtype}".encode())
+    shape = tuple(windows.shape)
+    digest = hashlib.sha256(f"{top} {shape} {target.model.dtype} {weights_sha256(target.path)}".encode())
     digest.update(windows.numpy().tobytes())
-    for name, value in target.model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

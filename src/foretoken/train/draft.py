@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,7 @@ def train_draft(
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
     model = new_model(shape, tokenizer, config.seed, frozen.vocab).to(where)
     trainer = run.trainer(model, config, lambda row: row["overlap"])
-    text = _prepare(frozen, stream, config, distill, run.distributions)
+    text = _TrainingText(frozen, stream, config, distill, run.distributions)
     trainer.shorten(text.seconds)
 
     def loss_fn(batch: tuple[Tensor, ...]) -> Tensor:
@@ -95,19 +95,25 @@ def measure(target: FrozenTarget, model: torch.nn.Module, held_out: list[Tensor]
     return weighted_means(map(figures, held_out))
 
 
-@dataclass(frozen=True)
 class _TrainingText:
     """Text of a run.
 
-    Args:
+    Attributes:
         windows: Token ids, int64 [N, T].
         top: The target's most likely tokens there, None if it computes its distributions in every step.
         seconds: Time spent on sampling windows, or on the most likely tokens.
     """
 
-    windows: Tensor
-    top: TopTokens | None
-    seconds: float
+    def __init__(
+        self, target: FrozenTarget, stream: Tensor, config: TrainConfig, distill: DistillConfig, folder: Path
+    ) -> None:
+        every_step, started = _in_every_step(target.device), time.monotonic()
+        limit = None if config.minutes is None else config.minutes * 60 * distill.teacher_share
+        self.windows = _windows(target, stream, config, distill, limit if every_step else None, every_step)
+        self.top, self.seconds = None, time.monotonic() - started
+        if not every_step:
+            self.top = TopTokens(target, self.windows, folder, distill.top, limit, config.compile)
+            self.windows, self.seconds = self.top.ids, self.top.seconds
 
     def batches(self, trainer: Trainer, share: float, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
         """Yields token ids, the weight of the acceptance loss, and the most likely tokens if they were computed."""
@@ -115,18 +121,6 @@ class _TrainingText:
         for rows in shuffled(len(self.windows), config.batch, config.seed, trainer.step):
             ids, weight = self.windows[torch.from_numpy(rows)], acceptance_weight(trainer.progress(), share)
             yield ids.to(device), weight.to(device), *(() if self.top is None else self.top.at(rows))
-
-
-def _prepare(
-    target: FrozenTarget, stream: Tensor, config: TrainConfig, distill: DistillConfig, folder: Path
-) -> _TrainingText:
-    every_step, started = _in_every_step(target.device), time.monotonic()
-    limit = None if config.minutes is None else config.minutes * 60 * distill.teacher_share
-    windows = _windows(target, stream, config, distill, limit if every_step else None, every_step)
-    if every_step:
-        return _TrainingText(windows, None, time.monotonic() - started)
-    top = TopTokens(target, windows, folder, distill.top, limit, config.compile)
-    return _TrainingText(top.ids, top, top.seconds)
 
 
 def _in_every_step(device: torch.device) -> bool:

@@ -24,7 +24,7 @@ from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.config import MtpTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.head import Drafted, Head, decoder_config, start_near_target, unroll
-from foretoken.train.hybrid.layers import HybridLayer, MtpBlock
+from foretoken.train.hybrid import HybridLayer, MtpBlock
 from foretoken.train.layers import rotated_fraction
 from foretoken.train.shapes import HYBRID_TYPE
 

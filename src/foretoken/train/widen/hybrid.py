@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.shards import ShardReader
-from foretoken.train.hybrid.model import HybridModel
+from foretoken.train.hybrid import HybridModel
 from foretoken.train.shapes import HybridShape
 from foretoken.train.widen.marked_stream import MarkedStream
 from foretoken.train.widen.units import (
