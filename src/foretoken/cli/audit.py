@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from foretoken.cli.audit_endpoint import AuditServerOptions, audit_engine, audit_server
 from foretoken.cli.audit_options import AuditOptions, duration
 from foretoken.cli.files import journal
-from foretoken.cli.grouped import ALONE, given_options, grouped, refuse_options
+from foretoken.cli.grouped import ALONE, given_options, grouped, option, refuse_options
 from foretoken.cli.options import ModelOptions, PositionalModelOptions, ReportOptions
 from foretoken.cli.theme import ColorMode, staged, wide_console
 from foretoken.core.checks import number
@@ -47,18 +47,16 @@ class Implementation(StrEnum):
 class AuditReportOptions(ReportOptions):
     """Destinations of the verdicts."""
 
-    color: Annotated[ColorMode, typer.Option(help="Colours of the verdicts.")] = ColorMode.AUTO
+    color: ColorMode = option(ColorMode.AUTO, "Colours of the verdicts.")
 
 
 @grouped
 def audit(
     models: PositionalModelOptions,
-    engine: Annotated[
-        Implementation,
-        typer.Option(
-            help="Whose speculation; transformers' is audited with its defaults, vllm and openvino from outside."
-        ),
-    ] = Implementation.FORETOKEN,
+    engine: Implementation = option(
+        Implementation.FORETOKEN,
+        "Whose speculation; transformers' is audited with its defaults, vllm and openvino from outside.",
+    ),
     *,
     compared: AuditOptions,
     server: AuditServerOptions,

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from foretoken.cli.audit_options import AuditOptions, announcing, budget
+from foretoken.cli.grouped import option
 from foretoken.cli.options import ModelOptions, PatienceOptions, ServerOptions
 from foretoken.cli.theme import staged, waiting
 from foretoken.core.errors import InvalidRequest
@@ -27,17 +26,14 @@ if TYPE_CHECKING:
 class AuditServerOptions:
     """The server to audit."""
 
-    endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Audit this OpenAI-compatible server; --model is its name for the model."),
-    ] = None
+    endpoint: str | None = option(
+        None, "Audit this OpenAI-compatible server; --model is its name for the model.", metavar="URL"
+    )
     pair: ServerOptions
-    checkpoint: Annotated[
-        str | None, typer.Option(help="Compute the endpoint's target distribution here, from this model.")
-    ] = None
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests to the endpoint at a time.")] = 8
+    checkpoint: str | None = option(None, "Compute the endpoint's target distribution here, from this model.")
+    concurrency: int = option(8, "Requests to the endpoint at a time.", min=1)
     waiting: PatienceOptions
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what auditing the endpoint costs.")] = False
+    dry_run: bool = option(False, "Only show what auditing the endpoint costs.", "--dry-run")
 
 
 def audit_server(

@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from foretoken.cli.grouped import option
 from foretoken.cli.options import Dtype
 from foretoken.core.errors import InvalidRequest
 
@@ -24,19 +23,14 @@ THOUSANDS = {"": 1, "k": 1_000, "M": 1_000_000}
 class AuditOptions:
     """The texts that are compared."""
 
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help='JSON lines with a "prompt" each. [our own functions]')
-    ] = None
-    budget: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME", help="As 90s, 5m or 1h, for an endpoint also as 60ktokens; more finds smaller errors."
-        ),
-    ] = "2m"
-    temperature: Annotated[float, typer.Option(help="Of the sampled texts; above 0.")] = 1.0
-    seed: Annotated[int, typer.Option(help="Of all sampling.")] = 0
+    prompts: Path | None = option(None, 'JSON lines with a "prompt" each. [our own functions]', metavar="FILE")
+    budget: str = option(
+        "2m", "As 90s, 5m or 1h, for an endpoint also as 60ktokens; more finds smaller errors.", metavar="TIME"
+    )
+    temperature: float = option(1.0, "Of the sampled texts; above 0.")
+    seed: int = option(0, "Of all sampling.")
     dtype: Dtype = "auto"
-    float32: Annotated[bool, typer.Option(help="Compare seeded texts in float32 as well.")] = True
+    float32: bool = option(True, "Compare seeded texts in float32 as well.")
 
 
 def announcing(notes: Console, dry_run: bool) -> Callable[[Mapping[str, Any]], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from foretoken.cli.bench_options import PEERS, BenchmarkModels, Peers, models_or
 from foretoken.cli.bench_serve import bench_serve
 from foretoken.cli.bench_table import bench_table
 from foretoken.cli.costs import costs, tracker
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ReportOptions, speculative
 from foretoken.cli.theme import waiting, wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
@@ -35,9 +35,9 @@ app.command("table")(bench_table)
 class PairOptions(BenchmarkModels):
     """The models, and how they speculate."""
 
-    speculative_config: Annotated[
-        list[str] | None, typer.Option(metavar="JSON", help="How to speculate (repeatable). [the draft model]")
-    ] = None
+    speculative_config: list[str] | None = option(
+        None, "How to speculate (repeatable). [the draft model]", metavar="JSON"
+    )
 
     @property
     def configs(self) -> list[dict[str, Any]]:
@@ -49,15 +49,13 @@ class PairOptions(BenchmarkModels):
 class RaceOptions:
     """Prompts and settings of a race."""
 
-    prompts: Annotated[
-        str | None, typer.Option(help='JSON lines with a "prompt" each, or the word ragged. [our own functions]')
-    ] = None
-    count: Annotated[int | None, typer.Option(min=1, help="Prompts to take from the start. [all, 16 ragged]")] = None
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.")] = 96
-    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable. [0]")] = None
-    batch: Annotated[int, typer.Option(min=1, help="Prompts completed at once.")] = 1
-    depth: Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens (repeatable). [2, 4, 6, 8]")] = None
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of every system.")] = 3
+    prompts: str | None = option(None, 'JSON lines with a "prompt" each, or the word ragged. [our own functions]')
+    count: int | None = option(None, "Prompts to take from the start. [all, 16 ragged]", min=1)
+    max_tokens: int = option(96, "Tokens for each prompt.", min=2)
+    temperature: list[float] | None = option(None, "Repeatable. [0]")
+    batch: int = option(1, "Prompts completed at once.", min=1)
+    depth: list[int] | None = option(None, "Drafted tokens (repeatable). [2, 4, 6, 8]", min=1)
+    repeats: int = option(3, "Turns of every system.", min=1)
 
     def tasks(self, ids: list[list[int]]) -> list[RaceTask]:
         """Returns a task for each temperature."""
@@ -73,9 +71,9 @@ def race(
     pair: PairOptions,
     asked: RaceOptions,
     peers: Peers = PEERS,
-    quantization: Annotated[
-        str | None, typer.Option(help="int8, int4-g64 ..., or a GGUF type such as Q4_K_M, for all systems. [bf16]")
-    ] = None,
+    quantization: str | None = option(
+        None, "int8, int4-g64 ..., or a GGUF type such as Q4_K_M, for all systems. [bf16]"
+    ),
     *,
     report: ReportOptions,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.grouped import option
 from foretoken.cli.options import DRAFT_MODEL, MODEL, PositionalTarget
 from foretoken.core.errors import InvalidRequest
 
@@ -20,13 +21,10 @@ Peers = Annotated[str, typer.Option(help="Comma-separated, or none.")]
 class BenchmarkModels(PositionalTarget):
     """The models that are measured."""
 
-    model: Annotated[
-        str | None,
-        typer.Option("--target", *MODEL, help="Target: a folder or GGUF file. [the bundled one, widened to 0.7b]"),
-    ] = None
-    draft_model: Annotated[
-        str | None, typer.Option("--draft", *DRAFT_MODEL, help="Draft: a folder or GGUF file. [the bundled one]")
-    ] = None
+    model: str | None = option(
+        None, "Target: a folder or GGUF file. [the bundled one, widened to 0.7b]", "--target", *MODEL
+    )
+    draft_model: str | None = option(None, "Draft: a folder or GGUF file. [the bundled one]", "--draft", *DRAFT_MODEL)
 
     @property
     def target(self) -> Path | None:

@@ -6,11 +6,9 @@ import shlex
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import MODEL, ReportOptions
 from foretoken.cli.theme import wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
@@ -24,22 +22,18 @@ if TYPE_CHECKING:
 class LoadOptions:
     """Requests to send, and their number."""
 
-    workloads: Annotated[str, typer.Option(help="Comma-separated: short, long, shared, agents.")] = (
-        "short,long,shared,agents"
+    workloads: str = option("short,long,shared,agents", "Comma-separated: short, long, shared, agents.")
+    concurrency: str = option("1,4,16,64", "Requests at once, comma-separated.")
+    requests: int = option(2, "Requests of each concurrent client.", min=1)
+    max_tokens: int = option(64, "Tokens of each answer.", min=1)
+    long_tokens: int = option(1500, "Tokens of a long prompt, about.", min=1)
+    shared_tokens: int = option(2000, "Tokens of a shared beginning, about.", min=1)
+    agents: int = option(8, "Agents on one beginning.", min=1)
+    temperature: float = option(0.0, "Of every request.", min=0)
+    generator: str = option(
+        "foretoken", "What makes the load: foretoken, or vllm for `vllm bench serve` where it is installed."
     )
-    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,16,64"
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each concurrent client.")] = 2
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64
-    long_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a long prompt, about.")] = 1500
-    shared_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shared beginning, about.")] = 2000
-    agents: Annotated[int, typer.Option(min=1, help="Agents on one beginning.")] = 8
-    temperature: Annotated[float, typer.Option(min=0, help="Of every request.")] = 0.0
-    generator: Annotated[
-        str, typer.Option(help="What makes the load: foretoken, or vllm for `vllm bench serve` where it is installed.")
-    ] = "foretoken"
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer with which vllm counts tokens. [the bundled target's]")
-    ] = None
+    tokenizer: str | None = option(None, "Tokenizer with which vllm counts tokens. [the bundled target's]")
 
     def plan(self) -> LoadPlan:
         """Returns the numbers of requests and tokens. Raises InvalidRequest."""
@@ -69,14 +63,10 @@ class LoadOptions:
 
 @grouped
 def bench_serve(
-    url: Annotated[
-        str | None, typer.Option(help="Address of a running OpenAI-compatible server. [one of our own is started]")
-    ] = None,
-    server_options: Annotated[
-        str, typer.Option(metavar="OPTIONS", help='Options of the server to start, such as "TARGET".')
-    ] = "",
-    model: Annotated[str | None, typer.Option(*MODEL, help="Model to ask for. [the first that is listed]")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the server.")] = None,
+    url: str | None = option(None, "Address of a running OpenAI-compatible server. [one of our own is started]"),
+    server_options: str = option("", 'Options of the server to start, such as "TARGET".', metavar="OPTIONS"),
+    model: str | None = option(None, "Model to ask for. [the first that is listed]", *MODEL),
+    api_key: str | None = option(None, "API key of the server.", envvar="FORETOKEN_API_KEY"),
     *,
     load: LoadOptions,
     report: ReportOptions,

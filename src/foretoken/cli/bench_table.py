@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.bench_options import PEERS, BenchmarkModels, Peers, models_or_bundled
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ReportOptions, speculative
 from foretoken.cli.theme import wide_console
 from foretoken.core.errors import InvalidRequest
@@ -22,19 +20,14 @@ if TYPE_CHECKING:
 class CellOptions:
     """Work of every cell."""
 
-    fixed: Annotated[
-        list[str] | None,
-        typer.Option(metavar="JSON", help="A fixed speculative_config to race (repeatable). [the usual ones]"),
-    ] = None
-    count: Annotated[int, typer.Option(min=1, help="Prompts of a cell; larger batches run one batch.")] = 4
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.")] = 64
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of every system in a cell.")] = 3
-    peer_depth: Annotated[
-        list[int] | None, typer.Option(min=1, help="Draft length of the peers (repeatable). [4 and 8]")
-    ] = None
-    peer_method: Annotated[
-        list[str] | None, typer.Option(help="Method of the peers (repeatable). [draft_model and ngram]")
-    ] = None
+    fixed: list[str] | None = option(
+        None, "A fixed speculative_config to race (repeatable). [the usual ones]", metavar="JSON"
+    )
+    count: int = option(4, "Prompts of a cell; larger batches run one batch.", min=1)
+    max_tokens: int = option(64, "Tokens for each prompt.", min=2)
+    repeats: int = option(3, "Turns of every system in a cell.", min=1)
+    peer_depth: list[int] | None = option(None, "Draft length of the peers (repeatable). [4 and 8]", min=1)
+    peer_method: list[str] | None = option(None, "Method of the peers (repeatable). [draft_model and ngram]")
 
     def task(self) -> GridTask:
         """Returns the task of a cell. Raises InvalidRequest."""
@@ -58,16 +51,13 @@ class CellOptions:
 @grouped
 def bench_table(
     models: BenchmarkModels,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PARTS", help='Cells by parts of their name, "T=1, int8" (repeatable), in this order.'),
-    ] = None,
+    only: list[str] | None = option(
+        None, 'Cells by parts of their name, "T=1, int8" (repeatable), in this order.', metavar="PARTS"
+    ),
     *,
     each: CellOptions,
     peers: Peers = PEERS,
-    record: Annotated[Path, typer.Option(help="Finished cells, which the next start skips.")] = Path(
-        "bench-table.jsonl"
-    ),
+    record: Path = option(Path("bench-table.jsonl"), "Finished cells, which the next start skips."),
     report: ReportOptions,
 ) -> None:
     """Race the default beside fixed configurations and peers, over prompts, temperatures, weights and batches."""

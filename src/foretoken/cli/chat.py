@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from foretoken.cli.chat_commands import ChatSettings, names, parse, run
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import (
     MaxModelLen,
     PositionalModelOptions,
@@ -39,18 +39,15 @@ if TYPE_CHECKING:
 class ChatOptions:
     """Sampling parameters of the answers."""
 
-    method: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME|JSON", help="Another way to speculate, to be had by /method; may be repeated."),
-    ] = None
-    system: Annotated[str | None, typer.Option(help="System message before the conversation.")] = None
-    chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Jinja in the place of the tokenizer's chat template.")
-    ] = None
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7
+    method: list[str] | None = option(
+        None, "Another way to speculate, to be had by /method; may be repeated.", metavar="NAME|JSON"
+    )
+    system: str | None = option(None, "System message before the conversation.")
+    chat_template: Path | None = option(None, "Jinja in the place of the tokenizer's chat template.", metavar="FILE")
+    max_tokens: int = option(512, "Tokens of an answer at most.")
+    temperature: float = option(0.7, "0 is greedy.")
     top_p: TopP = 1.0
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers, however drafted.")] = None
+    seed: int | None = option(None, "The same seed gives the same answers, however drafted.")
     speculative_tokens: SpeculativeTokens = None
 
     def settings(self, rejected: bool) -> ChatSettings:
@@ -73,10 +70,10 @@ def chat(
     wanted: ChatOptions,
     runtime: RuntimeOptions,
     max_model_len: MaxModelLen = None,
-    rejected: Annotated[bool, typer.Option(help="Show drafted tokens that were refused.")] = False,
+    rejected: bool = option(False, "Show drafted tokens that were refused."),
     color: TextColor = ColorMode.AUTO,
-    stats: Annotated[bool, typer.Option(help="A line of figures after each answer, on standard error.")] = True,
-    json_lines: Annotated[bool, typer.Option(help="Print one JSON object a line instead.")] = False,
+    stats: bool = option(True, "A line of figures after each answer, on standard error."),
+    json_lines: bool = option(False, "Print one JSON object a line instead."),
 ) -> None:
     """Talk to a model. /help lists commands that change settings. Without a terminal it reads one message a line."""
     from foretoken.cli.conversation import Conversation

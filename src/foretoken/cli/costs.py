@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.bench_options import BenchmarkModels
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import KVCacheDtype, Quantization, ResultOptions, WeightFormat
 from foretoken.cli.theme import on_terminal, wide_console
 
@@ -35,14 +33,14 @@ class NumberFormats:
 @grouped
 def costs(
     models: BenchmarkModels,
-    rows: Annotated[str, typer.Option(help="Rows of a pass, comma-separated.")] = "1,2,4,8,16,32",
-    context: Annotated[str, typer.Option(help="Tokens before them, comma-separated.")] = "512,4096",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that share a pass, each with that many rows.")] = 1,
-    turns: Annotated[int, typer.Option(min=1, help="Passes of each kind, interleaved.")] = 20,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt whose steps are measured.")] = 64,
+    rows: str = option("1,2,4,8,16,32", "Rows of a pass, comma-separated."),
+    context: str = option("512,4096", "Tokens before them, comma-separated."),
+    batch: int = option(1, "Sequences that share a pass, each with that many rows.", min=1),
+    turns: int = option(20, "Passes of each kind, interleaved.", min=1),
+    max_tokens: int = option(64, "Tokens of each prompt whose steps are measured.", min=2),
     *,
     formats: NumberFormats,
-    parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
+    parts: str = option(",".join(PARTS), "What to measure, comma-separated."),
     report: ResultOptions,
 ) -> None:
     """Time passes beside their lower bound and transformers' step, the parts of a step, and the first token."""

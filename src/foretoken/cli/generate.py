@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import standard_input, write_text
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import (
     Json,
     MaxModelLen,
@@ -41,22 +41,20 @@ LOGPROBS = 5  # of the most probable tokens, for the page
 class TextOptions:
     """Sampling parameters of the text."""
 
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    max_tokens: int = option(128, "Tokens to generate at most.")
+    temperature: float = option(0.0, "0 is greedy.")
     top_p: TopP = 1.0
-    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text, however it is drafted.")] = None
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None
-    n: Annotated[int, typer.Option("--n", "-n", help="Completions to make.")] = 1
+    top_k: int = option(0, "Keep this many of the likeliest tokens; 0 keeps all.")
+    min_p: float = option(0.0, "Drop tokens below this share of the likeliest.")
+    seed: int | None = option(None, "The same seed gives the same text, however it is drafted.")
+    stop: list[str] | None = option(None, "Stop before this string; may be repeated.")
+    n: int = option(1, "Completions to make.", "--n", "-n")
     speculative_tokens: SpeculativeTokens = None
-    exactness: Annotated[
-        str | None, typer.Option(help="distribution, trajectory or lossy-typical. [trajectory with --seed]")
-    ] = None
-    prediction_file: Annotated[
-        Path | None, typer.Option(help="A text that the output is expected to follow; for methods that draft from it.")
-    ] = None
-    lora: Annotated[str | None, typer.Option(metavar="PATH", help="LoRA adapter in PEFT's format.")] = None
+    exactness: str | None = option(None, "distribution, trajectory or lossy-typical. [trajectory with --seed]")
+    prediction_file: Path | None = option(
+        None, "A text that the output is expected to follow; for methods that draft from it."
+    )
+    lora: str | None = option(None, "LoRA adapter in PEFT's format.", metavar="PATH")
 
     def params(self, logprobs: int | None) -> SamplingParams:
         """Returns the parameters of the request. Raises InvalidRequest."""
@@ -84,14 +82,10 @@ def generate(
     wanted: TextOptions,
     runtime: TextRuntimeOptions,
     color: TextColor = ColorMode.AUTO,
-    stats: Annotated[bool, typer.Option(help="A line of figures at the end, on standard error.")] = True,
-    explain_drafts: Annotated[
-        bool, typer.Option(help="A line for each step with the draft policy's numbers, on standard error.")
-    ] = False,
+    stats: bool = option(True, "A line of figures at the end, on standard error."),
+    explain_drafts: bool = option(False, "A line for each step with the draft policy's numbers, on standard error."),
     as_json: Json = False,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with every token's probabilities.")
-    ] = None,
+    html_file: Path | None = option(None, "Write a page with every token's probabilities.", "--html", metavar="FILE"),
 ) -> None:
     """Continue a prompt, faster, with exactly the target's distribution."""
     config = models.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from functools import partial, wraps
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -18,7 +19,20 @@ from typer.models import OptionInfo
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.settings import option_of
 
+_ANNOTATED: Any = Annotated  # with types that are known at runtime only
 _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+
+
+def option(default: Any, help: str, *names: str, **details: Any) -> Any:
+    """Declares an option: the default of a dataclass's field, or of a parameter of a ``grouped`` command.
+
+    Args:
+        default: The value if the option is not passed.
+        help: Its help.
+        names: Its names, by default the field's.
+        details: Further keywords of ``typer.Option``.
+    """
+    return dataclasses.field(default=default, metadata={"typer": typer.Option(*names, help=help, **details)})
 
 
 def grouped(
@@ -28,8 +42,8 @@ def grouped(
 
     There are two kinds of dataclasses:
 
-    * Options: fields have annotations of typer's parameters, or are dataclasses again.
-    * Settings, of packages that know no typer: those of ``usual``, and classes with a field that has ``metadata`` (see
+    * Options: fields are declared by ``option``, have annotations of typer's parameters, or are dataclasses again.
+    * Settings, of packages that know no typer: those of ``usual``, and classes with a field that names its option (see
       ``core.settings``). Types are plain, and the class's ``Args`` are the help. A field without a default is a
       required argument. An option that is not passed leaves the usual value.
 
@@ -41,78 +55,72 @@ def grouped(
     if command is None:
         return partial(grouped, without=without, **usual)
     signature = inspect.signature(command, eval_str=True)
-    groups = [_group(each, usual.get(each.name), without) for each in signature.parameters.values()]
-    parameters = [each for group in groups for each in group.parameters]
+    given = signature.parameters.values()
+    group = _joined(command, {each.name: _group(each, usual.get(each.name), without) for each in given})
 
     @wraps(command)
     def call(**values: Any) -> None:
-        command(**{group.name: group.value(values) for group in groups})
+        group.value(values)
 
-    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    call.__signature__ = signature.replace(parameters=group.parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in group.parameters}
     return call
 
 
-class _Single:
-    """A parameter of the command itself."""
+class _Group(NamedTuple):
+    """Parameters of typer, and a function that makes the value of one parameter of ours from theirs."""
 
-    def __init__(self, parameter: Parameter) -> None:
-        self.name = parameter.name
-        self.parameters = [parameter.replace(kind=Parameter.KEYWORD_ONLY)]
-
-    def value(self, values: Mapping[str, Any]) -> Any:
-        """Returns the value from those that typer passes."""
-        return values[self.name]
+    parameters: list[Parameter]
+    value: Callable[[Mapping[str, Any]], Any]
 
 
-class _Options:
-    """A dataclass of options, some of which may be dataclasses."""
-
-    def __init__(self, name: str, kind: Any) -> None:
-        hints = get_type_hints(kind, include_extras=True)
-        self.name, self._kind = name, kind
-        self._fields = [
-            _group(Parameter(f.name, Parameter.KEYWORD_ONLY, default=_default(f), annotation=hints[f.name]), None, ())
-            for f in fields(kind)
-        ]
-        self.parameters: list[Parameter] = [each for field in self._fields for each in field.parameters]
-
-    def value(self, values: Mapping[str, Any]) -> Any:
-        """Returns the dataclass."""
-        return self._kind(**{field.name: field.value(values) for field in self._fields})
+def _joined(make: Callable[..., Any], groups: Mapping[str, _Group]) -> _Group:
+    """Returns the group of a call of ``make``, which has a keyword for each of ``groups``."""
+    return _Group(
+        [each for group in groups.values() for each in group.parameters],
+        lambda values: make(**{name: group.value(values) for name, group in groups.items()}),
+    )
 
 
-class _Settings:
-    """A dataclass of settings, with its usual values."""
-
-    def __init__(self, name: str, usual: Any, without: Collection[str]) -> None:
-        self.name, self._usual = name, usual
-        self._options = dict(_options(usual, without))
-        self.parameters = list(self._options.values())
-
-    def value(self, values: Mapping[str, Any]) -> Any:
-        """Returns the usual values with those that were passed. Raises InvalidRequest."""
-        passed = {field: values[option.name] for field, option in self._options.items()}
-        return _applied(self._usual, {field: value for field, value in passed.items() if value is not None})
-
-
-def _group(parameter: Parameter, usual: Any, without: Collection[str]) -> _Single | _Options | _Settings:
+def _group(parameter: Parameter, usual: Any = None, without: Collection[str] = ()) -> _Group:
     kind: Any = parameter.annotation
-    if usual is not None:
-        return _Settings(parameter.name, usual, without)
-    if not is_dataclass(kind):
-        return _Single(parameter)
-    settings = any(field.metadata for field in fields(kind))
-    return _Settings(parameter.name, parameter.annotation(), without) if settings else _Options(parameter.name, kind)
+    if usual is None and not is_dataclass(kind):
+        return _Group([_single(parameter)], lambda values: values[parameter.name])
+    if usual is not None or any("option" in field.metadata for field in fields(kind)):
+        return _settings(kind() if usual is None else usual, without)
+    hints = get_type_hints(kind, include_extras=True)
+    return _joined(kind, {f.name: _group(_parameter(f.name, hints[f.name], _default(f))) for f in fields(kind)})
+
+
+def _single(parameter: Parameter) -> Parameter:
+    """Returns the parameter of one option or argument."""
+    kind, default = parameter.annotation, parameter.default
+    if isinstance(default, Field):
+        kind, default = _ANNOTATED[kind, default.metadata["typer"]], default.default
+    return _parameter(parameter.name, kind, default)
+
+
+def _parameter(name: str, kind: Any, default: Any = Parameter.empty) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def _default(field: Field[Any]) -> Any:
-    return Parameter.empty if field.default is MISSING else field.default
+    return field if "typer" in field.metadata else Parameter.empty if field.default is MISSING else field.default
+
+
+def _settings(usual: Any, without: Collection[str]) -> _Group:
+    """Returns the group of a dataclass of settings, with its usual values. Its value raises InvalidRequest."""
+    options = dict(_options(usual, without))
+
+    def value(values: Mapping[str, Any]) -> Any:
+        passed = {field: values[option.name] for field, option in options.items()}
+        return _applied(usual, {field: value for field, value in passed.items() if value is not None})
+
+    return _Group(list(options.values()), value)
 
 
 def _options(settings: Any, without: Collection[str]) -> Iterator[tuple[str, Parameter]]:
     """Yields each field's name and the parameter of its option. An option that is not passed is None."""
-    annotated: Any = Annotated  # with types that are known at runtime only
     hints, helps = get_type_hints(type(settings)), _helps(type(settings))
     for field in fields(settings):
         option = option_of(field.name, field.metadata)
@@ -121,14 +129,13 @@ def _options(settings: Any, without: Collection[str]) -> Iterator[tuple[str, Par
         kinds = [kind for kind in (get_args(hints[field.name]) or (hints[field.name],)) if kind is not NoneType]
         kind = kinds[0] if kinds[0] in (int, float, bool, Path) else str
         if field.default is MISSING:
-            argument = annotated[kind, typer.Argument(metavar=field.name.upper(), help=helps[field.name])]
-            yield field.name, Parameter(field.name, Parameter.KEYWORD_ONLY, annotation=argument)
+            argument = typer.Argument(metavar=field.name.upper(), help=helps[field.name])
+            yield field.name, _parameter(field.name, _ANNOTATED[kind, argument])
             continue
         negated = f"{option}/--no-{option[2:]}" if kind is bool and getattr(settings, field.name) is None else option
         text = helps[field.name] + _shown_default(settings, field)
-        annotation = annotated[kind | None, typer.Option(negated, help=text, min=field.metadata.get("min"))]
-        name = option[2:].replace("-", "_")
-        yield field.name, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        annotation = _ANNOTATED[kind | None, typer.Option(negated, help=text, min=field.metadata.get("min"))]
+        yield field.name, _parameter(option[2:].replace("-", "_"), annotation, None)
 
 
 def _helps(settings: type) -> dict[str, str]:
@@ -172,7 +179,8 @@ def given_options(*groups: Any) -> list[str]:
         hints = get_type_hints(type(group), include_extras=True)
         for field in fields(group):
             value = getattr(group, field.name)
-            option = next((each for each in get_args(hints[field.name]) if isinstance(each, OptionInfo)), None)
+            described = (field.metadata.get("typer"), *get_args(hints[field.name]))
+            option = next((each for each in described if isinstance(each, OptionInfo)), None)
             if is_dataclass(value):
                 result += given_options(value)
             elif option is not None and option.envvar is None and value != field.default:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import json_object, publish, write_text
+from foretoken.cli.grouped import option
 from foretoken.cli.theme import ColorMode, console, print_facts, print_parts, waiting, wide_console
 from foretoken.core.errors import InvalidRequest
 
@@ -53,9 +54,7 @@ Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
 class TargetOptions:
     """The target model."""
 
-    model: Annotated[
-        str | None, typer.Option(*MODEL, help="Target model: a folder, GGUF file or hub name. [bundled target]")
-    ] = None
+    model: str | None = option(None, "Target model: a folder, GGUF file or hub name. [bundled target]", *MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +71,10 @@ class PositionalTarget(TargetOptions):
 class ModelOptions(TargetOptions):
     """The models, and the way to speculate."""
 
-    draft_model: Annotated[
-        str | None,
-        typer.Option(*DRAFT_MODEL, help="Draft model or heads: a folder, GGUF file, hub name, or auto: see drafts."),
-    ] = None
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
-    ] = None
+    draft_model: str | None = option(
+        None, "Draft model or heads: a folder, GGUF file, hub name, or auto: see drafts.", *DRAFT_MODEL
+    )
+    speculative_config: str | None = option(None, 'For instance \'{"method": "ngram"}\'.', metavar="JSON")
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -111,7 +107,7 @@ class RuntimeOptions:
     """Number formats and devices of the models, by the names of the arguments of ``LLM``."""
 
     dtype: Dtype = "auto"
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    device: str = option("auto", "auto, cpu or cuda.")
     quantization: Quantization = None
     weight_format: WeightFormat = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
@@ -152,7 +148,7 @@ class ResultOptions:
 class ReportOptions(ResultOptions):
     """Destinations of the result, a page among them."""
 
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")] = None
+    html_file: Path | None = option(None, "Write a page.", "--html", metavar="FILE")
 
     def publish(
         self,
@@ -171,15 +167,12 @@ class ReportOptions(ResultOptions):
 class ServerOptions:
     """A server that is measured from outside, and the server to compare it with."""
 
-    baseline: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The same model served without speculation. [switched off per request]"),
-    ] = None
-    server: Annotated[
-        str, typer.Option(help="Kind of the endpoint: auto, foretoken, vllm, llamacpp, sglang or openai.")
-    ] = "auto"
-    api_key: Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the endpoint.")] = None
-    baseline_api_key: Annotated[str | None, typer.Option(help="That of the baseline. [the same]")] = None
+    baseline: str | None = option(
+        None, "The same model served without speculation. [switched off per request]", metavar="URL"
+    )
+    server: str = option("auto", "Kind of the endpoint: auto, foretoken, vllm, llamacpp, sglang or openai.")
+    api_key: str | None = option(None, "API key of the endpoint.", envvar="FORETOKEN_API_KEY")
+    baseline_api_key: str | None = option(None, "That of the baseline. [the same]")
 
     def arguments(self) -> dict[str, Any]:
         """Returns the same by the names of the fields of ``ServerPair`` and ``Endpoint``. Raises InvalidRequest."""
@@ -199,8 +192,8 @@ class ServerOptions:
 class PatienceOptions:
     """Time limits and retries of requests to a server."""
 
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of the endpoint.")] = 120.0
-    retries: Annotated[int, typer.Option(min=0, help="Further tries of a request to the endpoint.")] = 4
+    timeout: float = option(120.0, "Seconds for one answer of the endpoint.", min=1)
+    retries: int = option(4, "Further tries of a request to the endpoint.", min=0)
 
     def patience(self) -> Patience:
         """Returns the same for the client of a server."""

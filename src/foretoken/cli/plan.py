@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from foretoken.cli.grouped import ALONE, SERVED, given_options, grouped, refuse_options
+from foretoken.cli.grouped import ALONE, SERVED, given_options, grouped, option, refuse_options
 from foretoken.cli.options import ReportOptions
 from foretoken.cli.plan_endpoint import PlanServerOptions, plan_for_endpoint
 from foretoken.cli.plan_here import plan_here
@@ -22,9 +20,7 @@ def plan(
     precision: PrecisionOptions,
     report: ReportOptions,
     engine: PlanEngineOptions,
-    rtt: Annotated[
-        float | None, typer.Option(metavar="MS", help="What would drafting on a machine so far away gain? Simulated.")
-    ] = None,
+    rtt: float | None = option(None, "What would drafting on a machine so far away gain? Simulated.", metavar="MS"),
     *,
     server: PlanServerOptions,
 ) -> None:

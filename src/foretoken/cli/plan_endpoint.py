@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.audit_options import announcing, budget
 from foretoken.cli.files import journal
+from foretoken.cli.grouped import option
 from foretoken.cli.options import PatienceOptions, ReportOptions, ServerOptions
 from foretoken.cli.plan_options import CandidateOptions, SampleOptions
 from foretoken.cli.theme import staged, wide_console
@@ -27,27 +26,19 @@ CANNOT_TELL = 3  # exit code
 class PlanServerOptions:
     """The server to plan for."""
 
-    endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Plan for this OpenAI-compatible server; --model is its name for the model."),
-    ] = None
+    endpoint: str | None = option(
+        None, "Plan for this OpenAI-compatible server; --model is its name for the model.", metavar="URL"
+    )
     pair: ServerOptions
-    depth: Annotated[int | None, typer.Option(min=1, help="The endpoint's draft length. [as it says]")] = None
-    concurrency: Annotated[
-        list[int] | None, typer.Option(min=1, help="Requests to the endpoint at once (repeatable). [1, 4, 16]")
-    ] = None
-    checkpoint: Annotated[
-        str | None, typer.Option(help="The endpoint's model here, to predict --draft-model and --heads.")
-    ] = None
-    earlier: Annotated[
-        list[Path] | None,
-        typer.Option("--with", metavar="FILE", help="Record of the endpoint's plan at another draft length."),
-    ] = None
-    budget: Annotated[
-        str | None, typer.Option(help="To spend on the endpoint: a time such as 5m, or tokens such as 60ktokens.")
-    ] = None
+    depth: int | None = option(None, "The endpoint's draft length. [as it says]", min=1)
+    concurrency: list[int] | None = option(None, "Requests to the endpoint at once (repeatable). [1, 4, 16]", min=1)
+    checkpoint: str | None = option(None, "The endpoint's model here, to predict --draft-model and --heads.")
+    earlier: list[Path] | None = option(
+        None, "Record of the endpoint's plan at another draft length.", "--with", metavar="FILE"
+    )
+    budget: str | None = option(None, "To spend on the endpoint: a time such as 5m, or tokens such as 60ktokens.")
     waiting: PatienceOptions
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what measuring the endpoint costs.")] = False
+    dry_run: bool = option(False, "Only show what measuring the endpoint costs.", "--dry-run")
 
     def planned(
         self, url: str, candidates: CandidateOptions, sample: SampleOptions, journal: Path | None

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from foretoken.cli.files import json_object
+from foretoken.cli.grouped import option
 from foretoken.cli.options import DRAFT_MODEL, Dtype, KVCacheDtype, PositionalTarget, Quantization, TopP, WeightFormat
 from foretoken.models.options import check_dtype, check_kv_cache_dtype, check_quantization, check_weight_format
 
@@ -18,15 +17,11 @@ from foretoken.models.options import check_dtype, check_kv_cache_dtype, check_qu
 class CandidateOptions(PositionalTarget):
     """The target, and the ways to speculate."""
 
-    draft_model: Annotated[
-        list[str] | None, typer.Option(*DRAFT_MODEL, help="A draft model (repeatable). [that of the bundled target]")
-    ] = None
-    heads: Annotated[
-        list[str] | None, typer.Option(help="EAGLE, Medusa or blockwise heads (repeatable). [likewise]")
-    ] = None
-    speculative_config: Annotated[
-        list[str] | None, typer.Option(metavar="JSON", help="Another way to speculate (repeatable).")
-    ] = None
+    draft_model: list[str] | None = option(
+        None, "A draft model (repeatable). [that of the bundled target]", *DRAFT_MODEL
+    )
+    heads: list[str] | None = option(None, "EAGLE, Medusa or blockwise heads (repeatable). [likewise]")
+    speculative_config: list[str] | None = option(None, "Another way to speculate (repeatable).", metavar="JSON")
 
     def models(self, bundled: Sequence[str]) -> tuple[str, Sequence[str], Sequence[str]]:
         """Returns target, drafts and heads: those given, or the bundled ones with heads of the roles ``bundled``."""
@@ -49,16 +44,15 @@ class CandidateOptions(PositionalTarget):
 class SampleOptions:
     """The texts that the target writes, and how often steps are timed."""
 
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help='JSON lines with a "prompt" each, and the target\'s "completion" if known. [our functions]'),
-    ] = None
-    count: Annotated[int, typer.Option(min=1, help="Prompts to take from the start.")] = 16
-    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens for each prompt.")] = 64
-    temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="Repeatable. [0 and 1]")] = None
+    prompts: Path | None = option(
+        None, 'JSON lines with a "prompt" each, and the target\'s "completion" if known. [our functions]'
+    )
+    count: int = option(16, "Prompts to take from the start.", min=1)
+    max_tokens: int = option(64, "Tokens for each prompt.", min=8)
+    temperature: list[float] | None = option(None, "Repeatable. [0 and 1]", min=0.0)
     top_p: TopP = 1.0
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once (repeatable). [1]")] = None
-    turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate.")] = 24
+    batch: list[int] | None = option(None, "Sequences at once (repeatable). [1]", min=1)
+    turns: int = option(24, "Timed steps of every candidate.", min=3)
 
     @property
     def temperatures(self) -> tuple[float, ...]:

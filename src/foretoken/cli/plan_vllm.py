@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.files import json_object
+from foretoken.cli.grouped import option
 from foretoken.cli.options import ReportOptions
 from foretoken.cli.plan_options import CandidateOptions, PrecisionOptions, SampleOptions
 from foretoken.cli.theme import staged, wide_console
@@ -80,25 +79,21 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
 class PlanEngineOptions:
     """The engine to plan for."""
 
-    engine: Annotated[str, typer.Option(help="foretoken; vllm: measured on vLLM itself, for use there.")] = "foretoken"
-    engine_python: Annotated[Path | None, typer.Option(help="Python of vLLM's environment. [make peers]")] = None
-    engine_args: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Arguments of vllm.LLM: '{\"tensor_parallel_size\": 2}'.")
-    ] = None
-    engine_alone: Annotated[
-        bool, typer.Option("--engine-alone", help="One vLLM at a time, where the memory does not hold two.")
-    ] = False
+    engine: str = option("foretoken", "foretoken; vllm: measured on vLLM itself, for use there.")
+    engine_python: Path | None = option(None, "Python of vLLM's environment. [make peers]")
+    engine_args: str | None = option(None, "Arguments of vllm.LLM: '{\"tensor_parallel_size\": 2}'.", metavar="JSON")
+    engine_alone: bool = option(False, "One vLLM at a time, where the memory does not hold two.", "--engine-alone")
 
     def bench(self, target: Path, sample: SampleOptions, precision: PrecisionOptions) -> Bench:
         """Returns the benchmark on vLLM. Raises InvalidRequest for options that do not apply to it."""
         from foretoken.plan.vllm import Bench
 
-        for option, value in (
+        for name, value in (
             ("--weight-format", precision.weight_format),
             ("--kv-cache-dtype", precision.kv_cache_dtype),
         ):
             if value != "auto":
-                raise InvalidRequest(f"{option} belongs to foretoken's own runtime; leave it or --engine out")
+                raise InvalidRequest(f"{name} belongs to foretoken's own runtime; leave it or --engine out")
         if self.engine != "vllm":
             raise InvalidRequest(f"--engine {self.engine!r}: expected foretoken, or vllm, to which --engine-* belong")
         if precision.quantization is not None or sample.top_p != 1.0:

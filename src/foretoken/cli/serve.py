@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ModelOptions, PositionalModelOptions, following, load
 from foretoken.cli.serve_models import ModelEntry, models_app, read_models
 from foretoken.cli.serve_options import (
@@ -46,8 +44,8 @@ class ServeOptions:
 
     models: PositionalModelOptions
     offer: OfferOptions
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is all of them.")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", min=0, max=65535)
     access: AccessOptions
     names: NameOptions
     limits: LimitOptions

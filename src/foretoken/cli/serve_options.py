@@ -7,10 +7,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from foretoken.cli.grouped import option
 from foretoken.cli.options import MaxModelLen, RuntimeOptions, TensorParallel, WeightFormat
 from foretoken.core.checks import parse_size, shown
 from foretoken.core.errors import InvalidRequest
@@ -24,12 +23,8 @@ METHODS = "prediction,ngram,suffix"  # take no memory until a request asks for t
 class OfferOptions:
     """Further models and methods."""
 
-    model_config: Annotated[
-        Path | None, typer.Option(help="JSON file that lists several models to serve, each with its own options.")
-    ] = None
-    methods: Annotated[
-        str, typer.Option(help="More methods that requests may choose, separated by commas; empty for none.")
-    ] = METHODS
+    model_config: Path | None = option(None, "JSON file that lists several models to serve, each with its own options.")
+    methods: str = option(METHODS, "More methods that requests may choose, separated by commas; empty for none.")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,23 +36,15 @@ class OfferOptions:
 class AccessOptions:
     """API keys, browsers, host names and TLS."""
 
-    api_key: Annotated[
-        list[str] | None, typer.Option(envvar="FORETOKEN_API_KEY", help="A key that clients need; may be repeated.")
-    ] = None
-
-    allow_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin whose pages may use the API; may be repeated.")
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="Host name that clients may use, such as a proxy's; may be repeated. [loopback's names]"),
-    ] = None
-    ssl_certfile: Annotated[Path | None, typer.Option(help="TLS certificate chain, in PEM. [no TLS]")] = None
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key. [in the certificate's file]")] = None
-    ssl_ca_certs: Annotated[Path | None, typer.Option(help="Certificates that sign those of clients.")] = None
-    ssl_cert_reqs: Annotated[
-        int, typer.Option(min=0, max=2, help="Certificates of clients: 0 none, 1 optional, 2 required.")
-    ] = 0
+    api_key: list[str] | None = option(None, "A key that clients need; may be repeated.", envvar="FORETOKEN_API_KEY")
+    allow_origin: list[str] | None = option(None, "Origin whose pages may use the API; may be repeated.")
+    allowed_host: list[str] | None = option(
+        None, "Host name that clients may use, such as a proxy's; may be repeated. [loopback's names]"
+    )
+    ssl_certfile: Path | None = option(None, "TLS certificate chain, in PEM. [no TLS]")
+    ssl_keyfile: Path | None = option(None, "Its private key. [in the certificate's file]")
+    ssl_ca_certs: Path | None = option(None, "Certificates that sign those of clients.")
+    ssl_cert_reqs: int = option(0, "Certificates of clients: 0 none, 1 optional, 2 required.", min=0, max=2)
 
     def check(self) -> None:
         """Raises InvalidRequest for an empty key."""
@@ -73,14 +60,11 @@ class AccessOptions:
 class NameOptions:
     """Names of the model and of its adapters, and its chat template."""
 
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model; may be repeated. [--model]")
-    ] = None
-    lora_modules: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=PATH", help="LoRA adapter that requests choose as their model; may be repeated."),
-    ] = None
-    chat_template: Annotated[Path | None, typer.Option(help="A Jinja template in place of the tokenizer's own.")] = None
+    served_model_name: list[str] | None = option(None, "What clients call the model; may be repeated. [--model]")
+    lora_modules: list[str] | None = option(
+        None, "LoRA adapter that requests choose as their model; may be repeated.", metavar="NAME=PATH"
+    )
+    chat_template: Path | None = option(None, "A Jinja template in place of the tokenizer's own.")
 
     def names(self, model: str | None) -> tuple[str, ...]:
         """Returns the names of the model."""
@@ -98,28 +82,24 @@ class NameOptions:
 class LimitOptions:
     """Limits of the engine, of requests and of stored responses."""
 
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences in one forward pass; more wait.")] = 16
-    max_waiting: Annotated[
-        int, typer.Option(min=0, help="Sequences that may wait; further requests get status 429.")
-    ] = 256
+    max_num_seqs: int = option(16, "Sequences in one forward pass; more wait.", min=1)
+    max_waiting: int = option(256, "Sequences that may wait; further requests get status 429.", min=0)
     max_model_len: MaxModelLen = None
-    kv_cache_memory_bytes: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Memory of the KV cache, such as 2GiB. [no limit]")
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens in one step. [limits the latency of others]")
-    ] = None
-    max_body: Annotated[str, typer.Option(metavar="BYTES", help="Largest body of a request.")] = "4MiB"
-    response_store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|BYTES",
-            help="Responses of /v1/responses to keep in memory: a number of them, or a size such as 256MiB. [none]",
-        ),
-    ] = None
-    drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests have to finish when the server shuts down.")
-    ] = 30.0
+    kv_cache_memory_bytes: str | None = option(
+        None, "Memory of the KV cache, such as 2GiB. [no limit]", metavar="BYTES"
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "Prompt tokens in one step. [limits the latency of others]", min=1
+    )
+    max_body: str = option("4MiB", "Largest body of a request.", metavar="BYTES")
+    response_store: str | None = option(
+        None,
+        "Responses of /v1/responses to keep in memory: a number of them, or a size such as 256MiB. [none]",
+        metavar="N|BYTES",
+    )
+    drain_timeout: float = option(
+        30.0, "Seconds that running requests have to finish when the server shuts down.", min=0
+    )
 
     def engine(self) -> dict[str, Any]:
         """Returns arguments of ``LLM``. Raises InvalidRequest."""
@@ -137,9 +117,9 @@ class ServerRuntimeOptions(RuntimeOptions):
     """Number formats, devices and random numbers of the models."""
 
     weight_format: WeightFormat = "raw"
-    backend: Annotated[str, typer.Option(help="auto, native or hf.")] = "auto"
+    backend: str = option("auto", "auto, native or hf.")
     tensor_parallel_size: TensorParallel = 1
-    seed: Annotated[int | None, typer.Option(help="For requests without a seed of their own. [a random one]")] = None
+    seed: int | None = option(None, "For requests without a seed of their own. [a random one]")
 
     def engine(self) -> dict[str, Any]:
         """Returns arguments of ``LLM``."""

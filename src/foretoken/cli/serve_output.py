@@ -8,10 +8,9 @@ import socket
 import sys
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from foretoken.cli.grouped import option
 from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import InvalidRequest
 
@@ -29,20 +28,20 @@ _log = logging.getLogger(__name__)
 class LogOptions:
     """Logs and traces of requests."""
 
-    log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info"
-    log_format: Annotated[str, typer.Option(help=f"{' or '.join(FORMATS)}.")] = TEXT
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that traces are sent to. [none]")
-    ] = None
+    log_level: str = option("info", f"{', '.join(LEVELS)}.")
+    log_format: str = option(TEXT, f"{' or '.join(FORMATS)}.")
+    otlp_traces_endpoint: str | None = option(
+        None, "OpenTelemetry collector that traces are sent to. [none]", metavar="URL"
+    )
 
     def check(self) -> None:
         """Raises InvalidRequest for unknown values."""
-        for option, value, known in (
+        for name, value, known in (
             ("--log-level", self.log_level, LEVELS),
             ("--log-format", self.log_format, FORMATS),
         ):
             if value not in known:
-                raise InvalidRequest(f"{option} must be one of {', '.join(known)}, got {value!r}")
+                raise InvalidRequest(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
     def tracing(self) -> AbstractContextManager[RequestTracer | None]:
         """Returns a context with what sends traces, None without a collector. Raises ForetokenError."""

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from foretoken.cli.grouped import option
 from foretoken.cli.theme import ColorMode, console, waiting
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
@@ -26,17 +25,11 @@ if TYPE_CHECKING:
 class ReplicaOptions:
     """Engines behind one address."""
 
-    replicas: Annotated[
-        int | None, typer.Option(min=1, help="Engines behind this address, on Ray Serve. [one, in this process]")
-    ] = None
-    max_replicas: Annotated[int | None, typer.Option(min=1, help="Start up to this many under load. [--replicas]")] = (
-        None
-    )
-    ray_address: Annotated[
-        str | None, typer.Option(help="Ray cluster for replicas, such as auto or HOST:6379. [one of its own]")
-    ] = None
-    replica_cpus: Annotated[float | None, typer.Option(help="Cores of each replica. [a fair share]")] = None
-    replica_gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of each replica. [none]")] = None
+    replicas: int | None = option(None, "Engines behind this address, on Ray Serve. [one, in this process]", min=1)
+    max_replicas: int | None = option(None, "Start up to this many under load. [--replicas]", min=1)
+    ray_address: str | None = option(None, "Ray cluster for replicas, such as auto or HOST:6379. [one of its own]")
+    replica_cpus: float | None = option(None, "Cores of each replica. [a fair share]")
+    replica_gpus: float | None = option(None, "GPUs of each replica. [none]", min=0)
 
     def scale(self) -> dict[str, Any] | None:
         """Returns arguments of ``ReplicaScale``, None without replicas. Raises InvalidRequest for contradictions."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ReportOptions
 
 if TYPE_CHECKING:
@@ -39,21 +37,18 @@ class Varied(StrEnum):
 class SimulationOptions:
     """The workers, the texts, and the strategies."""
 
-    target_ms: Annotated[float, typer.Option(help="A pass of the target, in ms.")] = 30.0
-    draft_ms: Annotated[float, typer.Option(help="A step of the draft, in ms.")] = 5.0
-    acceptance: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Chance of a drafted token; repeat it for one each by position, the last holds for the others. [0.8]"
-        ),
-    ] = None
-    depth: Annotated[int, typer.Option("--depth", "--lookahead", help="Tokens drafted before a pass.")] = 5
-    verifiers: Annotated[int, typer.Option(help="Target servers. 0: as many as DSI's formula asks for.")] = 0
-    rtt: Annotated[float, typer.Option(help="Round trip between draft and target, in ms.")] = 0.0
-    tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 1000
-    strategy: Annotated[list[str] | None, typer.Option(help="plain, si, dsi, pearl or dsd (repeatable). [all]")] = None
-    seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 0
-    repeats: Annotated[int, typer.Option(help="Texts.")] = 3
+    target_ms: float = option(30.0, "A pass of the target, in ms.")
+    draft_ms: float = option(5.0, "A step of the draft, in ms.")
+    acceptance: list[float] | None = option(
+        None, "Chance of a drafted token; repeat it for one each by position, the last holds for the others. [0.8]"
+    )
+    depth: int = option(5, "Tokens drafted before a pass.", "--depth", "--lookahead")
+    verifiers: int = option(0, "Target servers. 0: as many as DSI's formula asks for.")
+    rtt: float = option(0.0, "Round trip between draft and target, in ms.")
+    tokens: int = option(1000, "Tokens of a text.")
+    strategy: list[str] | None = option(None, "plain, si, dsi, pearl or dsd (repeatable). [all]")
+    seed: int = option(0, "The same seed gives the same figures.")
+    repeats: int = option(3, "Texts.")
 
     @property
     def setting(self) -> Setting:
@@ -75,10 +70,8 @@ class SimulationOptions:
 @grouped
 def simulate(
     simulated: SimulationOptions,
-    sweep: Annotated[Varied | None, typer.Option(help="Vary this over --values.")] = None,
-    values: Annotated[
-        str | None, typer.Option(metavar="FROM:TO:COUNT", help="Evenly spaced, or a list: 1,2,4. Times in ms.")
-    ] = None,
+    sweep: Varied | None = option(None, "Vary this over --values."),
+    values: str | None = option(None, "Evenly spaced, or a list: 1,2,4. Times in ms.", metavar="FROM:TO:COUNT"),
     *,
     report: ReportOptions,
 ) -> None:

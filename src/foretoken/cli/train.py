@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import DRAFT_MODEL, MODEL, Json, named_once
 from foretoken.core.errors import InvalidRequest
 from foretoken.train import config as configs
@@ -70,7 +70,7 @@ def draft(
     config: TrainConfig,
     shape: Any,
     distill: DistillConfig,
-    generate: Annotated[bool, typer.Option("--generate", help="As --generated-share 0.5.")] = False,
+    generate: bool = option(False, "As --generated-share 0.5.", "--generate"),
     as_json: Json = False,
 ) -> None:
     """Distil a draft from TARGET (20 minutes on two cores for the bundled one)."""
@@ -88,9 +88,7 @@ def draft(
 def acceptance(
     run: RunOptions,
     model: Model = None,
-    draft_model: Annotated[
-        str | None, typer.Option(*DRAFT_MODEL, help="Its draft: a folder, GGUF file or hub name; else bundled.")
-    ] = None,
+    draft_model: str | None = option(None, "Its draft: a folder, GGUF file or hub name; else bundled.", *DRAFT_MODEL),
     data: Texts = None,
     *,
     config: TrainConfig,
@@ -124,17 +122,11 @@ def _register_head(role: str, kind: HeadKind) -> None:
         settings: Any,
         config: TrainConfig,
         data_config: HeadConfig,
-        generate: Annotated[
-            bool, typer.Option("--generate/--no-generate", help="Let the target write; else the files' text alone.")
-        ] = True,
-        unfreeze: Annotated[
-            bool, typer.Option("--unfreeze", help="Train the target too; written to OUT/target.")
-        ] = False,
-        hold: Annotated[float, typer.Option(help="With --unfreeze: KL weight towards the frozen target.")] = 10.0,
-        lessons: Annotated[
-            Path | None, typer.Option(help="Keep text and hidden states here, and reuse them for other heads.")
-        ] = None,
-        start: Annotated[Path | None, typer.Option(help="Continue from this earlier head of the same shape.")] = None,
+        generate: bool = option(True, "Let the target write; else the files' text alone.", "--generate/--no-generate"),
+        unfreeze: bool = option(False, "Train the target too; written to OUT/target.", "--unfreeze"),
+        hold: float = option(10.0, "With --unfreeze: KL weight towards the frozen target."),
+        lessons: Path | None = option(None, "Keep text and hidden states here, and reuse them for other heads."),
+        start: Path | None = option(None, "Continue from this earlier head of the same shape."),
         as_json: Json = False,
     ) -> None:
         from foretoken.train.heads import train_head
@@ -165,14 +157,12 @@ def seq2seq(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape
 )
 def seq2seq_draft(
     run: RunOptions,
-    target: Annotated[
-        Path | None, typer.Option("--target", *MODEL, help="Folder of the target; else the bundled one.")
-    ] = None,
+    target: Path | None = option(None, "Folder of the target; else the bundled one.", "--target", *MODEL),
     corpus: Texts = None,
     *,
     config: TrainConfig,
     shape: Any,
-    acceptance_share: Annotated[float, typer.Option(help="Last fraction of the run, on the acceptance loss.")] = 0.3,
+    acceptance_share: float = option(0.3, "Last fraction of the run, on the acceptance loss."),
     as_json: Json = False,
 ) -> None:
     """Distil a draft from a T5 trained by ``train seq2seq`` (20 minutes on one core for the bundled one)."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foretoken.cli.grouped import grouped
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import Json
 from foretoken.core.artifacts import MODEL, Destination
 from foretoken.core.errors import InvalidRequest
@@ -28,12 +28,12 @@ FIELDS = {
 class WideSizes:
     """Sizes in place of the preset's."""
 
-    hidden: Annotated[int | None, typer.Option(help="Hidden size, instead of the preset's.")] = None
-    intermediate: Annotated[int | None, typer.Option(help="Neurons per layer or expert.")] = None
-    layers: Annotated[int | None, typer.Option(help="Layers, of a T5 in each stack, instead of the preset's.")] = None
-    heads: Annotated[int | None, typer.Option(help="Query heads, instead of the preset's.")] = None
-    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads, instead of the preset's.")] = None
-    experts: Annotated[int | None, typer.Option(help="Experts of a hybrid, instead of the preset's.")] = None
+    hidden: int | None = option(None, "Hidden size, instead of the preset's.")
+    intermediate: int | None = option(None, "Neurons per layer or expert.")
+    layers: int | None = option(None, "Layers, of a T5 in each stack, instead of the preset's.")
+    heads: int | None = option(None, "Query heads, instead of the preset's.")
+    kv_heads: int | None = option(None, "Key and value heads, instead of the preset's.")
+    experts: int | None = option(None, "Experts of a hybrid, instead of the preset's.")
 
     def applied(self, shape: Any, family: str) -> Any:
         """Returns the shape of a family with these sizes. Raises InvalidRequest for one that the family lacks."""
@@ -52,20 +52,16 @@ class WideSizes:
 def widen(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama, T5 or hybrid, or a GGUF file.")],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
-    size: Annotated[
-        str | None,
-        typer.Option(
-            help="The size to reach: 0.7b, 1b, 3b or 7b, narrower if SRC has more layers; of a T5 t5-base or t5-large "
-            "(0.7 B); of a hybrid 0.5b-a0.1b or 3b-a0.5b, with the parameters that a row reads."
-        ),
-    ] = None,
+    size: str | None = option(
+        None,
+        "The size to reach: 0.7b, 1b, 3b or 7b, narrower if SRC has more layers; of a T5 t5-base or t5-large "
+        "(0.7 B); of a hybrid 0.5b-a0.1b or 3b-a0.5b, with the parameters that a row reads.",
+    ),
     *,
     sizes: WideSizes,
-    head: Annotated[
-        list[Path] | None, typer.Option(help="Heads for SRC, to be widened into DST/heads; may be repeated.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the rotation and of what fills up.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier model in DST.")] = False,
+    head: list[Path] | None = option(None, "Heads for SRC, to be widened into DST/heads; may be repeated."),
+    seed: int = option(0, "Of the rotation and of what fills up."),
+    force: bool = option(False, "Replace an earlier model in DST.", "--force"),
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint that computes what SRC computes at the cost of a larger model."""
