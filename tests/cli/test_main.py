@@ -185,7 +185,7 @@ def test_models_have_the_same_names_in_all_commands():
         name for name, option in options for long in short if long in option.opts and short[long] not in option.opts
     ] == []
     positional = {name for name, option in options if option.metavar == "MODEL" and not option.required}
-    assert positional == {"chat", "serve", "plan", "audit", "bench race", "bench costs", "bench table"}
+    assert positional == {"chat", "serve", "plan", "audit", "info", "bench race", "bench costs", "bench table"}
     assert "generate" in {name for name, option in options if "-m" in option.opts}  # its argument is the prompt
 
 
