@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.peers import vllm_api
+from foretoken.bench.peers import vllm as vllm_peer
 from foretoken.bench.peers.protocol import ApiRequest, Setup
 from foretoken.bench.peers.vllm import speculation
 
@@ -50,7 +50,7 @@ def test_a_step_that_fails_ends_the_process_if_requests_are_left(
             raise RuntimeError("max(): expected a dimension")
 
     vllm = SimpleNamespace(__version__="0", SamplingParams=dict)
-    monkeypatch.setattr(vllm_api, "engine", lambda setup, config, **options: (Broken(), vllm))
-    complete, _ = vllm_api.load(Setup("vllm", "plain", "t"))
+    monkeypatch.setattr(vllm_peer, "engine", lambda setup, config, **options: (Broken(), vllm))
+    complete, _ = vllm_peer.load_api(Setup("vllm", "plain", "t"))
     with pytest.raises(ends, match="expected a dimension"):
         complete(ApiRequest([{"prompt": "a"}]))

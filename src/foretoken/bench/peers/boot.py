@@ -1,5 +1,7 @@
 """``python -P boot.py NAME``: runs one peer in its own environment, where foretoken is not installed.
 
+``NAME_api`` answers requests of OpenAI's API in place of the race's.
+
 The package is imported from its folder, without exposing the packages installed beside it.
 """
 
@@ -17,8 +19,12 @@ def boot(name: str) -> None:
         raise ImportError(f"{root} does not hold the package")
     sys.modules["foretoken"] = package = module_from_spec(spec)
     spec.loader.exec_module(package)
-    peer, protocol = (import_module(f"foretoken.bench.peers.{each}") for each in (name, "protocol"))
-    protocol.serve(peer.load, getattr(peer, "REQUEST", protocol.PeerRequest))
+    engine, _, api = name.partition("_")
+    peer, protocol = (import_module(f"foretoken.bench.peers.{each}") for each in (engine, "protocol"))
+    if api:
+        protocol.serve(peer.load_api, protocol.ApiRequest)
+    else:
+        protocol.serve(peer.load)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, Watch
+from foretoken.bench.peers.protocol import Answer, ApiAnswer, ApiRequest, Complete, PeerRequest, Setup, Watch
 
 KV_GIGABYTES = 1
+_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "n": "num_return_sequences",
+    "seed": "rng_seed",
+    "stop": "stop_strings",
+    "min_tokens": "min_new_tokens",
+} | {
+    name: name
+    for name in (
+        *("ignore_eos", "temperature", "top_p", "top_k", "min_p", "stop_token_ids"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    )
+}
+_SETS = ("stop", "stop_token_ids")
 
 
 def load(setup: Setup) -> tuple[Complete, str]:
@@ -60,3 +77,72 @@ def pipeline(setup: Setup) -> Any:
     precision = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": setup.threads}
     drafting = {"draft_model": genai.draft_model(setup.draft, "CPU", **precision)} if setup.draft else {}
     return genai.LLMPipeline(setup.target, "CPU", scheduler_config=scheduler, **precision, **drafting)
+
+
+def load_api(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
+    """Loads the pipeline for requests of OpenAI's API, one at a time. It tells no log-probabilities."""
+    import numpy
+    import openvino
+    import openvino_genai as genai
+
+    pipe = pipeline(setup)
+    tokenizer, chance = pipe.get_tokenizer(), random.Random()
+
+    def complete(request: ApiRequest) -> ApiAnswer:
+        return ApiAnswer([one(body) for body in request.bodies])
+
+    def one(body: dict[str, Any]) -> dict[str, Any]:
+        own = body["prompt"]
+        prompt = tokenizer.encode(own).input_ids.data[0].tolist() if isinstance(own, str) else own
+        # Without a seed, every call would use the same random numbers.
+        given = {"seed": chance.getrandbits(31)} | body
+        try:
+            config = _config(genai, given)
+            if setup.draft:
+                config.num_assistant_tokens = setup.depth
+            config.validate()
+        except (TypeError, ValueError, RuntimeError) as error:
+            return {"error": str(error)}
+        result = pipe.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config)
+        length = genai.GenerationFinishReason.LENGTH
+        choices = [
+            {
+                "index": index,
+                "text": tokenizer.decode(tokens),
+                "finish_reason": "length" if reason == length else "stop",
+                "token_ids": list(tokens),
+                "prompt_token_ids": prompt,
+            }
+            for index, (tokens, reason) in enumerate(zip(result.tokens, result.finish_reasons, strict=True))
+        ]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(map(len, result.tokens))}
+        return {"choices": choices, "usage": usage, "metrics": {"speculative_decoding": _counts(result)}}
+
+    return complete, genai.__version__.partition("-")[0]
+
+
+def _config(genai: Any, body: dict[str, Any]) -> Any:
+    config = genai.GenerationConfig()
+    config.apply_chat_template = False
+    for name, value in body.items():
+        if name in _NAMES:
+            setattr(config, _NAMES[name], set(value) if name in _SETS else value)
+    config.do_sample = body.get("temperature", 1.0) > 0
+    if not config.do_sample:
+        config.temperature = 1.0
+    if config.stop_token_ids:
+        config.ignore_eos = False  # which ignores these as well
+    if schema := body.get("structured_outputs"):
+        config.structured_output_config = genai.StructuredOutputConfig(json_schema=json.dumps(schema["json"]))
+    return config
+
+
+def _counts(result: Any) -> dict[str, int]:
+    """Returns the pipeline's counts of draft tokens; without a draft model it counts none."""
+    known = result.extended_perf_metrics
+    if known is None:
+        return {"num_draft_tokens": 0}
+    return {
+        "num_draft_tokens": known.get_num_draft_tokens(),
+        "num_accepted_draft_tokens": known.get_num_accepted_tokens(),
+    }
