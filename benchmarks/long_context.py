@@ -33,15 +33,14 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.checkpoint import load_config, load_tokenizer, open_weights
+from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
-from foretoken.train.data import encode, held_out_batches, standard_library
 from kernels import Floors
 from options import Output, Rows, Target, Turns, target_path
-from quantization import distance, logits
+from quantization import distance, held_out_windows, logits
 
 CACHES = ("bfloat16", "int8")
 COLUMNS = {
@@ -184,8 +183,7 @@ def prefill(target: Path, cache: str, tokens: int) -> dict[str, Any]:
 def losses(caches: Sequence[str], windows: int) -> Records:
     """Compares the bundled target with each cache on held-out text: loss, and total variation from bfloat16."""
     path = zoo.path("target")
-    stream = encode(standard_library().held_out, load_tokenizer(path))
-    held_out = torch.cat(held_out_batches(stream, 1, 512))[:windows].long()
+    held_out = held_out_windows(path, windows)
     exact = list(logits(load_model(path, "bfloat16", "cpu"), held_out))
     models = {cache: load_model(path, "bfloat16", "cpu", kv_cache_dtype=cache) for cache in caches}
     apart = {cache: distance(model, held_out, exact) for cache, model in models.items()}
