@@ -20,9 +20,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from foretoken import LLM, zoo
 from foretoken.serve.app import create_app
-from foretoken.serve.listening import bind
 from foretoken.serve.server import Server
-from foretoken.serve.settings import ServerSettings
+from foretoken.serve.settings import ServerSettings, bind
 from foretoken.serve.worker import Worker
 from foretoken.train.widen.checkpoint import scaled
 from foretoken.zoo.real import real_model_path

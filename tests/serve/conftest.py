@@ -18,10 +18,9 @@ import pytest
 
 from foretoken import LLM, zoo
 from foretoken.serve.app import create_app
-from foretoken.serve.listening import bind
 from foretoken.serve.request_log import RequestTracer
 from foretoken.serve.server import Server
-from foretoken.serve.settings import ServerSettings
+from foretoken.serve.settings import ServerSettings, bind
 from foretoken.serve.worker import Worker
 
 PATIENCE = 120.0  # seconds that a test waits for what comes at once where nothing else runs

@@ -15,8 +15,7 @@ import pytest
 from tests.serve.conftest import running
 
 from foretoken import LLM
-from foretoken.serve.listening import AllowedHosts
-from foretoken.serve.settings import ServerSettings
+from foretoken.serve.settings import AllowedHosts, ServerSettings
 
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 

@@ -10,8 +10,7 @@ from tests.serve.conftest import Running, running
 
 from foretoken import LLM
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.listening import AllowedHosts, allowed_hosts
-from foretoken.serve.settings import ServerSettings
+from foretoken.serve.settings import AllowedHosts, ServerSettings, allowed_hosts
 
 LOOPBACK = AllowedHosts(())
 

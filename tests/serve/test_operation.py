@@ -20,8 +20,8 @@ from tests.serve.test_errors import OK
 from foretoken import LLM
 from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.listening import tls_files
 from foretoken.serve.request_log import JsonFormatter, RequestTracer
+from foretoken.serve.settings import tls_files
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -21,12 +21,11 @@ from tests.serve import test_chat, test_completions, test_errors, test_tools
 from tests.serve.conftest import Running
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.serve.listening import bind
 from foretoken.serve.replicas.cluster import ReplicaScale
 from foretoken.serve.replicas.front import Front, create_front
 from foretoken.serve.replicas.replica import ReplicaConfig
 from foretoken.serve.server import Server
-from foretoken.serve.settings import ServerSettings
+from foretoken.serve.settings import ServerSettings, bind
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nodes on loopback

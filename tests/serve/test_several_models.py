@@ -23,10 +23,9 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli.main import main
 from foretoken.cli.serve_models import read_models
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.listening import bind
 from foretoken.serve.model_group import create_model_group
 from foretoken.serve.server import Server
-from foretoken.serve.settings import ServerSettings
+from foretoken.serve.settings import ServerSettings, bind
 from foretoken.serve.worker import Worker
 
 pytestmark = pytest.mark.slow

@@ -27,9 +27,8 @@ from foretoken.cli.theme import ColorMode
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.engine.chat_template import read_template
 from foretoken.serve.key_file import read_keys
-from foretoken.serve.listening import allowed_hosts, bind
 from foretoken.serve.parsers.formats import check_parsers
-from foretoken.serve.settings import AppOptions, ServerSettings
+from foretoken.serve.settings import AppOptions, ServerSettings, allowed_hosts, bind
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

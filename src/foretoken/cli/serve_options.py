@@ -13,7 +13,7 @@ from foretoken.cli.grouped import option
 from foretoken.cli.options import MaxModelLen, RuntimeOptions, TensorParallel, WeightFormat
 from foretoken.core.checks import parse_size, shown
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.listening import TlsFiles, tls_files
+from foretoken.serve.settings import TlsFiles, tls_files
 
 LORA_MODULES = "--lora-modules"
 METHODS = "prediction,ngram,suffix"  # take no memory until a request asks for them

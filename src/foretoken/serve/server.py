@@ -22,8 +22,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.serve.errors import ApiError, headers_too_large
 from foretoken.serve.limits import MAX_HEADERS
-from foretoken.serve.listening import TlsFiles
 from foretoken.serve.request_state import HEADER, new_request_id
+from foretoken.serve.settings import TlsFiles
 
 _log = logging.getLogger(__name__)
 

@@ -1,13 +1,179 @@
-"""Settings of a server. Imports nothing heavy, because options of ``foretoken serve`` are generated from them."""
+"""Settings of a server: its options, socket, allowed hosts and TLS.
+
+Imports nothing heavy, so that errors are raised at once; options of ``foretoken serve`` are generated from them.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import logging
+import re
+import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.core.settings import named
-from foretoken.serve.listening import AllowedHosts
+
+_HEADER = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]+)?")
+_PATTERN = re.compile(r"\*|(?:\*\.)?[a-z0-9_-][a-z0-9._-]*")
+_log = logging.getLogger(__name__)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a listening socket. Raises ForetokenError if the address cannot be bound."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        raise ForetokenError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --host or --port"
+        ) from error
+    return listening
+
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True)
+class AllowedHosts:
+    """Allows ``localhost``, the loopback addresses, and ``names``: host names, addresses, ``*.domain``, or ``*``.
+
+    A web page can point its own domain name at 127.0.0.1 and then talk to a server there as its own origin (DNS
+    rebinding). The browser still sends the page's domain name as ``Host``, so a server on loopback refuses such names.
+    """
+
+    names: tuple[str, ...]
+
+    def allows(self, header: str) -> bool:
+        """Returns whether a request with this ``Host`` header is answered. Any port is allowed."""
+        match = _HEADER.fullmatch(header.lower())
+        if match is None or (match[1] is not None and _address(match[1]) is None):
+            return "*" in self.names
+        host = _normal(match[1] or match[2])
+        address = _address(host)
+        if host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback):
+            return True
+        return any(
+            name == "*" or host == name or (name.startswith("*.") and host.endswith(name[1:]))
+            for name in map(_normal, self.names)
+        )
+
+
+def allowed_hosts(host: str, bound: str, keys: bool, given: Sequence[str]) -> AllowedHosts | None:
+    """Returns the hosts to check for, or None for no check.
+
+    A server on loopback without API keys is always checked. Other servers are checked only if
+    ``given`` has names, because the names by which other machines reach them are not known.
+
+    Args:
+        host: the address in the user's words.
+        bound: the address that the socket is bound to.
+        keys: whether requests need an API key.
+        given: further names, from the user.
+
+    Raises:
+        InvalidRequest: a given name is not a host name, an address, ``*.domain`` or ``*``.
+    """
+    for name in given:
+        if not _PATTERN.fullmatch(name.lower()) and _address(name) is None:
+            raise InvalidRequest(
+                f"--allowed-host must be a host name, an address, *.DOMAIN or *, without scheme and port; got {name!r}"
+            )
+    address = _address(bound)
+    loopback = address is not None and address.is_loopback
+    if not given and (keys or not loopback):
+        return None
+    always = AllowedHosts(())
+    listening_names = [name for name in (host, bound) if not always.allows(f"[{name}]" if ":" in name else name)]
+    return AllowedHosts(tuple(dict.fromkeys((*listening_names, *given))))
+
+
+def _normal(name: str) -> str:
+    """Returns the canonical spelling of a name or address."""
+    name = name.lower().removesuffix(".")
+    address = _address(name)
+    return name if address is None else str(address)
+
+
+def _address(text: str) -> _Address | None:
+    """Returns the address in ``text`` without IPv6 zone, and the IPv4 address of an IPv4-mapped one."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """A certificate, and the policy about certificates of clients."""
+
+    certificate: Path  # the server's certificate chain in PEM
+    key: Path | None = None  # its private key in PEM; None if that is in ``certificate``
+    authorities: Path | None = None  # certificates that sign the clients' certificates, in PEM
+    client_certificates: int = 0  # 0 requests none, 1 makes them optional, 2 requires them
+
+    def context(self) -> ssl.SSLContext:
+        """Returns the context of the listening socket. Raises InvalidRequest."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.load(context)
+        context.verify_mode = ssl.VerifyMode(self.client_certificates)
+        return context
+
+    def load(self, context: ssl.SSLContext) -> None:
+        """Reads the files into a context, for connections from then on. Raises InvalidRequest."""
+        for option, file in (("certfile", self.certificate), ("keyfile", self.key), ("ca-certs", self.authorities)):
+            if file is not None and not file.is_file():
+                raise InvalidRequest(f"--ssl-{option}: there is no file {file}")
+        trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # a file that cannot be used leaves ``context`` as it was
+        for target in (trial, context):
+            try:
+                target.load_cert_chain(self.certificate, self.key, _no_password)
+                if self.authorities is not None:
+                    target.load_verify_locations(self.authorities)
+            except (OSError, ssl.SSLError, ValueError) as error:
+                raise InvalidRequest(
+                    f"--ssl-certfile and --ssl-keyfile must be a certificate and its private key without a password, "
+                    f"--ssl-ca-certs certificates, all in PEM: {error}"
+                ) from error
+
+    def reload(self, context: ssl.SSLContext) -> None:
+        """Reads the files again. Bad files leave the context as it was, and the log says why."""
+        try:
+            self.load(context)
+        except InvalidRequest as error:
+            _log.error("the certificate stays as it was: %s", error)
+        else:
+            _log.info("read the certificate %s", self.certificate)
+
+
+def tls_files(
+    certificate: Path | None, key: Path | None, authorities: Path | None, client_certificates: int
+) -> TlsFiles | None:
+    """Returns the files that the options name, None without a certificate. Raises InvalidRequest."""
+    if certificate is None:
+        if key or authorities or client_certificates:
+            raise InvalidRequest("--ssl-keyfile, --ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile")
+        return None
+    if client_certificates and authorities is None:
+        raise InvalidRequest("--ssl-cert-reqs needs --ssl-ca-certs, which sign the certificates of clients")
+    files = TlsFiles(certificate=certificate, key=key, authorities=authorities, client_certificates=client_certificates)
+    files.context()
+    return files
+
+
+def _no_password() -> str:
+    raise ValueError("the private key has a password")
 
 
 @dataclass(frozen=True, kw_only=True)
