@@ -56,11 +56,6 @@ def playground() -> dict[str, Path]:
     return files
 
 
-def open_paths() -> frozenset[str]:
-    """Returns the paths that need no API key."""
-    return frozenset({*HEALTH_PATHS, *playground()})
-
-
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -155,7 +150,8 @@ def _bare_app(settings: ServerSettings, **options: Any) -> tuple[FastAPI, KeyRin
 
 def _add_middlewares(app: FastAPI, settings: ServerSettings, keys: KeyRing, tracer: RequestTracer | None) -> None:
     """Adds the checks before every request, traces, CORS, and identifiers of requests, the first of them innermost."""
-    app.add_middleware(LimitsMiddleware, settings=settings, open_paths=open_paths(), keys=keys)
+    open_paths = frozenset({*HEALTH_PATHS, *playground()})  # need no API key
+    app.add_middleware(LimitsMiddleware, settings=settings, open_paths=open_paths, keys=keys)
     if tracer is not None:
         app.add_middleware(TracingMiddleware, tracer=tracer)
     if settings.origins:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any
 
 from foretoken.serve.errors import ApiError, invalid
@@ -51,8 +51,12 @@ def parse_json(body: bytes) -> Any:
         raise invalid(f"the body is not JSON ({where}); expected a JSON object") from error
     except ValueError as error:  # a number of too many digits
         raise invalid(f"the body cannot be read: {error}") from error
-    if _SURROGATE.search(body):
-        _check_characters(value)
+    if _SURROGATE.search(body):  # JSON can spell half of a surrogate pair, but UTF-8 cannot encode it
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = repr(error.object[error.start])
+            raise invalid(f"the body holds {half}, half of a surrogate pair; send whole characters") from error
     return value
 
 
@@ -67,25 +71,12 @@ def _check_structure(body: bytes) -> None:
         raise invalid(
             f"the body holds {values} arrays, objects and members of objects; this server reads at most {MAX_VALUES}",
         )
-    if opened > MAX_DEPTH and (depth := _depth(outside)) > MAX_DEPTH:
+    if opened <= MAX_DEPTH:
+        return
+    steps = (1 if bracket in b"[{" else -1 for bracket in re.findall(rb"[\[\]{}]", outside))
+    depth = max(accumulate(steps))
+    if depth > MAX_DEPTH:
         raise invalid(f"the body nests arrays and objects {depth} deep; this server reads at most {MAX_DEPTH}")
-
-
-def _depth(outside: bytes) -> int:
-    depth = deepest = 0
-    for bracket in re.findall(rb"[\[\]{}]", outside):
-        depth += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _check_characters(value: Any) -> None:
-    """Raises ApiError for half of a surrogate pair, which JSON can spell but UTF-8 cannot encode."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = repr(error.object[error.start])
-        raise invalid(f"the body holds {half}, half of a surrogate pair; send whole characters") from error
 
 
 _Path = tuple[str | int, ...]
