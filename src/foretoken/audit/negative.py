@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from time import monotonic
 
 from foretoken.audit.result import CONTROL, Check, CheckOutcome
@@ -62,24 +61,22 @@ def control_check(results: Sequence[Plant]) -> Check:
 
 def find_error(work: AuditTask, error: str, subject: Audited, max_tokens: int) -> Plant:
     """Samples from ``subject`` until its error is found, ``max_tokens`` are reached, or the deadline has passed."""
-    tally = drawn(work, subject, Exactness.DISTRIBUTION, max_tokens, partial(_caught, level=work.level))
-    return plant_of(error, tally, work.level)
+
+    def enough(tally: TokenTally) -> bool:
+        return tally.tokens >= FEWEST and (tally.impossible > 0 or bool(_significant(*leveled(tally, work.level))))
+
+    return plant_of(error, drawn(work, subject, Exactness.DISTRIBUTION, max_tokens, enough), work.level)
 
 
 def plant_of(error: str, tally: TokenTally, level: float) -> Plant:
     """Returns whether the tests, together at ``level``, found an error in sampled tokens, and their power."""
     statistics, level = leveled(tally, level)
-    significant = tuple(one for one in statistics if one.p_value < level)
-    return Plant(
-        error, tally.tokens, significant, tally.impossible, None if significant else _needed(statistics, tally, level)
-    )
+    found = _significant(statistics, level)
+    return Plant(error, tally.tokens, found, tally.impossible, None if found else _needed(statistics, tally, level))
 
 
-def _caught(tally: TokenTally, level: float) -> bool:
-    if tally.tokens < FEWEST:
-        return False
-    statistics, each = leveled(tally, level)
-    return tally.impossible > 0 or any(one.p_value < each for one in statistics)
+def _significant(statistics: Sequence[Statistic], level: float) -> tuple[Statistic, ...]:
+    return tuple(one for one in statistics if one.p_value < level)
 
 
 def _needed(statistics: list[Statistic], tally: TokenTally, level: float) -> int | None:
