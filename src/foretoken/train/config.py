@@ -90,8 +90,8 @@ class TrainConfig(Settings):
     window: int = limited(768, 2)
     learning_rate: float = limited(3e-3, _POSITIVE)
     weight_decay: float = named(None, 0.1)
-    warmup: float = named(None, 0.02, low=_POSITIVE)
-    decay: float = named(None, 0.6, low=_POSITIVE)
+    warmup: float = field(default=0.02, metadata={"option": None, "low": _POSITIVE})
+    decay: float = field(default=0.6, metadata={"option": None, "low": _POSITIVE})
     seed: int = limited(0, 0)
     evaluate_every_seconds: float = named(None, 300.0)
     compile: bool | None = None
