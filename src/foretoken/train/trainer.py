@@ -28,11 +28,6 @@ Score = Callable[[dict[str, float]], float]
 """Returns the score of an evaluation, higher for better ones."""
 
 
-def same_rate(name: str) -> float:
-    """Trains all parameters at one learning rate."""
-    return 1.0
-
-
 class Trainer:
     """Trains a model in place. Under torchrun every process has its own batches, and all take the same steps.
 
@@ -41,8 +36,9 @@ class Trainer:
         config: Length of the run, learning rate and batches.
         checkpoint: File from which ``resume`` continues.
         score: Compares evaluations. ``config.patience`` needs it.
-        scale: Returns the factor of the learning rate of a parameter, by its name.
+        scale: Returns the factor of the learning rate of a parameter, by its name; 1 by default.
         headline: Returns the figures of an evaluation that the progress shows until the next one.
+        dynamic: As in torch.compile, for a compiled loss.
     """
 
     def __init__(
@@ -51,14 +47,15 @@ class Trainer:
         config: TrainConfig,
         checkpoint: Path,
         score: Score | None = None,
-        scale: Callable[[str], float] = same_rate,
+        scale: Callable[[str], float] = lambda name: 1.0,
         headline: Callable[[dict[str, float]], str] = lambda row: "",
+        dynamic: bool | None = None,
     ) -> None:
         self.model, self.config, self.checkpoint = model, config, checkpoint
         self.step, self.elapsed, self._finished = 0, 0.0, False
         self.history: list[dict[str, float]] = []
         self.optimizers = optimizers(model, config, scale)
-        self._score, self._headline = score, headline
+        self._score, self._headline, self._dynamic = score, headline, dynamic
         self._best: dict[str, Any] = {"score": -math.inf, "waited": 0, "row": {}, "weights": {}}
 
     def resume(self) -> bool:
@@ -181,7 +178,7 @@ class Trainer:
         """Returns a function that sets the gradients of a batch and returns its loss."""
         if self.config.recorded:
             return CudaGraphStep(self.model, loss_fn)
-        faster = compiled(loss_fn, self.config.compile)
+        faster = compiled(loss_fn, self.config.compile, self._dynamic)
 
         def backward(batch: Any) -> torch.Tensor:
             loss = faster(batch)

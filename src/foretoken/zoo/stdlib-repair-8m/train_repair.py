@@ -14,7 +14,7 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,10 +47,8 @@ from foretoken.train.cards import (
 from foretoken.train.config import SEQ2SEQ_CONFIG, SEQ2SEQ_DRAFT_CONFIG, RunOptions, TrainConfig
 from foretoken.train.data import Corpus, standard_library
 from foretoken.train.losses import acceptance_weight, agreement, distillation_loss, weighted_means
-from foretoken.train.optimization import compiled
 from foretoken.train.runs import TrainingRun
 from foretoken.train.shapes import SEQ2SEQ_DRAFT_SHAPE, SEQ2SEQ_SHAPE, T5Shape
-from foretoken.train.trainer import LossFn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
@@ -398,12 +396,6 @@ def label_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
 
 
-def compiled_by_length(loss_fn: LossFn, config: TrainConfig) -> LossFn:
-    """Returns ``loss_fn`` compiled for each length of rows. The trainer would compile one function for any length."""
-    fixed: LossFn = compiled(loss_fn, config.compile, dynamic=False)
-    return fixed
-
-
 @torch.no_grad()
 def measure(
     model: T5ForConditionalGeneration, held_out: list[Batch], target: T5ForConditionalGeneration | None = None
@@ -438,26 +430,53 @@ def train_seq2seq(
     A step has about ``batch * window`` target tokens, in rows of at most ``window``.
     """
     run = TrainingRun(options, MODEL, corpus.paths)
+    model = new_model(shape, bundled_tokenizer(), config.seed, tied=False)
+    return _train(run, f"seq2seq {run.name} {changed_options(shape, SEQ2SEQ_SHAPE)}", model, corpus, config)
+
+
+def _train(
+    run: TrainingRun,
+    arguments: str,
+    model: T5ForConditionalGeneration,
+    corpus: Corpus,
+    config: TrainConfig,
+    target: T5ForConditionalGeneration | None = None,
+    acceptance_share: float = 0.0,
+    target_name: str = "",
+) -> dict[str, float]:
+    """Trains a model on the answers, or on a target's distributions, and writes it. Returns the last evaluation."""
     tokenizer = bundled_tokenizer()
-    tokens = config.batch * config.window
     data = snippets(corpus.train, tokenizer, config.window, config.seed)
     held_out = evaluation_batches(corpus, tokenizer, config)
-    model = new_model(shape, tokenizer, config.seed, tied=False)
-    trainer = run.trainer(model, replace(config, compile=False), lambda row: -row["held_out_loss"], scale=rate_scale)
 
-    def loss_fn(batch: Batch) -> torch.Tensor:
+    def score(row: dict[str, float]) -> float:
+        return -row["held_out_loss"] if target is None else row["overlap"]
+
+    def loss_fn(batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        labels, source, mask, acceptance = batch
         with torch.autocast("cpu", torch.bfloat16):
-            return label_loss(logits_of(model, batch), batch[0])
+            with torch.no_grad():
+                expected = None if target is None else logits_of(target, (labels, source, mask))
+            logits = logits_of(model, (labels, source, mask))
+        if expected is None:
+            return label_loss(logits, labels)
+        return distillation_loss(logits, expected, acceptance, labels != IGNORED)
 
-    training_batches = batches(data, tokens, config.seed, trainer.step)
-    trainer.run(training_batches, compiled_by_length(loss_fn, config), lambda: measure(model, held_out))
+    # Compiled for each length of rows: one function for any length is slower.
+    trainer = run.trainer(model, config, score, scale=rate_scale, dynamic=False)
+    seed = config.seed if target is None else config.seed + 1
+    training_batches = batches(data, config.batch * config.window, seed, trainer.step)
+    weighted = ((*batch, acceptance_weight(trainer.progress(), acceptance_share)) for batch in training_batches)
+    trainer.run(weighted, loss_fn, lambda: measure(model, held_out, target))
+    facts: dict[str, Any] = {} if target is None else {"target": target_name, "acceptance_share": acceptance_share}
     return run.write(
-        f"seq2seq {run.name} {changed_options(shape, SEQ2SEQ_SHAPE)}",
+        arguments,
         corpus.name,
-        lambda folder: save(model, tokenizer, folder, tied=False),
-        role="seq2seq-target",
+        lambda folder: save(model, tokenizer, folder, tied=target is not None),
+        role="seq2seq-target" if target is None else "seq2seq-draft",
         snippets=sum(map(len, data.by_length.values())),
         parameters=model.num_parameters(),
+        **facts,
     )
 
 
@@ -502,33 +521,10 @@ def train_seq2seq_draft(
             f"{target} has {frozen.config.vocab_size} tokens and the bundled tokenizer {len(tokenizer)}; "
             "pass a target written by 'foretoken train seq2seq'"
         )
-    data = snippets(corpus.train, tokenizer, config.window, config.seed)
-    held_out = evaluation_batches(corpus, tokenizer, config)
-    model = new_model(shape, tokenizer, config.seed, tied=True)
-    trainer = run.trainer(model, replace(config, compile=False), lambda row: row["overlap"], scale=rate_scale)
-
-    def loss_fn(batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        labels, source, mask, acceptance = batch
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                target_logits = logits_of(frozen, (labels, source, mask))
-            logits = logits_of(model, (labels, source, mask))
-        return distillation_loss(logits, target_logits, acceptance, labels != IGNORED)
-
-    training_batches = batches(data, config.batch * config.window, config.seed + 1, trainer.step)
-    weighted = ((*batch, acceptance_weight(trainer.progress(), acceptance_share)) for batch in training_batches)
-    trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure(model, held_out, frozen))
     arguments = f"seq2seq-draft {run.name} --target {target.name} --acceptance-share {acceptance_share:g}"
-    return run.write(
-        f"{arguments} {changed_options(shape, SEQ2SEQ_DRAFT_SHAPE)}",
-        corpus.name,
-        lambda folder: save(model, tokenizer, folder, tied=True),
-        role="seq2seq-draft",
-        snippets=sum(map(len, data.by_length.values())),
-        target=target.name,
-        parameters=model.num_parameters(),
-        acceptance_share=acceptance_share,
-    )
+    arguments += f" {changed_options(shape, SEQ2SEQ_DRAFT_SHAPE)}"
+    model = new_model(shape, tokenizer, config.seed, tied=True)
+    return _train(run, arguments, model, corpus, config, frozen, acceptance_share, target.name)
 
 
 def load_seq2seq(path: Path) -> T5ForConditionalGeneration:
