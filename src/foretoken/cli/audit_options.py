@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.grouped import option
 from foretoken.cli.options import Dtype
+from foretoken.cli.theme import note
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def announcing(notes: Console, dry_run: bool) -> Callable[[Mapping[str, Any]], b
             "already, to find this out"
         )
         line += f"; {costs['power']}" if "power" in costs else ""
-        notes.print(line, style="dim", markup=False, soft_wrap=True)
+        note(notes, line)
         return not dry_run
 
     return announce

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from foretoken.cli.bench_table import bench_table
 from foretoken.cli.costs import costs, tracker
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ReportOptions, speculative
-from foretoken.cli.theme import waiting, wide_console
+from foretoken.cli.theme import note, waiting, wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -125,9 +126,7 @@ def _race(
     from foretoken.bench.race import race
     from foretoken.bench.sampling_bias import with_sampling_bias
 
-    def say(text: str) -> None:
-        notes.print(text, style="yellow", markup=False, soft_wrap=True)
-
+    say = partial(note, notes, style="yellow")
     with waiting(notes, "setting up"):
         entrants = own(pairing, configs) + peers(pairing, configs, candidates, say)
     rows, race_answers = race(entrants, tasks, repeats, start, say, tracker(notes, "race"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.bench_options import PEERS, BenchmarkModels, Peers, models_or_bundled
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ReportOptions, speculative
-from foretoken.cli.theme import wide_console
+from foretoken.cli.theme import note, wide_console
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -85,14 +86,11 @@ def bench_table(
     facts |= {"peers": [peer.name for peer in candidates], **asdict(task)}
     kept, notes = GridRecord(record, facts), wide_console(report.color, stderr=True)
 
-    def say(text: str) -> None:
-        notes.print(text, style="yellow", markup=False, soft_wrap=True)
-
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, verbose=False)["input_ids"])
 
     results = {cell: rows for cell, rows in kept.rows().items() if cell in cells}
-    for done, rows in run(cells, pairing, candidates, encode, task, kept, start, say):
+    for done, rows in run(cells, pairing, candidates, encode, task, kept, start, partial(note, notes, style="yellow")):
         results[done] = rows
         notes.print(f"{len(results)} of {len(cells)}: {done.name}", markup=False)
     results = {cell: results[cell] for cell in cells}

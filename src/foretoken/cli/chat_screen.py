@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.files import standard_input
 from foretoken.cli.render import Origins, TextWriter, legend
-from foretoken.cli.theme import ColorMode, console
+from foretoken.cli.theme import ColorMode, console, note
 from foretoken.core.errors import ForetokenError
 from foretoken.outputs import StreamPiece
 
@@ -21,35 +21,6 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
 CONTINUED = "\\"  # at the end of a line: the message continues on the next
-
-
-class Screen(Protocol):
-    """Output of a chat."""
-
-    @property
-    def coloured(self) -> bool:
-        """Whether text is coloured by origin."""
-        ...
-
-    def welcome(self, text: str) -> None:
-        """Shows the models' names before the first message."""
-        ...
-
-    def answering(self, origins: Origins, rejected: bool) -> Callable[[StreamPiece], None]:
-        """Begins an answer. Returns a function to call with its pieces."""
-        ...
-
-    def answered(self, record: dict[str, Any], figures: str | None) -> None:
-        """Ends an answer, with a line of statistics if requested."""
-        ...
-
-    def notice(self, text: str) -> None:
-        """Shows the message of a command."""
-        ...
-
-    def error(self, error: ForetokenError) -> None:
-        """Shows an error. The chat continues."""
-        ...
 
 
 class TextScreen:
@@ -61,27 +32,33 @@ class TextScreen:
 
     @property
     def coloured(self) -> bool:
+        """Whether text is coloured by origin."""
         return self._out.color_system is not None
 
     def welcome(self, text: str) -> None:
+        """Shows the models' names before the first message."""
         self.notice(text)
         if self.coloured:
             self._err.print(legend(True))
 
     def answering(self, origins: Origins, rejected: bool) -> Callable[[StreamPiece], None]:
+        """Begins an answer. Returns a function to call with its pieces."""
         self._writer = TextWriter(self._out, rejected=rejected)
         return lambda piece: self._writer.write(origins.push(piece))
 
     def answered(self, record: dict[str, Any], figures: str | None) -> None:
+        """Ends an answer, with a line of statistics if requested."""
         self._writer.end_line()
         if figures:
-            self._err.print(figures, style="dim", markup=False, soft_wrap=True)
+            self.notice(figures)
 
     def notice(self, text: str) -> None:
-        self._err.print(text, style="dim", markup=False, soft_wrap=True)
+        """Shows the message of a command."""
+        note(self._err, text)
 
     def error(self, error: ForetokenError) -> None:
-        self._err.print("error: " + " ".join(str(error).split()), style="red", markup=False, soft_wrap=True)
+        """Shows an error. The chat continues."""
+        note(self._err, "error: " + " ".join(str(error).split()), "red")
 
 
 class JsonScreen:
@@ -106,6 +83,9 @@ class JsonScreen:
 
     def _say(self, kind: str, **record: Any) -> None:
         print(json.dumps({"type": kind, **record}, ensure_ascii=False), flush=True)
+
+
+Screen = TextScreen | JsonScreen
 
 
 def piped() -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.cli.bench_options import BenchmarkModels
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import KVCacheDtype, Quantization, ResultOptions, WeightFormat
-from foretoken.cli.theme import on_terminal, wide_console
+from foretoken.cli.theme import note, on_terminal, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,7 @@ def _keep(loaded: Loaded, result: Sequence[PassCost], notes: Console) -> None:
     try:
         known(loaded).merged(result).save()
     except WriteError as error:
-        notes.print(str(error), style="yellow", markup=False, soft_wrap=True)
+        note(notes, str(error), "yellow")
 
 
 def _precision(loaded: Loaded) -> str:

@@ -108,20 +108,6 @@ def json_object(option: str, text: str, expected: str = "a JSON object") -> dict
     return result
 
 
-def publish(record: Any, show: Callable[[], object], as_json: bool, output: Path | None) -> None:
-    """Prints a result as one JSON document or, by ``show``, as text, and writes the document to ``output``.
-
-    Raises:
-        WriteError: The file cannot be written.
-    """
-    if as_json:
-        print(json.dumps(record, indent=2, default=str))
-    else:
-        show()
-    if output is not None:
-        write_json(output, record)
-
-
 def write_text(file: Path, text: str) -> None:
     """Writes text in UTF-8, whole or not at all. Raises WriteError."""
     try:

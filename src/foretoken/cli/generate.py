@@ -168,7 +168,7 @@ def _stream(
 ) -> None:
     """Prints tokens as they are accepted. Several completions are printed one after another, each with its number."""
     from foretoken.cli.render import Origins, Span, TextWriter, decisions, summary
-    from foretoken.cli.theme import console
+    from foretoken.cli.theme import console, note
 
     out = console(color)
     writer = TextWriter(out)
@@ -198,7 +198,7 @@ def _stream(
     if explain_drafts:
         console(color, stderr=True).print(decisions(steps))
     if stats:
-        console(color, stderr=True).print(summary([o.stats for o in done], seconds), style="dim", soft_wrap=True)
+        note(console(color, stderr=True), summary([o.stats for o in done], seconds))
 
 
 def _record(llm: LLM, outputs: tuple[CompletionOutput, ...]) -> dict[str, Any]:

@@ -119,19 +119,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # of the subcommands, too
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(demo)
-app.command()(drafts)
-app.command()(plan)
-app.command()(simulate)
-app.command()(audit)
-app.command()(zoo)
-app.command()(info)
-app.command("widen")(widen)
-app.command()(quantize)
-app.command()(convert)
+for _command in (generate, chat, serve, demo, drafts, plan, simulate, audit, zoo, info, widen, quantize, convert):
+    app.command()(_command)
 app.command("build-datastore")(build_datastore)
 app.add_typer(
     typer.Typer(), name="train", cls=TrainGroup, help="Train a target, distil a draft from it, write their cards."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -11,16 +12,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.files import json_object, publish, write_text
+from foretoken.cli.files import json_object, write_json, write_text
 from foretoken.cli.grouped import option
-from foretoken.cli.theme import ColorMode, console, print_facts, print_parts, waiting, wide_console
+from foretoken.cli.theme import ColorMode, console, note, print_parts, waiting, wide_console
+from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
+from foretoken.models import options as checks
+from foretoken.propose.methods import check_method
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.probe.client import Patience
     from foretoken.speculation import SpeculativeConfig
 
+_CHECKS: Mapping[str, Callable[[Any], None]] = {
+    "dtype": checks.check_dtype,
+    "quantization": checks.check_quantization,
+    "weight_format": checks.check_weight_format,
+    "kv_cache_dtype": checks.check_kv_cache_dtype,
+    "backend": checks.check_backend,
+}
 MODEL, DRAFT_MODEL = ("--model", "-m"), ("--draft-model", "-md")  # names of options, for every command
 
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
@@ -135,13 +146,15 @@ class ResultOptions:
             WriteError: The file cannot be written.
         """
 
-        def show() -> None:
+        if self.as_json:
+            print(json.dumps(record, indent=2, default=str))
+        else:
             out = wide_console(self.color)
             print_parts(out, parts())
             if facts is not None:
-                print_facts(out, facts)
-
-        publish(record, show, self.as_json, self.output)
+                note(out, ", ".join(f"{key} {value}" for key, value in facts.items()), soft_wrap=False)
+        if self.output is not None:
+            write_json(self.output, record)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,46 +224,26 @@ def named_once(argument: str | None, option: str | None) -> str | None:
 
 def speculative(text: str) -> dict[str, Any]:
     """Returns the configuration in a JSON text. Raises InvalidRequest."""
-    from foretoken.propose.methods import check_method
-
     config = json_object("--speculative-config", text, """for instance '{"method": "ngram"}'""")
     if isinstance(config.get("method"), str):
         check_method(config["method"])
     return config
 
 
-def _check(
-    dtype: str = "auto",
-    quantization: str | None = None,
-    weight_format: str = "raw",
-    kv_cache_dtype: str = "auto",
-    backend: str = "auto",
-    max_model_len: int | None = None,
-    tensor_parallel_size: int = 1,
-    methods: Sequence[str | dict[str, Any]] = (),
-    lora: Collection[str] = (),
-    **others: Any,
-) -> None:
-    from foretoken.core.checks import integer
-    from foretoken.models.options import (
-        check_adapters,
-        check_backend,
-        check_dtype,
-        check_kv_cache_dtype,
-        check_quantization,
-        check_weight_format,
-    )
-    from foretoken.propose.methods import check_method
+def check_formats(options: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for unknown names of formats and backends among the arguments of ``LLM``."""
+    for name, check in _CHECKS.items():
+        if name in options:
+            check(options[name])
 
-    check_dtype(dtype)
-    check_quantization(quantization)
-    check_weight_format(weight_format)
-    check_kv_cache_dtype(kv_cache_dtype)
-    check_backend(backend)
-    integer("max_model_len", max_model_len, 1, optional=True)
-    integer("tensor_parallel_size", tensor_parallel_size, 1)
-    check_adapters(lora, backend, tensor_parallel_size)
-    for method in methods:
+
+def _check(options: Mapping[str, Any]) -> None:
+    check_formats(options)
+    processes = options.get("tensor_parallel_size", 1)
+    integer("max_model_len", options.get("max_model_len"), 1, optional=True)
+    integer("tensor_parallel_size", processes, 1)
+    checks.check_adapters(options.get("lora", ()), options.get("backend", "auto"), processes)
+    for method in options.get("methods", ()):
         if isinstance(method, str):
             check_method(method)
 
@@ -265,7 +258,7 @@ def load(model: str | None, draft_model: str | None, color: ColorMode, **options
 
     Raises InvalidRequest. Wrong names and numbers are refused before anything heavy is imported.
     """
-    _check(**options)
+    _check(options)
     spinner = waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}", silent=True)
     with nullcontext() if following(options.get("tensor_parallel_size", 1)) else spinner:
         from foretoken import LLM
@@ -273,7 +266,7 @@ def load(model: str | None, draft_model: str | None, color: ColorMode, **options
 
         llm = LLM(model, draft_model, **options)
         if llm.chosen_drafter:
-            console(color, stderr=True).print(llm.chosen_drafter, style="dim", soft_wrap=True, markup=False)
+            note(console(color, stderr=True), llm.chosen_drafter)
         if llm.target.device.type == "cpu":
             kernels()  # which the first token would compile
         return llm

@@ -9,8 +9,16 @@ from typing import Any
 
 from foretoken.cli.files import json_object
 from foretoken.cli.grouped import option
-from foretoken.cli.options import DRAFT_MODEL, Dtype, KVCacheDtype, PositionalTarget, Quantization, TopP, WeightFormat
-from foretoken.models.options import check_dtype, check_kv_cache_dtype, check_quantization, check_weight_format
+from foretoken.cli.options import (
+    DRAFT_MODEL,
+    Dtype,
+    KVCacheDtype,
+    PositionalTarget,
+    Quantization,
+    TopP,
+    WeightFormat,
+    check_formats,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +94,4 @@ class PrecisionOptions:
 
     def check(self) -> None:
         """Raises InvalidRequest."""
-        check_dtype(self.dtype)
-        check_quantization(self.quantization)
-        check_weight_format(self.weight_format)
-        check_kv_cache_dtype(self.kv_cache_dtype)
+        check_formats(vars(self))

@@ -14,7 +14,7 @@ from foretoken.cli.files import json_object
 from foretoken.cli.grouped import option
 from foretoken.cli.options import ReportOptions
 from foretoken.cli.plan_options import CandidateOptions, PrecisionOptions, SampleOptions
-from foretoken.cli.theme import staged, wide_console
+from foretoken.cli.theme import note, staged, wide_console
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def plan_for_vllm(
     notes = wide_console(report.color, stderr=True)
 
     def refused(lane: VllmCandidate, error: Exception) -> None:
-        notes.print(f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True)
+        note(notes, f"{error}; planned without it", "yellow")
 
     def pastes(best: Mapping[str, Any]) -> list[str]:
         lines = [f"vLLM  speculative_config={json.dumps(best)}"]

@@ -63,15 +63,15 @@ def on_terminal(console: Console) -> bool:
     return console.file.isatty()
 
 
+def note(console: Console, text: str, style: str = "dim", *, soft_wrap: bool = True) -> None:
+    """Prints text in one style, by default in lines that are not folded."""
+    console.print(text, style=style, markup=False, soft_wrap=soft_wrap)
+
+
 def print_parts(console: Console, parts: Iterable[Any]) -> None:
     """Prints tables, and lines that are not folded."""
     for part in parts:
         console.print(part, soft_wrap=not hasattr(part, "columns"))
-
-
-def print_facts(console: Console, facts: Mapping[str, Any]) -> None:
-    """Prints the setting of a measurement in one line."""
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
 
 
 @contextmanager
