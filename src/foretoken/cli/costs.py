@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.bench_options import BenchmarkModels
 from foretoken.cli.grouped import grouped, option
-from foretoken.cli.options import KVCacheDtype, Quantization, ResultOptions, WeightFormat
+from foretoken.cli.options import ResultOptions, TargetFormats, WeightFormat
 from foretoken.cli.theme import note, on_terminal, wide_console
 
 if TYPE_CHECKING:
@@ -22,12 +22,10 @@ PARTS = ("passes", "transformers", "steps", "startup")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumberFormats:
+class NumberFormats(TargetFormats):
     """Number formats of the target, by the names of the arguments of ``LLM``."""
 
-    quantization: Quantization = None
     weight_format: WeightFormat = "raw"
-    kv_cache_dtype: KVCacheDtype = "auto"
 
 
 @grouped

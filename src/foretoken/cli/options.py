@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,17 +35,11 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
 MODEL, DRAFT_MODEL = ("--model", "-m"), ("--draft-model", "-md")  # names of options, for every command
 
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-Quantization = Annotated[
-    str | None, typer.Option(help="int8 or int4: quantize the target's weights on loading. [as stored]")
-]
 WeightFormat = Annotated[
     str,
     typer.Option(
         help="raw; packed: bfloat16 weights in 12 bits of memory, without loss; auto: packed if few rows gain."
     ),
-]
-KVCacheDtype = Annotated[
-    str, typer.Option("--kv-cache-dtype", help="auto; int8: twice as many cached tokens; bfloat16, of a float32 model.")
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
 TensorParallel = Annotated[
@@ -55,10 +49,6 @@ TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this 
 SpeculativeTokens = Annotated[int | None, typer.Option(help="Tokens drafted per step; 0 is plain decoding.")]
 TextColor = Annotated[ColorMode, typer.Option(help="Colour text by origin.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON document to a file.")
-]
-Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +104,31 @@ class PositionalModelOptions(ModelOptions, PositionalTarget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeOptions:
-    """Number formats and devices of the models, by the names of the arguments of ``LLM``."""
+class DeviceOptions:
+    """Number format of activations, and the device."""
 
     dtype: Dtype = "auto"
     device: str = option("auto", "auto, cpu or cuda.")
-    quantization: Quantization = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFormats:
+    """Number formats of the target's weights and KV cache."""
+
+    quantization: str | None = option(None, "int8 or int4: quantize the target's weights on loading. [as stored]")
     weight_format: WeightFormat = "auto"
-    kv_cache_dtype: KVCacheDtype = "auto"
+    kv_cache_dtype: str = option(
+        "auto", "auto; int8: twice as many cached tokens; bfloat16, of a float32 model.", "--kv-cache-dtype"
+    )
+
+    def check(self) -> None:
+        """Raises InvalidRequest for unknown names."""
+        check_formats(vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeOptions(TargetFormats, DeviceOptions):
+    """Number formats and devices of the models, by the names of the arguments of ``LLM``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +136,8 @@ class ResultOptions:
     """Destinations of the result."""
 
     as_json: Json = False
-    output: Output = None
-    color: Color = ColorMode.AUTO
+    output: Path | None = option(None, "Write the JSON document to a file.", "--output", "-o", metavar="FILE")
+    color: ColorMode = option(ColorMode.AUTO, "Colours in tables.")
 
     def write(
         self, record: Any, parts: Callable[[], Iterable[Any]] = tuple, facts: Mapping[str, Any] | None = None

@@ -9,16 +9,7 @@ from typing import Any
 
 from foretoken.cli.files import json_object
 from foretoken.cli.grouped import option
-from foretoken.cli.options import (
-    DRAFT_MODEL,
-    Dtype,
-    KVCacheDtype,
-    PositionalTarget,
-    Quantization,
-    TopP,
-    WeightFormat,
-    check_formats,
-)
+from foretoken.cli.options import DRAFT_MODEL, Dtype, PositionalTarget, TargetFormats, TopP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +75,7 @@ class SampleOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionOptions:
+class PrecisionOptions(TargetFormats):
     """Formats of the target's weights, KV cache and activations."""
 
-    quantization: Quantization = None
-    weight_format: WeightFormat = "auto"
-    kv_cache_dtype: KVCacheDtype = "auto"
     dtype: Dtype = "auto"
-
-    def check(self) -> None:
-        """Raises InvalidRequest."""
-        check_formats(vars(self))
