@@ -6,68 +6,44 @@ import json
 import secrets
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from foretoken.cli.chat_commands import ChatSettings, names, parse, run
+from foretoken.cli.chat_commands import AnswerOptions, Chat, ChatSettings, names, parse, run
 from foretoken.cli.grouped import grouped, option
-from foretoken.cli.options import (
-    MaxModelLen,
-    PositionalModelOptions,
-    RuntimeOptions,
-    SpeculativeTokens,
-    TextColor,
-    TopP,
-    load,
-)
+from foretoken.cli.options import MaxModelLen, PositionalModelOptions, RuntimeOptions, TextColor, load
 from foretoken.cli.theme import ColorMode
+from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
     from foretoken.cli.chat_screen import Screen
     from foretoken.cli.conversation import Conversation
     from foretoken.engine.sequence import Counts
     from foretoken.llm import LLM
-    from foretoken.outputs import CompletionOutput, SpeculationStats
+    from foretoken.outputs import CompletionOutput
     from foretoken.params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Sampling parameters of the answers."""
+    """Further methods, and the beginning of the conversation."""
 
     method: list[str] | None = option(
         None, "Another way to speculate, to be had by /method; may be repeated.", metavar="NAME|JSON"
     )
     system: str | None = option(None, "System message before the conversation.")
     chat_template: Path | None = option(None, "Jinja in the place of the tokenizer's chat template.", metavar="FILE")
-    max_tokens: int = option(512, "Tokens of an answer at most.")
-    temperature: float = option(0.7, "0 is greedy.")
-    top_p: TopP = 1.0
-    seed: int | None = option(None, "The same seed gives the same answers, however drafted.")
-    speculative_tokens: SpeculativeTokens = None
-
-    def settings(self, rejected: bool) -> ChatSettings:
-        """Returns the settings of the first answer. Raises InvalidRequest."""
-        settings = ChatSettings(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            speculative_tokens=self.speculative_tokens,
-            rejected=rejected,
-        )
-        settings.params(0)  # refused before anything is loaded
-        return settings
 
 
 @grouped
 def chat(
     models: PositionalModelOptions,
     wanted: ChatOptions,
+    answers: AnswerOptions,
     runtime: RuntimeOptions,
     max_model_len: MaxModelLen = None,
     rejected: bool = option(False, "Show drafted tokens that were refused."),
@@ -80,7 +56,8 @@ def chat(
     from foretoken.engine.chat_template import read_template
 
     config, template = models.config, read_template(wanted.chat_template)
-    settings = wanted.settings(rejected)
+    settings = ChatSettings(**vars(answers), rejected=rejected)
+    settings.params(0)  # refused before anything is loaded
     llm = load(
         models.model,
         models.draft_model,
@@ -111,8 +88,6 @@ def chat(
 
 def _way(text: str) -> str | dict[str, Any]:
     """Returns a method's name, or a configuration parsed from JSON. Raises InvalidRequest."""
-    from foretoken.core.errors import InvalidRequest
-
     if not text.lstrip().startswith("{"):
         return text
     try:
@@ -123,48 +98,24 @@ def _way(text: str) -> str | dict[str, Any]:
         ) from error
 
 
-class Session:
-    """One conversation with one model, on which commands act. ``refused`` is whether any message was refused."""
+class Session(Chat):
+    """A chat that answers messages on a screen. ``refused`` is whether any message was refused."""
 
     def __init__(
         self, llm: LLM, conversation: Conversation, settings: ChatSettings, screen: Screen, *, figures: bool = True
     ) -> None:
-        self._llm, self._screen, self._figures = llm, screen, figures
-        self.conversation, self.settings = conversation, settings
-        self.done: list[tuple[SpeculationStats, float]] = []
-        self.finished = self.refused = False
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The loaded methods, the selected one first."""
-        return tuple(name for name in self._llm.methods if name != "none")
-
-    @property
-    def coloured(self) -> bool:
-        return self._screen.coloured
+        super().__init__(llm, conversation, settings, screen.coloured)
+        self._screen, self._figures = screen, figures
+        self.refused = False
 
     @property
     def greeting(self) -> str:
         """The models' names, for the first line."""
         drafts = f"drafts by {' or '.join(self.methods)}" if self.methods else "no drafts"
-        return f"{self._llm.model} · {drafts} · /help lists the commands, Ctrl-D leaves"
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The document that /save writes."""
-        return {
-            "model": self._llm.model,
-            "draft_model": self._llm.draft_model,
-            "methods": list(self.methods),
-            "settings": asdict(self.settings),
-            "messages": self.conversation.messages,
-            "answers": [{**stats.to_dict(), "wall_seconds": seconds} for stats, seconds in self.done],
-        }
+        return f"{self.llm.model} · {drafts} · /help lists the commands, Ctrl-D leaves"
 
     def run(self, texts: Iterable[str]) -> None:
         """Answers messages until they end or one is /quit. Reports refused messages and continues."""
-        from foretoken.core.errors import ForetokenError
-
         for text in texts:
             try:
                 self._handle(text)
@@ -187,13 +138,11 @@ class Session:
 
     def say(self, text: str) -> None:
         """Sends a message and shows the answer. Raises InvalidRequest and then drops the message."""
-        from foretoken.core.errors import ForetokenError
-
         params = self.settings.params(len(self.done))
         ids, dropped = self.conversation.ask(text, params.max_tokens)
         if dropped:
             self._screen.notice(
-                f"the conversation has outgrown the model's {self._llm.target.max_length} tokens: "
+                f"the conversation has outgrown the model's {self.llm.target.max_length} tokens: "
                 f"its oldest {dropped} messages are no longer seen"
             )
         try:
@@ -206,7 +155,7 @@ class Session:
         from foretoken.cli.render import Origins, summary
         from foretoken.engine.sequence import Counts
 
-        show = self._screen.answering(Origins(self._llm.tokenizer, ids), self.settings.rejected)
+        show = self._screen.answering(Origins(self.llm.tokenizer, ids), self.settings.rejected)
         counts, words, started = Counts(), _Words(), perf_counter()
         output = self._listen(ids, params, counts, words, show)
         seconds = perf_counter() - started
@@ -238,7 +187,7 @@ class Session:
 
         with interruptible() as stopped:
             try:
-                for piece in self._llm.stream(ids, params):
+                for piece in self.llm.stream(ids, params):
                     counts.add(piece.step)
                     words.add(piece.text, piece.token_ids)
                     show(piece)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.files import check_output_file, write_json
+from foretoken.cli.grouped import option
+from foretoken.cli.options import SpeculativeTokens, TopP
 from foretoken.core.artifacts import JSON
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from foretoken.cli.conversation import Conversation
+    from foretoken.llm import LLM
     from foretoken.outputs import SpeculationStats
     from foretoken.params import SamplingParams
 
@@ -22,14 +25,20 @@ _COMMAND = re.compile(r"/([a-z_]+)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSettings:
+class AnswerOptions:
+    """Sampling parameters of the answers."""
+
+    max_tokens: int = option(512, "Tokens of an answer at most.")
+    temperature: float = option(0.7, "0 is greedy.")
+    top_p: TopP = 1.0
+    seed: int | None = option(None, "The same seed gives the same answers, however drafted.")
+    speculative_tokens: SpeculativeTokens = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(AnswerOptions):
     """Settings of the next answer. None for ``speculative_tokens`` or ``method`` takes the engine's default."""
 
-    max_tokens: int
-    temperature: float
-    top_p: float = 1.0
-    seed: int | None = None
-    speculative_tokens: int | None = None
     method: str | None = None
     rejected: bool = False
 
@@ -47,38 +56,38 @@ class ChatSettings:
         )
 
 
-class Chat(Protocol):
-    """A chat, as commands use it.
+class Chat:
+    """A conversation with a model, on which commands act.
 
     Attributes:
-        methods: Names of the loaded methods, the selected one first; empty without speculation.
-        done: Statistics and seconds of every answer so far.
+        conversation: The conversation so far.
+        settings: Settings of the next answer.
         coloured: Whether rejected tokens can be shown.
+        done: Statistics and seconds of every answer so far.
+        finished: Whether the chat ends.
     """
 
-    settings: ChatSettings
-    done: list[tuple[SpeculationStats, float]]
-    finished: bool
-
-    @property
-    def conversation(self) -> Conversation:
-        """The conversation so far."""
-        ...
+    def __init__(self, llm: LLM, conversation: Conversation, settings: ChatSettings, coloured: bool) -> None:
+        self.llm, self.conversation, self.settings, self.coloured = llm, conversation, settings, coloured
+        self.done: list[tuple[SpeculationStats, float]] = []
+        self.finished = False
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of the loaded methods, the selected one first."""
-        ...
-
-    @property
-    def coloured(self) -> bool:
-        """Whether rejected tokens can be shown."""
-        ...
+        """The loaded methods, the selected one first; empty without speculation."""
+        return tuple(name for name in self.llm.methods if name != "none")
 
     @property
     def record(self) -> dict[str, Any]:
         """The document that /save writes."""
-        ...
+        return {
+            "model": self.llm.model,
+            "draft_model": self.llm.draft_model,
+            "methods": list(self.methods),
+            "settings": asdict(self.settings),
+            "messages": self.conversation.messages,
+            "answers": [{**stats.to_dict(), "wall_seconds": seconds} for stats, seconds in self.done],
+        }
 
 
 @dataclass(frozen=True)

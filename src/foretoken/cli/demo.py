@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from foretoken.bench.workloads import FUNCTIONS
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import Json, TextColor
 from foretoken.cli.theme import ColorMode, console
 
@@ -20,13 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Race:
-    """Settings of the race. ``size`` is the size that the bundled target is widened to, or None."""
+    """Settings of the race."""
 
-    size: str | None
-    prompts: int
-    max_tokens: int
-    temperature: float
-    speculative_tokens: int
+    size: str | None = option("0.7b", "Size to widen the bundled target to, such as 0.7b; none: as it is.")
+    prompts: int = option(4, "Functions to complete.", min=1, max=len(FUNCTIONS))
+    max_tokens: int = option(96, "Tokens for each.", min=1)
+    temperature: float = option(0.0, "0 is greedy.")
+    speculative_tokens: int = option(4, "Tokens drafted per step.", min=1)
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size.lower() == "none":
+            object.__setattr__(self, "size", None)
 
 
 @dataclass(frozen=True)
@@ -42,24 +48,13 @@ class Pair:
         return self.plain.output.token_ids == self.speculative.output.token_ids
 
 
-def demo(
-    size: Annotated[str, typer.Option(help="Size to widen the bundled target to, such as 0.7b; none: as it is.")] = (
-        "0.7b"
-    ),
-    prompts: Annotated[int, typer.Option(min=1, max=len(FUNCTIONS), help="Functions to complete.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each.")] = 96,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    speculative_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per step.")] = 4,
-    color: TextColor = ColorMode.AUTO,
-    as_json: Json = False,
-) -> None:
+@grouped
+def demo(race: Race, color: TextColor = ColorMode.AUTO, as_json: Json = False) -> None:
     """Watch the bundled pair complete Python functions plainly and speculatively."""
     from foretoken.cli.lanes import stage
 
-    race = Race(None if size.lower() == "none" else size, prompts, max_tokens, temperature, speculative_tokens)
     show = stage(console(color, stderr=as_json), quiet=as_json)
-    pairs = run_race(race, show)
-    record = summarize(race, pairs)
+    record = summarize(race, run_race(race, show))
     if as_json:
         print(json.dumps(record))
     else:
@@ -70,14 +65,10 @@ def demo(
 
 def run_race(race: Race, show: Stage) -> list[Pair]:
     """Completes every function in both lanes, plain first, and returns both results of each."""
-    llm = _load(race, show)
-    try:
+    with closing(_load(race, show)) as llm:
         for tokens in (0, race.speculative_tokens):  # warms up both lanes
             llm.generate(FUNCTIONS[0], _params(race, tokens, max_tokens=8))
-        chosen = FUNCTIONS[: race.prompts]
-        return [_pair(llm, race, show, prompt, i, len(chosen)) for i, prompt in enumerate(chosen)]
-    finally:
-        llm.close()
+        return [_pair(llm, race, show, number) for number in range(race.prompts)]
 
 
 def _load(race: Race, show: Stage) -> LLM:
@@ -112,14 +103,14 @@ def _params(race: Race, speculative_tokens: int, max_tokens: int | None = None) 
     )
 
 
-def _pair(llm: LLM, race: Race, show: Stage, prompt: str, index: int, count: int) -> Pair:
+def _pair(llm: LLM, race: Race, show: Stage, number: int) -> Pair:
     from foretoken.bench.measure import timed
     from foretoken.cli.render import Origins
 
-    with show.race(prompt, index, count, race.max_tokens) as lanes:
-        runs = []
+    prompt, runs = FUNCTIONS[number], []
+    with show.race(prompt, f"{number + 1} of {race.prompts}") as lanes:
         for lane, tokens in zip(lanes, (0, race.speculative_tokens), strict=True):
-            lane.begin(Origins(llm.tokenizer, llm.tokenizer.encode(prompt)))
+            lane.origins = Origins(llm.tokenizer, llm.tokenizer.encode(prompt))
             runs.append(timed(llm, prompt, _params(race, tokens), lane.push))
             lane.end(runs[-1])
     return Pair(*runs)
@@ -131,19 +122,17 @@ def summarize(race: Race, pairs: list[Pair]) -> dict[str, Any]:
 
     plain = Totals.of(pair.plain for pair in pairs)
     fast = Totals.of(pair.speculative for pair in pairs)
+    settings = vars(race) | {"prompts": len(pairs)}
+    size = settings.pop("size")
+
+    def figures(totals: Totals) -> dict[str, Any]:
+        return {"tokens": totals.tokens, "seconds": totals.seconds, "tokens_per_second": totals.tokens_per_second}
+
     return {
-        "target": f"bundled, widened to {race.size}" if race.size else "bundled",
-        "prompts": len(pairs),
-        "max_tokens": race.max_tokens,
-        "temperature": race.temperature,
-        "speculative_tokens": race.speculative_tokens,
-        "plain": {"tokens": plain.tokens, "seconds": plain.seconds, "tokens_per_second": plain.tokens_per_second},
-        "speculative": {
-            "tokens": fast.tokens,
-            "seconds": fast.seconds,
-            "tokens_per_second": fast.tokens_per_second,
-            "mean_acceptance_length": fast.mean_acceptance_length,
-        },
+        "target": f"bundled, widened to {size}" if size else "bundled",
+        **settings,
+        "plain": figures(plain),
+        "speculative": {**figures(fast), "mean_acceptance_length": fast.mean_acceptance_length},
         "speedup": fast.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0,
         "identical": all(pair.identical for pair in pairs),
     }

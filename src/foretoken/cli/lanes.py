@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -26,25 +26,27 @@ _REFRESH = 0.1  # seconds between redraws, which are not measured
 
 @dataclass
 class Lane:
-    """One side: the spans so far and the seconds its run has taken."""
+    """One side: the spans so far and the seconds its run has taken. ``draw`` redraws it from time to time."""
 
     name: str
+    draw: Callable[[], None] | None = None
+    origins: Origins | None = None
     tokens: int = 0
     seconds: float = 0.0
     spans: list[Span] = field(default_factory=list)
     run: TimedCompletion | None = None
-    _origins: Origins | None = None
-
-    def begin(self, origins: Origins) -> None:
-        """Prepares for the first piece."""
-        self._origins = origins
+    _drawn: float = 0.0
 
     def push(self, piece: StreamPiece, seconds: float) -> None:
         """Adds a piece. seconds: time of the run."""
-        if self._origins is not None:
-            self.spans += self._origins.push(piece)
+        if self.origins is not None:
+            self.spans += self.origins.push(piece)
         self.tokens += len(piece.token_ids)
         self.seconds = seconds
+        now = monotonic()
+        if self.draw is not None and now - self._drawn >= _REFRESH:
+            self._drawn = now
+            self.draw()
 
     def end(self, run: TimedCompletion) -> None:
         """Stores the finished run."""
@@ -64,67 +66,49 @@ class Lane:
         return f"mean acceptance {self.run.output.stats.mean_acceptance_length:.2f}"
 
 
-class Stage(Protocol):
-    """Output of the demo."""
-
-    def say(self, text: str) -> None:
-        """Shows a sentence about what happens."""
-        ...
-
-    def status(self, text: str) -> AbstractContextManager[Any]:
-        """Shows that something takes a while."""
-        ...
-
-    def race(self, prompt: str, index: int, count: int, tokens: int) -> AbstractContextManager[tuple[Lane, Lane]]:
-        """Yields the two lanes of one prompt."""
-        ...
-
-    def result(self, record: dict[str, Any]) -> None:
-        """Shows the final figures."""
-        ...
-
-
 def stage(console: Console, *, quiet: bool = False) -> Stage:
     """Returns two live lanes on a wide terminal, blocks of text elsewhere, and only progress if ``quiet``."""
     if quiet:
-        return Quiet(console)
+        return Stage(console)
     if console.file.isatty() and console.width >= _NARROW and console.color_system is not None:
         return Lanes(console)
     return StackedLanes(console)
 
 
-class Quiet:
-    """Writes nothing to standard output, and shows a spinner on a terminal."""
+class Stage:
+    """Output of the demo. This one writes nothing to standard output, and shows a spinner on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Shows a sentence about what happens."""
 
     def status(self, text: str) -> AbstractContextManager[Any]:
+        """Shows that something takes a while."""
         return waiting(self.console, text)
 
     @contextmanager
-    def race(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:
+    def race(self, prompt: str, number: str) -> Iterator[tuple[Lane, Lane]]:
+        """Yields the two lanes of one prompt. number: such as "1 of 4"."""
         yield Lane(NAMES[0]), Lane(NAMES[1])
 
     def result(self, record: dict[str, Any]) -> None:
-        """Nothing."""
+        """Shows the final figures."""
 
 
-class StackedLanes(Quiet):
+class StackedLanes(Stage):
     """Plain blocks one after another, for pipes, logs and narrow windows."""
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
     @contextmanager
-    def race(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:
-        lanes = Lane(NAMES[0]), Lane(NAMES[1])
-        yield lanes
+    def race(self, prompt: str, number: str) -> Iterator[tuple[Lane, Lane]]:
+        with super().race(prompt, number) as lanes:
+            yield lanes
         coloured = self.console.color_system is not None
-        self.say(f"\n--- {index + 1} of {count}")
+        self.say(f"\n--- {number}")
         for lane in lanes:
             self.say(" · ".join(filter(None, (lane.title, lane.acceptance))))
         self.console.print(legend(coloured), soft_wrap=True)
@@ -136,17 +120,12 @@ class StackedLanes(Quiet):
     def result(self, record: dict[str, Any]) -> None:
         plain, fast = record["plain"], record["speculative"]
         self.console.print()
-        table = Table(box=None, pad_edge=False)
-        table.add_column("")
+        table = Table("", box=None, pad_edge=False)
         for head in ("tokens/s", "speed-up", "mean acceptance length"):
             table.add_column(head, justify="right")
         table.add_row("plain", f"{plain['tokens_per_second']:.1f}", "1.00x", "")
-        table.add_row(
-            "speculative",
-            f"{fast['tokens_per_second']:.1f}",
-            f"{record['speedup']:.2f}x",
-            f"{fast['mean_acceptance_length']:.2f}",
-        )
+        figures = f"{record['speedup']:.2f}x", f"{fast['mean_acceptance_length']:.2f}"
+        table.add_row("speculative", f"{fast['tokens_per_second']:.1f}", *figures)
         self.console.print(table)
         self.say(f"texts identical: {'yes' if record['identical'] else 'NO'}")
 
@@ -155,44 +134,27 @@ class Lanes(StackedLanes):
     """Two panels side by side, redrawn between pieces, never while the clock runs."""
 
     @contextmanager
-    def race(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:
-        lanes = _LiveLane(NAMES[0]), _LiveLane(NAMES[1])
-        heading = Text.assemble((f"{index + 1} of {count}   ", "dim"), legend(coloured=True))
+    def race(self, prompt: str, number: str) -> Iterator[tuple[Lane, Lane]]:
+        heading = Text.assemble((f"{number}   ", "dim"), legend(coloured=True))
         self.console.print()
         self.console.print(heading)
         height = max(8, min(22, self.console.height - 5))
 
         def frame() -> Table:
             grid = Table.grid(expand=True)
-            for _ in lanes:
+            for _ in NAMES:
                 grid.add_column(ratio=1)
             width = self.console.width // 2 - 4
             grid.add_row(*(_panel(self.console, lane, prompt, width, height) for lane in lanes))
             return grid
 
+        def draw() -> None:
+            live.update(frame(), refresh=True)
+
+        lanes = Lane(NAMES[0], draw), Lane(NAMES[1], draw)
         with Live(frame(), console=self.console, auto_refresh=False, vertical_overflow="crop") as live:
-
-            def draw() -> None:
-                live.update(frame(), refresh=True)
-
-            for lane in lanes:
-                lane.draw = draw
             yield lanes
             draw()
-
-
-class _LiveLane(Lane):
-    """A lane that is redrawn from time to time."""
-
-    draw: Any = None
-    drawn: float = 0.0
-
-    def push(self, piece: StreamPiece, seconds: float) -> None:
-        super().push(piece, seconds)
-        now = monotonic()
-        if self.draw is not None and now - self.drawn >= _REFRESH:
-            self.drawn = now
-            self.draw()
 
 
 def _panel(console: Console, lane: Lane, prompt: str, width: int, height: int) -> Panel:
