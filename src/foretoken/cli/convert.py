@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.options import MODEL
+from foretoken.core import artifacts
+from foretoken.core.artifacts import Destination, kind_of
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.files import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,9 +51,6 @@ def convert(
     """Write heads in another engine's format. The tensors stay bit-equal."""
     from safetensors.torch import save_file
 
-    from foretoken.core.artifacts import GGUF, MODEL, PROVENANCE, Destination, heads_of, kind_of
-    from foretoken.core.errors import InvalidRequest
-    from foretoken.core.files import write_json
     from foretoken.models.formats.checkpoint import resolve
     from foretoken.train.mtp import merge_mtp
 
@@ -60,22 +61,19 @@ def convert(
         print(f"{merge_mtp(source, resolve(target), out, force)}: the target with the layer in it")
         return
     held = kind_of(source)
-    kind = (
-        heads_of("mtp") if held in (None, MODEL, GGUF) else held
-    )  # of a model that ships MTP layers these are converted
+    # of a model that ships MTP layers these are converted
+    kind = artifacts.heads_of("mtp") if held in (None, artifacts.MODEL, artifacts.GGUF) else held
     inputs = (source, None if target is None else resolve(target))
     destination = Destination.checked(out, kind, inputs, force)
     config, tensors = _converted(source, to, target)
     with destination.folder() as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         write_json(folder / "config.json", config)
-        write_json(folder / PROVENANCE, {"converted_from": source.name, "dialect": to})
+        write_json(folder / artifacts.PROVENANCE, {"converted_from": source.name, "dialect": to})
     print(f"{destination.path}: {len(tensors)} tensors for {to}")
 
 
 def _converted(source: Path, to: str, target: str | None) -> Written:
-    from foretoken.core.artifacts import heads_method, kind_of
-    from foretoken.core.errors import InvalidRequest
     from foretoken.models.heads.block import read_block
     from foretoken.models.heads.blockwise import MODEL_TYPE
     from foretoken.models.heads.dialects import BLOCK_DIALECTS, EAGLE_DIALECTS, write_block, write_eagle
@@ -99,7 +97,7 @@ def _converted(source: Path, to: str, target: str | None) -> Written:
     if "fc.weight" in weights:
         head = read_eagle(source)
         return write_eagle(head, to, _taps(source, target) if target and not head.exact else None, target)
-    if heads_method(config) != "medusa" and not any(_MEDUSA.match(name) for name in weights):
+    if artifacts.heads_method(config) != "medusa" and not any(_MEDUSA.match(name) for name in weights):
         raise InvalidRequest(
             f"{source} is {kind_of(source)}, and convert writes EAGLE, MTP, DFlash, DSpark and Medusa heads in another "
             "engine's format; foretoken quantize changes the format of a model"
@@ -112,7 +110,6 @@ def _converted(source: Path, to: str, target: str | None) -> Written:
 
 def _with_ends(source: Path, weights: Mapping[str, Tensor], to: str, target: str | None) -> dict[str, Tensor]:
     """Returns MTP layers with the target's embedding and vocabulary head, without which other engines do not load."""
-    from foretoken.core.errors import InvalidRequest, ModelLoadError
     from foretoken.models.formats.checkpoint import load_config, resolve
     from foretoken.models.heads.files import ends_of
 
@@ -142,7 +139,6 @@ def _taps(source: Path, target: str) -> tuple[int, ...]:
 
 def _vocabulary(target: str, dtype: torch.dtype) -> Tensor:
     """Returns the target's vocabulary head [V, H], or its embedding if the two are tied."""
-    from foretoken.core.errors import ModelLoadError
     from foretoken.models.formats.checkpoint import resolve
     from foretoken.models.heads.files import ends_of
 

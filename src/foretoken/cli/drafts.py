@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +20,6 @@ def drafts(
     as_json: Json = False,
 ) -> None:
     """List the published drafters of a model, and those that are on this machine. Downloads nothing."""
-    import json
-
     from foretoken.models.heads.published import published_drafters
 
     found = published_drafters(model)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -31,7 +33,7 @@ from foretoken.core.errors import InvalidRequest
 if TYPE_CHECKING:
     from foretoken.core.step import StepOutput
     from foretoken.llm import LLM
-    from foretoken.outputs import CompletionOutput, StreamPiece
+    from foretoken.outputs import SpeculationStats, StreamPiece
     from foretoken.params import SamplingParams
 
 LOGPROBS = 5  # of the most probable tokens, for the page
@@ -100,16 +102,15 @@ def generate(
         seed=secrets.randbits(63),  # the library's default seed would repeat texts
         **vars(runtime),
     )
-    page = _Page(llm, text, params, html_file) if html_file is not None else None
-    try:
+    with closing(llm):
+        page = _Page(llm, text, params, html_file) if html_file is not None else None
+        pieces = _pieces(llm, text, params, page)
         if as_json:
-            print(json.dumps(_record(llm, _complete(llm, text, params, page)), ensure_ascii=False))
+            print(json.dumps(_record(llm, pieces), ensure_ascii=False))
         else:
-            _stream(llm, text, params, color, stats, page, explain_drafts)
+            _stream(llm, text, params.n, pieces, color, stats, explain_drafts)
         if page is not None:
             page.write()
-    finally:
-        llm.close()
 
 
 class _Page:
@@ -126,6 +127,7 @@ class _Page:
         self._tracers[piece.index].push(piece)
 
     def write(self) -> None:
+        """Writes the page. Raises WriteError."""
         from foretoken.bench.setting import setting
         from foretoken.report.tokens import page
 
@@ -139,15 +141,12 @@ class _Page:
         write_text(self._file, page([tracer.trace() for tracer in self._tracers], facts))
 
 
-def _complete(llm: LLM, prompt: str, params: SamplingParams, page: _Page | None) -> tuple[CompletionOutput, ...]:
-    """Returns all completions in order."""
-    done: dict[int, CompletionOutput] = {}
+def _pieces(llm: LLM, prompt: str, params: SamplingParams, page: _Page | None) -> Iterator[StreamPiece]:
+    """Yields the pieces of all completions, which are then on the page."""
     for piece in llm.stream(prompt, params):
         if page is not None:
             page.push(piece)
-        if piece.output is not None:
-            done[piece.index] = piece.output
-    return tuple(done[index] for index in range(params.n))
+        yield piece
 
 
 def _text_of(file: Path) -> str:
@@ -158,13 +157,7 @@ def _text_of(file: Path) -> str:
 
 
 def _stream(
-    llm: LLM,
-    prompt: str,
-    params: SamplingParams,
-    color: ColorMode,
-    stats: bool,
-    page: _Page | None = None,
-    explain_drafts: bool = False,
+    llm: LLM, prompt: str, count: int, pieces: Iterable[StreamPiece], color: ColorMode, stats: bool, explain: bool
 ) -> None:
     """Prints tokens as they are accepted. Several completions are printed one after another, each with its number."""
     from foretoken.cli.render import Origins, Span, TextWriter, decisions, summary
@@ -172,15 +165,13 @@ def _stream(
 
     out = console(color)
     writer = TextWriter(out)
-    origins = [Origins(llm.tokenizer, llm.requests.tokenize(prompt).ids) for _ in range(params.n)]
-    later: dict[int, list[Span]] = {index: [] for index in range(1, params.n)}
-    done: list[CompletionOutput] = []
+    origins = [Origins(llm.tokenizer, llm.requests.tokenize(prompt).ids) for _ in range(count)]
+    later: dict[int, list[Span]] = {index: [] for index in range(1, count)}
+    done: list[SpeculationStats] = []
     steps: list[StepOutput] = []
     started = perf_counter()
-    for piece in llm.stream(prompt, params):
-        if page is not None:
-            page.push(piece)
-        if explain_drafts and piece.step is not None:
+    for piece in pieces:
+        if explain and piece.step is not None:
             steps.append(piece.step)
         spans = origins[piece.index].push(piece)
         if piece.index == 0:
@@ -188,21 +179,22 @@ def _stream(
         else:
             later[piece.index] += spans
         if piece.output is not None:
-            done.append(piece.output)
+            done.append(piece.output.stats)
     seconds = perf_counter() - started
     writer.end_line()
     for index, spans in later.items():
-        out.print(f"--- {index + 1} of {params.n}", style="dim")
+        out.print(f"--- {index + 1} of {count}", style="dim")
         writer.write(spans)
         writer.end_line()
-    if explain_drafts:
+    if explain:
         console(color, stderr=True).print(decisions(steps))
     if stats:
-        note(console(color, stderr=True), summary([o.stats for o in done], seconds))
+        note(console(color, stderr=True), summary(done, seconds))
 
 
-def _record(llm: LLM, outputs: tuple[CompletionOutput, ...]) -> dict[str, Any]:
+def _record(llm: LLM, pieces: Iterable[StreamPiece]) -> dict[str, Any]:
     """Returns the models' names and the first completion's fields; with --n above 1 also all of them as ``outputs``."""
+    outputs = {piece.index: piece.output for piece in pieces if piece.output is not None}
     rows = [
         {
             "text": output.text,
@@ -212,7 +204,7 @@ def _record(llm: LLM, outputs: tuple[CompletionOutput, ...]) -> dict[str, Any]:
             "exactness": output.exactness,
             "stats": output.stats.to_dict(),
         }
-        for output in outputs
+        for _, output in sorted(outputs.items())
     ]
     names = {"model": llm.model, "draft_model": llm.draft_model}
     return {**names, **rows[0], **({"outputs": rows} if len(rows) > 1 else {})}

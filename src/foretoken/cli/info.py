@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,8 +34,6 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Show the machine, the kernels chosen for it and why, and the versions: what a bug report needs."""
-    import json
-
     facts = collect() | ({} if model is None else {"model": _model(model)})
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -49,8 +48,6 @@ def info(
 
 def zoo(as_json: Json = False) -> None:
     """List the bundled models: name, role, size, path and card."""
-    import json
-
     from foretoken.zoo import list_models
 
     models = list_models()

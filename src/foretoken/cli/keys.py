@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +14,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import Json
 from foretoken.cli.theme import ColorMode, console, wide_console
 from foretoken.core.errors import InvalidRequest
@@ -21,23 +24,29 @@ from foretoken.serve.key_file import revoke as revoke_record
 
 app = typer.Typer(help="Make, list and revoke the API keys of a server's key file.")
 
+_KNOWN = ", ".join(SCOPES)
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file that foretoken serve --api-key-file reads.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeyLimits:
+    """Limits of the requests with a key."""
+
+    requests_per_minute: int | None = option(None, "Requests per minute. [no limit]", min=1)
+    tokens_per_minute: int | None = option(None, "Tokens of prompts and outputs per minute. [no limit]", min=1)
+    max_concurrency: int | None = option(None, "Requests at once. [no limit]", min=1)
+
+
 @app.command()
+@grouped
 def add(
     file: KeyFile,
     name: Annotated[str, typer.Option(help="Identifies the key in logs and commands.")],
-    scope: Annotated[
-        list[str] | None, typer.Option(help=f"What it may do; may be repeated: {', '.join(SCOPES)}. [{GENERATE}]")
-    ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Model that it may use; may be repeated. [all]")] = None,
-    expires: Annotated[str | None, typer.Option(help="A duration such as 30d or 12h, or a date. [never]")] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Requests per minute. [no limit]")] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of prompts and outputs per minute. [no limit]")
-    ] = None,
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. [no limit]")] = None,
+    scope: list[str] | None = option(None, f"What it may do; may be repeated: {_KNOWN}. [{GENERATE}]"),
+    model: list[str] | None = option(None, "Model that it may use; may be repeated. [all]"),
+    expires: str | None = option(None, "A duration such as 30d or 12h, or a date. [never]"),
+    *,
+    limits: KeyLimits,
 ) -> None:
     """Make a key and print it, once: the file keeps its hash only."""
     key, now = new_key(), datetime.now(UTC)
@@ -48,9 +57,7 @@ def add(
         expires=_expiry(expires, now),
         scopes=tuple(scope or [GENERATE]),
         models=tuple(model) if model else None,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        max_concurrency=max_concurrency,
+        **vars(limits),
     )
     add_record(file, record)
     print(key)
@@ -61,14 +68,11 @@ def list_keys(file: KeyFile, as_json: Json = False) -> None:
     """List the keys of a file, without their hashes."""
     records = read_keys(file)
     if as_json:
-        import json
-
         names = [name for name in KeyRecord.__dataclass_fields__ if name != "sha256"]
         print(json.dumps({"keys": [{name: getattr(record, name) for name in names} for record in records]}))
         return
-    table = Table(box=box.SIMPLE)
-    for column in ("name", "scopes", "models", "expires", "requests/min", "tokens/min", "at once"):
-        table.add_column(column)
+    heads = ("name", "scopes", "models", "expires", "requests/min", "tokens/min", "at once")
+    table = Table(*heads, box=box.SIMPLE)
     for record in records:
         limits = (record.requests_per_minute, record.tokens_per_minute, record.max_concurrency)
         expired = record.expiry() <= datetime.now(UTC).timestamp()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import standard_input
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import Json
 from foretoken.core.errors import InvalidRequest
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from foretoken.quantize import QuantizedCheckpoint
 
 
+@grouped
 def quantize(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, GGUF file or hub name; or a folder of heads.")],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, or a file that ends with .gguf.")],
@@ -26,20 +29,15 @@ def quantize(
             "Q5_K_S, Q5_1, Q5_0, Q4_K_M, Q4_K_S, Q4_1, Q4_0, Q3_K_L, Q3_K_M, Q3_K_S, BF16, F16, F32."
         ),
     ],
-    calibration: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|-", help="Text like the model's use: rounds by GPTQ, and tells the loss."),
-    ] = None,
-    lm_head: Annotated[
-        bool, typer.Option("--lm-head", help="Quantize the vocabulary head of a folder as well. GGUF always does.")
-    ] = False,
-    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in SRC.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier DST of the same kind.")] = False,
+    calibration: str | None = option(
+        None, "Text like the model's use: rounds by GPTQ, and tells the loss.", metavar="FILE|-"
+    ),
+    lm_head: bool = option(False, "Quantize the vocabulary head of a folder as well. GGUF always does.", "--lm-head"),
+    gguf_file: str | None = option(None, "Name of a GGUF file in SRC."),
+    force: bool = option(False, "Replace an earlier DST of the same kind.", "--force"),
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint with fewer bits a weight: compressed-tensors (vLLM) or GGUF (llama.cpp)."""
-    import json
-
     text = None if calibration is None else _text(calibration)
     from foretoken.core.progress import Reporter
     from foretoken.quantize import quantize_checkpoint
@@ -64,17 +62,10 @@ def _text(name: str) -> str:
 
 
 def _record(result: QuantizedCheckpoint) -> dict[str, Any]:
-    losses = result.losses
-    return {
-        "path": str(result.path),
-        "scheme": result.scheme,
-        "bytes_before": result.bytes_before,
-        "bytes_after": result.bytes_after,
-        "seconds": round(result.seconds, 3),
-        "loss_before": None if losses is None else losses.before,
-        "loss_after": None if losses is None else losses.after,
-        "loss_tokens": None if losses is None else losses.tokens,
-    }
+    sizes = {"bytes_before": result.bytes_before, "bytes_after": result.bytes_after}
+    losses = {f"loss_{name}": getattr(result.losses, name, None) for name in ("before", "after", "tokens")}
+    seconds = round(result.seconds, 3)
+    return {"path": str(result.path), "scheme": result.scheme, **sizes, "seconds": seconds, **losses}
 
 
 def _line(result: QuantizedCheckpoint) -> str:

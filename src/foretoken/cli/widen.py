@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,8 +66,6 @@ def widen(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint that computes what SRC computes at the cost of a larger model."""
-    import json
-
     from foretoken.models.formats.checkpoint import resolve
     from foretoken.train.widen import checkpoint as up
 
