@@ -2,14 +2,16 @@
 
     python benchmarks/record_streams.py --output tests/control/streams.json
 
-Five kinds of text (code, editing, repetition, chat, mixed) of the bundled pair and, without a draft, of a real model.
-Of each token it keeps what the draft model would have done there: the probability of its likeliest token, whether that
-token is right, and the probability that a sampled draft token is accepted.
+Four kinds of text (code, editing, repetition, chat) of the bundled pair, and of a real model with its EAGLE-3 head. Of
+each token it keeps what the draft model or head would have done there: the probability of its likeliest token, whether
+that token is right, and the probability that a sampled draft token is accepted.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,8 +25,10 @@ from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.draft import Draft
 from foretoken.engine.chat_template import apply_template
 from foretoken.models.base import Model
+from foretoken.models.heads.loading import LoadedEagle, load_eagle
 from foretoken.zoo.real import real_model_path
 
+Distributions = Callable[[list[int]], torch.Tensor]
 QUESTION = "Explain in four paragraphs why the sky is blue, and why sunsets are red."
 LINE = "- {0}: the {1} was checked, no problems were found\n"
 PARTS = ("door", "window", "roof", "cellar", "lift", "kitchen", "garden", "gate")
@@ -53,8 +57,24 @@ def scored(model: Model, tokens: list[int]) -> torch.Tensor:
     return probs
 
 
-def record(llm: LLM, kind: str, temperature: float, count: int, draft: Model | None) -> dict[str, Any]:
-    """Returns one stream of a kind of text."""
+def scored_by_head(model: Model, head: LoadedEagle, tokens: list[int]) -> torch.Tensor:
+    """Returns the distributions [N, V] of a head after each token, in its first draft position; zeros after the first.
+
+    Args:
+        model: The head's target.
+        head: The head.
+        tokens: The text.
+    """
+    handle = model.open(tokens[:1])
+    (scores,) = model.score([handle], [Draft.chain(tokens[1:])], head.taps)
+    model.close(handle)
+    features = head.net.features(torch.cat([scores.taps[layer] for layer in head.taps], dim=-1))
+    logits = head.net.to_target(head.net.teacher_forced(tokens[1:], features[:-1]))
+    return torch.cat([torch.zeros(1, logits.shape[1]), logits.softmax(-1)])
+
+
+def record(llm: LLM, kind: str, temperature: float, count: int, drafted: Distributions) -> dict[str, Any]:
+    """Returns one stream of a kind of text; ``drafted`` returns the drafter's distributions after each token."""
     params = SamplingParams(max_tokens=count, temperature=temperature, seed=7, ignore_eos=True)
     text, following = texts(llm, kind)
     prompt = text if isinstance(text, list) else llm.tokenizer.encode(text)
@@ -63,13 +83,12 @@ def record(llm: LLM, kind: str, temperature: float, count: int, draft: Model | N
     else:
         tokens = llm.tokenizer.encode(following)[:count]
     stream: dict[str, Any] = {"kind": kind, "temperature": temperature, "prompt": prompt, "tokens": tokens}
-    if draft is not None:
-        whole, first = [*prompt, *tokens], len(prompt) - 1
-        p, q = scored(llm.target, whole)[first:-1], scored(draft, whole)[first:-1]
-        best = q.max(-1)
-        stream["claims"] = [round(float(claim), 2) for claim in best.values]
-        stream["right"] = [int(a == b) for a, b in zip(best.indices.tolist(), tokens, strict=True)]
-        stream["accepted"] = [round(float(value), 2) for value in torch.minimum(p, q).sum(-1)]
+    whole, first = [*prompt, *tokens], len(prompt) - 1
+    p, q = scored(llm.target, whole)[first:-1], drafted(whole)[first:-1]
+    best = q.max(-1)
+    stream["claims"] = [round(float(claim), 2) for claim in best.values]
+    stream["right"] = [int(a == b) for a, b in zip(best.indices.tolist(), tokens, strict=True)]
+    stream["accepted"] = [round(float(value), 2) for value in torch.minimum(p, q).sum(-1)]
     return stream
 
 
@@ -83,9 +102,13 @@ def main(
     for pair in ("bundled", "smollm2"):
         path = zoo.path("target") if pair == "bundled" else real_model_path("smollm2")
         llm = LLM(path, speculative_config=plain, dtype="float32" if pair == "bundled" else "auto", max_model_len=2048)
-        draft = LLM(zoo.path("draft"), speculative_config=plain, dtype="float32").target if pair == "bundled" else None
+        if pair == "bundled":
+            drafted: Distributions = partial(scored, LLM(zoo.path("draft"), speculative_config=plain, dtype="float32").target)
+        else:
+            head = load_eagle(llm.target, llm.tokenizer, zoo.path("smollm2-135m-eagle3"), path)
+            drafted = partial(scored_by_head, llm.target, head)
         streams[pair] = [
-            record(llm, kind, temperature, tokens, draft)
+            record(llm, kind, temperature, tokens, drafted)
             for kind, temperature in product(("code", "editing", "repetition", "chat"), (0.0, 1.0))
         ]
     output.write_text(json.dumps(streams, separators=(",", ":")) + "\n")

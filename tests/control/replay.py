@@ -11,6 +11,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from foretoken.control.fixed import Fixed
 from foretoken.control.ledger import Ledger
 from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.draft import Draft, log_scores
+from foretoken.core.law import PointMass, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
@@ -45,18 +47,24 @@ class Machine:
     Attributes:
         passes: Milliseconds by rows.
         level: Milliseconds of one draft token of the model; None if there is no draft model.
+        start: Milliseconds of a draft beside its tokens.
         step: Milliseconds of a step beside its pass.
         search: Milliseconds of a search for text to copy, decisions included.
     """
 
     passes: Mapping[int, float]
     level: float | None = None
+    start: float = 0.0
     step: float = 0.15
-    search: float = 0.25
+    search: float = 0.1
 
     def rows(self, rows: float) -> float:
         """Returns the seconds of a pass."""
         return float(np.interp(rows, list(self.passes), list(self.passes.values()))) / 1e3
+
+    def drafting(self, levels: int) -> float:
+        """Returns the seconds of drafting."""
+        return (self.start + levels * self.level) / 1e3 if levels and self.level is not None else 0.0
 
     @property
     def plain(self) -> float:
@@ -66,8 +74,10 @@ class Machine:
 
 # Two cores of a Zen 5, context of some hundred tokens.
 SMOLLM2 = Machine({1: 2.3, 2: 2.45, 4: 2.85, 8: 3.6, 16: 5.4, 33: 9.5})
+HEADED = Machine(SMOLLM2.passes, level=0.17, start=0.4)  # with its EAGLE-3 head
 WIDENED = Machine({1: 13.5, 2: 13.7, 4: 14.2, 8: 15.5, 16: 19.5, 33: 33.0})
 BUNDLED = Machine({1: 0.95, 2: 1.05, 4: 1.15, 8: 1.35, 16: 1.8, 33: 2.8}, level=0.11)
+WIDE_HEADED = Machine(WIDENED.passes, level=0.25, start=0.6)
 SCALED = Machine({1: 50.0, 4: 52.0, 8: 55.5, 16: 59.5, 33: 94.5}, level=0.9)
 
 
@@ -120,9 +130,8 @@ class RecordedDraft(Proposer):
                     break
         law = None if context.law.greedy else Sampled(torch.empty(0))
         levels = len(tokens) if len(tokens) < budget else None
-        scores = torch.tensor(claims).log().cumsum(0) if context.law.greedy else None
-        chain = Draft.chain(tokens, law)
-        return Draft(chain.ids, chain.parents, chain.law, scores, levels)
+        scores = log_scores(accumulate(claims, mul)) if context.law.greedy else None
+        return Draft(tuple(tokens), Draft.chain(tokens).parents, law or PointMass(), scores, levels)
 
 
 @dataclass
@@ -153,13 +162,13 @@ class Replay:
         """Returns the default: the union of copied text and the draft model, if there is one."""
         costs = CostModel()
         policy = DraftPolicy(costs, max_tokens)
-        policy.bound(max_tokens, Ledger(0.005))
+        policy.bound(max_tokens, Ledger(0.01))
         sources, model = [UnionMember("suffix", _suffix())], None
         drafting: dict[int, float] = {}
         if machine.level is not None:
             model = RecordedDraft()
             sources.append(UnionMember("draft_model", model))
-            drafting = {depth: depth * machine.level / 1e3 for depth in DEPTHS}
+            drafting = {depth: machine.drafting(depth) for depth in DEPTHS}
         costs.calibrate({d + 1: machine.rows(d + 1) + machine.step / 1e3 for d in (0, *DEPTHS)}, drafting)
         return Replay(machine, policy, Union(sources, policy, "auto"), model)
 
@@ -201,9 +210,9 @@ class Replay:
             path.append(at)
         emitted = tuple(tokens[position : position + len(path) + 1])
         levels = (budget if draft.levels is None else draft.levels) if budget and self.model else 0
-        propose = levels * (self.machine.level or 0.0) + searches * self.machine.search
+        propose = self.machine.drafting(levels) + searches * self.machine.search / 1e3
         score = self.machine.rows(1 + len(draft)) + self.machine.step / 1e3
-        timings = Timings(propose / 1e3, score, 0.0, 0.0, 1)
+        timings = Timings(propose, score, 0.0, 0.0, 1)
         context.tokens.extend(emitted)
         end = "length" if context.generated == len(tokens) else None
         step = StepOutput(context.id, position, draft, Verdict(tuple(path), emitted[-1]), emitted, timings, end, budget)

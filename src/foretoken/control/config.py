@@ -32,7 +32,7 @@ class FixedConfig:
         memory: Shorten drafts while memory is short.
     """
 
-    allowance: float = 0.005
+    allowance: float = 0.01
     guard: bool = False
     memory: bool = True
 

@@ -30,7 +30,7 @@ class Ledger:
 
     def cap(self, costs: CostModel, batch: int) -> float:
         """Returns the seconds that the next step may lose."""
-        return costs.tuning.budget_steps / 8 * costs.plain_seconds(batch) if self.balance is None else self.balance
+        return costs.tuning.budget_steps / 4 * costs.plain_seconds(batch) if self.balance is None else self.balance
 
     def income(self, costs: CostModel, batch: int) -> float:
         """Returns the seconds that a plain step of ``batch`` requests adds."""

@@ -38,7 +38,7 @@ class Tuning:
     hold_steps: int = 4  # steps for which a decision about a model's drafts holds
     wait_steps: int = 8  # steps without drafts before the first trial; doubles after each trial that fails, to 32 times
     trial_tokens: int = 4  # draft tokens of a trial
-    budget_steps: float = 16.0  # plain steps that may be saved up for losses; an eighth of them at the start
+    budget_steps: float = 16.0  # plain steps that may be saved up for losses; a quarter of them at the start
 
 
 TUNING = Tuning()
