@@ -50,7 +50,7 @@ class HiddenStateProposer(Proposer):
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
     def ends_early(self, context: Context) -> bool:
-        return context.law.greedy
+        return context.law.greedy and self.config.is_chain(drawn=False)
 
     def reusable_prefix_len(self, context: Context) -> int:
         self.forget(context)
