@@ -11,7 +11,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Scores
 from foretoken.models.heads.feature_net import DraftNet, HeadHandle
-from foretoken.models.runners.pass_plan import TapRows
+from foretoken.models.runners.pass_plan import TapRows, tapped_rows
 from foretoken.propose.base import Needs, Observation, Proposer
 from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, GrowthConfig, begin, is_drawn
@@ -65,7 +65,7 @@ class HiddenStateProposer(Proposer):
         whole prompt after its last chunk would delay them.
         """
         for context, score in zip(contexts, scores, strict=True):
-            self._keep(context, score, range(len(score.taps[self.taps[0]])))
+            self._keep(context, score, range(tapped_rows(score.taps)))
         if self._drafting:
             for context in contexts:
                 if (handle := self._handles.get(context.id)) is not None:
@@ -78,7 +78,7 @@ class HiddenStateProposer(Proposer):
         for context, observation in zip(contexts, observations, strict=True):
             step, scores = observation.step, observation.scores
             # The rows of committed tokens come first, those of the draft follow.
-            known = len(scores.taps[self.taps[0]]) - len(step.draft)
+            known = tapped_rows(scores.taps) - len(step.draft)
             path = step.verdict.path[: max(0, len(step.tokens) - 1)]
             self._keep(context, scores, [*range(known), *(known + node for node in path)])
             if step.finish_reason is not None:

@@ -6,7 +6,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.draft import Draft
@@ -17,21 +19,27 @@ _MAX_WASTE = 8  # rows that hold more than this many times their own memory are 
 
 
 class Tapped(Mapping[int, Tensor]):
-    """Hidden states of a pass in one tensor, of which a layer's are a view.
+    """Hidden states of a pass in one array; a layer's become a tensor when they are asked for.
 
     Args:
         layers: The layers.
-        states: [layers, rows, H].
+        states: float32 [layers, rows, H].
     """
 
-    def __init__(self, layers: Sequence[int], states: Tensor) -> None:
+    def __init__(self, layers: Sequence[int], states: NDArray[np.float32]) -> None:
         self.layers, self.states = tuple(layers), states
+        self.rows = states.shape[1]
+
+    @property
+    def starts(self) -> range:
+        """Addresses of the layers' states."""
+        first, size = self.states.__array_interface__["data"][0], self.states.strides[0]
+        return range(first, first + len(self.layers) * size, size)
 
     def __getitem__(self, layer: int) -> Tensor:
-        try:
-            return self.states[self.layers.index(layer)]
-        except ValueError:
-            raise KeyError(layer) from None
+        if layer not in self.layers:
+            raise KeyError(layer)
+        return torch.from_numpy(self.states[self.layers.index(layer)])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.layers)
@@ -40,27 +48,30 @@ class Tapped(Mapping[int, Tensor]):
         return len(self.layers)
 
 
+def tapped_rows(taps: Mapping[int, Tensor]) -> int:
+    """Returns the number of rows whose states were tapped."""
+    return taps.rows if isinstance(taps, Tapped) else len(next(iter(taps.values())))
+
+
 @dataclass(frozen=True, slots=True)
 class TapRows:
     """Rows of the target's tapped layers that a head has not read yet, left where the passes wrote them.
 
     Attributes:
-        chunks: the states [n, Ht] of every layer, or of all as [layers, n, Ht], and which of their rows are meant; each
-            of another pass.
+        chunks: the states of all layers, as the pass returned them or [n, Ht] each, and which of their rows are meant;
+            each of another pass.
     """
 
-    chunks: list[tuple[Sequence[Tensor] | Tensor, Sequence[int]]] = field(default_factory=list)
+    chunks: list[tuple[Tapped | tuple[Tensor, ...], Sequence[int]]] = field(default_factory=list)
 
     @staticmethod
     def of(taps: Mapping[int, Tensor], layers: Sequence[int], rows: Sequence[int]) -> TapRows:
         """Returns the given rows of ``layers``. Only a few rows of a large pass are copied, to free the others."""
-        states: Sequence[Tensor] | Tensor
-        if isinstance(taps, Tapped) and taps.layers == tuple(layers):
-            states = taps.states
-        else:
-            states = tuple(taps[layer] for layer in layers)
-        first = states if isinstance(states, Tensor) else states[0]
-        if first.untyped_storage().nbytes() > _MAX_WASTE * len(rows) * len(layers) * first.shape[-1] * first.itemsize:
+        if isinstance(taps, Tapped) and taps.layers == tuple(layers) and taps.rows <= _MAX_WASTE * len(rows):
+            return TapRows([(taps, rows)])
+        states = tuple(taps[layer] for layer in layers)
+        first = states[0]
+        if first.untyped_storage().nbytes() > _MAX_WASTE * len(rows) * first.shape[-1] * first.itemsize:
             states, rows = tuple(state[list(rows)] for state in states), range(len(rows))
         return TapRows([(states, rows)])
 
@@ -84,31 +95,32 @@ class TapRows:
 
     def concatenated(self) -> Tensor:
         """Returns the states [rows, layers * Ht], those of one row's layers one after another."""
-        parts = [torch.cat([_rows(state, rows) for state in states], dim=-1) for states, rows in self.chunks]
+        parts = [
+            torch.cat([_rows(state, rows) for state in (states.values() if isinstance(states, Tapped) else states)], -1)
+            for states, rows in self.chunks
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def addresses(self) -> array[int]:
         """Returns the address of every row's state of every layer, for float32 states of the host."""
         result = array("Q")
         for states, rows in self.chunks:
-            if isinstance(states, Tensor):
-                first, size = states.data_ptr(), 4 * states.stride(0)
-                starts = [(first + i * size, 4 * states.stride(1)) for i in range(len(states))]
+            if isinstance(states, Tapped):
+                step, starts = states.states.strides[1], states.starts
+                result.extend(start + row * step for row in rows for start in starts)
             else:
-                starts = [(state.data_ptr(), 4 * state.stride(0)) for state in states]
-            result.extend(start + row * step for row in rows for start, step in starts)
+                placed = [(state.data_ptr(), 4 * state.stride(0)) for state in states]
+                result.extend(start + row * step for row in rows for start, step in placed)
         return result
 
     @property
     def addressable(self) -> bool:
         """Whether all states are float32 on the host."""
-        return all(_addressable(states) for states, _ in self.chunks)
+        return all(isinstance(states, Tapped) or all(map(_addressable, states)) for states, _ in self.chunks)
 
 
-def _addressable(states: Sequence[Tensor] | Tensor) -> bool:
-    if isinstance(states, Tensor):
-        return states.dtype is torch.float32 and states.is_cpu and states.stride(-1) == 1
-    return all(map(_addressable, states))
+def _addressable(states: Tensor) -> bool:
+    return states.dtype is torch.float32 and states.is_cpu and states.stride(-1) == 1
 
 
 @dataclass(frozen=True, slots=True)

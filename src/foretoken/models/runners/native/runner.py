@@ -259,11 +259,9 @@ class NativeRunner(DecoderOnly):
         if not taps:
             return {}
         layers = tuple(dict.fromkeys(taps))
-        states = torch.empty(len(layers), len(plan.tokens), self._architecture.hidden)
-        start, size = states.data_ptr(), states.stride(0) * states.element_size()
-        arrays["tap_layers"] = array("i", layers)
-        arrays["taps"] = array("Q", range(start, start + len(layers) * size, size))
-        return Tapped(layers, states)
+        tapped = Tapped(layers, np.empty((len(layers), len(plan.tokens), self._architecture.hidden), np.float32))
+        arrays["tap_layers"], arrays["taps"] = array("i", layers), array("Q", tapped.starts)
+        return tapped
 
     def _arrays(self, plan: PassPlan, further: Sequence[int] | None = None) -> dict[str, array[int]]:
         """Returns the arrays of a pass; pages are reserved for its rows and ``further`` ones of each sequence."""
