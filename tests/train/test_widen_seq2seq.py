@@ -32,7 +32,9 @@ def source(folder: Path, tokenizer: Any, tied: bool, **changes: Any) -> Path:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif "relative" in name:
                 parameter.mul_(20)
+    before = tokenizer("x")["input_ids"]
     repair.save(model, tokenizer, folder, tied)
+    assert tokenizer("x")["input_ids"] == before  # the copy in the folder alone appends the end of the text
     T5ForConditionalGeneration.from_pretrained(folder).float().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied} | changes))

@@ -8,6 +8,7 @@ closed. Most of the output is copied from the input, as in any edit.
 from __future__ import annotations
 
 import ast
+import copy
 import keyword
 import re
 import textwrap
@@ -488,7 +489,7 @@ def evaluation_batches(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, confi
 
 def save(model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path, tied: bool) -> None:
     """Writes bf16 weights, config and a tokenizer that appends the end-of-text token, as T5's do."""
-    end = tokenizer.eos_token
+    tokenizer, end = copy.deepcopy(tokenizer), tokenizer.eos_token  # callers go on with theirs
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
     )
