@@ -103,7 +103,9 @@ def main(
         path = zoo.path("target") if pair == "bundled" else real_model_path("smollm2")
         llm = LLM(path, speculative_config=plain, dtype="float32" if pair == "bundled" else "auto", max_model_len=2048)
         if pair == "bundled":
-            drafted: Distributions = partial(scored, LLM(zoo.path("draft"), speculative_config=plain, dtype="float32").target)
+            drafted: Distributions = partial(
+                scored, LLM(zoo.path("draft"), speculative_config=plain, dtype="float32").target
+            )
         else:
             head = load_eagle(llm.target, llm.tokenizer, zoo.path("smollm2-135m-eagle3"), path)
             drafted = partial(scored_by_head, llm.target, head)
