@@ -107,6 +107,7 @@ class TokenRow(Structure):
         logits: The row.
         changes: Address of its ``Adjustment``; None for none.
         below: Address of its ``DraftNodes``; None for none.
+        ids: Address of the tokens whose noise a race takes; None for those of the logits.
         filter: Temperature and filters, for sources that draw.
         noise: See ``Noise.bits``; with a position the ``streams.purpose_key`` of the draw at index 0.
         position: Number of tokens that were generated before the step; -1 for noise that is complete.
@@ -121,7 +122,7 @@ class TokenRow(Structure):
     """
 
     _fields_ = [
-        *((name, c_void_p) for name in ("logits", "changes", "below")),
+        *((name, c_void_p) for name in ("logits", "changes", "below", "ids")),
         ("filter", FilterSpec),
         ("noise", c_uint64),
         *((name, c_int32) for name in ("source", "top_count")),

@@ -149,9 +149,10 @@ INLINE Doubles load_wide(const T* w, int64_t count) {
     return __builtin_convertvector(numbers, Doubles);
 }
 
-// Continues a race behind the tokens that have led to `best` with n further ones, the first of which is `first`.
+// Continues a race behind the tokens that have led to `best` with n further ones, the first of which is `first`. ids: null, or
+// the tokens whose noise those of the race have.
 template <class T>
-Best raced(const T* w, int64_t n, int64_t first, uint64_t key, Best best) {
+Best raced(const T* w, int64_t n, int64_t first, uint64_t key, Best best, const int32_t* ids = nullptr) {
     Words counter = {};
     for (int lane = 0; lane < WIDE; lane++) counter[lane] = lane + 1;
     counter = (counter + (uint64_t)first) * GOLDEN + key;
@@ -160,6 +161,7 @@ Best raced(const T* w, int64_t n, int64_t first, uint64_t key, Best best) {
         // No exponential is under 2^-53: tokens that cannot win with that one are skipped.
         if (!bits_of((Lanes)(weights > best.score * 0x1p-53))) continue;
         Words z = counter;
+        for (int lane = 0; ids && lane < WIDE; lane++) z[lane] = ((uint64_t)ids[std::min(first + i + lane, first + n - 1)] + 1) * GOLDEN + key;
         z = (z ^ z >> 30) * FIRST;
         z = (z ^ z >> 27) * SECOND;
         z = (z ^ z >> 31) >> 12;

@@ -49,7 +49,7 @@ const LayoutField* foretoken_layout() {
         LAYOUT(Adjustment, allowed, banned, ends, biased, biases, seen, generated, banned_count, end_count, biased_count, seen_count,
                end_steps, repetition, frequency, presence)
         LAYOUT(DraftNodes, ids, parents, rows, path, stride, nodes, deepest, path_count)
-        LAYOUT(TokenRow, logits, changes, below, filter, noise, source, top_count, top_ids, top_logprobs, logprob, position, index, rank,
+        LAYOUT(TokenRow, logits, changes, below, ids, filter, noise, source, top_count, top_ids, top_logprobs, logprob, position, index, rank,
                token)
         {},
     };
@@ -184,25 +184,30 @@ int32_t foretoken_copies(const CopySearch* search, int32_t* tokens, int32_t* par
     }, "a search of %lld tokens", (long long)search->count);
 }
 
-// Draws a token from the distribution of logits [n], which `row` receives; -1 where no token is possible. noise: the key of a
-// race, or a number u.
-int32_t foretoken_choose(const float* logits, int64_t n, const FilterSpec* f, int races, const void* noise, float* row,
-                         int64_t* token, int threads) {
+// Draws a token from the distribution of logits [n]; -1 where no token is possible. ids: the token of each logit, ascending, or
+// null. noise: the key of a race, or a number u. row: null, or [width]; receives the distribution.
+int32_t foretoken_choose(const float* logits, int64_t n, const int32_t* ids, int64_t width, const FilterSpec* f, int races,
+                         const void* noise, float* row, int64_t* token, int threads) {
     return guarded([&] {
         check_rows(n, 1, n);
         TokenRow request{};
-        request.logits = logits, request.filter = *f, request.noise = *(const uint64_t*)noise;
+        request.logits = logits, request.filter = *f, request.noise = *(const uint64_t*)noise, request.ids = ids;
         request.source = races ? RACE : FRACTION, request.top_count = request.position = -1;
         check_token_row(request, n);
         each_row(1, 1, n, threads, [&](Member& member, int64_t, ScratchList& list) {
             RowScratch& scratch = list.of(member, 0);
             TokenChoice(member, request, nullptr, n, scratch).run();
-            if (request.token < 0) return;
+            if (request.token < 0 || !row) return;
+            if (ids) member.each(1, 1, [&](int64_t) { std::memset(row, 0, width * sizeof(float)); });
             member.each(chunks(n), 1, [&](int64_t c) {
-                write_chances(logits + c * CHUNK, std::min(CHUNK, n - c * CHUNK), c * CHUNK, scratch.dist, row + c * CHUNK);
+                const int64_t first = c * CHUNK, count = std::min(CHUNK, n - first);
+                if (!ids) return write_chances(logits + first, count, first, scratch.dist, row + first);
+                float chances[CHUNK];
+                write_chances(logits + first, count, first, scratch.dist, chances);
+                for (int64_t i = 0; i < count; i++) row[ids[first + i]] = chances[i];
             });
         });
-        *token = request.token;
+        *token = request.token < 0 || !ids ? request.token : ids[request.token];
     }, "a draw of %lld tokens", (long long)n);
 }
 

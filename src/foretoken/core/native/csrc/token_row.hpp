@@ -139,6 +139,7 @@ struct TokenRow {
     const float* logits;        // [n]
     const Adjustment* changes;  // null: none
     DraftNodes* below;          // null: none
+    const int32_t* ids;         // [n]; the tokens whose noise a race takes; null: all
     FilterSpec filter;
     uint64_t noise;             // the bits of the fraction, or the key of the race; with a position the key that it is mixed into
     int32_t source;
@@ -259,7 +260,7 @@ class TokenChoice {
         member.each(runs(n), 1, [&](int64_t c) {
             Best best;
             each_block(x, c * RUN, std::min(RUN, n - c * RUN), [&](const float* p, int64_t first, int64_t tokens) {
-                return best = raced(p, tokens, first, key, best), false;
+                return best = raced(p, tokens, first, key, best, row.ids), false;
             });
             s.races[c] = best;
         });

@@ -146,14 +146,13 @@ class ChainArrays:
 
     def _sampler(self, number: int, limit: int, draws: Draws) -> SamplerSpec:
         noise = array("Q", draws.keys) if draws.keys else array("d", draws.uniforms)
-        kept, rows = draws.kept.spec(width := self._vocabulary.width), torch.empty(limit if draws.rows else 1, width)
-        self._held += [noise, kept, rows]
+        kept, rows = draws.kept.spec(self._vocabulary.size), None
+        self._held += [noise, kept]
         if draws.rows:
-            self._rows[number] = rows
+            self._rows[number] = rows = torch.empty(limit, self._vocabulary.width)
         return SamplerSpec(
             kept=ctypes.addressof(kept),
             noise=noise.buffer_info()[0],
-            rows=rows.data_ptr(),
+            rows=None if rows is None else rows.data_ptr(),
             races=bool(draws.keys),
-            keeps=draws.rows,
         )

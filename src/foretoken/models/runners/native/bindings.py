@@ -301,7 +301,7 @@ class BatchSpec(Structure):
 class SamplerSpec(Structure):
     """Sampling of a chain's tokens; null ``kept`` for the likeliest ones."""
 
-    _fields_ = [*((name, c_void_p) for name in ("kept", "noise", "rows")), ("races", c_int32), ("keeps", c_int32)]
+    _fields_ = [*((name, c_void_p) for name in ("kept", "noise", "rows")), ("races", c_int32)]
 
 
 class TreeSpec(Structure):

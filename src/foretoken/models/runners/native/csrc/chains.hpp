@@ -11,15 +11,17 @@
 #include "trees.hpp"
 #include "validate.hpp"
 
-// Draws a token from the distribution of logits [n], which `row` receives; -1 where none is possible (core/native/sampling.cpp).
-using Choose = int32_t (*)(const float* logits, int64_t n, const void* kept, int races, const void* noise, float* row, int64_t* token, int threads);
+// Draws a token from the distribution of logits [n], which `row` [width] receives unless it is null; -1 where none is possible
+// (core/native/sampling.cpp).
+using Choose = int32_t (*)(const float* logits, int64_t n, const int32_t* ids, int64_t width, const void* kept, int races, const void* noise, float* row,
+                           int64_t* token, int threads);
 
 // How the tokens of a chain are drawn.
 struct SamplerSpec {
     const void* kept;       // temperature and filters; null: the likeliest tokens are taken
     const uint64_t* noise;  // [limit]; the bits of uniform numbers, or the keys of races
-    float* rows;            // [limit][width]; result: their distributions; [width] unless it keeps them
-    int32_t races, keeps;
+    float* rows;            // [limit][width], or null; result: their distributions
+    int32_t races;
 };
 
 struct ChainSpec {
@@ -66,7 +68,6 @@ class Chains {
         }
         if (batch.ranks) ranked.resize((int64_t)widest * batch.ranks), batch.ranked = ranked.data();
         if (first.featured()) features.resize(widest * m.hidden), tapped = features, tap = tapped.data();
-        if (c.ids) wide.assign(c.width, -INFINITY);
     }
 
     // Calls pass(batch) for each level.
@@ -100,7 +101,7 @@ class Chains {
         for (int s = 0; s < first.sequences; s++) {
             if (c.limits[s] < 1 || c.limits[s] > c.longest) refuse("chain %d has %d tokens, from 1 to %d are expected", s, c.limits[s], c.longest);
             const SamplerSpec& how = c.samplers[s];
-            if (how.kept && !(c.choose && how.noise && how.rows)) refuse("chain %d is drawn, without what it is drawn with", s);
+            if (how.kept && !(c.choose && how.noise)) refuse("chain %d is drawn, without what it is drawn with", s);
             const TreeSpec& tree = c.trees[s];
             if (tree.width < 0 || tree.width > std::min(c.vocab, m.vocab) || (tree.width && (tree.steps < 1 || how.kept || !(tree.temperature > 0.0f))))
                 refuse("a tree of %d tokens a node and %d levels", tree.width, tree.steps);
@@ -134,10 +135,9 @@ class Chains {
     bool draw(int s, const float* logits) {
         const SamplerSpec& how = c.samplers[s];
         const int64_t depth = c.counts[s];
-        float* row = how.rows + (how.keeps ? depth * c.width : 0);
+        float* row = how.rows ? how.rows + depth * c.width : nullptr;
         int64_t token;
-        for (int i = 0; c.ids && i < c.vocab; i++) wide[c.ids[i]] = logits[i];
-        const int32_t status = c.choose(c.ids ? wide.data() : logits, c.width, how.kept, how.races, how.noise + depth, row, &token, threads);
+        const int32_t status = c.choose(logits, c.vocab, c.ids, c.width, how.kept, how.races, how.noise + depth, row, &token, threads);
         if (status == NO_MEMORY) throw std::bad_alloc();
         if (status != OK) refuse("token %lld of chain %d cannot be drawn", (long long)depth, s);
         if (token < 0) return false;
@@ -204,7 +204,6 @@ class Chains {
     std::vector<int64_t> ranked;   // [widest][ranks]; the likeliest tokens
     std::vector<float> features, tapped;  // [widest][hidden]; what a pass behind the first one reads, and its tapped states
     float* tap = nullptr;
-    std::vector<float> wide;       // [width]; logits of all tokens
     std::vector<int32_t> tokens, positions, places, prefix, branch_from, branches, sequence_from, page_counts, numbers;
     std::vector<Word* const*> pages;
     std::vector<const LoraAdapter*> adapters;

@@ -68,7 +68,7 @@ const LayoutField* foretoken_layout() {
         LAYOUT(BatchSpec, tokens, positions, places, prefix, branch_from, branches, sequence_from, pages, page_counts, outputs,
                logits, likeliest, ranked, tap_layers, taps, features, states, replay, adapters, source_pages, source_counts, source_lengths, rows, sequences,
                output_count, tap_count, branch_count, ranks, reach, source_reach)
-        LAYOUT(SamplerSpec, kept, noise, rows, races, keeps)
+        LAYOUT(SamplerSpec, kept, noise, rows, races)
         LAYOUT(TreeSpec, width, steps, temperature, floor)
         LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, parents, counts, tried, samplers, trees, choose,
                ids, longest, buckets, vocab, width)
