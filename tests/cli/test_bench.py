@@ -156,7 +156,7 @@ def test_wrong_requests_are_one_line(run, nowhere, args, said):
 
 def test_rows_must_be_numbers(run, tiny_pair):
     result = run("bench", "costs", "--model", str(tiny_pair.target), "--rows", "1,x")
-    assert result.code == 1 and "--rows must be whole numbers" in result.err
+    assert result.code == 1 and "--rows must be positive integers such as 1,4,16" in result.err
 
 
 @pytest.mark.usefixtures("preloaded_python")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from foretoken.cli.grouped import grouped, option
-from foretoken.cli.options import MODEL, ReportOptions
+from foretoken.cli.options import MODEL, ReportOptions, counts, names
 from foretoken.cli.theme import wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
@@ -39,15 +39,14 @@ class LoadOptions:
         """Returns the numbers of requests and tokens. Raises InvalidRequest."""
         from foretoken.bench.http_workloads import LoadPlan
 
-        counts = _counts(self.concurrency)
-        return LoadPlan(counts, self.requests, self.long_tokens, self.shared_tokens, self.agents)
+        at_once = counts("--concurrency", self.concurrency)
+        return LoadPlan(at_once, self.requests, self.long_tokens, self.shared_tokens, self.agents)
 
     def check(self) -> None:
         """Raises InvalidRequest for an unknown generator."""
         from foretoken.bench.public_load import GENERATORS
 
-        if self.generator not in GENERATORS:
-            raise InvalidRequest(f"unknown --generator {self.generator!r}; known: {', '.join(GENERATORS)}")
+        names("--generator", self.generator, GENERATORS)
 
     def server(self, address: str, api_key: str | None, model: str | None) -> LoadedServer:
         """Returns the server under load. Raises ForetokenError if it does not answer."""
@@ -73,13 +72,13 @@ def bench_serve(
 ) -> None:
     """Load a server with concurrent requests: throughput, TTFT and ITL percentiles, and the gain of shared prefixes."""
     from foretoken.bench.http_page import load_page, load_table, speedup_lines
-    from foretoken.bench.http_workloads import run_workload
+    from foretoken.bench.http_workloads import WORKLOADS, run_workload
     from foretoken.bench.setting import setting
 
     if url is not None and server_options:
         raise InvalidRequest("--server-options are for a server that is started; omit --url or them")
     load.check()
-    chosen, plan = _chosen(load.workloads), load.plan()
+    chosen, plan = names("workload", load.workloads, WORKLOADS), load.plan()
     notes, results = wide_console(report.color, stderr=True), []
     with nullcontext((url, 0)) if url is not None else started(server_options, api_key) as (address, _):
         server = load.server(address, api_key, model)
@@ -109,22 +108,3 @@ def started(options: str, key: str | None) -> AbstractContextManager[tuple[str, 
 
     command = [sys.executable, "-m", "foretoken", "serve", "--max-num-seqs", "64", "--log-level", "error"]
     return server_process([*command, *shlex.split(options)], "/ready", {"FORETOKEN_API_KEY": key} if key else None)
-
-
-def _chosen(workloads: str) -> list[str]:
-    from foretoken.bench.http_workloads import WORKLOADS
-
-    chosen = [name.strip() for name in workloads.split(",")]
-    if unknown := [name for name in chosen if name not in WORKLOADS]:
-        raise InvalidRequest(f"unknown workload {unknown[0]!r}; known: {', '.join(WORKLOADS)}")
-    return chosen
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1:
-        raise InvalidRequest(f"--concurrency must be positive integers such as 1,4,16, got {text!r}")
-    return counts

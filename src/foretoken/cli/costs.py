@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.bench_options import BenchmarkModels
 from foretoken.cli.grouped import grouped, option
-from foretoken.cli.options import ResultOptions, TargetFormats, WeightFormat
+from foretoken.cli.options import ResultOptions, TargetFormats, WeightFormat, counts, names
 from foretoken.cli.theme import note, on_terminal, wide_console
 
 if TYPE_CHECKING:
@@ -44,12 +44,9 @@ def costs(
     """Time passes beside their lower bound and transformers' step, the parts of a step, and the first token."""
     from foretoken import zoo
     from foretoken.bench.setting import cores, setting
-    from foretoken.core.errors import InvalidRequest
     from foretoken.train.widen.checkpoint import scaled
 
-    chosen = [part.strip() for part in parts.split(",")]
-    if unknown := [part for part in chosen if part not in PARTS]:
-        raise InvalidRequest(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
+    chosen = names("part", parts, PARTS)
     import torch
 
     torch.set_num_threads(cores())
@@ -57,7 +54,7 @@ def costs(
     wide = models.target or scaled("0.7b")
     small = models.draft or (zoo.path("draft") if bundled else None)
     drafting: dict[str, Any] = {"draft_model": str(small)} if small else {"speculative_config": {"method": "recycling"}}
-    sizes, contexts = _numbers("--rows", rows), _numbers("--context", context)
+    sizes, contexts = counts("--rows", rows), counts("--context", context)
     notes = wide_console(report.color, stderr=True)
     record: dict[str, Any] = {
         "setting": setting() | {"target": wide.name, "draft": small.name if small else "recycling"}
@@ -80,7 +77,13 @@ def costs(
 
 
 def _passes(
-    wide: Path, formats: NumberFormats, rows: list[int], contexts: list[int], turns: int, batch: int, notes: Console
+    wide: Path,
+    formats: NumberFormats,
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    turns: int,
+    batch: int,
+    notes: Console,
 ) -> tuple[Any, list[Any]]:
     from foretoken.bench import tables
     from foretoken.bench.costs import Loaded, pass_costs
@@ -150,27 +153,15 @@ def _startup(name: str, bundled: bool, options: dict[str, Any], times: int, note
     ]
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    from foretoken.core.errors import InvalidRequest
-
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise InvalidRequest(f"{option} must be whole numbers above 0 with commas between them, got {text!r}")
-    return list(dict.fromkeys(numbers))
-
-
 def tracker(notes: Console, title: str) -> Callable[[Sequence[int]], Iterable[int]]:
     """Returns a wrapper of iterables that shows a progress bar; without a terminal it prints a line."""
-    if not on_terminal(notes):
-        return lambda turns: _announced(turns, notes, title)
-    from rich.progress import track
 
-    return lambda turns: track(turns, title, console=notes)
+    def shown(turns: Sequence[int]) -> Iterable[int]:
+        if on_terminal(notes):
+            from rich.progress import track
 
+            return track(turns, title, console=notes)
+        notes.print(f"{title}: {len(turns)} turns", markup=False)
+        return turns
 
-def _announced(turns: Sequence[int], notes: Console, title: str) -> Sequence[int]:
-    notes.print(f"{title}: {len(turns)} turns", markup=False)
-    return turns
+    return shown

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import MODEL, Json
+from foretoken.core.artifacts import DATASTORE, PROVENANCE, Destination
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import write_json
 
 PIECE = 1 << 20  # characters that are tokenized together; longer documents are split
 
 
+@grouped
 def build_datastore(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     data: Annotated[list[Path], typer.Option(help="A text file, or a folder of .py, .md and .txt (repeatable).")],
-    model: Annotated[
-        str | None, typer.Option(*MODEL, help="The target it is for: its tokenizer is used. [bundled]")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier datastore in OUT.")] = False,
+    model: str | None = option(None, "The target it is for: its tokenizer is used. [bundled]", *MODEL),
+    force: bool = option(False, "Replace an earlier datastore in OUT.", "--force"),
     as_json: Json = False,
 ) -> None:
     """Build a datastore: then --speculative-config '{"method": "retrieval", "model": "OUT"}'."""
-    import json
-
     from foretoken import zoo
-    from foretoken.core.artifacts import DATASTORE, PROVENANCE, Destination
-    from foretoken.core.files import write_json
     from foretoken.core.progress import Reporter
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.propose.datastore import DatastoreWriter
@@ -53,7 +53,6 @@ def build_datastore(
 
 
 def _files(paths: list[Path]) -> list[Path]:
-    from foretoken.core.errors import InvalidRequest
     from foretoken.train.data import text_files
 
     if not (files := text_files(paths)):
@@ -63,8 +62,6 @@ def _files(paths: list[Path]) -> list[Path]:
 
 def _batches(files: list[Path]) -> Iterator[list[str]]:
     """Yields pieces of whole lines, in batches of about ``PIECE`` characters."""
-    from foretoken.core.errors import InvalidRequest
-
     batch: list[str] = []
     held = 0
     for file in files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +227,25 @@ def named_once(argument: str | None, option: str | None) -> str | None:
     if argument is not None and option is not None:
         raise InvalidRequest(f"two models are given, {argument} and --model {option}; leave one of them out")
     return option if argument is None else argument
+
+
+def names(kind: str, text: str, known: Collection[str]) -> list[str]:
+    """Returns the names in a comma-separated list. Raises InvalidRequest for unknown ones."""
+    result = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in result if name not in known]:
+        raise InvalidRequest(f"unknown {kind} {unknown[0]!r}; known: {', '.join(known)}")
+    return result
+
+
+def counts(option: str, text: str) -> tuple[int, ...]:
+    """Returns the positive integers in a comma-separated list, each once. Raises InvalidRequest."""
+    try:
+        result = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        result = ()
+    if not result or min(result) < 1:
+        raise InvalidRequest(f"{option} must be positive integers such as 1,4,16, got {text!r}")
+    return result
 
 
 def speculative(text: str) -> dict[str, Any]:

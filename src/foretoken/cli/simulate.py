@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ReportOptions
+from foretoken.core.checks import integer, number
+from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,13 +97,17 @@ def simulate(
         outcomes = workers.simulate(setting, chosen, repeats)
         table, verdict = _table(outcomes), _whether(outcomes)
 
-    made: dict[str, Any] = _record(setting, repeats, verdict, outcomes, result)
-    made["pays"] = any(map(workers.pays, result.outcomes if result is not None else [outcomes]))
+    made: dict[str, Any] = {
+        "setting": asdict(setting) | {"repeats": repeats, "unit": "seconds"},  # as all times in it
+        "verdict": verdict,
+        "outcomes": [asdict(one) for one in outcomes],
+        "sweep": asdict(result) if result is not None else None,
+        "pays": any(map(workers.pays, result.outcomes if result is not None else [outcomes])),
+    }
     report.publish(made, lambda: [table, Text(verdict, style="bold")], lambda: page(made))
 
 
 def _needed(target: float, draft: float, depth: int) -> int:
-    from foretoken.core.checks import integer, number
     from foretoken.plan.simulation.pipelines import servers_needed
 
     number("--target-ms", target, 0.0)
@@ -111,8 +118,6 @@ def _needed(target: float, draft: float, depth: int) -> int:
 
 def _values(sweep: Varied, text: str | None) -> list[float]:
     """Returns the values of a sweep, times in seconds. Raises InvalidRequest."""
-    from foretoken.core.errors import InvalidRequest
-
     if not text:
         raise InvalidRequest(f"--sweep {sweep.value} needs --values, FROM:TO:COUNT or a list such as 1,2,4")
     try:
@@ -176,28 +181,12 @@ def _where(result: Sweep) -> str:
 
     scale, unit = UNITS[result.by]
     pairs = sorted(zip(result.values, result.outcomes, strict=True), key=lambda pair: pair[0])
-    spans: list[tuple[float, float]] = []
-    open_ = False
-    for value, each in pairs:
-        here = pays(each) is not None
-        if here:
-            spans = [*spans[:-1], (spans[-1][0], value)] if open_ else [*spans, (value, value)]
-        open_ = here
+    runs = [(here, [value for value, _ in run]) for here, run in groupby(pairs, lambda pair: pays(pair[1]) is not None)]
+    spans = [(run[0], run[-1]) for here, run in runs if here]
+    low, high = f"{pairs[0][0] * scale:g}", f"{pairs[-1][0] * scale:g}"
     if not spans:
-        return f"Pipelining is profitable nowhere from {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g}{unit}."
+        return f"Pipelining is profitable nowhere from {low} to {high}{unit}."
     if spans == [(pairs[0][0], pairs[-1][0])]:
-        return f"Pipelining is profitable everywhere from {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g}{unit}."
-    named = " and ".join(f"from {low * scale:g} to {high * scale:g}" for low, high in spans)
-    return f"Pipelining is profitable {named}{unit}, of {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g} tried."
-
-
-def _record(
-    setting: Setting, repeats: int, verdict: str, outcomes: Sequence[SimulationResult], result: Sweep | None
-) -> dict[str, Any]:
-    """Returns the document that ``--json`` prints, with times in seconds."""
-    return {
-        "setting": asdict(setting) | {"repeats": repeats, "unit": "seconds"},
-        "verdict": verdict,
-        "outcomes": [asdict(one) for one in outcomes],
-        "sweep": asdict(result) if result is not None else None,
-    }
+        return f"Pipelining is profitable everywhere from {low} to {high}{unit}."
+    named = " and ".join(f"from {first * scale:g} to {last * scale:g}" for first, last in spans)
+    return f"Pipelining is profitable {named}{unit}, of {low} to {high} tried."
