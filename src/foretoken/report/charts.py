@@ -62,11 +62,6 @@ class Point:
     high: float | None = None
     note: str = ""
 
-    @property
-    def interval(self) -> str:
-        """The interval as text, empty if there is none."""
-        return _interval(self.low, self.high)
-
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -196,7 +191,7 @@ def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = N
             axes.axvline(level, **_RULE)
 
     description = f"{unit}: " + "; ".join(f"{bar.label} {figure(bar.value)}" for bar in shown)
-    rows = [(bar.label, figure(bar.value), _interval(bar.low, bar.high)) for bar in shown]
+    rows = [(bar.label, figure(bar.value), _interval(bar)) for bar in shown]
     return _chart(title, description, LINE * len(shown), paint, (), table((" ", unit, "interval"), rows), note)
 
 
@@ -358,12 +353,12 @@ def _series_chart(
 
     points = [(line, point) for line in series for point in line.points]
     tips = [
-        f"{line.name}: {y.label} {figure(p.y)}{f' ({p.interval})' if p.interval else ''}, {x.label} {p.x:.3g}"
+        f"{line.name}: {y.label} {figure(p.y)}{f' ({_interval(p)})' if _interval(p) else ''}, {x.label} {p.x:.3g}"
         + (f", {p.note}" if p.note else "")
         for line, p in points
         if line.marked
     ]
-    rows = [(line.name, f"{p.x:.3g}", figure(p.y), p.interval, p.note) for line, p in points]
+    rows = [(line.name, f"{p.x:.3g}", figure(p.y), _interval(p), p.note) for line, p in points]
     columns = [0, 1, 2, *(i for i in (3, 4) if any(row[i] for row in rows))]
     heads = ("series", x.label, y.label, "interval", "note")
     figures = table([heads[i] for i in columns], [[row[i] for i in columns] for row in rows])
@@ -388,8 +383,9 @@ def _chart(
     return element("figure", caption, drawing, folded("Figures", figures))
 
 
-def _interval(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"{figure(low)}–{figure(high)}"
+def _interval(item: Point | Bar) -> str:
+    """Returns an interval as text, empty if there is none."""
+    return "" if item.low is None or item.high is None else f"{figure(item.low)}–{figure(item.high)}"
 
 
 def _words(value: str, max_letters: int = 68) -> str:

@@ -136,12 +136,8 @@ class Tracer:
             for token in emitted:
                 row = next(recorded, {})
                 if token.origin == TARGET:  # the first rejected token was verified by the same row
-                    decoded = [
-                        replace(rejected_token, text=self._decoded(rejected_token.id)) for rejected_token in rejected
-                    ]
-                    tokens += [
-                        _verified(rejected_token, row if i == 0 else {}) for i, rejected_token in enumerate(decoded)
-                    ]
+                    decoded = [replace(each, text=self._decoded(each.id)) for each in rejected]
+                    tokens += [_verified(each, {} if i else row) for i, each in enumerate(decoded)]
                     rejected = []
                 piece = detokenizer.push(token.id)
                 special = "" if piece else self._decoded(token.id)
@@ -182,10 +178,8 @@ def _drafted(draft: Draft, node: int, origin: str, step: int) -> Token:
 
 
 def _others(row: Mapping[int, Logprob], token: int) -> tuple[tuple[str, float], ...]:
-    ranked = sorted(
-        ((logprob.rank, logprob) for other, logprob in row.items() if other != token), key=lambda pair: pair[0]
-    )
-    return tuple((logprob.decoded_token, math.exp(logprob.logprob)) for _, logprob in ranked)
+    ranked = sorted((each for other, each in row.items() if other != token), key=lambda each: each.rank)
+    return tuple((each.decoded_token, math.exp(each.logprob)) for each in ranked)
 
 
 def wilson(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
