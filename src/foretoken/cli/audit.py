@@ -149,16 +149,12 @@ def _parts(result: Audit) -> Iterator[Text | Table]:
     """Yields the subject, a table with a line for each check, and the verdict."""
     from rich.text import Text
 
-    facts = (f"{key} {value}" for key, value in result.subject.items() if _short(value))
-    yield Text(", ".join(facts), style="dim")
+    # plans and counts do not fit into a line: they are in the record
+    short = {key: value for key, value in result.subject.items() if value is not None and not isinstance(value, dict)}
+    yield Text(", ".join(f"{key} {value}" for key, value in short.items()), style="dim")
     yield _table(result)
     word = str(result.outcome)
     yield Text(f"{word.upper()} in {result.seconds:.0f} s: {result.summary}", style=STYLES[word])
-
-
-def _short(value: object) -> bool:
-    """Returns whether a fact fits into a line. Plans and counts are in the record."""
-    return value is not None and not isinstance(value, dict)
 
 
 def _table(result: Audit) -> Table:

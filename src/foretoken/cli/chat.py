@@ -6,6 +6,7 @@ import json
 import secrets
 import sys
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -69,9 +70,9 @@ def chat(
         seed=secrets.randbits(63),  # the library's default would make all conversations equal
         **vars(runtime),
     )
-    from foretoken.cli.chat_screen import JsonScreen, TextScreen, piped, typed
+    with closing(llm):
+        from foretoken.cli.chat_screen import JsonScreen, TextScreen, piped, typed
 
-    try:
         conversation = Conversation(llm.tokenizer, llm.target.max_length, llm.model, template)
         conversation.system = wanted.system
         screen: Screen = JsonScreen() if json_lines else TextScreen(color)
@@ -82,8 +83,6 @@ def chat(
         session.run(typed(names(), color) if watched else piped())
         if session.refused and not watched:
             raise typer.Exit(1)
-    finally:
-        llm.close()
 
 
 def _way(text: str) -> str | dict[str, Any]:

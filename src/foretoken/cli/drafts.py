@@ -30,17 +30,9 @@ def drafts(
 
 
 def _record(drafter: FoundDrafter) -> dict[str, Any]:
-    row = drafter.row
-    return {
-        "drafter": row.name,
-        "target": row.target,
-        "form": row.form,
-        "method": row.method,
-        "licence": row.licence,
-        "source": row.source,
-        "place": drafter.place,
-        "path": None if drafter.path is None else str(drafter.path),
-    }
+    row, path = drafter.row, None if drafter.path is None else str(drafter.path)
+    facts = {name: getattr(row, name) for name in ("target", "form", "method", "licence", "source")}
+    return {"drafter": row.name, **facts, "place": drafter.place, "path": path}
 
 
 def _parts(model: str, found: list[FoundDrafter]) -> Iterator[Any]:

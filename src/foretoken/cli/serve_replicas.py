@@ -27,26 +27,22 @@ class ReplicaOptions:
 
     replicas: int | None = option(None, "Engines behind this address, on Ray Serve. [one, in this process]", min=1)
     max_replicas: int | None = option(None, "Start up to this many under load. [--replicas]", min=1)
-    ray_address: str | None = option(None, "Ray cluster for replicas, such as auto or HOST:6379. [one of its own]")
-    replica_cpus: float | None = option(None, "Cores of each replica. [a fair share]")
-    replica_gpus: float | None = option(None, "GPUs of each replica. [none]", min=0)
+    address: str | None = option(
+        None, "Ray cluster for replicas, such as auto or HOST:6379. [one of its own]", "--ray-address"
+    )
+    cpus: float | None = option(None, "Cores of each replica. [a fair share]", "--replica-cpus")
+    gpus: float | None = option(None, "GPUs of each replica. [none]", "--replica-gpus", min=0)
 
     def scale(self) -> dict[str, Any] | None:
         """Returns arguments of ``ReplicaScale``, None without replicas. Raises InvalidRequest for contradictions."""
-        options = {
-            "max_replicas": self.max_replicas,
-            "address": self.ray_address,
-            "cpus": self.replica_cpus,
-            "gpus": self.replica_gpus,
-        }
-        given = {name: value for name, value in options.items() if value is not None}
+        given = {name: value for name, value in vars(self).items() if value is not None}
         if self.replicas is None:
             if given:
                 raise InvalidRequest("--max-replicas, --ray-address, --replica-cpus and --replica-gpus need --replicas")
             return None
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise InvalidRequest(f"--max-replicas ({self.max_replicas}) must be at least --replicas ({self.replicas})")
-        return {"replicas": self.replicas, **given}
+        return given
 
 
 @contextmanager
