@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +26,12 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``run("generate", "text", "--json")``; ``stdin=`` is what ``-`` reads."""
+    """``run("generate --json", "a text")``: a command line, and further arguments. ``stdin=`` is what ``-`` reads."""
 
-    def call(*args: str, stdin: str = "") -> Result:
+    def call(command: str = "", *args: str, stdin: str = "") -> Result:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         with pytest.raises(SystemExit) as exit_:
-            main(list(args))
+            main([*shlex.split(command), *args])
         out, err = capsys.readouterr()
         return Result(int(exit_.value.code or 0), out, err)
 

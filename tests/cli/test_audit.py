@@ -71,19 +71,3 @@ def test_without_drafts_there_is_nothing_to_audit(run, pair):
 
 def test_help_names_the_exit_codes(run):
     assert "0 passed, 1 failed, 3 inconclusive" in " ".join(run("audit", "--help").out.split())
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (("--budget", "soon"), "--budget must be a time such as 90s, 5m or 1h, got 'soon'"),
-        (("--budget", "0s"), "--budget must be a time such as 90s, 5m or 1h, got '0s'"),
-        (("--temperature", "0", "--budget", "1s"), "temperature must be a number of at least 0.05, got 0.0"),
-        (("--prompts", "nowhere.jsonl"), "cannot read the prompts nowhere.jsonl"),
-        (("--engine", "transformers", "--speculative-config", '{"method": "suffix"}'), "transformers assists with"),
-    ],
-)
-def test_wrong_requests_are_one_line(run, pair, args, said):
-    result = run("audit", *args)
-    assert result.code == 1
-    assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1

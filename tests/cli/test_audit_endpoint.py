@@ -56,24 +56,3 @@ def test_an_audit_goes_on_where_it_stopped(run, prompts, tmp_path):
     spent = json.loads(output.read_text())["subject"]["spent"]
     assert sum(side["resumed"] for side in spent.values()) > 10
     assert output.with_name("audit.json.partial").exists()
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        ((), "--endpoint needs --model"),
-        (("--model", "m", "--budget", "lots"), "--budget must be a time such as 90s, 5m or 1h, or for an endpoint"),
-        (("--model", "m", "--server", "apache"), "--server must be auto, foretoken, vllm"),
-        (("--model", "m", "--draft-model", "d"), "the endpoint chooses its own draft"),
-    ],
-)
-def test_wrong_requests_are_one_line(run, args, said):
-    result = run("audit", "--endpoint", "http://127.0.0.1:9", *args)
-    assert result.code == 1
-    assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("args", [("--dry-run",), ("--baseline", "http://127.0.0.1:9"), ("--checkpoint", "m")])
-def test_options_of_an_endpoint_need_one(run, args):
-    result = run("audit", *args)
-    assert result.code == 1 and result.err.startswith(f"foretoken: error: {args[0]} goes with --endpoint URL")

@@ -45,19 +45,6 @@ def test_an_engine_is_audited_like_a_server(run, words):
 @pytest.mark.parametrize(
     "args, said",
     [
-        (("--dry-run",), "--dry-run goes with --endpoint URL"),
-        (("--budget", "lots"), "--budget must be a time such as 90s, 5m or 1h, or for an endpoint tokens"),
-    ],
-)
-def test_wrong_requests_are_one_line(run, args, said):
-    result = run("audit", "--engine", "vllm", *args)
-    assert result.code == 1
-    assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
         ((), "vllm is audited with draft_model or ngram, not with 'auto'; name one"),
         (("--speculative-config", '{"method": "none"}'), "there is nothing to audit: the method is 'none'"),
     ],

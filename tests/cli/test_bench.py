@@ -39,25 +39,8 @@ def short(pair) -> tuple[str, ...]:
 def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tiny_pair, nowhere, tmp_path):
     """Ours and transformers, each in a process of its own; a peer that is not set up is one line."""
     files = tmp_path / "race.json", tmp_path / "race.html"
-    result = run(
-        "bench",
-        "race",
-        *short(tiny_pair),
-        "--depth",
-        "2",
-        "--repeats",
-        "1",
-        "--temperature",
-        "0",
-        "--temperature",
-        "1",
-        "--peers",
-        "transformers,vllm",
-        "--output",
-        str(files[0]),
-        "--html",
-        str(files[1]),
-    )
+    options = "--depth 2 --repeats 1 --temperature 0 --temperature 1 --peers transformers,vllm"
+    result = run(f"bench race {options} --output {files[0]} --html {files[1]}", *short(tiny_pair))
     assert result.code == 0, result.err
     said = result.err.splitlines()
     assert "vllm is not set up" in said.pop(1)
@@ -82,27 +65,9 @@ def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tin
 @pytest.mark.slow
 def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
     file = tmp_path / "race.json"
-    result = run(
-        "bench",
-        "race",
-        *short(tiny_pair),
-        "--count",
-        "4",
-        "--prompts",
-        str(prompts(tmp_path)),
-        "--batch",
-        "3",
-        "--depth",
-        "2",
-        "--repeats",
-        "1",
-        "--peers",
-        "none",
-        "--output",
-        str(file),
-        "--speculative-config",
-        '{"method": "ngram", "prompt_lookup_max": 2}',
-    )
+    options = f"--prompts {prompts(tmp_path)} --batch 3 --depth 2 --repeats 1 --peers none --output {file}"
+    config = ("--speculative-config", '{"method": "ngram", "prompt_lookup_max": 2}')
+    result = run(f"bench race {options}", *short(tiny_pair), "--count", "4", *config)
     assert result.code == 0, result.err
     rows = json.loads(file.read_text())["rows"]
     assert [(r["method"], r["batch"], r["identical_texts"], r["texts"]) for r in rows] == [
@@ -132,31 +97,6 @@ def prompts(folder: Path) -> Path:
     texts = ["def f(", "import os\n" * 9, "class A:\n    pass\n", "x = 1"]
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return file
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (("race", "--peers", "vlm"), "unknown peer 'vlm'; known: transformers, openvino, vllm, llamacpp, or none"),
-        (("race", "--target", "."), "--target was given without --draft; name its draft too"),
-        (("race", "--speculative-config", "{"), "--speculative-config is not JSON"),
-        (("race", "--quantization", "int5"), "quantization 'int5' is not known to the race; known: int8, int4"),
-        (
-            ("race", "--target", "a.gguf", "--draft", "b", "--quantization", "q4_0"),
-            "--quantization does not change the weights of a.gguf",
-        ),
-        (("costs", "--parts", "pases"), "unknown part 'pases'; known: passes, transformers, steps, startup"),
-    ],
-)
-def test_wrong_requests_are_one_line(run, nowhere, args, said):
-    result = run("bench", *args)
-    assert result.code == 1
-    assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1
-
-
-def test_rows_must_be_numbers(run, tiny_pair):
-    result = run("bench", "costs", "--model", str(tiny_pair.target), "--rows", "1,x")
-    assert result.code == 1 and "--rows must be positive integers such as 1,4,16" in result.err
 
 
 @pytest.mark.usefixtures("preloaded_python")

@@ -97,17 +97,7 @@ def test_a_truncated_datastore_is_one_clear_line(run, pair, files, tmp_path):
 
 @pytest.mark.slow
 def test_a_prediction_from_a_file(run, pair, tmp_path):
-    plain = (
-        "generate",
-        "def greet(",
-        "--model",
-        str(pair.target),
-        "--max-tokens",
-        "12",
-        "--dtype",
-        "float32",
-        "--json",
-    )
+    plain = f"generate --model {pair.target} --max-tokens 12 --dtype float32 --json", "def greet("
     text = json.loads(run(*plain, "--speculative-config", '{"method": "none"}').out)["text"]
     file = tmp_path / "prediction.txt"
     file.write_text(text, encoding="utf-8")

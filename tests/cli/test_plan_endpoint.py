@@ -54,30 +54,3 @@ def test_costs_alone(run, prompts):
         "tokens": 204,
     }  # a first one and warm-up waves to each side, and two probes
     assert "10 requests and 204 generated tokens are spent already" in " ".join(result.err.split())
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        ((), "--endpoint needs --model"),
-        (("--model", "m", "--budget", "lots"), "--budget must be a time such as 90s, 5m or 1h"),
-        (("--model", "m", "--server", "apache"), "--server must be auto, foretoken, vllm"),
-        (("--model", "m", "--draft-model", "d"), "--draft-model and --heads of a server's plan need --checkpoint"),
-        (("--model", "m", "--temperature", "0", "--temperature", "1"), "a plan for a server takes one --temperature"),
-        (("--model", "m", "--with", "nothing.json"), "--with nothing.json: expected a record"),
-        (("--model", "m", "--top-p", "0.9"), "--top-p does not go with --endpoint"),
-        (("--model", "m", "--batch", "4"), "--batch does not go with --endpoint"),
-        (("--model", "m", "--engine", "vllm"), "--engine does not go with --endpoint"),
-        (("--model", "m", "--rtt", "20"), "--rtt does not go with --endpoint"),
-    ],
-)
-def test_wrong_requests_are_one_line(run, args, said):
-    result = run("plan", "--endpoint", "http://127.0.0.1:9", *args)
-    assert result.code == 1
-    assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("args", [("--dry-run",), ("--concurrency", "4"), ("--depth", "4")])
-def test_options_of_an_endpoint_need_one(run, args):
-    result = run("plan", *args)
-    assert result.code == 1 and result.err.startswith(f"foretoken: error: {args[0]} goes with --endpoint URL")

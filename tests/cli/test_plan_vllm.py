@@ -80,38 +80,17 @@ def cache(monkeypatch, tmp_path, own_cache):
     return tmp_path
 
 
-def short(tiny_pair, *more: str) -> tuple[str, ...]:
-    return (
-        "plan",
-        "--engine",
-        "vllm",
-        "--engine-python",
-        sys.executable,
-        "--model",
-        str(tiny_pair.target),
-        "--draft-model",
-        str(tiny_pair.draft),
-        "--count",
-        "2",
-        "--max-tokens",
-        "10",
-        "--temperature",
-        "0",
-        *more,
-    )
+def short(tiny_pair) -> str:
+    models = f"--engine-python {sys.executable} --model {tiny_pair.target} --draft-model {tiny_pair.draft}"
+    return f"plan --engine vllm {models} --count 2 --max-tokens 10 --temperature 0"
 
 
 @pytest.mark.slow
 def test_a_plan_for_vllm_says_what_to_paste_there(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     own = '{"method": "suffix", "num_speculative_tokens": 1}'
-    result = run(
-        *short(tiny_pair, "--speculative-config", own, "--output", str(files[0]), "--html", str(files[1])),
-        "--batch",
-        "2",
-        "--speculative-config",
-        '{"method": "ngram_gpu"}',
-    )
+    configs = ("--speculative-config", own, "--speculative-config", '{"method": "ngram_gpu"}')
+    result = run(f"{short(tiny_pair)} --output {files[0]} --html {files[1]} --batch 2", *configs)
     assert result.code == 0, result.err
     assert "no GPU here" in result.err and "planned without it" in result.err
     for words in ("temperature 0, batch 2", "ngram", "suffix, recycling", "speculative_config={", "vLLM"):
@@ -137,7 +116,7 @@ def test_a_plan_for_vllm_says_what_to_paste_there(run, tiny_pair, cache):
     ],
 )
 def test_what_cannot_be_planned_there_is_one_line(run, tiny_pair, cache, options, words):
-    result = run(*short(tiny_pair, *options))
+    result = run(short(tiny_pair), *options)
     assert result.code == 1
     *stages, error = result.err.splitlines()
     assert error.startswith("foretoken: error: ") and words in error

@@ -47,6 +47,7 @@ def costs(
     from foretoken.train.widen.checkpoint import scaled
 
     chosen = names("part", parts, PARTS)
+    sizes, contexts = counts("--rows", rows), counts("--context", context)
     import torch
 
     torch.set_num_threads(cores())
@@ -54,7 +55,6 @@ def costs(
     wide = models.target or scaled("0.7b")
     small = models.draft or (zoo.path("draft") if bundled else None)
     drafting: dict[str, Any] = {"draft_model": str(small)} if small else {"speculative_config": {"method": "recycling"}}
-    sizes, contexts = counts("--rows", rows), counts("--context", context)
     notes = wide_console(report.color, stderr=True)
     record: dict[str, Any] = {
         "setting": setting() | {"target": wide.name, "draft": small.name if small else "recycling"}
