@@ -9,7 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
+from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.audit_endpoint import AuditServerOptions, audit_engine, audit_server
 from foretoken.cli.audit_options import AuditOptions, duration
 from foretoken.cli.files import journal
@@ -22,8 +26,6 @@ from foretoken.models.options import check_dtype
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from foretoken.audit.result import Audit
     from foretoken.audit.subject import Audited
@@ -95,7 +97,6 @@ def _audit_here(engine: Implementation, models: ModelOptions, compared: AuditOpt
     check_dtype(compared.dtype)
     from foretoken.audit.run import MIN_TEMPERATURE
     from foretoken.audit.run import audit as run
-    from foretoken.bench.workloads import prompts_or_functions
 
     number("temperature", compared.temperature, MIN_TEMPERATURE)
     texts, load = prompts_or_functions(compared.prompts), _loader(engine, models, compared)
@@ -147,8 +148,6 @@ def _loader(
 
 def _parts(result: Audit) -> Iterator[Text | Table]:
     """Yields the subject, a table with a line for each check, and the verdict."""
-    from rich.text import Text
-
     # plans and counts do not fit into a line: they are in the record
     short = {key: value for key, value in result.subject.items() if value is not None and not isinstance(value, dict)}
     yield Text(", ".join(f"{key} {value}" for key, value in short.items()), style="dim")
@@ -158,10 +157,6 @@ def _parts(result: Audit) -> Iterator[Text | Table]:
 
 
 def _table(result: Audit) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for head in ("check", "verdict", "evidence"):
         table.add_column(head, no_wrap=head != "evidence", overflow="fold")

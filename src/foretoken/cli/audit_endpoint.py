@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.audit_options import AuditOptions, announcing, budget
 from foretoken.cli.grouped import option
 from foretoken.cli.options import ModelOptions, PatienceOptions, ServerOptions
@@ -52,7 +53,6 @@ def audit_server(
     if models.model is None:
         raise InvalidRequest("--endpoint needs --model, the model's name on that server")
     from foretoken.audit.endpoint import Endpoint
-    from foretoken.bench.workloads import prompts_or_functions
 
     texts = prompts_or_functions(compared.prompts)
     endpoint = Endpoint(
@@ -83,7 +83,6 @@ def audit_engine(
     from foretoken.audit.endpoint import Endpoint
     from foretoken.audit.endpoint.engines import started
     from foretoken.audit.run import NOTHING
-    from foretoken.bench.workloads import prompts_or_functions
 
     texts, (target, config) = prompts_or_functions(compared.prompts), models.pair()
     if config.method_in_force == NONE:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from foretoken.bench.workloads import encoded_prompts, ragged
 from foretoken.cli.bench_options import PEERS, BenchmarkModels, Peers, models_or_bundled
 from foretoken.cli.bench_serve import bench_serve
 from foretoken.cli.bench_table import bench_table
@@ -155,7 +156,6 @@ def _quantization(target: Path, name: str | None) -> str:
 
 def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[list[int]], str]:
     """Returns the prompts as token ids, which are the same for every system, and the name of their source."""
-    from foretoken.bench.workloads import encoded_prompts, ragged
     from foretoken.models.formats.checkpoint import load_tokenizer
 
     tokenizer = load_tokenizer(target)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken import zoo
 from foretoken.cli.grouped import option
 from foretoken.cli.options import DRAFT_MODEL, MODEL, PositionalTarget
 from foretoken.core.errors import InvalidRequest
@@ -50,7 +51,6 @@ def models_or_bundled(
     Raises:
         InvalidRequest: A target without a draft model, which a configuration needs.
     """
-    from foretoken import zoo
     from foretoken.bench.entrants import needs_draft
     from foretoken.train.widen.checkpoint import scaled
 

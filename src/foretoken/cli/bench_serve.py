@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from foretoken import zoo
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import MODEL, ReportOptions, counts, names
 from foretoken.cli.theme import wide_console
@@ -50,7 +51,6 @@ class LoadOptions:
 
     def server(self, address: str, api_key: str | None, model: str | None) -> LoadedServer:
         """Returns the server under load. Raises ForetokenError if it does not answer."""
-        from foretoken import zoo
         from foretoken.bench.http_load import LoadedServer
         from foretoken.bench.public_load import VllmLoadedServer
 

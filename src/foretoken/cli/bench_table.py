@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken import __version__
 from foretoken.cli.bench_options import PEERS, BenchmarkModels, Peers, models_or_bundled
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ReportOptions, speculative
 from foretoken.cli.theme import note, wide_console
 from foretoken.core.errors import InvalidRequest
+from foretoken.propose.methods import check_method
 
 if TYPE_CHECKING:
     from foretoken.bench.grid import GridTask
@@ -33,7 +35,6 @@ class CellOptions:
     def task(self) -> GridTask:
         """Returns the task of a cell. Raises InvalidRequest."""
         from foretoken.bench.grid import GridTask
-        from foretoken.propose.methods import check_method
 
         usual = GridTask()
         picked = tuple(speculative(text) for text in self.fixed) if self.fixed else usual.picked
@@ -62,7 +63,6 @@ def bench_table(
     report: ReportOptions,
 ) -> None:
     """Race the default beside fixed configurations and peers, over prompts, temperatures, weights and batches."""
-    from foretoken import __version__
     from foretoken.bench.entrants import Pairing
     from foretoken.bench.grid import CELLS, DEFAULT, GridRecord, run
     from foretoken.bench.page import claims, grid_page, rich_table

@@ -19,6 +19,8 @@ from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import MaxModelLen, PositionalModelOptions, RuntimeOptions, TextColor, load
 from foretoken.cli.theme import ColorMode
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.engine.chat_template import read_template
+from foretoken.params import SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.cli.chat_screen import Screen
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from foretoken.engine.sequence import Counts
     from foretoken.llm import LLM
     from foretoken.outputs import CompletionOutput
-    from foretoken.params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,6 @@ def chat(
 ) -> None:
     """Talk to a model. /help lists commands that change settings. Without a terminal it reads one message a line."""
     from foretoken.cli.conversation import Conversation
-    from foretoken.engine.chat_template import read_template
 
     config, template = models.config, read_template(wanted.chat_template)
     settings = ChatSettings(**vars(answers), rejected=rejected)

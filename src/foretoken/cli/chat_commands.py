@@ -14,12 +14,12 @@ from foretoken.cli.grouped import option
 from foretoken.cli.options import SpeculativeTokens, TopP
 from foretoken.core.artifacts import JSON
 from foretoken.core.errors import InvalidRequest
+from foretoken.params import SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.cli.conversation import Conversation
     from foretoken.llm import LLM
     from foretoken.outputs import SpeculationStats
-    from foretoken.params import SamplingParams
 
 _COMMAND = re.compile(r"/([a-z_]+)(?:\s+(.*))?", re.DOTALL)
 
@@ -44,8 +44,6 @@ class ChatSettings(AnswerOptions):
 
     def params(self, turn: int) -> SamplingParams:
         """Returns the parameters of answer ``turn``, which has its own random numbers. Raises InvalidRequest."""
-        from foretoken.params import SamplingParams
-
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,

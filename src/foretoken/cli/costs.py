@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken import zoo
+from foretoken.bench.workloads import FUNCTIONS
 from foretoken.cli.bench_options import BenchmarkModels
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ResultOptions, TargetFormats, WeightFormat, counts, names
-from foretoken.cli.theme import note, on_terminal, wide_console
+from foretoken.cli.theme import note, on_terminal, waiting, wide_console
+from foretoken.core.errors import WriteError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +45,6 @@ def costs(
     report: ResultOptions,
 ) -> None:
     """Time passes beside their lower bound and transformers' step, the parts of a step, and the first token."""
-    from foretoken import zoo
     from foretoken.bench.setting import cores, setting
     from foretoken.train.widen.checkpoint import scaled
 
@@ -98,7 +100,6 @@ def _passes(
 
 def _keep(loaded: Loaded, result: Sequence[PassCost], notes: Console) -> None:
     """Saves measured costs for plans of the same checkpoint on this machine."""
-    from foretoken.core.errors import WriteError
     from foretoken.plan.costs import known
 
     try:
@@ -125,8 +126,6 @@ def _steps(options: dict[str, Any], max_tokens: int, notes: Console) -> tuple[An
     from foretoken import LLM, SamplingParams
     from foretoken.bench import tables
     from foretoken.bench.step_times import step_times
-    from foretoken.bench.workloads import FUNCTIONS
-    from foretoken.cli.theme import waiting
 
     llm = LLM(**options)
     result = {}
@@ -142,7 +141,6 @@ def _steps(options: dict[str, Any], max_tokens: int, notes: Console) -> tuple[An
 def _startup(name: str, bundled: bool, options: dict[str, Any], times: int, notes: Console) -> tuple[Any, list[Any]]:
     from foretoken.bench import tables
     from foretoken.bench.startup import startup
-    from foretoken.cli.theme import waiting
 
     with waiting(notes, "starting fresh processes"):
         result = [startup("bundled pair", {}, times)] if bundled else []

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from foretoken import zoo
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import MODEL, Json
 from foretoken.core.artifacts import DATASTORE, PROVENANCE, Destination
@@ -27,7 +28,6 @@ def build_datastore(
     as_json: Json = False,
 ) -> None:
     """Build a datastore: then --speculative-config '{"method": "retrieval", "model": "OUT"}'."""
-    from foretoken import zoo
     from foretoken.core.progress import Reporter
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.propose.datastore import DatastoreWriter

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from foretoken import zoo
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import Json, TextColor
@@ -72,8 +73,6 @@ def run_race(race: Race, show: Stage) -> list[Pair]:
 
 
 def _load(race: Race, show: Stage) -> LLM:
-    from foretoken import zoo
-
     target, draft = zoo.path("target"), zoo.path("draft")
     if race.size is not None:
         from foretoken.train.widen.checkpoint import scaled

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 
 from foretoken.cli.options import Json
 from foretoken.cli.theme import ColorMode, print_parts, wide_console
@@ -36,10 +39,6 @@ def _record(drafter: FoundDrafter) -> dict[str, Any]:
 
 
 def _parts(model: str, found: list[FoundDrafter]) -> Iterator[Any]:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     if not found:
         yield f"no drafter of {escape(model)} is known; any model with the same tokenizer may draft: --draft-model NAME"
         return

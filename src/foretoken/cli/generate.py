@@ -27,14 +27,14 @@ from foretoken.cli.options import (
     TopP,
     load,
 )
-from foretoken.cli.theme import ColorMode
+from foretoken.cli.theme import ColorMode, console, note
 from foretoken.core.errors import InvalidRequest
+from foretoken.params import SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.core.step import StepOutput
     from foretoken.llm import LLM
     from foretoken.outputs import SpeculationStats, StreamPiece
-    from foretoken.params import SamplingParams
 
 LOGPROBS = 5  # of the most probable tokens, for the page
 
@@ -60,8 +60,6 @@ class TextOptions:
 
     def params(self, logprobs: int | None) -> SamplingParams:
         """Returns the parameters of the request. Raises InvalidRequest."""
-        from foretoken.params import SamplingParams
-
         given = vars(self) | {"stop": self.stop or None, "logprobs": logprobs}
         file = given.pop("prediction_file")
         return SamplingParams(**given, prediction=None if file is None else _text_of(file))
@@ -161,7 +159,6 @@ def _stream(
 ) -> None:
     """Prints tokens as they are accepted. Several completions are printed one after another, each with its number."""
     from foretoken.cli.render import Origins, Span, TextWriter, decisions, summary
-    from foretoken.cli.theme import console, note
 
     out = console(color)
     writer = TextWriter(out)

@@ -6,10 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
 from foretoken.cli.options import Json
 from foretoken.cli.theme import ColorMode, wide_console
@@ -57,9 +60,6 @@ def zoo(as_json: Json = False) -> None:
     if not models:
         print("no bundled models in this installation; 'foretoken train target' makes one")
         return
-
-    from rich import box
-    from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("name", "role", "parameters", "size", "path"):
@@ -138,8 +138,6 @@ def _versions() -> dict[str, Any]:
 
 def _version(package: str) -> str:
     """Returns the version of an installed package, or an empty string."""
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version(package)
     except PackageNotFoundError:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken import zoo
 from foretoken.cli.files import json_object, write_json, write_text
 from foretoken.cli.grouped import option
 from foretoken.cli.theme import ColorMode, console, note, print_parts, waiting, wide_console
@@ -88,7 +89,6 @@ class ModelOptions(TargetOptions):
         Raises:
             InvalidRequest: They contradict each other.
         """
-        from foretoken import zoo
         from foretoken.speculation import SpeculativeConfig, with_draft, with_published
 
         config, draft = SpeculativeConfig.of(self.config), self.draft_model

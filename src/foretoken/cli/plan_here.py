@@ -13,6 +13,7 @@ from foretoken.cli.options import ReportOptions, speculative
 from foretoken.cli.plan_options import CandidateOptions, PrecisionOptions, SampleOptions
 from foretoken.cli.theme import staged, wide_console
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.options import drafts_format
 
 if TYPE_CHECKING:
     from foretoken.core.progress import Say
@@ -65,7 +66,6 @@ def _plan(
     from foretoken.engine.prompts import PromptTokenizer
     from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer, resolve, start_ids
     from foretoken.models.loading import load_model
-    from foretoken.models.options import drafts_format
     from foretoken.plan.planner import Planner, PlanSettings
     from foretoken.speculation import Builder
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken import zoo
+from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.files import json_object
 from foretoken.cli.grouped import option
 from foretoken.cli.options import DRAFT_MODEL, Dtype, PositionalTarget, TargetFormats, TopP
@@ -24,8 +26,6 @@ class CandidateOptions(PositionalTarget):
 
     def models(self, bundled: Sequence[str]) -> tuple[str, Sequence[str], Sequence[str]]:
         """Returns target, drafts and heads: those given, or the bundled ones with heads of the roles ``bundled``."""
-        from foretoken import zoo
-
         drafts, heads = self.draft_model or [], self.heads or []
         if self.model is not None:
             return self.model, drafts, heads
@@ -65,8 +65,6 @@ class SampleOptions:
 
     def texts(self) -> list[str]:
         """Returns the prompts. Raises InvalidRequest."""
-        from foretoken.bench.workloads import prompts_or_functions
-
         return prompts_or_functions(self.prompts, self.count)
 
     def source(self, number: int) -> str:

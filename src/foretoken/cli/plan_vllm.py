@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken import zoo
 from foretoken.cli.files import json_object
 from foretoken.cli.grouped import option
 from foretoken.cli.options import ReportOptions
@@ -55,7 +56,6 @@ def lanes(
 
 def _head(folder: Path, target: Path) -> VllmCandidate:
     """Returns a head, written once into the cache for vLLM. Raises InvalidRequest for heads that vLLM does not load."""
-    from foretoken import zoo
     from foretoken.cli.convert import convert
     from foretoken.models.formats.checkpoint import load_config
     from foretoken.models.heads.block import read_block

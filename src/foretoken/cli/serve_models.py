@@ -17,13 +17,13 @@ from foretoken.core.checks import check_keys, integer, shown
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.engine.chat_template import read_template
 from foretoken.serve.parsers.formats import check_parsers
+from foretoken.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from foretoken.serve.request_log import RequestTracer
     from foretoken.serve.server import Servable
-    from foretoken.serve.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
 

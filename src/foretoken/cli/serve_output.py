@@ -10,13 +10,15 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
 from foretoken.cli.grouped import option
 from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import InvalidRequest
+from foretoken.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from foretoken.serve.request_log import RequestTracer
-    from foretoken.serve.settings import ServerSettings
 
 LEVELS = ("debug", "info", "warning", "error")
 TEXT, JSON = FORMATS = ("text", "json")
@@ -72,8 +74,6 @@ def start_log(level: str, log_format: str) -> None:
 
 def announce(settings: ServerSettings, listening: socket.socket, tls: bool, log_format: str) -> None:
     """Tells where the server is, and warns if it is open to everybody."""
-    from rich.markup import escape
-
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     url = f"{'https' if tls else 'http'}://{shown}:{port}"

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from foretoken.cli.grouped import option
 from foretoken.cli.theme import ColorMode, console, waiting
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from foretoken.serve.request_log import RequestTracer
     from foretoken.serve.server import Servable
-    from foretoken.serve.settings import ServerSettings
 
 
 @dataclass(frozen=True, kw_only=True)

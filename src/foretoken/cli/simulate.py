@@ -8,14 +8,15 @@ from enum import StrEnum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+from rich.text import Text
+
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import ReportOptions
 from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from foretoken.plan.simulation.pipelines import Setting
     from foretoken.plan.simulation.simulate import SimulationResult, Sweep
 
@@ -82,8 +83,6 @@ def simulate(
 
     Reports the speedup of each over plain decoding, and from which values on pipelining is profitable.
     """
-    from rich.text import Text
-
     from foretoken.plan.simulation import simulate as workers
     from foretoken.report.simulate import page
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken import zoo
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import DRAFT_MODEL, MODEL, Json, named_once
 from foretoken.core.errors import InvalidRequest
@@ -166,8 +168,6 @@ def seq2seq_draft(
     as_json: Json = False,
 ) -> None:
     """Distil a draft from a T5 trained by ``train seq2seq`` (20 minutes on one core for the bundled one)."""
-    from foretoken import zoo
-
     path = zoo.path("seq2seq-target") if target is None else target.expanduser().absolute()
     train = repair_script().train_seq2seq_draft
     figures = train(run, path, _corpus(corpus), shape, config, acceptance_share)
@@ -201,7 +201,6 @@ def card(
 
 def _model(name: str | None, role: str = "target") -> Path:
     """Returns the folder or GGUF file of a model, by default the bundled one of this role."""
-    from foretoken import zoo
     from foretoken.models.formats.checkpoint import resolve
 
     return zoo.path(role) if name is None else resolve(name).absolute()
@@ -219,9 +218,6 @@ def _corpus(paths: list[Path] | None, model: str | None = None) -> Corpus:
 def repair_script() -> Any:
     """Returns the script that trained the bundled encoder-decoder pair, as a module."""
     import sys
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    from foretoken import zoo
 
     spec = spec_from_file_location("foretoken_repair_training", zoo.path("seq2seq-target") / "train_repair.py")
     assert spec is not None and spec.loader is not None
