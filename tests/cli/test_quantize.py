@@ -65,8 +65,8 @@ def test_refusals_are_one_line_and_leave_nothing(run, tmp_path):
         (str(tmp_path / "int4"), q, "--scheme", "int4"): "quantized already",
         (str(tmp_path / "file.gguf"), q, "--scheme", "bfloat16"): "damaged",
         (str(zoo.path("eagle3")), gguf, "--scheme", "Q4_0"): "drafting heads",
-        (DRAFT, q, "--scheme", "int4", "--calibration", str(tmp_path / "none")): "cannot be read",
-        (DRAFT, q, "--scheme", "int4", "--calibration", str(tmp_path / "bytes")): "not text in UTF-8",
+        (DRAFT, q, "--scheme", "int4", "--calibration", str(tmp_path / "none")): "cannot read the calibration text",
+        (DRAFT, q, "--scheme", "int4", "--calibration", str(tmp_path / "bytes")): "expected a text file in UTF-8",
     }.items():
         result = run("quantize", *args)
         assert (result.code, result.out) == (1, ""), args

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import read_text
 from foretoken.engine.chat_template import apply_template
 
 _FUNCTIONS = tomllib.loads(Path(__file__).with_name("functions.toml").read_text(encoding="utf-8"))
@@ -64,12 +65,8 @@ def encoded_prompts(tokenizer: Any, path: Path | None, count: int | None = None)
 
 def load_prompts(path: Path, count: int | None = None) -> list[str]:
     """Returns the first prompts of a JSON-lines file: the field ``prompt``, or the first of ``turns``."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read the prompts {path}: {error}; expected JSON lines in UTF-8") from error
     prompts: list[str] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text("the prompts", path, "JSON lines").splitlines(), 1):
         if not line.strip():
             continue
         try:

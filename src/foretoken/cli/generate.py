@@ -28,7 +28,7 @@ from foretoken.cli.options import (
     load,
 )
 from foretoken.cli.theme import ColorMode, console, note
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import read_text
 from foretoken.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class TextOptions:
         """Returns the parameters of the request. Raises InvalidRequest."""
         given = vars(self) | {"stop": self.stop or None, "logprobs": logprobs}
         file = given.pop("prediction_file")
-        return SamplingParams(**given, prediction=None if file is None else _text_of(file))
+        return SamplingParams(
+            **given, prediction=None if file is None else read_text("the prediction", file, "a text file")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +147,6 @@ def _pieces(llm: LLM, prompt: str, params: SamplingParams, page: _Page | None) -
         if page is not None:
             page.push(piece)
         yield piece
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read the prediction {file}: {error}; expected a text file in UTF-8") from error
 
 
 def _stream(

@@ -12,7 +12,7 @@ import typer
 from foretoken.cli.files import standard_input
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import Json
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import read_text
 
 if TYPE_CHECKING:
     from foretoken.quantize import QuantizedCheckpoint
@@ -53,12 +53,7 @@ def _text(name: str) -> str:
     """Returns the calibration text. Raises InvalidRequest."""
     if name == "-":
         return standard_input(sys.stdin.read)
-    try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"--calibration {name} is not text in UTF-8 (byte {error.start})") from None
-    except OSError as error:
-        raise InvalidRequest(f"--calibration {name} cannot be read: {error.strerror}") from None
+    return read_text("the calibration text", Path(name).expanduser(), "a text file")
 
 
 def _record(result: QuantizedCheckpoint) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from foretoken.core.errors import ForetokenError, ModelLoadError, WriteError
+from foretoken.core.errors import ForetokenError, InvalidRequest, ModelLoadError, WriteError
 
 AGAIN = "download or save it again"
 
@@ -25,6 +25,14 @@ Check = Callable[[Path], None]
 
 def _free(existing: Path) -> None:
     """Allows to replace anything."""
+
+
+def read_text(what: str, file: Path, expected: str) -> str:
+    """Returns the text of a file that a user named. Raises InvalidRequest, with what it is and what is expected."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read {what} {file}: {error}; expected {expected} in UTF-8") from error
 
 
 @contextmanager

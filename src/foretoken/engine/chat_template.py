@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.core.files import read_text
 
 
 def read_template(file: Path | None) -> str | None:
     """Returns the template in ``file``. Raises InvalidRequest if it is not a text file, or not valid Jinja."""
     if file is None:
         return None
-    try:
-        template = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(
-            f"cannot read the chat template {file}: {error}; expected a Jinja file in UTF-8"
-        ) from error
+    template = read_text("the chat template", file, "a Jinja file")
     check_template(template, f"the chat template {file}")
     return template
 
