@@ -213,12 +213,20 @@ def begin(
             otherwise.
         stop: Scores the tokens of chains in the place of the draft's own probabilities, also of sampled ones.
     """
-    shared = context.exactness is Exactness.TRAJECTORY
-    streams, position = context.streams, context.generated
-    stream = streams.shared(position) if shared else streams.private(Purpose.DRAFT, position)
     drawn = is_drawn(context, law)
     chained = drawn or (config.tree == "at_once" and not law.greedy)
     steps, width = config.steps(budget, chained), config.top_k
+
+    def ranked(rank: Rank, temperature: float | None = None) -> Grower:
+        floor = min(context.end.min_acceptance) if context.end and law.greedy else 0.0
+        tree = Tree(floor=math.log(floor) if floor else -math.inf)
+        return RankedTreeGrower(budget, steps, width, rank, tree, temperature)
+
+    if law.greedy and greedy_rank and not law.needs_history and config.tree != "chain" and not config.is_chain(chained):
+        return ranked(greedy_rank, greedy_temperature)
+    shared = context.exactness is Exactness.TRAJECTORY
+    streams, position = context.streams, context.generated
+    stream = streams.shared(position) if shared else streams.private(Purpose.DRAFT, position)
     if config.tree == "chain" or config.is_chain(chained):  # the first tells the type checker what is left
         return Chain(context, steps, law, widen, stream, sampled=drawn, stop=stop)
     ranking = law.with_temperature(1.0) if law.greedy else law
@@ -228,13 +236,6 @@ def begin(
         histories = [context.history(tree.path(node)) for node in tree.frontier] if ranking.needs_history else ()
         return drafting_probs(ranking, widen(logits), histories)
 
-    def ranked(rank: Rank, temperature: float | None = None) -> Grower:
-        floor = min(context.end.min_acceptance) if context.end and law.greedy else 0.0
-        tree = Tree(floor=math.log(floor) if floor else -math.inf)
-        return RankedTreeGrower(budget, steps, width, rank, tree, temperature)
-
-    if law.greedy and greedy_rank is not None and not law.needs_history:
-        return ranked(greedy_rank, greedy_temperature)
     if shared and not law.greedy:
         return ranked(lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level))
     if law.greedy or config.tree == "top_k" or config.tree == "ranked" or config.tree == "at_once":

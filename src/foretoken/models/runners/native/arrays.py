@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,8 +106,9 @@ class ChainArrays:
         self._slopes = array("f", [slope for end in set_ends for slope in end.slopes])
         self._floors = array("f", [end.minimum(depth) for end in set_ends for depth in range(self._longest)])
 
+    @cached_property
     def spec(self) -> ChainSpec:
-        """Returns the specification, which points to arrays of this object."""
+        """The specification, which points to arrays of this object."""
         inputs = (self._limits, self._floors, self._bases, self._slopes, self._bounds)
         results = (self._tokens, self._probabilities, self._parents, self._counts, self._tried)
         ids = self._vocabulary.ids

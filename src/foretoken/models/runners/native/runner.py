@@ -42,6 +42,8 @@ from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
 from foretoken.models.state.recurrent import StateShape
 
+KEPT_ARRAYS = 64  # numbers and shapes of drafts whose arrays are kept
+
 
 class NativeRunner(DecoderOnly):
     """A runner on compiled CPU kernels.
@@ -129,6 +131,7 @@ class NativeRunner(DecoderOnly):
         self.computes_chains = self._state_shape() is None  # recurrent layers need a plan of every pass
         self.fuses = bool(self._spec.fused_layers)
         self._chain_logits = torch.empty(0)  # memory of ``chains``
+        self._kept_arrays: dict[tuple[object, ...], ChainArrays] = {}
         self.threads = torch.get_num_threads()
 
     # the runner's interface
@@ -245,14 +248,26 @@ class NativeRunner(DecoderOnly):
         if len(self._chain_logits) < rows:
             self._chain_logits = torch.empty(rows, width)
         arrays = self._arrays(plan, [request.rows + 1 for request in requests])
-        chains = ChainArrays(requests, vocabulary)
+        chains = self._chain_arrays(requests, vocabulary)
         tapped = self._tapped(plan, arrays, () if state is None else (state,))
         batch, features = _batch(plan, arrays, self._chain_logits), _floats(plan.features)
         if features is not None:
             batch.features = features.data_ptr()
         batch.tap_count = len(tapped)
-        self._library.foretoken_chains(self._spec, batch, chains.spec(), self._workspace, self.threads)
+        self._library.foretoken_chains(self._spec, batch, chains.spec, self._workspace, self.threads)
         return chains.results()
+
+    def _chain_arrays(self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary) -> ChainArrays:
+        """Returns the arrays of a call; those of drafts that only differ in their text are kept."""
+        if any(request.draws or request.end for request in requests):
+            return ChainArrays(requests, vocabulary)
+        shape = vocabulary.size, vocabulary.width, id(vocabulary.ids)
+        key = (shape, *((request.limit, request.tree) for request in requests))
+        if key not in self._kept_arrays:
+            if len(self._kept_arrays) >= KEPT_ARRAYS:
+                self._kept_arrays.clear()
+            self._kept_arrays[key] = ChainArrays(requests, vocabulary)
+        return self._kept_arrays[key]
 
     def _tapped(self, plan: PassPlan, arrays: dict[str, array[int]], taps: Sequence[int]) -> Mapping[int, Tensor]:
         """Returns the hidden states that a pass will write. ``arrays`` refer to them from now on."""
