@@ -60,15 +60,20 @@ def _loss(own: Sequence[StepOutput], steps: Sequence[StepOutput], plain: float, 
     without = rows - sum(len(step.draft) for step in own)
     base = plain if without == batch else costs.pass_seconds(without)
     if is_decode_only(steps):
-        levels = [step.levels for step in steps if step.levels]
-        drafting = timings.propose
-        if levels and costs.drafting.known:
-            drafting = costs.drafting.seconds(max(levels), len(levels)) + costs.drafting.missed(timings.missed_tokens)
-        expected = costs.pass_seconds(rows) + drafting
-        seconds = min(timings.total, costs.tuning.outlier_ratio * expected)
+        seconds, outlier = timings.total, costs.tuning.outlier_ratio
+        if seconds > outlier * plain:  # a step is expected to take no less than a plain one
+            seconds = min(seconds, outlier * (costs.pass_seconds(rows) + _drafting(steps, costs)))
         # Plain steps timed while the machine was slower would make a loss look like a gain.
         share = (timings.total - timings.propose) / timings.total
         base = min(base, seconds * share / costs.pass_ratio(rows, without))
     else:  # in a step with prefill only the added part is known
         seconds = plain + timings.propose + max(0.0, costs.pass_seconds(rows) - plain)
     return seconds - base * sum(len(step.tokens) for step in own) / len(own)
+
+
+def _drafting(steps: Sequence[StepOutput], costs: CostModel) -> float:
+    """Returns the expected seconds of drafting in a step."""
+    timings, levels = steps[0].timings, [step.levels for step in steps if step.levels]
+    if not levels or not costs.drafting.known:
+        return timings.propose
+    return costs.drafting.seconds(max(levels), len(levels)) + costs.drafting.missed(timings.missed_tokens)
