@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foretoken.core import streams
+from foretoken.core.context import Context
 from foretoken.core.distributions import NodeDistributions
+from foretoken.core.draft import Draft
+from foretoken.core.errors import NoTokenAllowed
+from foretoken.core.law import Sampled
 from foretoken.core.native import cpu
 from foretoken.core.native import sampling as native
 from foretoken.core.native.status import KernelArgumentError
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.streams import Purpose, Streams
-from foretoken.verify import residual
+from foretoken.core.streams import PrivateStream, Purpose, Streams
+from foretoken.core.verdict import Verdict
+from foretoken.propose.suffix import Suffix, SuffixConfig
+from foretoken.verify import block, residual
 
 KERNELS = native.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels here")
@@ -229,3 +239,64 @@ def test_levels_give_the_same_draws_and_nearly_the_same_rows(monkeypatch: pytest
     for rows, races, draws in others:
         assert (races, draws) == best[1:]
         assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-9) for one, other in zip(rows, best[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.4}, {"top_k": 2, "temperature": 1.6}, {"top_p": 0.6}, {"min_p": 0.1}]
+)
+@pytest.mark.parametrize("vocabulary", [2, 17, 300, 5000])
+def test_the_kernels_verify_chains_as_block_verification_does(vocabulary: int, options: dict[str, Any]) -> None:
+    law, numbers, lengths = SamplingLaw(**options), torch.Generator().manual_seed(vocabulary), Counter[int]()
+    for turn in range(60):
+        n = 1 + turn % 5
+        logits = 2 * torch.randn(n + 1, vocabulary, generator=numbers)
+        near = torch.randn(n, vocabulary, generator=numbers) * (0.0, 0.1, 1.0, 3.0)[turn % 4]
+        q = (logits[:n] + near).softmax(-1)
+        if turn % 3 == 0:  # tokens that are never drafted
+            q = q * (torch.rand(n, vocabulary, generator=numbers) > 0.5) + 1e-12
+            q /= q.sum(-1, keepdim=True)
+        if turn % 13 == 0:
+            logits[turn % (n + 1)] = torch.nan
+        draft = Draft.chain(torch.multinomial(q, 1, generator=numbers)[:, 0], Sampled(q))
+        verdicts: list[object] = []
+        for compiled in (True, False):
+            rows = NodeDistributions(law, logits, lambda row: pytest.fail("no history is needed"))
+            with pytest.MonkeyPatch.context() as patch:
+                if not compiled:
+                    patch.setattr(rows, "verify_chain", lambda *arguments: None)
+                try:
+                    verdicts.append(block.verify(draft, rows, PrivateStream(turn * 2**50)))
+                except NoTokenAllowed as end:
+                    verdicts.append(end.row)
+        assert verdicts[0] == verdicts[1]
+        lengths[len(verdicts[0].path) if isinstance(verdicts[0], Verdict) else -1] += 1
+    assert len(lengths) > 2
+
+
+PERIODIC = st.builds(
+    lambda period, length, changes: [changes.get(i, period[i % len(period)]) for i in range(length)],
+    st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    st.integers(1, 400),
+    st.dictionaries(st.integers(0, 399), st.integers(0, 9), max_size=4),
+)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=300) | PERIODIC,
+    budget=st.integers(1, 40),
+    depth=st.sampled_from([1, 4, 24, 64]),
+    factor=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
+    min_prob=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
+    top_k=st.integers(1, 4),
+)
+def test_text_to_copy_is_that_of_the_search_in_python(
+    tokens: list[int], budget: int, depth: int, factor: float, min_prob: float, top_k: int
+) -> None:
+    config = SuffixConfig(depth, 0, factor, min_prob, top_k=top_k)
+    drafts: list[Draft] = []
+    for compiled in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not compiled:
+                patch.setattr(native, "kernels", lambda: None)
+            drafts += Suffix(config).propose([Context(0, tokens, 1, SamplingLaw(), Streams(0))], [budget])
+    assert drafts[0] == drafts[1]

@@ -12,13 +12,15 @@ import torch
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
+from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
+from foretoken.core.errors import NoTokenAllowed
 from foretoken.core.history import History
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.streams import Streams
-from foretoken.engine import step_rows
+from foretoken.core.streams import Purpose, Streams
+from foretoken.engine import step_rows, verified
 from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import OutputOptions
 from foretoken.engine.sequence import Sequence as Running
@@ -26,7 +28,7 @@ from foretoken.engine.stopping import Length
 from foretoken.models.base import Handle, Scores
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
-from foretoken.verify import Rule, choose
+from foretoken.verify import Rule, choose, walk
 
 pytestmark = pytest.mark.skipif(native.kernels() is None, reason="there are no compiled kernels")
 LAWS = {
@@ -196,3 +198,20 @@ def test_a_sequence_without_a_possible_token_ends_alone() -> None:
         engine.step()
     assert "forbid every token" in str(engine.take(1).error)
     assert len(engine.take(0).context.tokens) == 7
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_greedy_drafts_follow_the_argmax_as_the_verifier_walks(seed: int) -> None:
+    """Trees with equal siblings, and rows without a token."""
+    numbers = random.Random(seed)
+    parents = tuple(numbers.randrange(-1, i) for i in range(12))
+    draft = Draft.tree([numbers.randrange(2) for _ in parents], parents)
+    argmax = [numbers.choice((0, 0, 0, 1, 1, 1, -1)) for _ in range(13)]
+    rows = NodeDistributions(
+        SamplingLaw(temperature=0.0), torch.zeros(13, 2), lambda row: pytest.fail("not read"), argmax
+    )
+    try:
+        expected = walk.verify(draft, rows, Streams(0).private(Purpose.VERIFY, 0))
+    except NoTokenAllowed:
+        expected = None
+    assert verified.along(draft, argmax) == expected

@@ -15,7 +15,6 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass
-from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
@@ -76,33 +75,6 @@ def test_the_best_score_wins(tokens, budget, factor, min_prob):
     holds = [(length + depth) / (length + depth + 2) for depth in range(len(draft))]  # P(the match goes on)
     shares = [exp(score) / prod(holds[: depth + 1]) for depth, score in enumerate(draft.scores)] if holds else []
     assert sum(shares) == pytest.approx(score, abs=1e-5)
-
-
-PERIODIC = st.builds(
-    lambda period, length, changes: [changes.get(i, period[i % len(period)]) for i in range(length)],
-    st.lists(st.integers(0, 9), min_size=1, max_size=30),
-    st.integers(1, 400),
-    st.dictionaries(st.integers(0, 399), st.integers(0, 9), max_size=4),
-)
-
-
-@given(
-    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=300) | PERIODIC,
-    budget=st.integers(1, 40),
-    depth=st.sampled_from([1, 4, 24, 64]),
-    factor=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
-    min_prob=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
-    top_k=st.integers(1, 4),
-)
-def test_the_kernels_find_the_same_drafts(tokens, budget, depth, factor, min_prob, top_k):
-    config = SuffixConfig(depth, 0, factor, min_prob, top_k=top_k)
-    drafts = []
-    for compiled in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            if not compiled:
-                patch.setattr(sampling, "kernels", lambda: None)
-            drafts += Suffix(config).propose([Context(0, tokens, 1, SamplingLaw(), Streams(0))], [budget])
-    assert drafts[0] == drafts[1]
 
 
 def test_a_long_match_is_followed_further_than_a_short_one():

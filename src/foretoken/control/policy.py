@@ -79,7 +79,7 @@ class Repetition:
 
 
 @dataclass(eq=False, slots=True)
-class RequestState:
+class RequestDrafts:
     """State of one request.
 
     Attributes:
@@ -152,13 +152,13 @@ class DraftPolicy(Controller):
         self.tuning = self.costs.tuning
         self.bound(max_tokens)
         self.step = 0  # steps so far
-        self._requests: dict[int, RequestState] = {}
+        self._requests: dict[int, RequestDrafts] = {}
         self._survivals: dict[RequestKind, Survival] = {}
         self._rates: dict[RequestKind, Rates] = {}
         self._search_values = [
             0.1,
             1.0,
-        ]  # of new requests, see ``RequestState``; high, so that an engine begins with searches
+        ]  # of new requests, see ``RequestDrafts``; high, so that an engine begins with searches
         self._wait = self.tuning.wait_steps  # steps before the first trial of a new request
         self._cooldown = 0  # step before which no trial is made, after one that failed
         self._worst = 0.0  # seconds that the model's drafts of a step lose if all are rejected
@@ -372,9 +372,9 @@ class DraftPolicy(Controller):
     def forget(self, context: Context) -> None:
         self._requests.pop(context.id, None)
 
-    def _request(self, context: Context) -> RequestState:
+    def _request(self, context: Context) -> RequestDrafts:
         if context.id not in self._requests:
-            self._requests[context.id] = RequestState(search_values=[*self._search_values])
+            self._requests[context.id] = RequestDrafts(search_values=[*self._search_values])
         return self._requests[context.id]
 
     def _due(self, context: Context) -> bool:

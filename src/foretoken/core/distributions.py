@@ -60,6 +60,17 @@ class Law(Protocol):
         """
         return -1
 
+    def verify_chain(self, logits: Tensor, ids: Sequence[int], q: Tensor, key: int) -> tuple[int, int] | None:
+        """Returns the number of accepted tokens and the token behind them; None if the kernels cannot verify them.
+
+        Args:
+            logits: [n+1, V].
+            ids: The drafted chain [n].
+            q: [n, V] or more rows, the distributions that its tokens were sampled from.
+            key: Of the verification's ``PrivateStream``.
+        """
+        return None
+
     @property
     def changes_follow_tokens(self) -> bool:
         """Whether the kernels know the changes at a draft's nodes from those at its root and the tokens between."""
@@ -161,6 +172,12 @@ class NodeDistributions:
             self._errors[row] = error
             return -1
         return self._best[row]
+
+    def verify_chain(self, ids: Sequence[int], q: Tensor, key: int) -> tuple[int, int] | None:
+        """Returns ``Law.verify_chain`` for these rows; None if Python has to verify the chain."""
+        if self._known or self._argmax is not None or self._law.needs_history:
+            return None
+        return self._law.verify_chain(self._logits, ids, q, key)
 
     def draw(self, row: int, noise: Noise) -> int:
         """Returns ``Law.choose`` at ``row``; -1 where its distribution is known already."""

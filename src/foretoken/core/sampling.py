@@ -136,6 +136,15 @@ class SamplingLaw:
         row.noise, row.filter = noise.bits, self.kept.spec(logits.shape[1])
         return row
 
+    def verify_chain(self, logits: Tensor, ids: Sequence[int], q: Tensor, key: int) -> tuple[int, int] | None:
+        if self.greedy or self.adjusts or type(self).probs is not SamplingLaw.probs:
+            return None
+        kernels = native.for_rows(logits) if q.dtype is torch.float32 and q.is_cpu and q.is_contiguous() else None
+        if kernels is None:
+            return None
+        accepted, token = kernels.verify_chain(logits, ids, q, self.kept, key)
+        return (accepted, token) if token >= 0 else None
+
     @cached_property
     def changes_follow_tokens(self) -> bool:
         return self.grammar is None and self._banned is not None

@@ -92,7 +92,7 @@ class VerifiedDraft:
         return StepOutput(context.id, position, self.draft, verdict, tokens, timings, ended, budget)
 
 
-def _along(draft: Draft, argmax: Many[int]) -> Verdict | None:
+def along(draft: Draft, argmax: Many[int]) -> Verdict | None:
     """Returns the verdict of ``verify.walk`` if every draw is an argmax; None if a row that it reaches has none."""
     nodes: tuple[int, ...] = (-1,)  # all nodes with the accepted prefix: duplicate children count as one
     while (token := argmax[nodes[0] + 1]) >= 0:
@@ -110,7 +110,7 @@ def _verdict(sequence: Sequence, draft: Draft, scores: Scores, rule: Rule) -> Ve
     them as the target's own, and the next step ends the sequence.
     """
     context, argmax = sequence.context, scores.argmax
-    if argmax is not None and rule(draft.law, context.exactness) in DRAWING and (verdict := _along(draft, argmax)):
+    if argmax is not None and rule(draft.law, context.exactness) in DRAWING and (verdict := along(draft, argmax)):
         return verdict
     probs = NodeDistributions(context.law, scores.logits, partial(context.history_at, draft), scores.argmax)
     try:

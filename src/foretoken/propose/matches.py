@@ -165,11 +165,11 @@ class ContextTexts:
         In an encoder-decoder the source precedes them, after the output's start token, so that an output that copies
         its source matches from its first token on.
         """
-        text, start = self._texts.get(context.id), context.tokens[:1] if context.source else []
+        text, source = self._texts.get(context.id), context.source
         if text is None:
             text = self._texts[context.id] = GrowingText(periodic=True)
-            text.extend([*start, *context.source])
-        text.extend(context.tokens[len(text) - len(start) - len(context.source) :])
+            text.extend([*context.tokens[:1], *source] if source else [])
+        text.extend(context.tokens[len(text) - (len(source) + 1 if source else 0) :])
         return text
 
     def forget(self, context: Context) -> None:

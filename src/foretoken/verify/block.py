@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
-from foretoken.core.streams import Stream
+from foretoken.core.streams import PrivateStream, Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify import tree
 from foretoken.verify.residual import drawn_rows, excess, ratio
@@ -34,6 +35,10 @@ def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
         return tree.traversal(draft, probs, stream)
     n = len(draft)
     q = drawn_rows(draft, probs)
+    if n and isinstance(probs, NodeDistributions) and isinstance(stream, PrivateStream):
+        verdict = probs.verify_chain(draft.ids, q, stream.key)
+        if verdict is not None:
+            return Verdict(tuple(range(verdict[0])), verdict[1])
     w = _weights(draft, probs, q)
     if n == 0 or (len(w) > n and stream.bernoulli(w[n], index=n)):
         return Verdict(tuple(range(n)), draw(probs, n, stream, index=n))

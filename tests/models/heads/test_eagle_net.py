@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import PROMPTS, TOKENS
 from foretoken.models.loading import load_model
-from foretoken.models.runners.pass_plan import TapRows
+from foretoken.models.runners.pass_plan import Tapped, TapRows
 
 CPU = torch.device("cpu")
 
@@ -105,7 +106,10 @@ HEADS = {
 def append(net: EagleNet, handle: HeadHandle, tokens: list[int], raw: Tensor) -> None:
     """Appends tokens with states that lie among others, each layer's in a tensor of its own."""
     around = torch.cat([_random(1, raw.shape[1]), raw, _random(2, raw.shape[1])])
-    taps = dict(enumerate(around.split(net.head.target_hidden if net.joined else raw.shape[1], dim=1)))
+    states = around.split(net.head.target_hidden if net.joined else raw.shape[1], dim=1)
+    taps: Mapping[int, Tensor] = dict(enumerate(states))
+    if len(raw) > 1:  # as one pass of the kernels returns them
+        taps = Tapped(range(len(states)), torch.stack(states).numpy())
     net.append(handle, tokens, TapRows.of(taps, range(len(taps)), range(1, 1 + len(raw))))
 
 

@@ -215,11 +215,23 @@ class CopySearch(Structure):
     ]
 
 
+class SampledChain(Structure):
+    """A chain of sampled tokens and the target's logits (csrc/chain_verdict.hpp)."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "ids", "drawn_from")),
+        *((name, c_int64) for name in ("stride", "n", "count")),
+    ]
+
+
 class Kernels:
     """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        check_layout(library, (FilterSpec, _Distribution, SuccessorTable, CopySearch, Adjustment, DraftNodes, TokenRow))
+        check_layout(
+            library,
+            (FilterSpec, _Distribution, SuccessorTable, SampledChain, CopySearch, Adjustment, DraftNodes, TokenRow),
+        )
         self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
         pointer, wide, number = c_void_p, c_int64, c_int32
         logits, token = (pointer, wide, wide, wide), POINTER(c_int64)
@@ -233,6 +245,8 @@ class Kernels:
         self._choose_tokens = declare(library, "foretoken_choose_tokens", pointer, wide, wide, number)
         tree = (POINTER(SuccessorTable), c_double, wide, wide, wide, pointer, pointer, pointer, token)
         self._tree = declare(library, "foretoken_heaviest_tree", *tree)
+        chain = (POINTER(SampledChain), filters, c_uint64, token, token, number)
+        self._verify_chain = declare(library, "foretoken_verify_chain", *chain)
         short = POINTER(c_int32)
         copies = (POINTER(CopySearch), pointer, pointer, pointer, short, short)
         self._copies = declare(library, "foretoken_copies", *copies)
@@ -280,6 +294,25 @@ class Kernels:
         count = c_int64()
         self._tree(table, trials, root, budget, max_depth, tokens, parents, weights, count)
         return tokens[: count.value], parents[: count.value], weights[: count.value]
+
+    def verify_chain(self, logits: Tensor, ids: Sequence[int], q: Tensor, kept: Filter, key: int) -> tuple[int, int]:
+        """Verifies sampled tokens as ``verify.block`` does.
+
+        Args:
+            logits: [n+1, V].
+            ids: [n].
+            q: float32 [n, V] or more rows, contiguous; the distributions of the tokens.
+            kept: The target's filters.
+            key: Of a ``PrivateStream``.
+
+        Returns:
+            The number of accepted tokens and the token behind them, -1 where none is possible.
+        """
+        accepted, token, (vocabulary, count) = c_int64(), c_int64(), (logits.shape[1], len(ids))
+        tokens = (c_int64 * count)(*ids)
+        chain = SampledChain(logits.data_ptr(), addressof(tokens), q.data_ptr(), logits.stride(0), vocabulary, count)
+        self._verify_chain(chain, kept.spec(vocabulary), key, accepted, token, torch.get_num_threads())
+        return accepted.value, token.value
 
     def copies(self, search: CopySearch) -> tuple[list[int], list[int], list[float], int]:
         """Returns tokens, parents and probabilities of the tree that a search finds, and the length of its match."""

@@ -1,5 +1,6 @@
 // Sampling kernels over whole vocabularies: logits to probabilities, the excess (p - q)+, a draw, an exponential race.
 #include "entry.hpp"
+#include "chain_verdict.hpp"
 #include "copies.hpp"
 #include "successors.hpp"
 #include "token_row.hpp"
@@ -45,6 +46,7 @@ const LayoutField* foretoken_layout() {
         LAYOUT(FilterSpec, inverse, floor, top_k, top_p)
         LAYOUT(Distribution, top, inverse, lowest, over, last)
         LAYOUT(SuccessorTable, successors, hits, vocab, width)
+        LAYOUT(SampledChain, logits, ids, drawn_from, stride, n, count)
         LAYOUT(CopySearch, text, count, factor, min_prob, depth, limit, budget, top_k)
         LAYOUT(Adjustment, allowed, banned, ends, biased, biases, seen, generated, banned_count, end_count, biased_count, seen_count,
                end_steps, repetition, frequency, presence)
@@ -170,6 +172,18 @@ int32_t foretoken_heaviest_tree(const SuccessorTable* table, double trials, int6
     return guarded([&] {
         *count = heaviest_tree(*table, trials, root, budget, max_depth, tokens, parents, weights);
     }, "a tree of %lld tokens", (long long)budget);
+}
+
+// Writes how many tokens of a sampled chain are accepted, and the token behind them, -1 where none is possible.
+int32_t foretoken_verify_chain(const SampledChain* chain, const FilterSpec* f, uint64_t key, int64_t* accepted, int64_t* token, int threads) {
+    return guarded([&] {
+        check_rows(chain->stride, chain->count + 1, chain->n);
+        for (int64_t i = 0; i < chain->count; i++)
+            if (chain->ids[i] < 0 || chain->ids[i] >= chain->n) refuse("the drafted token %lld, of %lld tokens", (long long)chain->ids[i], (long long)chain->n);
+        ChainVerdict verdict(*chain, *f, key, threads);
+        verdict.run();
+        *accepted = verdict.accepted, *token = verdict.token;
+    }, "a chain of %lld tokens", (long long)chain->count);
 }
 
 // Writes the tree of what followed the end of a text earlier, and the length of the context that it follows; see copies.hpp.
