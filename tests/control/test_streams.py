@@ -6,11 +6,25 @@ from statistics import median
 
 import pytest
 
-from .replay import BUNDLED, KINDS, SCALED, SMOLLM2, WIDENED, Machine, Replay, best_constant, stream
+from .replay import (
+    BUNDLED,
+    HEADED,
+    KINDS,
+    SCALED,
+    SMOLLM2,
+    WIDE_HEADED,
+    WIDENED,
+    Machine,
+    Replay,
+    best_constant,
+    stream,
+)
 
 SETTINGS = {
     "SmolLM2": ("smollm2", SMOLLM2),
+    "SmolLM2, head": ("smollm2", HEADED),
     "SmolLM2, 1.2 B": ("smollm2", WIDENED),
+    "SmolLM2, 1.2 B, head": ("smollm2", WIDE_HEADED),
     "bundled pair": ("bundled", BUNDLED),
     "bundled pair, 0.74 B": ("bundled", SCALED),
 }
