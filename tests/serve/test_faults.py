@@ -101,6 +101,11 @@ def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch:
                 raise Broken("planted")
             return super().chances(rows, tokens)
 
+        def verify_chain(self, ids: Any, q: Any, key: int) -> Any:
+            if self.broken:
+                raise Broken("planted")
+            return super().verify_chain(ids, q, key)
+
         def __getitem__(self, row: int) -> Any:
             if self.broken:
                 raise Broken("planted")

@@ -77,9 +77,9 @@ def test_drafters_in_the_cache_are_found_without_a_download(target: Path, cache:
 def test_a_folder_has_the_names_of_its_repository_and_its_base_model(tiny_pair: Any, cache: Any) -> None:
     folder = cache("someone/my-tune")
     config = json.loads((tiny_pair.target / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "_name_or_path": "/work/out"}))
+    (folder / "config.json").write_text(json.dumps({**config, "_name_or_path": "/data/out"}))
     (folder / "README.md").write_text("---\nlicense: mit\nbase_model:\n- Qwen/Qwen3-4B\n---\nText\n")
-    assert names_of(folder) == ["someone/my-tune", "/work/out", "Qwen/Qwen3-4B"]
+    assert names_of(folder) == ["someone/my-tune", "/data/out", "Qwen/Qwen3-4B"]
     assert "deepseek-ai/dspark_qwen3_4b_block7" in found("someone/my-tune")
 
 
