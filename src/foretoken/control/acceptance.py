@@ -240,12 +240,12 @@ class Survival:
             before[rank] *= keep
             had[rank] = had[rank] * keep + (rank < size)
             requested[rank] = requested[rank] * keep + 1.0
-        before[:1] = [before[0] + 1.0] if budget else before[:1]
         for rank in ranks:
             if rank < budget:
                 accepted[rank] += 1.0
-                if rank + 1 < budget:
-                    before[rank + 1] += 1.0
+        for rank in (0, *(rank + 1 for rank in ranks)):  # of the first, the root is the rank before
+            if rank < budget:
+                before[rank] += 1.0
 
     def _priors(self) -> Estimate:
         """Returns the priors of the ratios and of the existence of ranks, [max_rank] each."""

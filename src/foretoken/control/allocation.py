@@ -29,9 +29,8 @@ class LengthCandidates:
     @staticmethod
     def of(survivals: Sequence[Survival], caps: Sequence[int], missed: Sequence[float]) -> LengthCandidates:
         """Returns candidates with these estimates."""
-        return LengthCandidates(
-            caps, missed, [survival.accepted() for survival in survivals], [s.exists() for s in survivals]
-        )
+        accepted, exists = [of.accepted() for of in survivals], [of.exists() for of in survivals]
+        return LengthCandidates(caps, missed, accepted, exists)
 
     def nodes(self) -> list[tuple[int, int]]:
         """Returns the owner and rank of every node, the likeliest first; a request's nodes are in their order."""
