@@ -77,7 +77,8 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments
 
 def test_without_the_extra() -> None:
     code = (
-        "import sys; sys.modules['fastapi'] = None; from foretoken.cli.main import main; main(['serve', '--port', '0'])"
+        "import sys; sys.modules |= dict.fromkeys(['fastapi', 'starlette', 'uvicorn', 'llguidance'])"
+        "; from foretoken.cli.main import main; main(['serve', '--port', '0'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1

@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from foretoken.serve.key_file import GENERATE, METRICS
+
+if TYPE_CHECKING:  # the command line imports this module, with or without the server's packages
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "x-request-id"
 STATE = "request"  # in the state of an ASGI scope
@@ -108,6 +108,8 @@ class RequestIdMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.datastructures import MutableHeaders
+
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
