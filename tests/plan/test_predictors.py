@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.formulas import acceptance, bounds
+from foretoken.plan.chains import text_probabilities
 from foretoken.plan.predictors import (
     CONSTANT,
     MAX_DIVERGENCE,
     STATISTICS,
-    TextDistributions,
+    Predictor,
     calibration_error,
+    divergence,
     entropy_overlap,
     fitted,
     margin,
-    predictors,
+    overlap,
     statistics,
-    text_acceptance,
 )
+from foretoken.plan.texts import SampledText
+
+
+class TextDistributions(NamedTuple):
+    """Distributions of both models, [n, V], at the tokens of a text."""
+
+    p: torch.Tensor
+    q: torch.Tensor
+    tokens: list[int]
 
 
 def request(seed: int, noise: float, length: int = 150, vocab: int = 12) -> TextDistributions:
@@ -37,19 +47,28 @@ def request(seed: int, noise: float, length: int = 150, vocab: int = 12) -> Text
 REQUESTS = [request(seed, 0.2 + 0.15 * seed) for seed in range(16)]
 
 
+def text_acceptance(rows: TextDistributions) -> float:
+    text = SampledText((0,), tuple(rows.tokens), len(rows.tokens))
+    return text_probabilities(text, rows.p, rows.q, fixed=False).acceptance
+
+
+def predictors(acceptance: list[float]) -> list[Predictor]:
+    return fitted([statistics(*rows) for rows in REQUESTS], acceptance)
+
+
 def test_statistics_are_means_over_positions():
     rows = REQUESTS[3]
-    result = statistics(rows)
+    result = statistics(*rows)
     assert set(result) == {*STATISTICS, "calibration error"}
-    assert result["total variation"] == pytest.approx(float(acceptance.total_variation(rows.p, rows.q).mean()))
-    assert result["KL divergence"] == pytest.approx(float(bounds.divergence(rows.p, rows.q).mean()))
-    assert result["target entropy"] == pytest.approx(float(bounds.entropy(rows.p).mean()))
+    assert result["total variation"] == pytest.approx(float((rows.p - rows.q).abs().sum(-1).mean() / 2))
+    assert result["KL divergence"] == pytest.approx(float((rows.p * (rows.p / rows.q).log()).sum(-1).mean()))
+    assert result["target entropy"] == pytest.approx(float(-(rows.p * rows.p.log()).sum(-1).mean()))
     assert result["Bhattacharyya overlap"] == pytest.approx(float((rows.p * rows.q).sqrt().sum(-1).mean()))
 
 
 def test_acceptance_of_the_text_is_the_overlap_in_the_mean():
     result = np.mean([text_acceptance(rows) for rows in REQUESTS])
-    truth = np.mean([float(acceptance.token(rows.p, rows.q).mean()) for rows in REQUESTS])
+    truth = np.mean([float(overlap(rows.p, rows.q).mean()) for rows in REQUESTS])
     assert result == pytest.approx(truth, abs=0.02)
 
 
@@ -70,12 +89,12 @@ def test_calibration_error():
 
 def test_a_divergence_without_end_is_cut():
     rows = TextDistributions(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), [0])
-    assert statistics(rows)["KL divergence"] == MAX_DIVERGENCE
+    assert statistics(*rows)["KL divergence"] == MAX_DIVERGENCE
     assert text_acceptance(rows) == 0.0
 
 
 def test_the_overlap_predicts_best_and_all_that_measure_distance_beat_the_constant():
-    result = predictors(REQUESTS)
+    result = predictors([text_acceptance(rows) for rows in REQUESTS])
     errors = {predictor.name: predictor.error for predictor in result}
     assert list(errors.values()) == sorted(errors.values())
     assert set(errors) == {*STATISTICS, "calibration error", CONSTANT}
@@ -90,8 +109,10 @@ def test_the_overlap_predicts_best_and_all_that_measure_distance_beat_the_consta
 
 def test_acceptance_may_be_measured_in_another_way():
     measured = [0.9 - 0.02 * i for i in range(16)]
-    result = {predictor.name: predictor for predictor in predictors(REQUESTS, measured)}
-    assert result["total variation"].predict(statistics(REQUESTS[0])["total variation"]) == pytest.approx(0.9, abs=0.05)
+    result = {predictor.name: predictor for predictor in predictors(measured)}
+    assert result["total variation"].predict(statistics(*REQUESTS[0])["total variation"]) == pytest.approx(
+        0.9, abs=0.05
+    )
 
 
 def test_errors_are_those_of_requests_left_out():
@@ -122,15 +143,22 @@ def test_predictions_are_chances():
     assert math.isfinite(line.error)
 
 
+def test_divergences_of_a_known_pair():
+    p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.25, 0.75]])
+    assert float(divergence(p, q)) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (lambda: predictors(REQUESTS[:2]), "three requests"),
-        (lambda: predictors(REQUESTS[:4], [0.1]), "one acceptance"),
-        (lambda: TextDistributions(torch.ones(2, 3), torch.ones(2, 4), [0, 1]), r"\[n, V\]"),
-        (lambda: TextDistributions(torch.ones(2, 3), torch.ones(2, 3), [0]), "1 tokens"),
+        (lambda: fitted([{"x": 0.1}] * 2, [0.1] * 2), "three requests"),
+        (lambda: fitted([{"x": 0.1}] * 4, [0.1]), "one acceptance"),
+        (lambda: statistics(torch.ones(2, 3), torch.ones(2, 4), [0, 1]), r"\[n, V\]"),
+        (lambda: statistics(torch.ones(2, 3), torch.ones(2, 3), [0]), "1 tokens"),
+        (lambda: statistics(REQUESTS[0].p.log(), REQUESTS[0].q, REQUESTS[0].tokens), "softmax"),
+        (lambda: statistics(REQUESTS[0].p * 2, REQUESTS[0].q, REQUESTS[0].tokens), "summing to 1"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong, message):
+def test_invalid_requests_raise(wrong, message):
     with pytest.raises(InvalidRequest, match=message):
         wrong()

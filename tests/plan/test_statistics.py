@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.statistics import Interval, ratio_interval, ratio_of_ratios, student_quantile
+from foretoken.plan.statistics import Interval, ratio_interval, student_quantile
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 10, 31, 63, 400])
@@ -63,36 +63,8 @@ def test_intervals_cover_what_they_promise(count):
     assert 0.93 <= np.mean([low <= 2.5 <= high for _, low, high in result]) <= 0.985
 
 
-@pytest.mark.parametrize("paired", [True, False], ids=["paired", "independent"])
-@pytest.mark.parametrize("count", [3, 8, 32])
-def test_intervals_of_a_ratio_of_ratios_cover_too(count, paired):
-    rng = np.random.default_rng(count)
-    inside, widths = [], []
-    for _ in range(400):
-        tokens, steps = requests(rng, count)
-        base, seconds = (tokens, steps) if paired else requests(rng, count)
-        noisy = base * np.exp(0.1 * rng.standard_normal(count))  # about twice as fast, and half of it noise in common
-        _, low, high = ratio_of_ratios(2.0 * tokens, steps, noisy, seconds, paired=paired)
-        truth = 2.0 / math.exp(0.1**2 / 2)
-        inside.append(low <= truth <= high)
-        widths.append(math.log(high / low))
-    assert 0.92 <= np.mean(inside) <= 0.99
-    assert not paired or count == 3 or np.median(widths) < 2 * 2.5 * 1.5 * 0.1 / math.sqrt(count)
-
-
-def test_what_two_sides_have_in_common_cancels():
-    tokens, steps = [120.0, 80.0, 200.0, 60.0], [40.0, 35.0, 55.0, 22.0]
-    same = ratio_of_ratios(tokens, steps, [2 * t for t in tokens], steps)
-    assert same == pytest.approx((0.5, 0.5, 0.5))
-    apart = ratio_of_ratios(tokens, steps, [2 * t for t in tokens], steps, paired=False)
-    assert apart.estimate == pytest.approx(0.5)
-    assert apart.low < 0.45 < 0.55 < apart.high
-
-
 def test_one_request_is_an_estimate_without_an_end():
     assert ratio_interval([30.0], [10.0]) == (3.0, -math.inf, math.inf)
-    assert ratio_of_ratios([30.0], [10.0], [10.0], [10.0]) == (pytest.approx(3.0), 0.0, math.inf)
-    assert ratio_of_ratios([30.0], [10.0], [1.0, 2.0], [1.0, 1.0], paired=False).high == math.inf
 
 
 def test_requests_without_rounds_tell_nothing():
@@ -115,8 +87,6 @@ def test_requests_that_agree_leave_no_doubt():
         (lambda: ratio_interval([1.0, 2.0], [1.0, -1.0]), "not be negative"),
         (lambda: ratio_interval([math.nan], [1.0]), "finite"),
         (lambda: ratio_interval([1.0], [1.0], level=1.0), "level"),
-        (lambda: ratio_of_ratios([1.0], [1.0], [0.0], [1.0]), "positive"),
-        (lambda: ratio_of_ratios([1.0] * 3, [1.0] * 3, [1.0] * 2, [1.0] * 2), "paired=False"),
         (lambda: student_quantile(0.2, 3), "probability"),
     ],
 )

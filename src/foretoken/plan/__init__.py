@@ -1,1 +1,1 @@
-"""Predicts the speedup of speculative decoding from formulas, measured costs and a sample of the user's text."""
+"""Predicts the speedup of speculative decoding from measured costs and a sample of the user's text."""

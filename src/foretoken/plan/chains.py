@@ -27,11 +27,12 @@ from torch import Tensor
 from foretoken.core.distributions import Law
 from foretoken.core.positions import PositionCounts
 from foretoken.models.base import Model
-from foretoken.plan.formulas.theory import step_starts, text_survival
 from foretoken.plan.tally import AcceptanceEstimate, StepTally
 from foretoken.plan.texts import SampledText, text_distributions, text_logits
 
 Reals = NDArray[np.float64]
+
+_HUGE = 1e200  # products of ratios are clipped here, far above the 1 at which they count
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,34 @@ def text_probabilities(text: SampledText, p: Tensor, q: Tensor, fixed: bool) -> 
 
 def survival(text: TextProbabilities, depth: int, rejection: str = "block") -> Reals:
     """Returns S[k, t] (see the module) of steps that begin before token t, [depth + 1, n]. 0 beyond the text's end."""
-    p = np.ones_like(text.p) if text.fixed else text.p
-    block = rejection == "block" and not text.fixed
-    reach = text_survival(torch.from_numpy(p), torch.from_numpy(text.q), depth, block).numpy()
-    return np.concatenate([np.ones((1, len(p))), reach.T])
+    count = len(text.q)
+    p = np.ones(count) if text.fixed else text.p
+    ratios = np.concatenate([np.divide(text.q, p, out=np.zeros(count), where=p > 0), np.zeros(depth)])
+    if text.fixed or rejection == "token":
+        ratios = np.minimum(ratios, 1.0)
+    product, reach = np.ones(count), [np.ones(count)]
+    for k in range(depth):
+        product = np.minimum(product * ratios[k : k + count], _HUGE)
+        reach.append(np.minimum(reach[-1], product))
+    return np.array(reach)
+
+
+def step_starts(reach: Reals) -> tuple[Reals, Reals]:
+    """Returns the probability pi_t that a step begins at each token, [n], and P(N = 1), P(N = 2), ..., [n, depth + 1].
+
+    N is the number of tokens of a step, the target's own included. A step that begins at t is followed by one at t + N:
+    pi_0 = 1 and pi_{t+m} += pi_t (S_{m-1} - S_m). The sum of pi is the expected number of steps that emit the text.
+
+    Args:
+        reach: ``survival``, [depth + 1, n].
+    """
+    lengths = -np.diff(reach, axis=0, append=0.0).T
+    count, sizes = lengths.shape
+    begins = np.zeros(count + sizes)
+    begins[0] = 1.0
+    for t in range(count):
+        begins[t + 1 : t + sizes + 1] += begins[t] * lengths[t]
+    return begins[:count], lengths
 
 
 def chain_estimate(
@@ -93,13 +118,14 @@ def _tally(probabilities: TextProbabilities, depth: int, rejection: str, max_len
     drafted = np.minimum(depth, text.limit - at - 1)  # by a step that begins at each token
     if max_length is not None:
         drafted[len(text.prompt) + at + depth > max_length] = 0
-    reach = survival(probabilities, depth, rejection)[1:].T * (np.arange(depth) < drafted[:, None])
-    begins, lengths = (each.numpy() for each in step_starts(torch.from_numpy(reach)))
+    reach = survival(probabilities, depth, rejection) * (np.arange(depth + 1)[:, None] <= drafted)
+    begins, lengths = step_starts(reach)
     begins[0] = 0.0  # the prompt's step
     emitted = (np.minimum(np.arange(1, depth + 2), len(at) - at[:, None]) * lengths).sum(1)  # the text's end ends it
     longest = int(drafted[1:].max(initial=0))
     positions = PositionCounts(
-        [float(begins[drafted > position].sum()) for position in range(longest)], (begins @ reach)[:longest].tolist()
+        [float(begins[drafted > position].sum()) for position in range(longest)],
+        (reach[1:] @ begins)[:longest].tolist(),
     )
     sizes = {int(size): float(begins[drafted == size].sum()) for size in np.unique(drafted[1:])}
     return StepTally(float(begins @ emitted), float(begins.sum()), positions, sizes)

@@ -7,7 +7,7 @@ Acceptance is regressed on it over requests. Its error is that of predicting a r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,35 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.formulas import bounds
-from foretoken.plan.formulas.acceptance import normalized, token, total_variation
-from foretoken.plan.formulas.theory import text_survival
 
 Reals = NDArray[np.float64]
 
 BINS = 10  # of confidence, for the calibration error
 MAX_DIVERGENCE = 25.0  # nats; larger and infinite divergences count as this
 CONSTANT = "constant"
-
-
-@dataclass(frozen=True, slots=True)
-class TextDistributions:
-    """Distributions of both models at the tokens of one request.
-
-    Row i is the distribution of token i under the request's sampling parameters. Concatenate several chunks of one
-    request.
-    """
-
-    p: Tensor  # the target's, [n, V]
-    q: Tensor  # the draft's, [n, V]
-    tokens: Sequence[int] = field(repr=False)  # the n tokens of the text
-
-    def __post_init__(self) -> None:
-        if self.p.ndim != 2 or self.p.shape != self.q.shape or len(self.tokens) != len(self.p) or not self.tokens:
-            raise InvalidRequest(
-                f"rows must be [n, V] for n > 0 tokens, the same for both models; got {tuple(self.p.shape)}, "
-                f"{tuple(self.q.shape)} and {len(self.tokens)} tokens"
-            )
+_TOLERANCE = 1e-2  # largest deviation from 1 of the sum of a row in half precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +42,27 @@ class Predictor:
         return min(1.0, max(0.0, self.intercept + self.slope * statistic))
 
 
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """sum min(p, q): the acceptance of one sampled token by token rejection (2211.17192, theorem 3.5)."""
+    return torch.minimum(p, q).sum(-1)
+
+
 def divergence(p: Tensor, q: Tensor) -> Tensor:
     """KL(p||q), clamped so that one infinite position does not determine the mean of a request."""
-    return bounds.divergence(p, q).clamp(max=MAX_DIVERGENCE)
+    nats = torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(-1)
+    return nats.clamp(0.0, MAX_DIVERGENCE)
+
+
+def entropy(p: Tensor) -> Tensor:
+    """H(p) = -sum p log p, in nats."""
+    return torch.special.entr(p).sum(-1)
 
 
 def entropy_overlap(p: Tensor, q: Tensor) -> Tensor:
     """sum min(-p log p, -q log q) / sum max(...): 1 for equal distributions. The overlap where neither has entropy."""
     one, other = torch.special.entr(p), torch.special.entr(q)
     whole = torch.maximum(one, other).sum(-1)
-    return torch.where(whole > 0, torch.minimum(one, other).sum(-1) / whole, token(p, q))
+    return torch.where(whole > 0, torch.minimum(one, other).sum(-1) / whole, overlap(p, q))
 
 
 def margin(p: Tensor, q: Tensor) -> Tensor:
@@ -84,10 +73,10 @@ def margin(p: Tensor, q: Tensor) -> Tensor:
 
 STATISTICS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "KL divergence": divergence,
-    "total variation": total_variation,
-    "target entropy": lambda p, q: bounds.entropy(p),
-    "draft entropy": lambda p, q: bounds.entropy(q),
-    "Bhattacharyya overlap": bounds.bhattacharyya,
+    "total variation": lambda p, q: 1.0 - overlap(p, q),
+    "target entropy": lambda p, q: entropy(p),
+    "draft entropy": lambda p, q: entropy(q),
+    "Bhattacharyya overlap": lambda p, q: (p * q).sqrt().sum(-1),
     "entropy overlap": entropy_overlap,
     "draft margin": margin,
 }
@@ -103,48 +92,56 @@ def calibration_error(q: Tensor, tokens: Sequence[int]) -> float:
     return float(gaps.abs().sum()) / len(tokens)
 
 
-def statistics(rows: TextDistributions) -> dict[str, float]:
-    """Returns every statistic of one request by name, averaged over its positions."""
-    p, q = normalized(rows.p), normalized(rows.q)
-    means = {name: float(statistic(p, q).mean()) for name, statistic in STATISTICS.items()}
-    return means | {"calibration error": calibration_error(q, rows.tokens)}
+def statistics(p: Tensor, q: Tensor, tokens: Sequence[int]) -> dict[str, float]:
+    """Returns every statistic of one request by name, averaged over its positions.
 
+    Args:
+        p: The target's distribution of each token under the request's sampling parameters, [n, V].
+        q: The draft's, likewise.
+        tokens: The n tokens of the text.
 
-def text_acceptance(rows: TextDistributions) -> float:
-    """Returns the mean of min(1, q/p) at the text's tokens.
-
-    It is the probability, given the text, that one sampled draft token is accepted. Its mean over texts is 1 - TV.
+    Raises:
+        InvalidRequest: The shapes differ, or rows are no distributions.
     """
-    tokens = torch.as_tensor(rows.tokens, device=rows.p.device).unsqueeze(-1)
-    p, q = (normalized(side).gather(-1, tokens).squeeze(-1) for side in (rows.p, rows.q))
-    return float(text_survival(p, q, 1).mean())
+    if p.ndim != 2 or p.shape != q.shape or len(tokens) != len(p) or not tokens:
+        raise InvalidRequest(
+            f"rows must be [n, V] for n > 0 tokens, the same for both models; got {tuple(p.shape)}, {tuple(q.shape)} "
+            f"and {len(tokens)} tokens"
+        )
+    p, q = _normalized(p), _normalized(q)
+    means = {name: float(statistic(p, q).mean()) for name, statistic in STATISTICS.items()}
+    return means | {"calibration error": calibration_error(q, tokens)}
 
 
-def predictors(requests: Sequence[TextDistributions], acceptance: Sequence[float] | None = None) -> list[Predictor]:
+def fitted(requests: Sequence[Mapping[str, float]], acceptance: Sequence[float]) -> list[Predictor]:
     """Returns a predictor for each statistic and the constant, the most accurate first.
 
     Args:
-        requests: At least three.
-        acceptance: Acceptance of each request, in the setting to be predicted (another proposer, temperature 0, ...).
-            None is ``text_acceptance``.
+        requests: ``statistics`` of three requests or more.
+        acceptance: Acceptance of each, in the setting to be predicted.
 
     Raises:
         InvalidRequest: There are fewer than three requests, or not one acceptance for each.
     """
     if len(requests) < 3:
         raise InvalidRequest(f"at least three requests are needed to estimate errors, got {len(requests)}")
-    if acceptance is not None and len(acceptance) != len(requests):
+    if len(acceptance) != len(requests):
         raise InvalidRequest(f"one acceptance for each request is needed, got {len(acceptance)} for {len(requests)}")
-    acceptance = acceptance or [text_acceptance(rows) for rows in requests]
-    return fitted([statistics(rows) for rows in requests], acceptance)
-
-
-def fitted(requests: Sequence[Mapping[str, float]], acceptance: Sequence[float]) -> list[Predictor]:
-    """As ``predictors``, from the ``statistics`` of each request."""
     y = np.asarray(acceptance, dtype=np.float64)
     columns = {name: np.asarray([request[name] for request in requests]) for name in requests[0]}
     fits = [_fit(CONSTANT, np.zeros_like(y), y), *(_fit(name, x, y) for name, x in columns.items())]
     return sorted(fits, key=lambda predictor: predictor.error)
+
+
+def _normalized(rows: Tensor) -> Tensor:
+    """Returns ``rows`` [n, V] in float64, each divided by its sum. Raises InvalidRequest unless rows sum to 1."""
+    probs = rows.double()
+    sums = probs.sum(-1, keepdim=True)
+    if not bool(((probs >= 0).all(-1, keepdim=True) & ((sums - 1).abs() < _TOLERANCE)).all()):
+        raise InvalidRequest(
+            "rows must be probabilities, none negative and each row summing to 1: softmax logits first"
+        )
+    return probs / sums
 
 
 def _fit(name: str, x: Reals, y: Reals) -> Predictor:

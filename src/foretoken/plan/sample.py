@@ -11,7 +11,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.chains import TextProbabilities, chain_estimate, text_probabilities, token_distributions
-from foretoken.plan.predictors import TextDistributions, statistics
+from foretoken.plan.predictors import statistics
 from foretoken.plan.replay import NotReplayable, Recording, record, replay_estimate, step_estimate
 from foretoken.plan.tally import AcceptanceEstimate
 from foretoken.plan.texts import BATCH, SampledText
@@ -106,7 +106,7 @@ class Sample:
                 if self.law.greedy or text.fixed:
                     warm = self.law.with_temperature(1.0) if self.law.greedy else self.law
                     p, q = (self._distribution(model, text.text, warm) for model in (self.target, draft.model))
-                facts.append(statistics(TextDistributions(p, q, text.text.tokens)))
+                facts.append(statistics(p, q, text.text.tokens))
             self._chains[candidate.name] = probabilities, facts
         return self._chains[candidate.name]
 

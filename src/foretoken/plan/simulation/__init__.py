@@ -1,1 +1,1 @@
-"""Speculative decoding with draft and target on different workers: formulas and a discrete-event simulation."""
+"""Speculative decoding with draft and target on different workers: a discrete-event simulation."""

@@ -1,7 +1,7 @@
 """Discrete-event simulation of speculative decoding across workers.
 
 The models are clocks: a target pass and a draft pass take fixed times, and acceptance is sampled. Results depend on the
-setting and its seed alone. ``pipelines`` holds the formulas.
+setting and its seed alone.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Formulas of the papers: acceptance of each verification rule, bounds on it, and speedups that follow from it."""
