@@ -153,7 +153,8 @@ inline void grouped_tile(const Matrix& w, const Word* x, const GroupMeta* meta, 
     const int sixteens = w.group / LANES;
     Ints levels = repeated(w.levels);
     if constexpr (!UNSIGNED_BYTES && V::bits == 4 && !SMALL) levels = xor_bits(levels, ::bytes(-128));
-    alignas(64) float totals[BLOCKS][R][LANES] = {};
+    alignas(64) float totals[BLOCKS][R][LANES];
+    each<BLOCKS * R>([&](auto i) __attribute__((always_inline)) { ::store(totals[i() / R][i() % R], floats(0.0f)); });
     GroupAt<V> at(w, unit, 0);
     Fetch fetch{at.record + (tile.count == 1 ? BYTES_AHEAD : unit_bytes + unit_bytes * tile.number / tile.count)};
     const uint8_t* next = fetch.at;
