@@ -53,6 +53,7 @@ COMMANDS = {
     "train blockwise": ("blockwise", f"{HEADS} --heads 2 --intermediate 16"),
     "train early-exit": ("early-exit", f"{HEADS} --exit-layer 1"),
     "train dflash": ("dflash", f"{HEADS} --block 3 --layers 1 --taps 1,2 --intermediate 16 --anchors 2"),
+    "train jetspec": ("jetspec", f"{HEADS} --block 3 --layers 1 --taps 1,2 --intermediate 16 --anchors 2"),
     "train dspark": (
         "dspark",
         f"{HEADS} --block 3 --layers 1 --taps 1,2 --intermediate 16 --anchors 2",
@@ -77,6 +78,7 @@ ARTIFACTS: dict[str, Callable[[Path, Pair], Path]] = {
     "medusa": lambda path, pair: tiny.save(path, *tiny.medusa(hidden=32)),
     "blockwise": lambda path, pair: tiny.save(path, *tiny.blockwise(hidden=32)),
     "dflash": lambda path, pair: tiny.save(path, *blocks.dflash()),
+    "jetspec": lambda path, pair: tiny.save(path, *blocks.jetspec()),
     "dspark": lambda path, pair: tiny.save(path, *blocks.dspark()),
     "mtp": lambda path, pair: tiny.save(path, {"foretoken_mtp": {"normed": True}}, {"mtp.fc.weight": torch.ones(2)}),
     "early-exit": lambda path, pair: tiny.save(path, {"model_type": "foretoken_early_exit"}, {"a": torch.ones(1)}),

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 
 LENGTH = 4  # the first token has no draft, and the last is never drafted: two are
 TARGET = ToyModel(3, order=2, seed=9, sharpness=1.0)
+METHODS = ("dflash", "jetspec", "dspark")
 SIZES = {"vocab": 3, "target_hidden": 8, "block": 3, "mask": 2, "layers": 1, "scale": 0.3}
 
 
@@ -42,8 +43,7 @@ class ExactNet(BlockNet):
 
 
 def net(method: str, folder: Path) -> ExactNet:
-    written = blocks.dspark(**SIZES) if method == "dspark" else blocks.dflash(**SIZES)
-    head = read_block(tiny.save(folder, *written))
+    head = read_block(tiny.save(folder, *getattr(blocks, method)(**SIZES)))
     g = torch.Generator().manual_seed(4)
     embedding, unembed = torch.randn(3, 64, generator=g), torch.randn(3, 64, generator=g)
     return ExactNet(head, embedding, torch.float32, torch.device("cpu"), 256, lambda x: x @ unembed.T)
@@ -51,14 +51,14 @@ def net(method: str, folder: Path) -> ExactNet:
 
 @pytest.fixture(scope="module")
 def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExactNet]:
-    return {method: net(method, tmp_path_factory.mktemp(method)) for method in ("dflash", "dspark")}
+    return {method: net(method, tmp_path_factory.mktemp(method)) for method in METHODS}
 
 
 def proposer(nets: dict[str, ExactNet], method: str, **keys: object) -> BlockProposer:
     own = nets[method]
     if method == "dspark":
         return DSpark(own, own.head.taps, DSparkConfig(**keys))  # type: ignore[arg-type]
-    return BlockProposer("dflash", own, own.head.taps, DFlashConfig(**keys))  # type: ignore[arg-type]
+    return BlockProposer(method, own, own.head.taps, DFlashConfig(**keys))  # type: ignore[arg-type]
 
 
 def gap(
@@ -76,7 +76,7 @@ def gap(
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("tree", ["chain", "top_k", "sampled", "greedy_multi"])
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", METHODS)
 def test_law_of_the_engine(method: str, tree: str, law: str, nets: dict[str, ExactNet]) -> None:
     assert gap(proposer(nets, method, tree=tree, top_k=2), law) < LIMIT
 

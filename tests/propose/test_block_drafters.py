@@ -29,14 +29,13 @@ PROMPTS = ["def greet(name):", "class", "for i in range(10):\n    print(", "x", 
 
 
 def proposer(folder: Path, method: str, **keys: Any) -> BlockProposer:
-    written = blocks.dspark() if method == "dspark" else blocks.dflash()
-    head = read_block(tiny.save(folder, *written))
+    head = read_block(tiny.save(folder, *getattr(blocks, method)()))
     g = torch.Generator().manual_seed(4)
     embedding, unembed = torch.randn(101, 64, generator=g), torch.randn(101, 64, generator=g)
     net = BlockNet(head, embedding, torch.float32, torch.device("cpu"), 64, lambda x: x @ unembed.T)
     if method == "dspark":
         return DSpark(net, head.taps, DSparkConfig(**keys))
-    return BlockProposer("dflash", net, head.taps, DFlashConfig(**keys))
+    return BlockProposer(method, net, head.taps, DFlashConfig(**keys))
 
 
 def ready(proposed: BlockProposer, count: int, temperature: float = 0.0, length: int = 6) -> list[Context]:
@@ -126,19 +125,20 @@ def test_heads_of_another_target_or_method_are_refused(tiny_pair: Any, tmp_path:
         load("dspark", blocks.dspark(vocab=vocab, taps=(1, 9)))
     with pytest.raises(ModelLoadError, match='"dspark"'):
         load("dflash", blocks.dspark(vocab=vocab))
+    with pytest.raises(ModelLoadError, match='"jetspec"'):
+        load("dflash", blocks.jetspec(vocab=vocab))
     with pytest.raises(InvalidRequest, match=r"confidence_head\.proj"):
         load("dspark", blocks.dspark(vocab=vocab, sure=False), tree="chain", confidence_threshold=0.5)
     with pytest.raises(InvalidRequest, match="foretoken train dspark"):
         LLM(tiny_pair.target, speculative_config={"method": "dspark"})
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "jetspec", "dspark"])
 @pytest.mark.slow
 def test_texts_are_those_of_plain_decoding(method: str, tiny_pair: Any, tmp_path: Path) -> None:
     plain = LLM(tiny_pair.target, dtype="float32")
     vocab = plain.target.vocab_size
-    written = blocks.dspark(vocab=vocab) if method == "dspark" else blocks.dflash(vocab=vocab)
-    head = str(tiny.save(tmp_path / "head", *written))
+    head = str(tiny.save(tmp_path / "head", *getattr(blocks, method)(vocab=vocab)))
     for temperature, tree in ((0.0, "top_k"), (0.0, "chain"), (1.0, "sampled"), (1.0, "chain")):
         options = {"method": method, "model": head, "num_speculative_tokens": 6, "tree": tree}
         llm = LLM(tiny_pair.target, dtype="float32", speculative_config=options)

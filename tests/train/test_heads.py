@@ -24,7 +24,6 @@ from foretoken.models.heads.loading import load_block, load_eagle
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
 from foretoken.train import heads, losses
-from foretoken.train.block_heads import DSparkHead
 from foretoken.train.config import (
     BlockwiseTrainConfig,
     DFlashTrainConfig,
@@ -42,7 +41,7 @@ from foretoken.train.data import Corpus
 from foretoken.train.eagle import Eagle3Head, PEagleHead
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.head import Head
-from foretoken.train.heads import train_head
+from foretoken.train.heads import MODULES, train_head
 from foretoken.train.mtp import MtpHead
 from foretoken.train.shapes import LlamaShape
 from foretoken.train.target import train_target
@@ -59,6 +58,7 @@ SETTINGS = {
     "blockwise": BlockwiseTrainConfig(2, 16),
     "early-exit": EarlyExitTrainConfig(2),
     "dflash": DFlashTrainConfig(block=4, layers=2, taps=(2, 4), anchors=3),
+    "jetspec": DFlashTrainConfig(block=4, layers=2, taps=(2, 4), anchors=3),
     "dspark": DSparkTrainConfig(block=3, layers=1, taps=(1, 3), anchors=3, markov_rank=8),
 }
 
@@ -162,19 +162,23 @@ def test_a_trained_p_eagle_head_drafts_as_it_was_trained(target: Path, corpus: C
             torch.testing.assert_close(logits[depth], expected[depth][0, row // 4], rtol=1e-3, atol=1e-3)
 
 
-def test_a_trained_gated_dspark_head_drafts_as_it_was_trained(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["jetspec", "dspark"])
+def test_a_trained_block_drafter_drafts_as_it_was_trained(
+    role: str, target: Path, corpus: Corpus, tmp_path: Path
+) -> None:
     """The runtime's logits along a chain are those of the training's forward pass."""
-    settings = replace(SETTINGS["dspark"], gated=True)
-    train_head("dspark", RunOptions(tmp_path / "dspark", "cpu"), target, corpus, settings, CONFIG, DATA)
-    assert "--gated --" in json.loads((tmp_path / "dspark" / "provenance.json").read_text())["command"]
+    settings = replace(SETTINGS["dspark"], gated=True) if role == "dspark" else SETTINGS[role]
+    train_head(role, RunOptions(tmp_path / role, "cpu"), target, corpus, settings, CONFIG, DATA)
+    arguments = json.loads((tmp_path / role / "provenance.json").read_text())["command"]
+    assert ("--gated --" in arguments) == (role == "dspark")
     model, ids = load_model(target, "float32", "cpu"), list(range(3, 23))
-    loaded, frozen = load_block("dspark", model, tmp_path / "dspark", target), FrozenTarget(target, torch.device("cpu"))
+    loaded, frozen = load_block(role, model, tmp_path / role, target), FrozenTarget(target, torch.device("cpu"))
     layers = (*loaded.taps, model.num_layers)
     (scores,) = model.score([model.open(ids)], [Draft.empty()], layers)
     settings = replace(settings, mask_token=loaded.net.head.mask_token)
-    head = DSparkHead(settings, frozen, torch.ones(frozen.vocab))
+    head = MODULES[role](settings, frozen, torch.ones(frozen.vocab))
     states = torch.stack([scores.taps[i] for i in layers], dim=1)
-    expected = _logits(head, tmp_path / "dspark", frozen, ids, states, layers)
+    expected = _logits(head, tmp_path / role, frozen, ids, states, layers)
     features = loaded.net.features(torch.cat([scores.taps[i] for i in loaded.taps], dim=-1))
     for row in (0, 4, 12):
         handle = loaded.net.open(ids[: row + 2])

@@ -74,11 +74,10 @@ def test_a_widened_p_eagle_head_has_the_mask_feature_of_the_narrow_one(
     torch.testing.assert_close(*(net.mask_feature() for net in nets), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "jetspec", "dspark"])
 def test_a_widened_block_drafter_drafts_as_before(method: str, folders: tuple[Path, Path], tmp_path: Path) -> None:
     targets = [load_model(folder, F32, "cpu") for folder in folders]
-    make = blocks.dspark if method == "dspark" else blocks.dflash
-    written = make(hidden=32, target_hidden=32, vocab=targets[0].vocab_size, taps=(0, 2, 3))
+    written = getattr(blocks, method)(hidden=32, target_hidden=32, vocab=targets[0].vocab_size, taps=(0, 2, 3))
     head = tiny.save(tmp_path / "head", *written)
     assert widen_head(head, *folders) == folders[1] / "heads" / method
     predicted = []

@@ -27,7 +27,7 @@ _MEDUSA = re.compile(r"(medusa_heads?|blocks)\.|[0-9]+\.[0-9]+\.")  # names of t
 
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Folder of EAGLE, MTP, DFlash, DSpark or Medusa heads.")
+        Path, typer.Argument(metavar="SRC", help="Folder of EAGLE, MTP, DFlash, JetSpec, DSpark or Medusa heads.")
     ],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     to: Annotated[

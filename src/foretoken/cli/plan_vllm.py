@@ -63,6 +63,7 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     from foretoken.plan.vllm import VllmCandidate
 
     method = head_method(folder)
+    method = "dflash" if method == "jetspec" else method  # vLLM reads the order of rows from is_causal
     blocks = method in ("dflash", "dspark")
     if not blocks and method not in ("eagle3", "eagle", "medusa"):
         raise InvalidRequest(f"{folder} holds {method} heads, which vLLM does not load; leave them out")

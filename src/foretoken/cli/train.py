@@ -115,7 +115,7 @@ def _register_head(role: str, kind: HeadKind) -> None:
     """Registers the command that trains a kind of heads."""
 
     @app.command(role, help=kind.help)
-    @grouped(run=RUN, settings=kind.settings, config=kind.config, data_config=HeadConfig(), without=("dropout",))
+    @grouped(run=RUN, settings=kind.settings, config=kind.config, data_config=kind.data, without=("dropout",))
     def head(
         run: RunOptions,
         model: Model = None,

@@ -70,8 +70,11 @@ def heads_method(config: Mapping[str, Any]) -> str | None:
         return "eagle3" if "eagle3" in names or config.get("draft_vocab_size") else "eagle"
     if config.get("speculators_model_type") in ("dflash", "dspark"):
         return str(config["speculators_model_type"])
-    if "dspark" in names or "dflash" in names:
-        return "dspark" if "dspark" in names else "dflash"
+    if "dspark" in names:
+        return "dspark"
+    if "dflash" in names:
+        section = config.get("dflash_config")
+        return "jetspec" if isinstance(section, dict) and section.get("causal_head") else "dflash"
     if kind in ASSISTANTS:
         return "assistant"
     if config.get("foretoken_mtp") is not None:

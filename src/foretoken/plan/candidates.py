@@ -64,7 +64,7 @@ def head_method(folder: Path) -> str:
     if (method := heads_method(load_config(folder))) is not None:
         return method
     raise InvalidRequest(
-        f"{folder} holds no heads that are known (eagle, eagle3, assistant, mtp, dflash, dspark, medusa, "
+        f"{folder} holds no heads that are known (eagle, eagle3, assistant, mtp, dflash, jetspec, dspark, medusa, "
         "blockwise, early_exit); give them with their method in a speculative_config"
     )
 

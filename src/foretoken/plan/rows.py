@@ -73,7 +73,7 @@ class PlanRow:
 
 def vllm(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns vLLM's ``speculative_config``, None if vLLM lacks the method. A tree becomes a chain."""
-    method = config["method"]
+    method = "dflash" if config["method"] == "jetspec" else config["method"]
     if method not in _VLLM:
         return None
     defaults = _NGRAM if method == "ngram" else {}

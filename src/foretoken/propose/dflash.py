@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from foretoken.core.context import Context
 from foretoken.models.heads.block_net import BlockNet
@@ -40,10 +41,10 @@ class BlockProposer(HiddenStateProposer):
         return fits and super()._ready(context, budget)
 
 
-def build(config: DFlashConfig, build_context: BuildContext) -> BlockProposer:
-    """Builds the proposer from the head that "model" names, or the one that comes with the target."""
-    loaded = load_block("dflash", build_context.target, build_context.model, build_context.path)
-    return BlockProposer("dflash", loaded.net, loaded.taps, config)
+def build(role: str, config: DFlashConfig, build_context: BuildContext) -> BlockProposer:
+    """Builds the proposer of a "dflash" or "jetspec" head: the one that "model" names, or the target's."""
+    loaded = load_block(role, build_context.target, build_context.model, build_context.path)
+    return BlockProposer(role, loaded.net, loaded.taps, config)
 
 
-METHOD = Method(DFlashConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)
+METHOD = Method(DFlashConfig, partial(build, "dflash"), tokens=8, drafts_trees=True, takes_draft_model=True)

@@ -24,6 +24,7 @@ METHODS: dict[str, str] = {
     "eagle3": "eagle",
     "eagle": "eagle",
     "dflash": "dflash",
+    "jetspec": "jetspec",
     "dspark": "dspark",
     "assistant": "assistant",
     "mtp": "mtp",

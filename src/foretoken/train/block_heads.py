@@ -1,4 +1,4 @@
-"""Block drafters: DFlash (2602.06036), and DSpark (2607.05147) with its Markov and confidence heads.
+"""Block drafters: DFlash (2602.06036), JetSpec (2606.18394), and DSpark (2607.05147) with its further heads.
 
 A block is the newest token and mask tokens behind it. Its rows see each other, and the target's hidden states before it
 as keys and values. One pass predicts all its tokens.
@@ -35,6 +35,7 @@ class DFlashHead(Head):
 
     samples = True
     shift = 1  # the row of a block that predicts the first token
+    causal = False  # whether rows of a block see no later rows
     architecture = "DFlashDraftModel"
 
     def __init__(self, config: DFlashTrainConfig, target: FrozenTarget, counts: Tensor) -> None:
@@ -45,7 +46,9 @@ class DFlashHead(Head):
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.hidden_norm = RmsNorm(width, shape.rms_norm_eps)
         intermediate = config.intermediate or shape.intermediate_size
-        self._layers = [HeadLayer(BlockAttention(config, shape), shape, intermediate) for _ in range(config.layers)]
+        self._layers = [
+            HeadLayer(BlockAttention(config, shape, self.causal), shape, intermediate) for _ in range(config.layers)
+        ]
         self.layers = nn.ModuleList(self._layers)
         self.norm = RmsNorm(width, shape.rms_norm_eps)
         self._roots: Tensor | None = None
@@ -98,6 +101,16 @@ class DFlashHead(Head):
 
     def _format_keys(self) -> dict[str, Any]:
         return {"dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": [t - 1 for t in self.taps]}}
+
+
+class JetSpecHead(DFlashHead):
+    """A JetSpec head: a DFlash head whose rows see no later rows of their block."""
+
+    causal = True
+
+    def _format_keys(self) -> dict[str, Any]:
+        section = super()._format_keys()["dflash_config"]
+        return {"is_causal": True, "dflash_config": {**section, "causal_head": True}}  # the first is read by vLLM
 
 
 class DSparkHead(DFlashHead):
@@ -171,8 +184,9 @@ class _Confidence(nn.Module):
 class BlockAttention(HeadAttention):
     """Attention of Qwen3 whose blocks also see keys and values of the target's states."""
 
-    def __init__(self, config: DFlashTrainConfig, shape: Any) -> None:
+    def __init__(self, config: DFlashTrainConfig, shape: Any, causal: bool) -> None:
         super().__init__(shape.hidden_size, shape, config.heads, config.kv_heads, norm=RmsNorm)
+        self.causal = causal
 
     def forward(self, x: Tensor, context: Tensor, roots: Tensor) -> Tensor:
         """Returns [B, R, K, H] from that and the context [B, T, H]; a block sees the context up to its root."""
@@ -194,7 +208,10 @@ class BlockAttention(HeadAttention):
         v_seen = split(self.v_proj(context), self.kv_heads).repeat_interleave(group, 1)
         hidden = torch.arange(length, device=roots.device) > roots[:, None]
         before = (q.flatten(2, 3) @ k_seen.transpose(-1, -2)).unflatten(2, (count, block))
-        scores = torch.cat([before.masked_fill(hidden[:, None], float("-inf")), q @ k.transpose(-1, -2)], dim=-1)
+        within = q @ k.transpose(-1, -2)
+        if self.causal:
+            within = within + torch.full((block, block), float("-inf"), device=x.device).triu(1).to(within.dtype)
+        scores = torch.cat([before.masked_fill(hidden[:, None], float("-inf")), within], dim=-1)
         weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
         mixed = (weights[..., :length].flatten(2, 3) @ v_seen).unflatten(2, (count, block))
         mixed = mixed + weights[..., length:] @ v

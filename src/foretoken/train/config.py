@@ -368,6 +368,7 @@ class HeadKind:
         help: The help of the command.
         method: Method that drafts with it.
         learning_rate: Default learning rate.
+        data: Default settings of data and loss.
     """
 
     settings: Settings
@@ -375,6 +376,7 @@ class HeadKind:
     help: str
     method: str
     learning_rate: float = HEAD_CONFIG.learning_rate
+    data: HeadConfig = HeadConfig()
 
     @property
     def config(self) -> TrainConfig:
@@ -413,6 +415,13 @@ HEADS: dict[str, HeadKind] = {
     ),
     "dflash": HeadKind(
         DFlashTrainConfig(), "DFlash head", "Train a DFlash head: one pass drafts a block of tokens.", "dflash"
+    ),
+    "jetspec": HeadKind(
+        DFlashTrainConfig(),
+        "JetSpec head",
+        "Train a JetSpec head: a DFlash head with causal blocks, by forward KL alone.",
+        "jetspec",
+        data=HeadConfig(acceptance_share=0.0, discount=1.0),
     ),
     "dspark": HeadKind(
         DSparkTrainConfig(),

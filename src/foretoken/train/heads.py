@@ -23,7 +23,7 @@ from foretoken.models.formats.checkpoint import load_tokenizer, quiet_transforme
 from foretoken.models.loading import resolve_device
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train import processes
-from foretoken.train.block_heads import DFlashHead, DSparkHead
+from foretoken.train.block_heads import DFlashHead, DSparkHead, JetSpecHead
 from foretoken.train.config import HEADS, HeadConfig, RunOptions, TrainConfig
 from foretoken.train.data import Corpus
 from foretoken.train.dataset import HiddenStateDataset
@@ -50,6 +50,7 @@ MODULES: dict[str, Callable[[Any, FrozenTarget, Tensor], Head]] = {
     "blockwise": BlockwiseHead,
     "early-exit": EarlyExitHead,
     "dflash": DFlashHead,
+    "jetspec": JetSpecHead,
     "dspark": DSparkHead,
 }
 """Makes a head from its settings, the target, and the counts [V] of tokens in its text."""
@@ -81,7 +82,7 @@ def train_head(
         start: Folder of an earlier head of the same shape, to continue from.
     """
     kind, started = HEADS[role], time.monotonic()
-    settings, data, config = settings or kind.settings, data or HeadConfig(), config or kind.config
+    settings, data, config = settings or kind.settings, data or kind.data, config or kind.config
     inputs = (target, start, *corpus.paths)
     run = TrainingRun(options, heads_of(kind.method), (*inputs, dataset))
     if dataset is not None:

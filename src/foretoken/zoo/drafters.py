@@ -19,6 +19,7 @@ FORMS = {
     "p-eagle": "eagle3",
     "mtp": "mtp",
     "assistant": "assistant",
+    "jetspec": "jetspec",
     "dflash": "dflash",
     "medusa": "medusa",
     "blockwise": "blockwise",

@@ -1,5 +1,6 @@
-"""Small random block drafters, and their equations in plain torch: DFlash (z-lab/dflash, dflash/model.py) and DSpark
-(deepseek-ai/DeepSpec, deepspec/modeling/dspark; vllm-project/speculators, models/dspark)."""
+"""Small random block drafters, and their equations in plain torch: DFlash (z-lab/dflash, dflash/model.py), JetSpec
+(hao-ai-lab/JetSpec, jetspec/models/draft_head.py) and DSpark (deepseek-ai/DeepSpec, deepspec/modeling/dspark;
+vllm-project/speculators, models/dspark)."""
 
 from __future__ import annotations
 
@@ -73,6 +74,13 @@ def dflash(
         "dflash_config": {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]},
         **extra,
     }
+    return config, tensors
+
+
+def jetspec(**sizes: Any) -> tuple[dict[str, Any], Tensors]:
+    """The same as the authors of JetSpec write it: DFlash's tensors, and a key."""
+    config, tensors = dflash(**sizes)
+    config["dflash_config"]["causal_head"] = True
     return config, tensors
 
 
@@ -162,8 +170,10 @@ class Reference:
         k = turn(self.norm(split(both, "k"), f"{at}.self_attn.k_norm"), 0).repeat_interleave(heads // kv, 0)
         v = split(both, "v").repeat_interleave(heads // kv, 0)
         scores = q @ k.transpose(1, 2) * dim**-0.5
+        distance = positions[seen:, None] - positions
+        if self.c.get("dflash_config", {}).get("causal_head"):
+            scores = scores.masked_fill(distance < 0, -torch.inf)
         if kind == "sliding_attention":  # causal unless config.json says otherwise
-            distance = positions[seen:, None] - positions
             hidden = distance >= self.c["sliding_window"]
             if self.c.get("is_causal") is not False:
                 hidden |= distance < 0

@@ -19,6 +19,8 @@ def test_layouts_are_read_into_one_form(tmp_path: Path) -> None:
     zlab = read_block(tiny.save(tmp_path / "zlab", *blocks.dflash(taps=(2, 3))))
     assert (zlab.method, zlab.taps, zlab.block, zlab.depth, zlab.mask_token) == ("dflash", (2, 3), 4, 3, 100)
     assert not zlab.from_newest and zlab.ordered == (False, False) and zlab.draft_vocab == 101
+    jetspec = read_block(tiny.save(tmp_path / "jetspec", *blocks.jetspec(taps=(2, 3))))
+    assert (jetspec.method, jetspec.taps, jetspec.depth, jetspec.ordered) == ("jetspec", (2, 3), 3, (True, True))
     written = blocks.dspark(taps=(0, 2))  # layer -1 are the embeddings
     deepseek = read_block(tiny.save(tmp_path / "deepseek", *written))
     assert (deepseek.method, deepseek.taps, deepseek.depth, deepseek.markov_rank) == ("dspark", (0, 2), 4, 8)
@@ -120,22 +122,47 @@ def test_heads_of_other_kinds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="Markov head of the type 'rnn'"):
         read_block(tiny.save(tmp_path / "rnn", {**config, "markov_head_type": "rnn"}, tensors))
     config, tensors = blocks.dflash()
-    tensors["candidate_selector.hidden_projection.weight"] = torch.zeros(2, 64)
-    with pytest.raises(ModelLoadError, match="DFlash 2"):
-        read_block(tiny.save(tmp_path / "two", config, tensors))
+    further = {"candidate_selector.hidden_projection": "DFlash 2", "lilicorr.out_head": "LiLiCorr"}
+    for name, kind in further.items():
+        with pytest.raises(ModelLoadError, match=f"is a {kind} head"):
+            read_block(tiny.save(tmp_path / kind, config, {**tensors, f"{name}.weight": torch.zeros(2, 64)}))
     config, tensors = blocks.speculators(*blocks.dspark())
     del tensors["d2t"]
     with pytest.raises(ModelLoadError, match="lacks d2t"):
         read_block(tiny.save(tmp_path / "map", config, tensors))
 
 
-@pytest.mark.parametrize("written", [blocks.dflash(), blocks.dspark(), blocks.speculators(*blocks.dspark())])
+WRITTEN = {
+    "dflash": blocks.dflash(),
+    "jetspec": blocks.jetspec(),
+    "dspark": blocks.dspark(),
+    "speculators": blocks.speculators(*blocks.dspark()),
+}
+
+
+@pytest.mark.parametrize("layout", WRITTEN)
 @pytest.mark.parametrize("dialect", BLOCK_DIALECTS)
-def test_every_layout_keeps_what_is_computed(written: Any, dialect: str, tmp_path: Path) -> None:
+def test_every_layout_keeps_what_is_computed(layout: str, dialect: str, tmp_path: Path) -> None:
+    written = WRITTEN[layout]
     head = read_block(tiny.save(tmp_path / "a", *written))
+    if (layout, dialect) == ("jetspec", "speculators"):
+        with pytest.raises(InvalidRequest, match="write it for original"):
+            write_block(head, dialect, torch.zeros(101, 64))
+        return
     borrowed = torch.randn(101, 64) if "lm_head.weight" not in head.tensors else None
     again = read_block(tiny.save(tmp_path / "b", *write_block(head, dialect, borrowed, "target")))
-    for name in ("method", "block", "mask_token", "from_newest", "taps", "ordered", "vocab", "draft_vocab", "gated"):
+    for name in (
+        "method",
+        "causal",
+        "block",
+        "mask_token",
+        "from_newest",
+        "taps",
+        "ordered",
+        "vocab",
+        "draft_vocab",
+        "gated",
+    ):
         assert getattr(again, name) == getattr(head, name), name
     assert (again.confident_of, again.target_hidden) == (head.confident_of, head.target_hidden)
     assert all(again.tensors[name].equal(tensor) for name, tensor in head.tensors.items())

@@ -28,6 +28,7 @@ HEADS = {
     "dflash": blocks.dflash(),
     "sliding": blocks.dflash(**WINDOWS),
     "sliding both ways": blocks.dflash(**WINDOWS, is_causal=False),
+    "jetspec": blocks.jetspec(),
     "narrow": blocks.dflash(hidden=32, target_hidden=64, layers=1),
     "dspark": blocks.dspark(),
     "gated": blocks.dspark(gated=True, sure=False),

@@ -140,6 +140,7 @@ LAYOUTS = {
     "RedHatAI/Qwen3-8B-speculator.eagle3": ("eagle3", _eagle("speculators")),
     "RedHatAI/Qwen3-8B-speculator.peagle": ("p-eagle", _eagle("speculators", mask=9)),
     "z-lab/Qwen3-8B-DFlash-b16": ("dflash", _block("dflash")),
+    "JetSpec/jetspec-qwen3-8b": ("jetspec", _block("jetspec")),
     "deepseek-ai/dspark_qwen3_8b_block7": ("dspark", _block("dspark")),
     "amd/PARD-Qwen3-0.6B": ("pard", _draft(pard_token=7)),
     "Qwen/Qwen3-0.6B": ("draft_model", _draft()),

@@ -1,8 +1,9 @@
-"""Reads block drafters, DFlash (2602.06036) and DSpark (2607.05147), of any layout into one form.
+"""Reads block drafters, DFlash (2602.06036), JetSpec (2606.18394) and DSpark (2607.05147), of any layout into one form.
 
 Tensors have the names of the originals (z-lab, DeepSpec). The layouts differ in config.json:
 
 - z-lab: ``dflash_config`` holds ``mask_token_id`` and ``target_layer_ids``, indices of layer *outputs*;
+- JetSpec: as z-lab, with ``causal_head``: rows of a block see no later rows;
 - DeepSpec: the same keys and those of the heads are on the first level, and -1 stands for the embeddings;
 - speculators: the layers are under ``transformer_layer_config``, and ``aux_hidden_state_layer_ids`` are layer *inputs*.
 
@@ -34,7 +35,7 @@ from foretoken.models.heads.files import (
     target_ids,
 )
 
-Method = Literal["dflash", "dspark"]
+Method = Literal["dflash", "jetspec", "dspark"]
 _LayerIds = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(min_length=1, max_length=64)]
 _KINDS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 _NOT_COMPUTED = {  # keys of config.json, and the values with which a head is computed here
@@ -43,6 +44,8 @@ _NOT_COMPUTED = {  # keys of config.json, and the values with which a head is co
     "input_embedding_scale": (None, 1, 1.0),
     "attention_bias": (None, False),
 }
+# parts of the names of tensors in heads that extend DFlash
+_OTHER_HEADS = {"attention_conv.": "DFlash 2", "candidate_selector.": "DFlash 2", "lilicorr.": "LiLiCorr"}
 # dimensions of tensors whose shapes define sizes
 _DIMENSIONS = {"fc.weight": 2, "t2d": 1, "lm_head.weight": 2, "markov_head.markov_w1.weight": 2}
 
@@ -66,6 +69,7 @@ class BlockCheckpointConfig(Schema):
     sliding_window_non_causal: bool | None = None
     is_causal: bool | None = None
     causal: bool | None = None
+    causal_head: bool | None = None
     markov_rank: Annotated[int, Field(ge=0, le=65_536)] | None = None
     markov_head_type: str | None = None
     confidence_head_with_markov: bool | None = None
@@ -85,6 +89,7 @@ class BlockHead:
         from_newest: whether the row of the newest token predicts the first token; else it predicts none.
         taps: tapped layers of the target, as indices of their inputs.
         ordered: for each layer, whether rows see no later rows of their block.
+        causal: whether it is a JetSpec head, whose layers are all ordered.
         target_hidden: hidden size of the target.
         vocab: size of the target's vocabulary.
         draft_vocab: size of the head's vocabulary.
@@ -99,6 +104,7 @@ class BlockHead:
     from_newest: bool
     taps: tuple[int, ...]
     ordered: tuple[bool, ...]
+    causal: bool
     target_hidden: int
     vocab: int
     draft_vocab: int
@@ -108,7 +114,9 @@ class BlockHead:
 
     @property
     def method(self) -> Method:
-        return "dspark" if self.markov_rank or self.confident else "dflash"
+        if self.markov_rank or self.confident:
+            return "dspark"
+        return "jetspec" if self.causal else "dflash"
 
     @property
     def hidden(self) -> int:
@@ -152,7 +160,8 @@ def read_block(path: Path) -> BlockHead:
     tensors = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     if "hidden_norm.weight" not in tensors or "layers.0.self_attn.q_norm.weight" not in tensors:
         raise ModelLoadError(
-            f"{path} is not a DFlash or DSpark head: it lacks hidden_norm.weight or its layers; is it the right folder?"
+            f"{path} is no DFlash, JetSpec or DSpark head: it lacks hidden_norm.weight or its layers; is it the right "
+            "folder?"
         )
     flat = _flat(config, path)
     _refuse(flat, tensors, path)
@@ -187,8 +196,9 @@ def _refuse(flat: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) 
     if "markov_head.markov_w1.weight" in tensors and kind not in ("vanilla", "gated"):
         raise ModelLoadError(f"{path} has a Markov head of the type {kind!r}; 'vanilla' and 'gated' are computed here")
     for name in tensors:
-        if "attention_conv" in name or name.startswith("candidate_selector."):
-            raise ModelLoadError(f"{path} is a DFlash 2 head (it has {name}), which is not computed here")
+        for part, other in _OTHER_HEADS.items():
+            if part in name:
+                raise ModelLoadError(f"{path} is a {other} head (it has {name}), which is not computed here")
 
 
 def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], path: Path, speculators: bool) -> BlockHead:
@@ -212,6 +222,7 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], path: Path, specula
         from_newest=bool(flat.get("sample_from_anchor", dspark)),
         taps=taps,
         ordered=_ordered(flat, layer),
+        causal=bool(flat.get("causal_head")),
         target_hidden=number(flat, path, "target_hidden_size", default=max(1, inputs // len(taps))),
         vocab=vocab,
         draft_vocab=vocab if lm_head is None else len(lm_head),
@@ -239,9 +250,9 @@ def _taps(flat: Mapping[str, Any], path: Path, speculators: bool) -> tuple[int, 
 def _ordered(flat: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[bool, ...]:
     """Returns for each layer whether its rows see no later rows: by default layers with a sliding window."""
     kinds = layer.get("layer_types") or ["full_attention"] * layer["num_hidden_layers"]
-    stated = flat.get("is_causal") if flat.get("is_causal") is not None else flat.get("causal")
-    if stated is not None:
-        return (bool(stated),) * len(kinds)
+    stated = [flat[key] for key in ("causal_head", "is_causal", "causal") if flat.get(key) is not None]
+    if stated:
+        return (bool(stated[0]),) * len(kinds)
     mutual = bool(flat.get("sliding_window_non_causal"))
     return tuple(kind == "sliding_attention" and not mutual for kind in kinds)
 

@@ -150,6 +150,13 @@ def write_block(head: BlockHead, dialect: str, vocabulary: Tensor | None = None,
     if dialect not in BLOCK_DIALECTS:
         raise InvalidRequest(f"block drafters have no dialect {dialect!r}; known: {', '.join(BLOCK_DIALECTS)}")
     if dialect == "speculators":
+        if any(
+            ordered and kind != "sliding_attention" for ordered, kind in zip(head.ordered, _kinds(head), strict=True)
+        ):
+            raise InvalidRequest(
+                "in the layout of speculators rows of full attention see their whole block, in this head only the rows "
+                "before; write it for original, vllm or sglang"
+            )
         return _nested(head, verifier), _with_vocabulary(head, vocabulary)
     if head.from_newest != (head.method == "dspark"):
         raise InvalidRequest(
@@ -159,24 +166,33 @@ def write_block(head: BlockHead, dialect: str, vocabulary: Tensor | None = None,
     return (_dspark(head) if head.method == "dspark" else _dflash(head)), dict(head.tensors)
 
 
+def _kinds(head: BlockHead) -> list[str]:
+    return head.layer.get("layer_types") or ["full_attention"] * head.layers
+
+
 def _block_layers(head: BlockHead) -> dict[str, Any]:
     dtype = str(head.tensors["fc.weight"].dtype).removeprefix("torch.")
-    kinds = head.layer.get("layer_types") or ["full_attention"] * head.layers
     mapped = {"draft_vocab_size": head.draft_vocab} if head.draft_vocab != head.vocab else {}
-    layer = {**head.layer, "vocab_size": head.vocab, "layer_types": kinds, "tie_word_embeddings": False, **mapped}
+    layer = {
+        **head.layer,
+        "vocab_size": head.vocab,
+        "layer_types": _kinds(head),
+        "tie_word_embeddings": False,
+        **mapped,
+    }
     return layer | {"attention_bias": False, "torch_dtype": dtype}
 
 
 def _originals(head: BlockHead, architecture: str) -> dict[str, Any]:
-    kinds = head.layer.get("layer_types", [])
-    usual = tuple(kind == "sliding_attention" for kind in kinds) or (False,) * head.layers
+    usual = tuple(kind == "sliding_attention" for kind in _kinds(head))
     stated = {} if head.ordered == usual else {"is_causal": head.ordered[0]}
     return {"architectures": [architecture], **_block_layers(head), "block_size": head.block, **stated}
 
 
 def _dflash(head: BlockHead) -> dict[str, Any]:
     section = {"mask_token_id": head.mask_token, "target_layer_ids": [tap - 1 for tap in head.taps]}
-    return {**_originals(head, "DFlashDraftModel"), "dflash_config": section}
+    causal = {"causal_head": True} if head.causal else {}
+    return {**_originals(head, "DFlashDraftModel"), "dflash_config": {**section, **causal}}
 
 
 def _dspark(head: BlockHead) -> dict[str, Any]:

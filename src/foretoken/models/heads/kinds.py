@@ -9,7 +9,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.models.heads.mtp import has_mtp
 
 MTP = "mtp"
-SHIPPED = ("dspark", "eagle3", MTP, "dflash", "medusa", "blockwise")
+SHIPPED = ("dspark", "eagle3", MTP, "jetspec", "dflash", "medusa", "blockwise")
 """Heads that a target's folder may contain, by falling acceptance."""
 
 

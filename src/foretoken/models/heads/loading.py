@@ -74,10 +74,10 @@ class LoadedBlock:
 
 
 def load_block(role: str, target: Model, model: str | Path | None, path: Path | None) -> LoadedBlock:
-    """Loads a DFlash or DSpark head and checks it against the target.
+    """Loads a DFlash, JetSpec or DSpark head and checks it against the target.
 
     Args:
-        role: "dflash" or "dspark", which the head must be.
+        role: "dflash", "jetspec" or "dspark", which the head must be.
         model: folder or hub id of the head; None for the target's.
 
     Raises:

@@ -118,7 +118,7 @@ def widen_eagle(head: EagleHead, w: Widening) -> Written:
 
 
 def widen_block(head: BlockHead, w: Widening) -> Written:
-    """Widens a DFlash or DSpark head: fc reads every tap through Q. The layers stay, and get separate ends."""
+    """Widens a DFlash, JetSpec or DSpark head: fc reads every tap through Q. The layers stay, and get separate ends."""
     ends = ("embed_tokens", "lm_head")
     tensors = _with_ends(_widened_fc(head.tensors, head.taps, w), w, head.vocab, head.hidden, ends)
     taps = tuple(w.position(tap) for tap in head.taps)
@@ -226,6 +226,7 @@ def scale_bundled(wide: Path) -> list[Path]:
 _KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Widening], Written]]] = {
     "eagle3": (read_eagle, widen_eagle),
     "dflash": (read_block, widen_block),
+    "jetspec": (read_block, widen_block),
     "dspark": (read_block, widen_block),
     "medusa": (read_medusa, widen_medusa),
     "blockwise": (read_blockwise, widen_blockwise),
