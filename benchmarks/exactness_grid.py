@@ -43,6 +43,7 @@ ALL: list[Config] = [
     {"method": "medusa"},
     {"method": "blockwise"},
     {"method": "early_exit"},
+    {"method": "self_quantized"},
     {"method": "vocabulary", "model": "draft"},
     {"method": "suffix"},
     {"method": "recycling"},
@@ -203,6 +204,8 @@ def courses(
 def grid(course_by_temperature: Sequence[Course], config: Config, depths: Sequence[int]) -> Iterator[Cell]:
     """Yields the cells of one configuration, at its own draft length or at all of them."""
     kind = course_by_temperature[0].kind
+    if config["method"] == "self_quantized" and (Path(kind).exists() or kind.startswith("int4")):
+        return  # the target has few bits already
     heads = HEADS if Path(kind).exists() else ()  # a head is not found beside another file than the bundled target
     speculation = with_models(config, heads=heads)
     llm = load(kind, course_by_temperature[0].model, speculative_config=speculation)

@@ -54,6 +54,9 @@ CONFIGS = [  # trees of the draft, and early exit, are in tests/propose/test_dra
     {"method": "auto", "model": str(zoo.path("draft"))},
     {"method": "suffix"},
     {"method": "recycling"},
+    {"method": "self_quantized"},
+    {"method": "self_quantized", "tree": "sampled"},
+    {"method": "mixture", "members": [{"method": "self_quantized"}, {"method": "suffix"}]},
     {"method": "mixture", "members": [{"method": "eagle3"}, {"method": "suffix"}, {"method": "recycling"}]},
 ]
 

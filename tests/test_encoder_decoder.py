@@ -31,6 +31,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 7},
     {"method": "draft_model", "tree": "top_k", "num_speculative_tokens": 7},
     {"method": "early_exit", "num_speculative_tokens": 3},
+    {"method": "self_quantized", "num_speculative_tokens": 3},
     {"method": "ngram"},
     {"method": "suffix"},
     {"method": "recycling"},

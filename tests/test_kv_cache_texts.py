@@ -25,6 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sampled tree": {"method": "draft_model", "model": str(zoo.path("draft")), "tree": "sampled"},
     "heads": {"method": "eagle3"},
     "early exit": {"method": "early_exit"},
+    "quantized copy": {"method": "self_quantized"},
     "lookup": {"method": "ngram"},
 }
 
@@ -70,7 +71,7 @@ def test_every_proposer_writes_the_text_of_plain_decoding(
         assert write(llm, temperature, batch) == texts, (temperature, batch)
 
 
-@pytest.mark.parametrize("name", ["chain", "tree"])
+@pytest.mark.parametrize("name", ["chain", "tree", "quantized copy"])
 def test_preemption_and_prefix_cache_hits_change_no_text(name: str, cache: dict[str, str]) -> None:
     """The cache holds little more than the longest sequence, so that others are preempted as they grow."""
 

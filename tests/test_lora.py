@@ -21,6 +21,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "tree": {"method": "draft_model", "num_speculative_tokens": 8, "tree": "top_k"},
     "lookup": {"method": "ngram", "num_speculative_tokens": 4},
     "early exit": {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 3},
+    "quantized copy": {"method": "self_quantized", "num_speculative_tokens": 4},
 }
 
 

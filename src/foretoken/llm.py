@@ -154,7 +154,7 @@ class LLM:
             self.load_lora(name, folder)
         self.model, self.draft_model = str(model), config.model
         load_draft = partial(load, weight_format=drafts_format(weight_format))
-        builder = Builder(self.target, self.tokenizer, path, lambda other: load_draft(resolve(other)))
+        builder = Builder(self.target, self.tokenizer, path, lambda name, **other: load_draft(resolve(name), **other))
         guard = partial(guarded, vocab_size=self.target.vocab_size) if isolate_failures else _unguarded
         self._methods = self._load_methods(builder, config, adapt, methods, guard)
         chosen, config = self._methods.proposer, self.speculative_config

@@ -143,7 +143,7 @@ class Builder:
     target: Model
     tokenizer: Any
     path: Path | None
-    load: Callable[[str | Path], Model]
+    load: Callable[..., Model]
     policy: DraftPolicy = field(default_factory=DraftPolicy)
 
     @property

@@ -26,6 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tree of a draft model": {"method": "draft_model", "tree": "top_k", "top_k": 2},
     "drawn tree": {"method": "draft_model", "tree": "sampled", "top_k": 2},
     "its first layers": {"method": "early_exit", "exit_layer": 1},
+    "its weights at four bits": {"method": "self_quantized"},
     "block drafter": {"method": "dspark"},
     "lookup": {"method": "ngram"},
     "suffix": {"method": "suffix"},

@@ -15,6 +15,7 @@ from foretoken.core.context import Context, Exactness
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
+from foretoken.models.base import Handle
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig, ParallelDraftModel
@@ -22,6 +23,7 @@ from foretoken.propose.growers import TreeKind
 from foretoken.propose.lookup import Lookup
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.recycling import Recycling, RecyclingConfig
+from foretoken.propose.self_quantized import SharedCacheDraft
 from foretoken.propose.union import Union, UnionMember
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 
@@ -67,6 +69,18 @@ def at_once(tree: TreeKind) -> ParallelDraftModel:
     return ParallelDraftModel(TARGET.perturbed(0.5), VOCAB - 1, DraftModelConfig(tree=tree, top_k=2))
 
 
+class SharedToy(ToyModel):
+    """A draft model on the slots of the target."""
+
+    def _check(self, handle: Handle) -> None:
+        """Accepts the slots of another model."""
+
+
+def shared(tree: TreeKind) -> SharedCacheDraft:
+    copy = SharedToy(VOCAB, order=2, seed=9, sharpness=1.0).perturbed(0.5)
+    return SharedCacheDraft(copy, DraftModelConfig(tree=tree, top_k=2))
+
+
 PROPOSERS = {
     "recycling": lambda: Recycling(VOCAB, RecyclingConfig(top_k=2)),
     "text of another tokenizer": lambda: other_tokenizer("slem"),
@@ -74,6 +88,8 @@ PROPOSERS = {
     "shared tokens, drawn tree": lambda: other_tokenizer("tli", tree="sampled", top_k=2),
     "mixture": mixture,
     "mixture with a drawn tree": lambda: mixture("sampled"),
+    "on the target's cache": lambda: shared("chain"),
+    "on the target's cache, drawn tree": lambda: shared("sampled"),
     "all levels at once": lambda: at_once("chain"),
     "all levels at once, ranked tree": lambda: at_once("top_k"),
     "all levels at once, drawn tree": lambda: at_once("sampled"),

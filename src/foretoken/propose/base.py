@@ -169,7 +169,7 @@ class BuildContext:
         tokenizer: The target's tokenizer.
         path: The target's folder, None for a live module.
         model: What the configuration names under "model": a draft, heads, a datastore.
-        load: Loads another model with the target's dtype, device and backend.
+        load: Loads another model with the target's dtype, device and backend, and other options of ``load_model``.
         member: Builds another method from its own configuration, for mixtures.
         policy: The engine's draft policy, of which unions ask what to draft.
     """
@@ -178,7 +178,7 @@ class BuildContext:
     tokenizer: Any
     path: Path | None
     model: str | Path | None
-    load: Callable[[str | Path], Model]
+    load: Callable[..., Model]
     member: Callable[[Mapping[str, Any]], Proposer]
     policy: DraftPolicy = field(default_factory=DraftPolicy)
 

@@ -29,6 +29,7 @@ METHODS: dict[str, str] = {
     "assistant": "assistant",
     "mtp": "mtp",
     "early_exit": "early_exit",
+    "self_quantized": "self_quantized",
     "vocabulary": "vocabulary",
     "mixture": "mixture",
     "remote": "remote",

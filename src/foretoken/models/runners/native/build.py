@@ -50,6 +50,12 @@ def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
     return Kind.GROUPED + WIDTHS.index(bits) + 3 * offsets + 6 * scales
 
 
+def kind_bits(kind: int) -> int:
+    """Returns the bits of a weight or code of a kind."""
+    plain = {Kind.FLOAT32: 32, Kind.BFLOAT16: 16, Kind.INT8: 8, Kind.PACKED: 12}
+    return WIDTHS[(kind - Kind.GROUPED) % len(WIDTHS)] if kind >= Kind.GROUPED else plain[Kind(kind)]
+
+
 def library(weights: Iterable[int], cache: Kind) -> DecoderFunctions:
     """Returns the kernels for these kinds of weights and this KV cache. Raises KernelsUnavailable."""
     kinds, level = sorted(set(weights)), build.require()

@@ -349,6 +349,26 @@ class NativeRunner(DecoderOnly):
         view._positions = PositionTables(architecture, view._spec)
         return view
 
+    def attach_to(self, model: NativeRunner) -> bool:
+        """Takes the embedding and the slots of ``model``, a runner of the same model in another number format.
+
+        Rows that this runner writes behind the committed ones of a slot stay until a pass of ``model`` overwrites them.
+
+        Returns:
+            Whether the slots are shared. Recurrent layers are not: their states have one history.
+        """
+        own, spec = self._spec.embedding, model._spec
+        self._held = [each for each in self._held if not isinstance(each, Tensor) or each.data_ptr() != own]
+        self._held.append(model)
+        for name in ("embedding", "table", "embedding_rows"):
+            setattr(self._spec, name, getattr(spec, name))
+        self._cache_kind = model._cache_kind
+        self._finish()
+        shares = self._state_shape() is None
+        if shares:
+            self._pages = model._pages
+        return shares
+
     def unembed(self, hidden: Tensor) -> Tensor:
         return multiplied(self._library, self._head_alone, self._workspace, self.threads, hidden)
 
