@@ -88,8 +88,8 @@ def _plan(
     draft_format = drafts_format(precision.weight_format)
 
     @cache  # candidates with the same draft share its weights
-    def load(other: str | Path) -> Model:
-        return load_model(resolve(other), dtype=precision.dtype, weight_format=draft_format)
+    def load(other: str | Path, weight_format: str = draft_format, **options: Any) -> Model:
+        return load_model(resolve(other), dtype=precision.dtype, weight_format=weight_format, **options)
 
     build = Builder(target, tokenizer, path, load).build
     planner = Planner(target, build, settings, eos_ids(path, tokenizer, target.vocab_size), say)
