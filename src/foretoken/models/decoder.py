@@ -238,6 +238,8 @@ class Decoder(Model):
         for handle, chain in zip(handles, chains, strict=True):
             handle.cached = len(handle.tokens)
             handle.nodes[:] = chain.tokens if chain.ended else chain.tokens[:-1]  # the last one is in no pass
+            if chain.parents:
+                handle.nodes.clear()  # rows of a tree are in another order; accepted ones are computed again
             handle.parents[:] = range(-1, len(handle.nodes) - 1)
         return chains
 

@@ -8,7 +8,7 @@ use.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -17,39 +17,18 @@ from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import TapConvention
 from foretoken.propose.base import BuildContext, Method
-from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, grow_at_once
-from foretoken.propose.hidden_states import HiddenStateProposer
-
-LEVELS = 5  # of a tree that is drafted at once, by default; each takes a pass of the head
-
+from foretoken.propose.growers import Grower, grow_at_once
+from foretoken.propose.hidden_states import HeadGrowth, HiddenStateProposer
 
 @dataclass(frozen=True, slots=True)
-class EagleConfig(GrowthConfig):
+class EagleConfig(HeadGrowth):
     """Growth of the head's drafts.
 
     Attributes:
-        tree: See ``GrowthConfig``. None is "at_once" where the compiled kernels draft in one call, which takes a
-            fraction of the time, and "sampled" elsewhere, which had the highest acceptance for sampled requests.
         parallel_drafting: Whether the head predicts all positions in one pass. None for heads that were trained for it.
     """
 
-    tree: TreeKind | None = None  # type: ignore[assignment]
-    top_k: int = 8
     parallel_drafting: bool | None = None
-
-    def __post_init__(self) -> None:
-        GrowthConfig.__post_init__(self if self.tree is not None else self._grown("sampled"))
-
-    def suited(self, net: EagleNet) -> EagleConfig:
-        """Returns the configuration for a head, with the tree that suits it where none is named."""
-        if self.tree is not None:
-            return self
-        if not net.drafts_chains:
-            return self._grown("sampled")
-        return replace(self, tree="at_once", num_steps=self.num_steps or LEVELS)
-
-    def _grown(self, tree: TreeKind) -> EagleConfig:
-        return replace(self, tree=tree)
 
 
 class Eagle(HiddenStateProposer):
@@ -68,7 +47,7 @@ class Eagle(HiddenStateProposer):
         config: EagleConfig | None = None,
         reading: TapConvention | None = None,
     ) -> None:
-        super().__init__("eagle3" if net.joined else "eagle", net, taps, (config or EagleConfig()).suited(net))
+        super().__init__("eagle3" if net.joined else "eagle", net, taps, config or EagleConfig())
         self.reading = reading
 
 

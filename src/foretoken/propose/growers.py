@@ -18,6 +18,7 @@ from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose
 from foretoken.models.chains import ChainRequest, ModelChain, TreeShape
 from foretoken.propose.chain import AtOnce, Chain, Widen
@@ -239,6 +240,13 @@ def begin(
     if shared and not law.greedy:
         return ranked(lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level))
     if law.greedy or config.tree == "top_k" or config.tree == "ranked" or config.tree == "at_once":
-        return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width))
+        return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width), _bare_temperature(ranking))
     grown = DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream)
     return SampledTreeGrower(grown, distributions)
+
+
+def _bare_temperature(law: Law) -> float | None:
+    """Returns the temperature of a law that changes logits in no other way; None for other laws."""
+    if not isinstance(law, SamplingLaw) or law.adjusts or law.kept[1:] != SamplingLaw().kept[1:]:
+        return None
+    return law.temperature

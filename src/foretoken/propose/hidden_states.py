@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,13 +15,38 @@ from foretoken.models.heads.feature_net import DraftNet, HeadHandle
 from foretoken.models.runners.pass_plan import TapRows, tapped_rows
 from foretoken.propose.base import Needs, Observation, Proposer
 from foretoken.propose.chain import draft_at_once
-from foretoken.propose.growers import Grower, GrowthConfig, begin, is_drawn
+from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, begin, is_drawn
 from foretoken.propose.tree import Candidates, Tree, likeliest
 
 # A greedy target emits the argmax of logits that the head only approximates, so candidates are ranked by a sharper
 # distribution. The value was the best on the bundled pair.
 SHARPER = SamplingLaw(temperature=0.7)
 MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them
+LEVELS = 5  # of a draft in one call, by default; each takes a pass of the head
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGrowth(GrowthConfig):
+    """Growth of a head's drafts.
+
+    Attributes:
+        tree: See ``GrowthConfig``. None is "at_once" where the compiled kernels draft in one call, which takes a
+            fraction of the time, and "sampled" elsewhere, which had the highest acceptance for sampled requests.
+    """
+
+    tree: TreeKind | None = None  # type: ignore[assignment]
+    top_k: int = 8
+
+    def __post_init__(self) -> None:
+        GrowthConfig.__post_init__(self if self.tree is not None else replace(self, tree="sampled"))
+
+    def suited(self, net: DraftNet) -> HeadGrowth:
+        """Returns the configuration for a head, with the tree that suits it where none is named."""
+        if self.tree is not None:
+            return self
+        if not net.drafts_chains:
+            return replace(self, tree="sampled")
+        return replace(self, tree="at_once", num_steps=self.num_steps or LEVELS)
 
 
 class HiddenStateProposer(Proposer):
@@ -30,7 +56,8 @@ class HiddenStateProposer(Proposer):
     """
 
     def __init__(self, name: str, net: DraftNet, taps: Sequence[int], config: GrowthConfig) -> None:
-        self.name, self.net, self.config = name, net, config
+        self.name, self.net = name, net
+        self.config = config.suited(net) if isinstance(config, HeadGrowth) else config
         self.taps = tuple(taps)
         self.needs = Needs(tuple(sorted(set(taps))))
         self._handles: dict[int, HeadHandle] = {}

@@ -14,14 +14,13 @@ from foretoken.models.heads.feature_net import DraftNet
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.heads.mtp_states import MtpStates
 from foretoken.propose.base import BuildContext, Method
-from foretoken.propose.growers import GrowthConfig, TreeKind
-from foretoken.propose.hidden_states import HiddenStateProposer
+from foretoken.propose.hidden_states import HeadGrowth, HiddenStateProposer
 
 _PLACES = {None: None, "after_norm": True, "before_norm": False}
 
 
 @dataclass(frozen=True, slots=True)
-class MtpConfig(GrowthConfig):
+class MtpConfig(HeadGrowth):
     """Growth of the drafts, and which hidden states the layer reads.
 
     Attributes:
@@ -29,13 +28,11 @@ class MtpConfig(GrowthConfig):
         chained_states: The layer's own output where it is chained: the same.
     """
 
-    tree: TreeKind = "sampled"
-    top_k: int = 8
     hidden_states: str | None = None
     chained_states: str | None = None
 
     def __post_init__(self) -> None:
-        GrowthConfig.__post_init__(self)
+        HeadGrowth.__post_init__(self)
         for name in ("hidden_states", "chained_states"):
             if getattr(self, name) not in _PLACES:
                 raise InvalidRequest(f"{name} must be 'after_norm' or 'before_norm', got {getattr(self, name)!r}")

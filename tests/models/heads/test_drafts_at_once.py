@@ -2,71 +2,110 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.models.heads import tiny
+from tests.models.heads.mtp_files import MTP_FAMILIES, MtpReference
+from tests.models.tiny import ARCHITECTURES, only_runner
 from tests.models.trees import repeating
 from tests.propose.test_eagle import context, seen
 
 from foretoken.core.context import Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled
+from foretoken.models.base import Model
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.heads.mtp_loading import load_mtp
+from foretoken.models.heads.weights import TargetHead
+from foretoken.models.loading import load_model
 from foretoken.propose.eagle import Eagle, EagleConfig
+from foretoken.propose.hidden_states import HiddenStateProposer
+from foretoken.propose.mtp import Mtp, MtpConfig
 
-HEADS: dict[str, dict[str, int]] = {"few tokens": {"draft_vocab": 37}, "all tokens": {"draft_vocab": 101}}
 REQUESTS: dict[str, tuple[Exactness, dict[str, float]]] = {
     "greedy": (Exactness.DISTRIBUTION, {"temperature": 0.0}),
     "drawn": (Exactness.DISTRIBUTION, {"temperature": 0.8, "top_k": 9}),
     "raced": (Exactness.TRAJECTORY, {"temperature": 1.3, "top_p": 0.9}),
 }
+CONFIGS: dict[str, dict[str, Any]] = {
+    "chain": {"tree": "chain"},
+    "tree": {"tree": "at_once"},
+    "wide tree": {"tree": "at_once", "num_steps": 3, "top_k": 5},
+    "narrow tree": {"tree": "at_once", "top_k": 1},
+}
+
+
+def target(folder: Path, **options: str) -> Model:
+    ARCHITECTURES["llama"].build().save_pretrained(folder)
+    return load_model(folder, "float32", "cpu", "native", **options)
+
+
+def eagle3(folder: Path, config: dict[str, Any], quantizer: Quantizer | None = None, **sizes: Any) -> Eagle:
+    head = read_eagle(tiny.save(folder, *tiny.eagle3(**sizes)))
+    embedding = head.tensors["embed_tokens.weight"]
+    net = EagleNet(head, embedding, torch.float32, torch.device("cpu"), 512, quantizer=quantizer)
+    return Eagle(net, (1, 2, 2), EagleConfig(**config))
+
+
+def eagle1(folder: Path, config: dict[str, Any], **options: str) -> Eagle:
+    head = read_eagle(tiny.save(folder / "head", *tiny.eagle1()))
+    embedding, borrowed = head.tensors["embed_tokens.weight"], TargetHead(target(folder / "target", **options))
+    return Eagle(EagleNet(head, embedding, torch.float32, torch.device("cpu"), 512, borrowed), (2,), EagleConfig(**config))
+
+
+def mtp(folder: Path, config: dict[str, Any], family: str, chained: bool, **options: str) -> Mtp:
+    MtpReference(MTP_FAMILIES[family]).save(folder)
+    net = load_mtp(load_model(folder, "float32", "cpu", "native", **options), None, None, folder, True, chained).net
+    return Mtp(net, (2,), MtpConfig(**config))
+
+
+HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
+    "EAGLE-3": lambda folder, config: eagle3(folder, config, draft_vocab=101),
+    "EAGLE-3, few tokens": lambda folder, config: eagle3(folder, config, draft_vocab=37),
+    "EAGLE-3, int8": lambda folder, config: eagle3(folder, config, Quantizer(8), draft_vocab=37),
+    "EAGLE-1": eagle1,
+    "EAGLE-1, int8": lambda folder, config: eagle1(folder, config, quantization="int8"),
+    "MTP": lambda folder, config: mtp(folder, config, "qwen3.5", chained=True),
+    "MTP, latent attention": lambda folder, config: mtp(folder, config, "deepseek-v3", chained=False),
+    "MTP, experts, int8": lambda folder, config: mtp(folder, config, "glm4-moe", chained=True, quantization="int8"),
+}
+
+
+def drafts(folder: Path, config: dict[str, Any], head: str, at_once: bool) -> list[Draft]:
+    """Two steps of a batch, with texts of several lengths, budgets and ways to draw."""
+    requests = [*REQUESTS.values(), REQUESTS["greedy"]]
+    with only_runner("compiled"):
+        proposer = HEADS[head](folder, config)
+    net: Any = proposer.net
+    assert net.drafts_chains
+    if not at_once:
+        net.vocabulary = None
+    grown: list[bool] = []
+    net.grow = lambda *a, grow=net.grow: (grown.append(True), grow(*a))[1]
+    contexts = [context(i, list(range(1, 4 + 30 * i)), grade, **law) for i, (grade, law) in enumerate(requests)]
+    found = []
+    proposer.observe(contexts, [seen((3,), Draft.empty(), (), 0, len(c.tokens) - 1) for c in contexts])
+    for budgets in ([9, 7, 1, 4], [2, 5, 6, 24]):
+        found += proposer.propose(contexts, budgets)
+        for c in contexts:
+            first = len(c.tokens) - 1
+            c.tokens += [8, 9]
+            proposer.observe([c], [seen((8, 9), repeating((-1,), 8), (0,), first, 2)])
+    assert bool(grown) != at_once
+    return found
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("quantizer", [None, Quantizer(8)], ids=["floats", "int8"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        EagleConfig(tree="chain"),
-        EagleConfig(tree="at_once"),
-        EagleConfig(tree="at_once", num_steps=3, top_k=5),
-        EagleConfig(tree="at_once", top_k=1),
-    ],
-    ids=["chain", "tree", "wide tree", "narrow tree"],
-)
-def test_drafts_in_one_call_are_those_of_a_pass_for_each_level(
-    head: str, quantizer: Quantizer | None, config: EagleConfig, tmp_path: Path
-) -> None:
-    """Two steps of a batch, with texts of several lengths, budgets and ways to draw."""
-    read = read_eagle(tiny.save(tmp_path, *tiny.eagle3(**HEADS[head])))
-    requests = [*REQUESTS.values(), REQUESTS["greedy"]]
-
-    def drafts(at_once: bool) -> list[Draft]:
-        embedding = read.tensors["embed_tokens.weight"]
-        net = EagleNet(read, embedding, torch.float32, torch.device("cpu"), 512, quantizer=quantizer)
-        assert net.drafts_chains
-        if not at_once:
-            net.vocabulary = None
-        grown: list[bool] = []
-        net.grow = lambda *a, grow=net.grow: (grown.append(True), grow(*a))[1]  # type: ignore[method-assign, misc]
-        proposer = Eagle(net, read.taps or (), config)
-        contexts = [context(i, list(range(1, 4 + 30 * i)), grade, **law) for i, (grade, law) in enumerate(requests)]
-        found = []
-        proposer.observe(contexts, [seen((3,), Draft.empty(), (), 0, len(c.tokens) - 1) for c in contexts])
-        for budgets in ([9, 7, 1, 4], [2, 5, 6, 24]):
-            found += proposer.propose(contexts, budgets)
-            for c in contexts:
-                first = len(c.tokens) - 1
-                c.tokens += [8, 9]
-                proposer.observe([c], [seen((8, 9), repeating((-1,), 8), (0,), first, 2)])
-        assert bool(grown) != at_once
-        return found
-
-    for one, other in zip(drafts(True), drafts(False), strict=True):
+@pytest.mark.parametrize("config", CONFIGS)
+def test_drafts_in_one_call_are_those_of_a_pass_for_each_level(head: str, config: str, tmp_path: Path) -> None:
+    once, levels = (drafts(tmp_path, CONFIGS[config], head, at_once) for at_once in (True, False))
+    for one, other in zip(once, levels, strict=True):
         assert (one.ids, one.parents) == (other.ids, other.parents)
         assert isinstance(one.law, Sampled) == isinstance(other.law, Sampled)
         if isinstance(one.law, Sampled) and isinstance(other.law, Sampled):

@@ -129,6 +129,9 @@ class Entry:
             that take these states in the place of features. None for none.
         fusion_bias: [H]; None for none.
         fused_layers: number of these layers.
+        fuses_embedding: whether ``fusion`` [H, 2H] makes the residual stream from [norm(embedding), norm(features)]
+            (MTP, 2412.19437; EAGLE-1, 2401.15077).
+        fusion_norms: these norms; None for none.
     """
 
     joined: bool = False
@@ -137,3 +140,5 @@ class Entry:
     fusion: Tensor | None = None
     fusion_bias: Tensor | None = None
     fused_layers: int = 0
+    fuses_embedding: bool = False
+    fusion_norms: tuple[NormWeight, NormWeight] | None = None

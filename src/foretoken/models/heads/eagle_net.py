@@ -54,15 +54,18 @@ class EagleNet(FeatureNet):
         state = head.layers if head.norm_output else head.layers + 1
         layers = [layer_weights(head.tensors, i, dtype, quantizer) for i in range(head.layers)]
         quantized = vocabulary.to(dtype) if quantizer is None else quantizer(vocabulary)
-        ends = Ends(self._embedding, self._norm("norm"), quantized)
+        norm = self._norm("norm") if self.joined or head.norm_output else None
+        ends = Ends(self._embedding, norm, quantized)
         entry = Entry(self.joined, self._norm("layers.0.hidden_norm"), head.norm_before_residual)
         if self.joined and not self._norms:  # features are the product alone, so passes may compute them
             layers_read = fc.shape[1] // head.target_hidden
             entry = replace(entry, fusion=fc.to(dtype), fusion_bias=bias, fused_layers=layers_read)
+        if not self.joined:
+            entry = replace(entry, fusion=fc.to(dtype), fusion_bias=bias, fused_layers=2, fuses_embedding=True)
         runner = build_runner(architecture, layers, ends, dtype, device, entry)
         borrowed = None if unembed is None or "lm_head.weight" in head.tensors else (unembed, state)
         super().__init__(runner, state, head.vocab, max_length, borrowed)
-        if self.joined and head.mask_token is None and bool((self._ids.diff() > 0).all()):
+        if (self.joined or runner.fuses) and head.mask_token is None and bool((self._ids.diff() > 0).all()):
             ids = None if self._whole else self._ids.int()
             self.vocabulary = DraftVocabulary(head.draft_vocab, head.vocab, ids)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
+from foretoken.models.heads.weights import TargetHead
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.pass_plan import PassPlan, TapRows
 
@@ -157,7 +158,8 @@ class FeatureNet(DraftNet):
         state: the tap of ``runner`` that is the feature of a node's children.
         vocab: size of the target's vocabulary.
         max_length: maximum length of a sequence in tokens, drafts included.
-        unembed: a vocabulary head that ``runner`` does not have, such as the target's, and the tap that it reads.
+        unembed: a vocabulary head that ``runner`` does not have, such as the target's, and the tap that it reads,
+            which is the input of the runner's head.
 
     Attributes:
         vocabulary: the tokens of the network's logits, where a row's features are the state of the row before it; None
@@ -174,6 +176,8 @@ class FeatureNet(DraftNet):
         max_length: int,
         unembed: tuple[Callable[[Tensor], Tensor], int] | None = None,
     ) -> None:
+        if unembed is not None and isinstance(unembed[0], TargetHead) and unembed[0].lend(runner):
+            unembed = None
         self._runner, self._state, self.vocab_size, self._unembed = runner, state, vocab, unembed
         self.max_length, self.keeps = max_length, False
         self.batch_invariant = runner.batch_invariant
@@ -336,7 +340,7 @@ class FeatureNet(DraftNet):
 
     def _run(self, plan: PassPlan, outputs: bool = True) -> Pass:
         """Runs one pass. Without ``outputs`` it computes keys and values only."""
-        if plan.features is not None:
+        if plan.features is not None and not self._runner.fuses:
             plan = replace(plan, features=self._entering(plan.tokens, plan.features))
         taps = {self._state, *((self._unembed[1],) if self._unembed else ())} if outputs else ()
         return self._runner.run(plan, tuple(taps), outputs and self._unembed is None)

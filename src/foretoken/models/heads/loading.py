@@ -19,6 +19,7 @@ from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.heads.files import ends_of, find_head
 from foretoken.models.heads.taps import TapConvention, measure_taps
+from foretoken.models.heads.weights import TargetHead
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Pa
     _check(head, folder, target)
     embedding = _embedding("EAGLE head", head.tensors, (head.vocab, head.hidden), folder, path)
     quantizer = Quantizer(8) if target.quantized and target.device.type == "cpu" else None
-    net = EagleNet(head, embedding, target.dtype, target.device, target.max_length, target.unembed, quantizer)
+    net = EagleNet(head, embedding, target.dtype, target.device, target.max_length, TargetHead(target), quantizer)
     if head.version == 1:
         return LoadedEagle(net, (target.num_layers,))
     taps = head.taps or default_taps(target.num_layers)
@@ -92,7 +93,7 @@ def load_block(role: str, target: Model, model: str | Path | None, path: Path | 
     check_vocabulary(f"{role} head", folder, head.vocab, target)
     _check_taps(f"{role} head", folder, head.taps, target)
     embedding = _embedding(f"{role} head", head.tensors, (head.vocab, head.hidden), folder, path)
-    net = BlockNet(head, embedding, target.dtype, target.device, target.max_length, target.unembed)
+    net = BlockNet(head, embedding, target.dtype, target.device, target.max_length, TargetHead(target))
     return LoadedBlock(net, head.taps)
 
 

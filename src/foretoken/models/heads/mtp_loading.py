@@ -16,6 +16,7 @@ from foretoken.models.heads.mtp import check_mtp_fits, has_mtp, hidden_states_of
 from foretoken.models.heads.mtp_net import MtpNet
 from foretoken.models.heads.mtp_stack import MtpStack
 from foretoken.models.heads.mtp_states import MtpStates, measure_states
+from foretoken.models.heads.weights import TargetHead
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def load_mtp(
     embedding = mtp_embedding(path, target.dtype)
     check_vocabulary("embedding", path, embedding.shape[0], target)
     nets = [
-        MtpNet(layer, embedding, target.unembed, target.dtype, target.device, target.max_length) for layer in layers
+        MtpNet(layer, embedding, TargetHead(target), target.dtype, target.device, target.max_length) for layer in layers
     ]
     net = nets[0] if len(nets) == 1 else MtpStack(nets)
     stated = hidden_states_of(folder)

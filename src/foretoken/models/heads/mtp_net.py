@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.formats.weights import Ends, Entry
+from foretoken.models.chains import DraftVocabulary
+from foretoken.models.formats.weights import Ends, Entry, NormWeight
 from foretoken.models.heads.feature_net import FeatureNet
 from foretoken.models.heads.mtp import MtpLayer
 from foretoken.models.heads.weights import HeadProduct
@@ -41,12 +43,16 @@ class MtpNet(FeatureNet):
         self._device, self._dtype, self._eps = device, dtype, layer.architecture.eps
         self._embedding = embedding
         self._norms = layer.embedding_norm.to(device), layer.hidden_norm.to(device)
-        self._projection = HeadProduct(layer.projection, None, device, dtype)
-        unused = torch.zeros(1, layer.architecture.hidden, dtype=dtype)
-        ends = Ends(unused, layer.norm, unused)
-        runner = build_runner(layer.architecture, [layer.weights], ends, dtype, device, Entry())
+        architecture = replace(layer.architecture, embedding_scale=1.0)
+        unused = torch.zeros(1, architecture.hidden, dtype=dtype)
+        ends = Ends(embedding.to(dtype) if device.type == "cpu" else unused, layer.norm, unused)
+        norms = NormWeight(layer.embedding_norm), NormWeight(layer.hidden_norm)
+        entry = Entry(fusion=layer.projection.to(dtype), fused_layers=2, fuses_embedding=True, fusion_norms=norms)
+        runner = build_runner(architecture, [layer.weights], ends, dtype, device, entry)
+        self._projection = None if runner.fuses else HeadProduct(layer.projection, None, device, dtype)
         state = _NORMED if normed else _PLAIN
         super().__init__(runner, state, embedding.shape[0], max_length, (unembed, _NORMED))
+        self.vocabulary = DraftVocabulary(self.vocab_size, self.vocab_size) if runner.fuses else None
 
     @property
     def normed(self) -> bool:
@@ -60,6 +66,7 @@ class MtpNet(FeatureNet):
         return taps
 
     def _entering(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        assert self._projection is not None
         embedded = F.embedding(torch.tensor(tokens, device=self._embedding.device), self._embedding).to(self._device)
         parts = zip((embedded, features.to(self._device)), self._norms, strict=True)
         rows = torch.cat([F.rms_norm(x.float(), w.shape, w, self._eps).to(self._dtype) for x, w in parts], dim=-1)

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from foretoken.core.native.build import KernelsUnavailable
+from foretoken.models.base import Model
+from foretoken.models.decoder import Decoder
 from foretoken.models.formats.quantize import Matrix, Quantizer
 from foretoken.models.formats.weights import DenseMlpWeights, LayerWeights, NormWeight, SelfAttentionWeights
+from foretoken.models.runners.base import Runner
 from foretoken.models.runners.linear import product
 from foretoken.models.runners.native.product import NativeProduct
 
@@ -54,6 +57,20 @@ def norm_weight(tensors: Mapping[str, Tensor], name: str) -> NormWeight | None:
     """Returns a norm without a bias; None if no tensor has this name."""
     weight = tensors.get(f"{name}.weight")
     return None if weight is None else NormWeight(weight.float())
+
+
+class TargetHead:
+    """The vocabulary head of a target, for heads without their own: normed states [rows, H] -> float32 [rows, V]."""
+
+    def __init__(self, target: Model) -> None:
+        self._target = target
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._target.unembed(hidden)
+
+    def lend(self, runner: Runner) -> bool:
+        """Makes it the head of ``runner``. Returns whether both are on compiled kernels, so that this is possible."""
+        return isinstance(self._target, Decoder) and runner.borrow_head(self._target.runner)
 
 
 class HeadProduct:

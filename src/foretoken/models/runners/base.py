@@ -76,6 +76,10 @@ class BasicRunner:
         """Never called: there are no adapters."""
         raise NotImplementedError
 
+    def borrow_head(self, lender: Runner) -> bool:
+        """Returns False: passes have no other head."""
+        return False
+
     def chains(
         self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
     ) -> list[ModelChain]:
@@ -108,7 +112,7 @@ class Runner(Protocol):
         joint_rows: a sequence with more pending rows than this is prefilled by itself.
         pass_rows: approximate maximum of rows of a pass that several sequences share.
         computes_chains: whether ``chains`` may be called.
-        fuses: whether passes take a target's states in the place of features; see ``weights.Entry.fusion``.
+        fuses: whether passes compute ``weights.Entry.fusion``, and take a target's states in the place of features.
     """
 
     batch_invariant: bool
@@ -207,6 +211,9 @@ class Runner(Protocol):
         Every layer computes them from the features themselves, without a norm, as in DFlash (2602.06036). Its passes
         have neither logits nor taps.
         """
+
+    def borrow_head(self, lender: Runner) -> bool:
+        """Takes another runner's vocabulary head in the place of its own. Returns whether it can."""
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """Applies the vocabulary head alone to normed states [rows, H]. Returns logits, float32 [rows, V]."""

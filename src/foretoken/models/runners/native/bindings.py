@@ -208,7 +208,7 @@ class ModelSpec(Structure):
         ("farthest", c_int32),
         *((name, c_int32) for name in ("embedding_kind", "embedding_rows", "learned_positions", "table_positions")),
         ("fusion", Matrix),
-        *((name, c_int32) for name in ("fused_layers", "fused_width")),
+        *((name, c_int32) for name in ("fused_layers", "fused_width", "fuses_embedding")),
     ]
 
 

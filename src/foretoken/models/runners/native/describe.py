@@ -113,6 +113,9 @@ class Description:
         if entry.fusion is not None and entry.fusion.shape[1] % (UNIT * entry.fused_layers) == 0:
             spec.fusion = self._weights.matrix([entry.fusion], entry.fusion_bias)
             spec.fused_layers, spec.fused_width = entry.fused_layers, entry.fusion.shape[1] // entry.fused_layers
+            spec.fuses_embedding = entry.fuses_embedding
+            if entry.fusion_norms is not None:
+                spec.embedding_norm, spec.feature_norm = map(self._weights.norm, entry.fusion_norms)
         return spec
 
     def stack(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from time import perf_counter
 from typing import Self
 
@@ -18,7 +19,7 @@ from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
-from foretoken.models.runners.base import DecoderOnly, Pass, injecting
+from foretoken.models.runners.base import DecoderOnly, Pass, Runner, injecting
 from foretoken.models.runners.native.arrays import ChainArrays, pass_arrays, replay_pointer
 from foretoken.models.runners.native.bindings import (
     UNIT,
@@ -124,6 +125,7 @@ class NativeRunner(DecoderOnly):
         self._positions = PositionTables(self._architecture, self._spec)
         self._head_alone = ModelSpec.from_buffer_copy(self._spec)  # for passes of features, without layers and norm
         self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, NormSpec(), 0
+        self._head_alone.fuses_embedding = 0
         self.kinds = matrix_kinds(self._spec)
         self._library = library(self.kinds, self._cache_kind)
         self._workspace = self._library.workspace(self._spec)
@@ -368,6 +370,18 @@ class NativeRunner(DecoderOnly):
         if shares:
             self._pages = model._pages
         return shares
+
+    def borrow_head(self, lender: Runner) -> bool:
+        if not isinstance(lender, NativeRunner):
+            return False
+        head, vocab = lender._spec, lender._architecture.vocab
+        self.kinds = {*self.kinds, head.head.kind}
+        self._library = library(self.kinds, self._cache_kind)
+        self._spec.head, self._spec.vocab, self._architecture = head.head, vocab, replace(self._architecture, vocab=vocab)
+        self._spec.logit_scale, self._spec.logit_cap = head.logit_scale, head.logit_cap
+        self._workspace = self._library.workspace(self._spec)
+        self._held.append(lender)
+        return True
 
     def unembed(self, hidden: Tensor) -> Tensor:
         return multiplied(self._library, self._head_alone, self._workspace, self.threads, hidden)

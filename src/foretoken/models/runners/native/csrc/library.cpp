@@ -56,7 +56,7 @@ const LayoutField* foretoken_layout() {
                query_scales, bias_stride, layer_count, hidden, heads, vocab, activation, centered, norm_heads, joined, norm_first,
                eps, scale, score_cap, logit_cap, embedding_scale, attention_factor, recurrent_factor, mlp_factor, gate_factor,
                logit_scale, gated_attention, state, latent, layer_inputs, clip, norm_sums, farthest, embedding_kind,
-               embedding_rows, learned_positions, table_positions, fusion, fused_layers, fused_width)
+               embedding_rows, learned_positions, table_positions, fusion, fused_layers, fused_width, fuses_embedding)
         LAYOUT(LoraPart, matrix, first, to, step)
         LAYOUT(LoraSpec, down, up)
         LAYOUT(LoraLayer, qkv, out, up, down, recurrent_in, recurrent_gates, recurrent_out, query_up, router, shared_up,

@@ -188,6 +188,7 @@ struct ModelSpec {
     int32_t table_positions;    // positions that rotary tables and `query_scales` have
     Matrix fusion;              // makes a row's features from the states of several layers of a target, one after another (2503.01840)
     int32_t fused_layers, fused_width;  // their number, and the numbers of each
+    int32_t fuses_embedding;    // the first of them is the row's embedding; the other one has `feature_norm` (MTP, 2412.19437)
 };
 
 // Norms of queries and keys: of each head before or after its rotation, or of all heads together before it.
@@ -258,7 +259,7 @@ struct BatchSpec {
     const int32_t *tap_layers;                     // [tap_count]
     float* const* taps;                            // [tap_count] -> [rows][hidden]
     const float* features;                         // [rows][hidden]; start of the residual stream, or null
-    const float* const* states;                    // [rows][fused_layers] -> [fused_width]; what features are made from, or null
+    const float* const* states;                    // [rows][fused_layers] -> [fused_width]; what features are made from, without the embedding; or null
     const ReplaySpec* replay;                      // the steps of recurrent layers, or null
     const LoraAdapter* const* adapters;            // [sequences]; the adapter of each sequence, or null; null: none
     Word* const* const* source_pages;              // [sequences]; keys and values of an encoder's states, or null
@@ -269,6 +270,9 @@ struct BatchSpec {
     bool featured() const { return features || states; }
     int answers() const { return logits || likeliest || ranked ? output_count : 0; }  // rows that the vocabulary head reads
 };
+
+// Whether a pass reads the embeddings of its rows.
+inline bool embeds(const ModelSpec& m, const BatchSpec& b) { return !b.featured() || m.joined || m.fuses_embedding; }
 
 // The last layer that writes to the cache or to a state: those behind it need only the rows whose logits are needed.
 inline int last_writer(const ModelSpec& m) {

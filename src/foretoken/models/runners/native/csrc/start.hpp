@@ -1,4 +1,5 @@
-// The start of the residual stream: embeddings, the caller's features, or those that are made from states of a target.
+// The start of the residual stream: embeddings, the caller's features, those that are made from states of a target, or a product
+// of embeddings and features.
 #pragma once
 
 #include "rows.hpp"
@@ -7,17 +8,17 @@ template <Kind kv>
 struct Start {
     Rows<kv>& p;
     const ModelSpec& m;
-    float* embedded;  // [rows][width]; the residual stream itself, unless an EAGLE-3 head joins the two
+    float* embedded;  // [rows][width]; the residual stream itself, unless a head reads features, too
 
-    Start(Rows<kv>& rows, Workspace& w) : p(rows), m(rows.m), embedded(m.joined ? (float*)w.embedded.data : rows.hidden) {}
+    Start(Rows<kv>& rows, Workspace& w) : p(rows), m(rows.m), embedded(apart(m) ? (float*)w.embedded.data : rows.hidden) {}
 
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w) {
-        if (m.joined) w.embedded.room<float>(b.rows * padded(m.hidden, 32));
+        if (apart(m)) w.embedded.room<float>(b.rows * padded(m.hidden, 32));
     }
 
     void run() {
-        if (!p.b.featured() || m.joined) embed();
-        if (p.b.states) return fuse();
+        if (embeds(m, p.b)) embed();
+        if (p.b.states || m.fuses_embedding) return fuse();
         if (!p.b.features) return;
         p.member.each(p.b.rows, 1, [&](int64_t r) {
             normalize(m, p.b.features + r * m.hidden, m.norm_first ? m.feature_norm : NormSpec{}, m.hidden, p.hidden + r * p.width);
@@ -35,11 +36,18 @@ struct Start {
     }
 
    private:
-    // Makes features from the states of several layers of a target.
+    static bool apart(const ModelSpec& m) { return m.joined || m.fuses_embedding; }
+
+    // Makes features from the states of several layers of a target, or the residual stream from embeddings and features.
     void fuse() {
         auto fill = [&](int64_t r, Word* words, float* scales) {
             float* row = p.own_row();
-            for (int i = 0; i < m.fused_layers; i++) std::copy_n(p.b.states[r * m.fused_layers + i], m.fused_width, row + i * m.fused_width);
+            const int first = m.fuses_embedding, layers = m.fused_layers - first;
+            if (first) std::copy_n(embedded + r * p.width, m.fused_width, row);
+            for (int i = 0; i < layers; i++) {
+                const float* state = p.b.states ? p.b.states[r * layers + i] : p.b.features + r * m.fused_width;
+                normalize(m, state, first ? m.feature_norm : NormSpec{}, m.fused_width, row + (first + i) * m.fused_width);
+            }
             functions(m.fusion).encode(m.fusion, row, (int64_t)m.fused_layers * m.fused_width, words, scales);
         };
         p.multiply_prepared(m.fusion, NORMED, p.b.rows, fill, RowStore{p.hidden, p.width});

@@ -45,7 +45,7 @@ struct PlanUse {
     bool sources = false;      // rows see the states of an encoder
 
     PlanUse(const ModelSpec& m, const BatchSpec& b)
-        : tokens(!b.featured() || m.joined || (m.layer_inputs.width && m.layer_count)), learned(m.positions && (!b.featured() || m.joined)) {
+        : tokens(embeds(m, b) || (m.layer_inputs.width && m.layer_count)), learned(m.positions && embeds(m, b)) {
         for (int i = 0; i < m.layer_count; i++) {
             const LayerSpec& layer = m.layers[i];
             states |= layer.recurs != NO_RECURRENCE, sources |= layer.cross.attention.qkv.data != nullptr;
@@ -64,6 +64,7 @@ class PassCheck {
     void run(int threads, const int32_t* further = nullptr) const {
         if (threads < 1) refuse("%d threads; at least one is expected", threads);
         if (b.rows < 0 || b.sequences < 0 || b.reach < 0) refuse("%d rows of %d sequences that reach %d", b.rows, b.sequences, b.reach);
+        if (m.fuses_embedding && !b.featured()) refuse("a pass without the features that its model reads");
         if (use.tokens && !b.tokens) refuse("a pass with neither tokens nor features");
         if (m.layer_count) {
             check_bounds(b.sequence_from, b.sequences, b.rows, "sequence_from");
@@ -122,8 +123,9 @@ class PassCheck {
 
     void check_states() const {
         if (b.features || !m.fused_layers) refuse("states of a target in a pass that %s", b.features ? "has features" : "cannot fuse them");
-        for (int i = 0; i < b.rows * m.fused_layers; i++)
-            if (!b.states[i]) refuse("row %d has no state of layer %d", i / m.fused_layers, i % m.fused_layers);
+        const int layers = m.fused_layers - m.fuses_embedding;
+        for (int i = 0; i < b.rows * layers; i++)
+            if (!b.states[i]) refuse("row %d has no state of layer %d", i / layers, i % layers);
     }
 
     void check_outputs() const {
