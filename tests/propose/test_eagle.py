@@ -11,6 +11,7 @@ import torch
 from tests.exactness.gtest import draws_needed, g_test
 from tests.exactness.test_engine import LAWS, PROMPT, reference
 from tests.models.heads import tiny
+from tests.models.tiny import only_runner
 from tests.models.trees import repeating
 
 from foretoken import LLM, SamplingParams
@@ -140,8 +141,10 @@ def test_the_default_tree_is_what_one_call_drafts(tmp_path: Path) -> None:
     assert eagle(tmp_path / "once", EagleConfig()).config.tree == "at_once"
     assert eagle(tmp_path / "tree", EagleConfig(tree="top_k")).config.tree == "top_k"
     head = read_eagle(tiny.save(tmp_path / "mask", *tiny.eagle3(mask=7)))
-    net = EagleNet(head, head.tensors["embed_tokens.weight"], torch.float32, torch.device("cpu"), 512)
-    assert ParallelEagle(net, head.taps or (), EagleConfig()).config.tree == "sampled"
+    for runner, tree in (("compiled", "at_once"), ("torch", "sampled")):
+        with only_runner(runner):
+            net = EagleNet(head, head.tensors["embed_tokens.weight"], torch.float32, torch.device("cpu"), 512)
+        assert ParallelEagle(net, head.taps or (), EagleConfig()).config.tree == tree
 
 
 def test_the_trajectory_grade_leads_with_the_targets_noise(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,6 +30,15 @@ class Draws:
     rows: bool = False
 
 
+class Successors(Protocol):
+    """Logits that a token adds to those behind it, computed by the kernels (DSpark, 2607.05147)."""
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of its model without layers, and of the memory of its passes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftVocabulary:
     """The tokens that a model may draft.
@@ -37,11 +47,13 @@ class DraftVocabulary:
         size: Number of leading logits that belong to them.
         width: Number of tokens of the distributions that they are sampled from.
         ids: int32 [size], ascending; the token of each logit. None if it is the logit's index.
+        successors: Logits that a token adds to those behind it; None for none.
     """
 
     size: int
     width: int
     ids: Tensor | None = None
+    successors: Successors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,11 @@ class ChainRequest:
     def rows(self) -> int:
         """The largest number of rows that drafting computes after the sequence's."""
         return self.limit - 1 if self.tree is None else (self.tree.steps - 1) * self.tree.width
+
+    @property
+    def levels(self) -> int:
+        """The largest number of tokens of a path."""
+        return self.limit if self.tree is None else self.tree.steps
 
     @property
     def widest(self) -> int:

@@ -16,12 +16,13 @@ from foretoken.models.heads.block_net import BlockHandle, BlockNet
 from foretoken.models.heads.loading import load_block
 from foretoken.propose.base import BuildContext, Method
 from foretoken.propose.dflash import BlockProposer
-from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, begin
+from foretoken.propose.growers import Grower
+from foretoken.propose.hidden_states import HeadGrowth
 from foretoken.propose.scores import DraftStop
 
 
 @dataclass(frozen=True, slots=True)
-class DSparkConfig(GrowthConfig):
+class DSparkConfig(HeadGrowth):
     """Growth of the head's drafts, at most as deep as its block.
 
     Attributes:
@@ -29,12 +30,10 @@ class DSparkConfig(GrowthConfig):
             never ends it.
     """
 
-    tree: TreeKind = "sampled"
-    top_k: int = 8
     confidence_threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        GrowthConfig.__post_init__(self)
+        HeadGrowth.__post_init__(self)
         number("confidence_threshold", self.confidence_threshold, 0.0, 1.0)
         if self.confidence_threshold and self.tree != "chain":
             raise InvalidRequest(f"confidence_threshold ends chains, and tree is {self.tree!r}; leave one of them out")
@@ -55,15 +54,15 @@ class DSpark(BlockProposer):
     def ends_early(self, context: Context) -> bool:
         return bool(self.config.confidence_threshold) or super().ends_early(context)
 
-    def _grower(self, context: Context, budget: int) -> Grower:
-        threshold, stop = self.config.confidence_threshold, None
+    def _grower(self, context: Context, budget: int, stop: DraftStop | None = None) -> Grower:
+        threshold = self.config.confidence_threshold
         if threshold:
             handle = self._handles[context.id]
             assert isinstance(handle, BlockHandle)
             handle.confidence = []
             confidences = iter(handle.confidence)  # it grows with the chain
             stop = DraftStop(lambda row, hidden, greedy: next(confidences), threshold)
-        return begin(self.config, context, budget, self.net.to_target, context.law, self._greedy_rank, stop=stop)
+        return super()._grower(context, budget, stop)
 
 
 def build(config: DSparkConfig, build_context: BuildContext) -> DSpark:

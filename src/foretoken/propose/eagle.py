@@ -17,8 +17,10 @@ from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import TapConvention
 from foretoken.propose.base import BuildContext, Method
+from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, grow_at_once
 from foretoken.propose.hidden_states import HeadGrowth, HiddenStateProposer
+
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig(HeadGrowth):
@@ -54,11 +56,24 @@ class Eagle(HiddenStateProposer):
 class ParallelEagle(Eagle):
     """Drafts all levels in one pass (P-EAGLE): mask tokens with a learned feature stand for those not drafted yet."""
 
+    def __init__(
+        self,
+        net: EagleNet,
+        taps: Sequence[int],
+        config: EagleConfig | None = None,
+        reading: TapConvention | None = None,
+    ) -> None:
+        assert net.head.mask_token is not None
+        self._mask = net.mask = net.head.mask_token, net.mask_feature()
+        net.foresees = True
+        super().__init__(net, taps, config, reading)
+
     def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Sequence[int]) -> None:
-        token, net = self.net.head.mask_token, self.net
-        assert token is not None
+        if draft_at_once(self.net, active, self.net.vocab_size):
+            return
+        token, feature = self._mask
         masks = [Draft.chain([token] * (depth - 1)) for depth in levels]
-        rows = net.look_ahead([handle for handle, _ in active], masks, net.mask_feature())
+        rows = self.net.look_ahead([handle for handle, _ in active], masks, feature)
         for (_, grower), logits in zip(active, rows, strict=True):
             grow_at_once(grower, logits)
 

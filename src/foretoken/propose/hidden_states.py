@@ -16,13 +16,14 @@ from foretoken.models.runners.pass_plan import TapRows, tapped_rows
 from foretoken.propose.base import Needs, Observation, Proposer
 from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, begin, is_drawn
+from foretoken.propose.scores import DraftStop
 from foretoken.propose.tree import Candidates, Tree, likeliest
 
 # A greedy target emits the argmax of logits that the head only approximates, so candidates are ranked by a sharper
 # distribution. The value was the best on the bundled pair.
 SHARPER = SamplingLaw(temperature=0.7)
 MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them
-LEVELS = 5  # of a draft in one call, by default; each takes a pass of the head
+LEVELS = 5  # of a draft in one call, by default, if each takes a pass of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class HeadGrowth(GrowthConfig):
             return self
         if not net.drafts_chains:
             return replace(self, tree="sampled")
-        return replace(self, tree="at_once", num_steps=self.num_steps or LEVELS)
+        return replace(self, tree="at_once", num_steps=self.num_steps or (None if net.foresees else LEVELS))
 
 
 class HiddenStateProposer(Proposer):
@@ -146,7 +147,7 @@ class HiddenStateProposer(Proposer):
         fits = len(context.tokens) + budget <= self.net.max_length
         return complete and fits and self._handles[context.id].num_pending > 0
 
-    def _grower(self, context: Context, budget: int) -> Grower:
+    def _grower(self, context: Context, budget: int, stop: DraftStop | None = None) -> Grower:
         return begin(
             self.config,
             context,
@@ -155,6 +156,7 @@ class HiddenStateProposer(Proposer):
             context.law,
             self._greedy_rank,
             greedy_temperature=SHARPER.temperature,
+            stop=stop,
         )
 
     def _greedy_rank(self, logits: Tensor, tree: Tree) -> Candidates:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.heads import tiny
+from tests.models.heads import blocks, tiny
 from tests.models.heads.mtp_files import MTP_FAMILIES, MtpReference
 from tests.models.tiny import ARCHITECTURES, only_runner
 from tests.models.trees import repeating
@@ -19,12 +19,16 @@ from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled
 from foretoken.models.base import Model
 from foretoken.models.formats.quantize import Quantizer
+from foretoken.models.heads.block import read_block
+from foretoken.models.heads.block_net import BlockNet
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.heads.weights import TargetHead
 from foretoken.models.loading import load_model
-from foretoken.propose.eagle import Eagle, EagleConfig
+from foretoken.propose.dflash import BlockProposer, DFlashConfig
+from foretoken.propose.dspark import DSpark, DSparkConfig
+from foretoken.propose.eagle import Eagle, EagleConfig, ParallelEagle
 from foretoken.propose.hidden_states import HiddenStateProposer
 from foretoken.propose.mtp import Mtp, MtpConfig
 
@@ -56,7 +60,9 @@ def eagle3(folder: Path, config: dict[str, Any], quantizer: Quantizer | None = N
 def eagle1(folder: Path, config: dict[str, Any], **options: str) -> Eagle:
     head = read_eagle(tiny.save(folder / "head", *tiny.eagle1()))
     embedding, borrowed = head.tensors["embed_tokens.weight"], TargetHead(target(folder / "target", **options))
-    return Eagle(EagleNet(head, embedding, torch.float32, torch.device("cpu"), 512, borrowed), (2,), EagleConfig(**config))
+    return Eagle(
+        EagleNet(head, embedding, torch.float32, torch.device("cpu"), 512, borrowed), (2,), EagleConfig(**config)
+    )
 
 
 def mtp(folder: Path, config: dict[str, Any], family: str, chained: bool, **options: str) -> Mtp:
@@ -65,12 +71,36 @@ def mtp(folder: Path, config: dict[str, Any], family: str, chained: bool, **opti
     return Mtp(net, (2,), MtpConfig(**config))
 
 
+def p_eagle(folder: Path, config: dict[str, Any]) -> Eagle:
+    net = eagle3(folder, config, mask=7).net
+    return ParallelEagle(net, (1, 2, 2), EagleConfig(**config))
+
+
+def block(folder: Path, config: dict[str, Any], written: dict[str, Any], tensors: tiny.Tensors) -> BlockProposer:
+    head = read_block(tiny.save(folder / "head", written, tensors))
+    model = target(folder / "target")
+    embedding = tensors.get("embed_tokens.weight", torch.randn(101, 64, generator=torch.Generator().manual_seed(1)))
+    net = BlockNet(head, embedding, torch.float32, torch.device("cpu"), 512, TargetHead(model))
+    if head.method == "dspark":
+        return DSpark(net, (1, 2), DSparkConfig(**config))
+    return BlockProposer("dflash", net, (1, 2), DFlashConfig(**config))
+
+
 HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
     "EAGLE-3": lambda folder, config: eagle3(folder, config, draft_vocab=101),
     "EAGLE-3, few tokens": lambda folder, config: eagle3(folder, config, draft_vocab=37),
     "EAGLE-3, int8": lambda folder, config: eagle3(folder, config, Quantizer(8), draft_vocab=37),
     "EAGLE-1": eagle1,
     "EAGLE-1, int8": lambda folder, config: eagle1(folder, config, quantization="int8"),
+    "P-EAGLE": p_eagle,
+    "DFlash": lambda folder, config: block(folder, config, *blocks.dflash(block=7)),
+    "DFlash, sliding": lambda folder, config: block(
+        folder, config, *blocks.dflash(layer_types=["sliding_attention", "full_attention"], sliding_window=5, block=7)
+    ),
+    "DSpark": lambda folder, config: block(folder, config, *blocks.dspark(rank=32, block=6)),
+    "DSpark, few tokens": lambda folder, config: block(
+        folder, config, *blocks.speculators(*blocks.dspark(rank=32, block=6))
+    ),
     "MTP": lambda folder, config: mtp(folder, config, "qwen3.5", chained=True),
     "MTP, latent attention": lambda folder, config: mtp(folder, config, "deepseek-v3", chained=False),
     "MTP, experts, int8": lambda folder, config: mtp(folder, config, "glm4-moe", chained=True, quantization="int8"),
@@ -87,7 +117,9 @@ def drafts(folder: Path, config: dict[str, Any], head: str, at_once: bool) -> li
     if not at_once:
         net.vocabulary = None
     grown: list[bool] = []
-    net.grow = lambda *a, grow=net.grow: (grown.append(True), grow(*a))[1]
+    grow, look_ahead = net.grow, net.look_ahead
+    net.grow = lambda *arguments: (grown.append(True), grow(*arguments))[1]
+    net.look_ahead = lambda *arguments: (grown.append(True), look_ahead(*arguments))[1]
     contexts = [context(i, list(range(1, 4 + 30 * i)), grade, **law) for i, (grade, law) in enumerate(requests)]
     found = []
     proposer.observe(contexts, [seen((3,), Draft.empty(), (), 0, len(c.tokens) - 1) for c in contexts])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foretoken.core.devices import on_host
 from foretoken.core.draft import Draft
+from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry
 from foretoken.models.heads.block import BlockHead
@@ -51,6 +52,8 @@ class BlockNet(FeatureNet):
         max_length: maximum length of a sequence in tokens, drafts included.
         unembed: the target's vocabulary head, for heads without their own.
     """
+
+    foresees = True
 
     def __init__(
         self,
@@ -86,12 +89,17 @@ class BlockNet(FeatureNet):
         self._w1 = self._w2 = self._gate = self._sure = None
         if self.head.markov_rank:
             self._w1 = tensors["markov_head.markov_w1.weight"].to(device, self.dtype)
-            self._w2 = self._product("markov_head.markov_w2.weight")
+            w2 = tensors["markov_head.markov_w2.weight"]
+            self._w2 = HeadProduct(w2, None, device, self.dtype, table=self._w1)
         if self.head.markov_rank and self.head.gated:
             self._gate = self._product("markov_head.gate_proj.weight", "markov_head.gate_proj.bias")
         if self.head.confident:
             bias = tensors.get("confidence_head.proj.bias", torch.zeros(1)).to(device, torch.float32)
             self._sure = tensors["confidence_head.proj.weight"][0].to(device, torch.float32), bias
+        successors = None if self._w2 is None else self._w2.native
+        if (self._w2 is None or successors) and self._gate is None and bool((self._ids.diff() > 0).all()):
+            ids = None if self._whole else self._ids.int()
+            self.vocabulary = DraftVocabulary(self.head.draft_vocab, self.head.vocab, ids, successors)
 
     def features(self, taps: Tensor) -> Tensor:
         x = self._fc(taps.to(self.device, self.dtype))
@@ -115,6 +123,12 @@ class BlockNet(FeatureNet):
         owned = [handle for handle in handles if isinstance(handle, BlockHandle)]
         self._predict(owned)
         return self._conditional([(handle, [0], [handle.tokens[-1]]) for handle in owned])
+
+    @torch.inference_mode()
+    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        assert self.vocabulary is not None
+        self._inject(handles)
+        return self._runner.chains(self._blocks(handles), requests, self.vocabulary, foreseen=True)
 
     @torch.inference_mode()
     def complete(self, handle: HeadHandle) -> None:
@@ -156,12 +170,12 @@ class BlockNet(FeatureNet):
 
     # blocks
 
-    def _predict(self, handles: Sequence[BlockHandle]) -> None:
-        """Runs one pass over the blocks of all sequences."""
+    def _blocks(self, handles: Sequence[HeadHandle]) -> PassPlan:
+        """Returns the pass over the blocks of all sequences."""
         block, depth = self.head.block, self.head.depth
         parts = [Part(h.slot, h.cached, block, h.cached + block, Draft.empty(), mutual=True) for h in handles]
         outputs = [i * block + row for i in range(len(handles)) for row in range(block - depth, block)]
-        plan = PassPlan(
+        return PassPlan(
             tokens=[token for h in handles for token in (h.tokens[-1], *[self.head.mask_token] * (block - 1))],
             positions=[part.first + row for part in parts for row in range(block)],
             parts=parts,
@@ -169,6 +183,10 @@ class BlockNet(FeatureNet):
             output_counts=[depth] * len(handles),
             reach=max(part.end for part in parts),
         )
+
+    def _predict(self, handles: Sequence[BlockHandle]) -> None:
+        """Runs one pass over the blocks of all sequences."""
+        plan, depth = self._blocks(handles), self.head.depth
         result = self._runner.run(plan, (self._state,), self._unembed is None)
         states = result.taps[self._state][plan.output_rows]
         logits = self._unembed[0](states) if self._unembed is not None else result.logits

@@ -65,7 +65,7 @@ class EagleNet(FeatureNet):
         runner = build_runner(architecture, layers, ends, dtype, device, entry)
         borrowed = None if unembed is None or "lm_head.weight" in head.tensors else (unembed, state)
         super().__init__(runner, state, head.vocab, max_length, borrowed)
-        if (self.joined or runner.fuses) and head.mask_token is None and bool((self._ids.diff() > 0).all()):
+        if (self.joined or runner.fuses) and bool((self._ids.diff() > 0).all()):
             ids = None if self._whole else self._ids.int()
             self.vocabulary = DraftVocabulary(head.draft_vocab, head.vocab, ids)
 

@@ -62,12 +62,14 @@ class DraftNet(ABC):
         keeps: whether rows are kept for later sequences with the same prefix.
         batch_invariant: see ``Model``.
         vocab_size: size of the target's vocabulary.
+        foresees: whether one pass has the logits of all levels of a draft.
     """
 
     max_length: int
     keeps: bool = False
     batch_invariant: bool
     vocab_size: int
+    foresees: bool = False
 
     @property
     def drafts_chains(self) -> bool:
@@ -164,9 +166,12 @@ class FeatureNet(DraftNet):
     Attributes:
         vocabulary: the tokens of the network's logits, where a row's features are the state of the row before it; None
             where chains are drafted level by level.
+        mask: the token and the features [1, H] of positions that are not drafted yet, for a head that drafts all of
+            them in one pass (P-EAGLE); None for other heads.
     """
 
     vocabulary: DraftVocabulary | None = None
+    mask: tuple[int, Tensor] | None = None
 
     def __init__(
         self,
@@ -289,8 +294,13 @@ class FeatureNet(DraftNet):
         assert self.vocabulary is not None
         for handle in handles:
             self.prefill(handle, JOINT_ROWS)
-        plan = PassPlan.of(handles, [Draft.empty()] * len(handles), [0] * len(handles), self._fed(handles))
-        chains = self._runner.chains(plan, requests, self.vocabulary, self._state)
+        drafts, mask = [Draft.empty()] * len(handles), self.mask
+        if mask is not None:
+            drafts = [Draft.chain([mask[0]] * (request.levels - 1)) for request in requests]
+        fed = self._fed(handles, () if mask is None else [mask[1].expand(len(draft), -1) for draft in drafts])
+        plan = PassPlan.of(handles, drafts, [0] * len(handles), fed)
+        state = self._state if mask is None else None
+        chains = self._runner.chains(plan, requests, self.vocabulary, state, foreseen=mask is not None)
         for handle in handles:
             self._mark_computed(handle)
         return chains

@@ -84,17 +84,30 @@ class HeadProduct:
         bias: [out]; None for none.
         device: device of the computation.
         dtype: dtype of weight, bias and result.
+        table: [tokens, in], rows that the kernels also take by their number; their results are float32. None for none.
+
+    Attributes:
+        native: the compiled product; None on torch operators.
     """
 
-    __slots__ = ("_product",)
+    __slots__ = ("_product", "native")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        table: Tensor | None = None,
+    ) -> None:
         weight, bias = weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
         self._product: Callable[[Tensor], Tensor]
+        self.native: NativeProduct | None = None
         try:
             if device.type != "cpu":
                 raise KernelsUnavailable("the kernels run on CPUs")
-            self._product = NativeProduct(weight, bias, dtype)
+            result = dtype if table is None else torch.float32
+            self._product = self.native = NativeProduct(weight, bias, result, table)
         except KernelsUnavailable:
             multiply = product(weight, bias)
             # A single row is doubled, see ``runners/linear.py``.

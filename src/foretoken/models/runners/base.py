@@ -81,7 +81,12 @@ class BasicRunner:
         return False
 
     def chains(
-        self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
+        self,
+        plan: PassPlan,
+        requests: Sequence[ChainRequest],
+        vocabulary: DraftVocabulary,
+        state: int | None = None,
+        foreseen: bool = False,
     ) -> list[ModelChain]:
         """Not called while ``computes_chains`` is false."""
         raise NotImplementedError
@@ -229,7 +234,12 @@ class Runner(Protocol):
         """
 
     def chains(
-        self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
+        self,
+        plan: PassPlan,
+        requests: Sequence[ChainRequest],
+        vocabulary: DraftVocabulary,
+        state: int | None = None,
+        foreseen: bool = False,
     ) -> list[ModelChain]:
         """Computes every row of the plan, and the chains behind it.
 
@@ -238,4 +248,5 @@ class Runner(Protocol):
             requests: the chain of each sequence. Their ends have the same bounds.
             vocabulary: the tokens that may be drafted.
             state: the tap that is the features of the next row, in a model that takes features.
+            foreseen: whether the outputs of each sequence are all levels of its chain, so that no other pass follows.
         """

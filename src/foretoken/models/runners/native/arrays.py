@@ -70,10 +70,11 @@ class ChainArrays:
     Args:
         requests: The chains. Their ends have the same bounds.
         vocabulary: The tokens that may be drafted.
+        foreseen: Whether the pass has the logits of all levels.
     """
 
-    def __init__(self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary) -> None:
-        count, self._vocabulary = len(requests), vocabulary
+    def __init__(self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, foreseen: bool) -> None:
+        count, self._vocabulary, self._foreseen = len(requests), vocabulary, foreseen
         self._limits = array("i", [request.limit for request in requests])
         longest = self._longest = max(self._limits)
         self._end(requests)
@@ -111,17 +112,19 @@ class ChainArrays:
         """The specification, which points to arrays of this object."""
         inputs = (self._limits, self._floors, self._bases, self._slopes, self._bounds)
         results = (self._tokens, self._probabilities, self._parents, self._counts, self._tried)
-        ids = self._vocabulary.ids
+        ids, successors = self._vocabulary.ids, self._vocabulary.successors
         return ChainSpec(
             *(values.buffer_info()[0] for values in (*inputs, *results)),
             ctypes.addressof(self._samplers),
             ctypes.addressof(self._trees),
             sampling.chooser() if self._held else None,
             None if ids is None else ids.data_ptr(),
+            *((None, None) if successors is None else successors.addresses),
             self._longest,
             len(self._bounds) + 1,
             self._vocabulary.size,
             self._vocabulary.width,
+            self._foreseen,
         )
 
     def results(self) -> list[ModelChain]:

@@ -316,8 +316,8 @@ class ChainSpec(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("limits", "floors", "bases", "slopes", "bounds")),
         *((name, c_void_p) for name in ("tokens", "probabilities", "parents", "counts", "tried")),
-        *((name, c_void_p) for name in ("samplers", "trees", "choose", "ids")),
-        *((name, c_int32) for name in ("longest", "buckets", "vocab", "width")),
+        *((name, c_void_p) for name in ("samplers", "trees", "choose", "ids", "successors", "successors_workspace")),
+        *((name, c_int32) for name in ("longest", "buckets", "vocab", "width", "foreseen")),
     ]
 
 
@@ -380,7 +380,7 @@ class Workspace:
     """
 
     def __init__(self, functions: DecoderFunctions, address: c_void_p) -> None:
-        self._as_parameter_ = address  # passed by ctypes
+        self.address = self._as_parameter_ = address  # passed by ctypes
         weakref.finalize(self, functions.foretoken_close, address).atexit = False  # a thread may still run a pass
 
 

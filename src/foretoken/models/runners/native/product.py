@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from ctypes import addressof
 
 import torch
 from torch import Tensor
@@ -37,18 +38,22 @@ class NativeProduct:
         weight: [out, in].
         bias: [out]; None for none.
         dtype: dtype of the result, float32 or bfloat16.
+        table: [tokens, in], float32 or bfloat16: rows that the kernels also take by their number; None for none.
 
     Raises:
         KernelsUnavailable: the kernels do not support the processor, the dtype or the width.
     """
 
-    def __init__(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, table: Tensor | None = None) -> None:
         out, width = weight.shape
         if dtype not in KINDS or width % UNIT:
             raise KernelsUnavailable(f"the kernels multiply multiples of {UNIT} numbers, not {width} of {dtype}")
         self._weights = WeightPacker(Arena(packing_library()), False)
         matrix = self._weights.matrix([weight], bias)
         self._spec = ModelSpec(hidden=width, vocab=out, head=matrix, logit_scale=1.0, mlp_factor=1.0, eps=1.0)
+        if table is not None:
+            self._spec.embedding, self._spec.embedding_kind = self._weights.keep(table), KINDS[table.dtype]
+            self._spec.embedding_rows, self._spec.embedding_scale = len(table), 1.0
         self._functions = library({matrix.kind}, KINDS[dtype])
         self._workspace = self._functions.workspace(self._spec)
         self._threads, self._dtype = torch.get_num_threads(), dtype
@@ -56,3 +61,10 @@ class NativeProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """Multiplies x [rows, in]."""
         return multiplied(self._functions, self._spec, self._workspace, self._threads, x).to(self._dtype)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """See ``chains.Successors``; for a product with a table."""
+        address = self._workspace.address.value
+        assert address is not None
+        return addressof(self._spec), address

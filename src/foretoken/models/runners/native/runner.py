@@ -244,13 +244,18 @@ class NativeRunner(DecoderOnly):
         return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped, argmax, ranked)
 
     def chains(
-        self, plan: PassPlan, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, state: int | None = None
+        self,
+        plan: PassPlan,
+        requests: Sequence[ChainRequest],
+        vocabulary: DraftVocabulary,
+        state: int | None = None,
+        foreseen: bool = False,
     ) -> list[ModelChain]:
-        rows, width = sum(request.widest for request in requests), padded(self._architecture.vocab, UNIT)
+        rows = max(len(plan.outputs), sum(request.widest for request in requests))
         if len(self._chain_logits) < rows:
-            self._chain_logits = torch.empty(rows, width)
-        arrays = self._arrays(plan, [request.rows + 1 for request in requests])
-        chains = self._chain_arrays(requests, vocabulary)
+            self._chain_logits = torch.empty(rows, padded(self._architecture.vocab, UNIT))
+        arrays = self._arrays(plan, None if foreseen else [request.rows + 1 for request in requests])
+        chains = self._chain_arrays(requests, vocabulary, foreseen)
         tapped = self._tapped(plan, arrays, () if state is None else (state,))
         batch, features = _batch(plan, arrays, self._chain_logits), _floats(plan.features)
         if features is not None:
@@ -259,16 +264,18 @@ class NativeRunner(DecoderOnly):
         self._library.foretoken_chains(self._spec, batch, chains.spec, self._workspace, self.threads)
         return chains.results()
 
-    def _chain_arrays(self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary) -> ChainArrays:
+    def _chain_arrays(
+        self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, foreseen: bool
+    ) -> ChainArrays:
         """Returns the arrays of a call; those of drafts that only differ in their text are kept."""
         if any(request.draws or request.end for request in requests):
-            return ChainArrays(requests, vocabulary)
-        shape = vocabulary.size, vocabulary.width, id(vocabulary.ids)
+            return ChainArrays(requests, vocabulary, foreseen)
+        shape = vocabulary.size, vocabulary.width, id(vocabulary.ids), foreseen
         key = (shape, *((request.limit, request.tree) for request in requests))
         if key not in self._kept_arrays:
             if len(self._kept_arrays) >= KEPT_ARRAYS:
                 self._kept_arrays.clear()
-            self._kept_arrays[key] = ChainArrays(requests, vocabulary)
+            self._kept_arrays[key] = ChainArrays(requests, vocabulary, foreseen)
         return self._kept_arrays[key]
 
     def _tapped(self, plan: PassPlan, arrays: dict[str, array[int]], taps: Sequence[int]) -> Mapping[int, Tensor]:
@@ -377,7 +384,11 @@ class NativeRunner(DecoderOnly):
         head, vocab = lender._spec, lender._architecture.vocab
         self.kinds = {*self.kinds, head.head.kind}
         self._library = library(self.kinds, self._cache_kind)
-        self._spec.head, self._spec.vocab, self._architecture = head.head, vocab, replace(self._architecture, vocab=vocab)
+        self._spec.head, self._spec.vocab, self._architecture = (
+            head.head,
+            vocab,
+            replace(self._architecture, vocab=vocab),
+        )
         self._spec.logit_scale, self._spec.logit_cap = head.logit_scale, head.logit_cap
         self._workspace = self._library.workspace(self._spec)
         self._held.append(lender)

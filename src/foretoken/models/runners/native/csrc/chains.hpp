@@ -2,8 +2,9 @@
 // likely tokens.
 //
 // Each level is a pass over the newest tokens of every draft that goes on. In between nothing returns to Python, whose work for
-// a pass takes longer than the pass of a small model. A head on a target's hidden states (EAGLE) reads its own tapped states
-// behind the first pass, those of the row before.
+// a pass takes longer than the pass of a small model. A head on a target's hidden states (EAGLE, MTP) reads its own tapped states
+// behind the first pass, those of the row before. A model that foresees all levels (P-EAGLE, DFlash) runs the first pass alone;
+// to its logits another model may add some that depend on the token before (DSpark, 2607.05147).
 #pragma once
 
 #include "maximum.hpp"
@@ -38,8 +39,11 @@ struct ChainSpec {
     const TreeSpec* trees;          // [sequences]
     Choose choose;
     const int32_t* ids;             // [vocab], ascending; the token of each logit; null: its number
+    const ModelSpec* successors;    // without layers: what it computes from a token is added to the logits behind it; or null
+    void* successors_workspace;     // of its passes
     int32_t longest, buckets, vocab;  // vocab: logits of tokens that may be drafted
     int32_t width;                  // tokens of the distributions; vocab without ids
+    int32_t foreseen;               // the last rows of each sequence in the first pass have the logits of all levels
 };
 
 // The largest of some logits, the first of equal ones, and its softmax probability; token -1 where they are not finite.
@@ -56,35 +60,41 @@ struct Likeliest {
 
 class Chains {
    public:
-    // first: the pass over the pending tokens of all sequences, with logits of the last token of each. Its logits have room for
-    // the widest level of all drafts.
+    // first: the pass over the pending tokens of all sequences, with logits of the last token of each, or of all levels. Its logits
+    // have room for the widest level of all drafts.
     Chains(const ModelSpec& m, const BatchSpec& first, const ChainSpec& spec, int threads)
         : threads(threads), m(m), first(first), c(spec), stride(m.head.units * BLOCKS * LANES), batch(first), trees(first.sequences) {
         check();
+        int ranks = 0;
         for (int s = 0; s < first.sequences; s++) {
             going.push_back(s), reach.push_back(1.0f), starts.push_back(s), c.counts[s] = c.tried[s] = 0;
-            batch.ranks = std::max(batch.ranks, c.trees[s].width);
+            ranks = std::max(ranks, c.trees[s].width);
             widest += std::max(1, c.trees[s].width);
+            if (c.successors) tokens.push_back(first.tokens[first.sequence_from[s]]), numbers.push_back(s);
         }
-        if (batch.ranks) ranked.resize((int64_t)widest * batch.ranks), batch.ranked = ranked.data();
-        if (first.featured()) features.resize(widest * m.hidden), tapped = features, tap = tapped.data();
+        if (c.successors) conditional.resize(widest * stride);
+        if (c.successors || c.vocab < m.vocab) ranked.resize(ranks);
+        else if (ranks) ranked.resize(std::max<int64_t>(widest, first.output_count) * ranks), batch.ranks = ranks, batch.ranked = ranked.data();
+        if (chained()) features.resize(widest * m.hidden), tapped = features, tap = tapped.data();
     }
 
-    // Calls pass(batch) for each level.
+    // Calls pass(model, batch) for each level.
     template <class F>
     void run(F pass) {
-        for (int level = 0; !going.empty(); level++) {
-            pass(batch);
+        for (level = 0; !going.empty(); level++) {
+            if (!level || !c.foreseen) pass(m, batch);
+            if (c.successors) add_successors(pass);
             std::vector<int> still, sources;  // sequences that go on; the row of `batch` whose child each next row is
             for (size_t i = 0; i < going.size(); i++) {
                 const int s = going[i], row = starts[i];
-                if (!(c.trees[s].width ? grow(s, row) : extend(s, first.logits + row * stride))) continue;
+                if (!(c.trees[s].width ? grow(s, row) : extend(s, logits(s, row)))) continue;
                 still.push_back(s);
+                if (!chained()) continue;
                 if (!c.trees[s].width) sources.push_back(batch.outputs[row]);
                 for (int node : trees[s].frontier) sources.push_back(batch.outputs[row + trees[s].row_of_parent(node)]);
             }
             going = still;
-            for (size_t i = 0; first.featured() && i < sources.size(); i++)
+            for (size_t i = 0; i < sources.size(); i++)
                 std::copy_n(batch.taps[0] + (int64_t)sources[i] * m.hidden, m.hidden, &features[i * m.hidden]);
             plan(level + 1);
         }
@@ -105,15 +115,53 @@ class Chains {
             const TreeSpec& tree = c.trees[s];
             if (tree.width < 0 || tree.width > std::min(c.vocab, m.vocab) || (tree.width && (tree.steps < 1 || how.kept || !(tree.temperature > 0.0f))))
                 refuse("a tree of %d tokens a node and %d levels", tree.width, tree.steps);
-            further.push_back(tree.width ? (tree.steps - 1) * tree.width : c.limits[s] - 1);
+            further.push_back(c.foreseen ? 0 : tree.width ? (tree.steps - 1) * tree.width : c.limits[s] - 1);
         }
         PassCheck(m, first).run(threads, further.data());
         const PlanUse use(m, first);
-        if (first.tap_count != (first.featured() ? 1 : 0) || use.states || use.sources) refuse("chains of a model that needs more than tokens");
-        if (!first.logits || first.ranked || first.output_count != first.sequences) refuse("%d rows of logits for %d chains", first.output_count, first.sequences);
-        for (int s = 0; s < first.sequences; s++)
-            if (first.outputs[s] != first.sequence_from[s + 1] - 1 || first.branch_count)
-                refuse("chain %d does not follow the last row of its sequence", s);
+        if (first.tap_count != chained() || use.states || use.sources) refuse("chains of a model that needs more than tokens");
+        if (!first.logits || first.ranked || first.branch_count) refuse("chains without logits, or behind trees");
+        first_output.push_back(0);
+        for (int s = 0, at = 0; s < first.sequences; s++) {
+            while (at < first.output_count && first.outputs[at] < first.sequence_from[s + 1]) at++;
+            const int count = at - first_output[s], levels = c.trees[s].width ? c.trees[s].steps : c.limits[s];
+            if (c.foreseen ? count < levels : count != 1) refuse("%d rows of logits for the %d levels of chain %d", count, levels, s);
+            if (first.outputs[at - 1] != first.sequence_from[s + 1] - 1) refuse("chain %d does not follow the last row of its sequence", s);
+            first_output.push_back(at);
+        }
+        if (c.successors) check_successors();
+    }
+
+    void check_successors() const {
+        const ModelSpec& other = *c.successors;
+        validate(other);
+        if (!c.foreseen || !first.tokens || other.layer_count || other.head.units != m.head.units || other.embedding_rows < m.embedding_rows)
+            refuse("logits that follow from one of %d tokens, beside those of a model of %d", other.embedding_rows, m.embedding_rows);
+    }
+
+    // Whether passes behind the first one read the states of the one before.
+    bool chained() const { return first.featured() && !c.foreseen; }
+
+    // The row of the last pass that has the logits behind a row of the level.
+    int64_t scored_row(int s, int row) const { return c.foreseen && !c.successors ? first_output[s] + level : row; }
+
+    const float* logits(int s, int row) const {
+        return (c.successors ? conditional.data() : first.logits) + scored_row(s, row) * stride;
+    }
+
+    // Computes the logits of a level from those that were foreseen and the tokens before.
+    template <class F>
+    void add_successors(F pass) {
+        BatchSpec after{};
+        after.tokens = tokens.data(), after.outputs = numbers.data(), after.logits = conditional.data();
+        after.rows = after.output_count = (int)tokens.size();
+        pass(*c.successors, after);
+        for (size_t i = 0; i < going.size(); i++) {
+            const float* foreseen = first.logits + (first_output[going[i]] + level) * stride;
+            const int last = i + 1 < going.size() ? starts[i + 1] : (int)tokens.size();
+            for (int row = starts[i]; row < last; row++)
+                for (int64_t v = 0; v < stride; v++) conditional[row * stride + v] += foreseen[v];
+        }
     }
 
     // Adds a token to a chain, or ends it. Returns whether it goes on.
@@ -122,10 +170,11 @@ class Chains {
     // Adds a level to a tree, whose newest nodes have the logits from `row` on. Returns whether it goes on.
     bool grow(int s, int row) {
         Tree& tree = trees[s];
-        tree.expand(c.trees[s], c.limits[s], [&](int i, int k) {
-            const int64_t token = ranked[(int64_t)(row + i) * batch.ranks + k];
-            return token < c.vocab ? token : -1;
-        }, [&](int i) { return first.logits + (row + i) * stride; }, c.vocab, c.ids);
+        tree.expand(c.trees[s], c.limits[s], [&](int i) {
+            if (batch.ranks) return &ranked[scored_row(s, row + i) * batch.ranks];
+            largest_ids(logits(s, row + i), c.vocab, c.trees[s].width, ranked.data());
+            return ranked.data();
+        }, [&](int i) { return logits(s, row + i); }, c.vocab, c.ids);
         if (tree.level < c.trees[s].steps && !tree.frontier.empty()) return true;
         const int64_t at = (int64_t)s * c.longest;
         c.counts[s] = tree.best(c.limits[s], c.tokens + at, c.parents + at, c.probabilities + at);
@@ -164,7 +213,7 @@ class Chains {
         branch_from.assign(1, 0), sequence_from.assign(1, 0), starts.clear();
         batch.reach = 0;
         for (int s : going) {
-            const int row = first.outputs[s], place = first.places[row] + 1;
+            const int row = first.sequence_from[s + 1] - 1, place = first.places[row] + 1;
             starts.push_back((int)tokens.size());
             auto add = [&](int token, int at, int keys) {
                 tokens.push_back(token), positions.push_back(first.positions[row] + depth), places.push_back(at), prefix.push_back(keys);
@@ -185,7 +234,7 @@ class Chains {
         batch.prefix = prefix.data(), batch.branch_from = branch_from.data(), batch.pages = pages.data(), batch.page_counts = page_counts.data();
         batch.sequence_from = sequence_from.data(), batch.outputs = numbers.data();
         if (first.adapters) batch.adapters = adapters.data();
-        if (first.featured()) batch.features = features.data(), batch.states = nullptr, batch.taps = &tap;
+        if (chained()) batch.features = features.data(), batch.states = nullptr, batch.taps = &tap;
         batch.rows = batch.output_count = (int)tokens.size(), batch.sequences = count, batch.branch_count = (int)branches.size();
     }
 
@@ -196,12 +245,15 @@ class Chains {
     const int64_t stride;  // of logits
     BatchSpec batch;
     std::vector<Tree> trees;       // [sequences]
+    int level = 0;
     int64_t widest = 0;            // rows of the widest level
+    std::vector<int> first_output; // [sequences + 1]; of each sequence in the first pass
+    std::vector<float> conditional;  // [widest][stride]; logits of a level, where there are successors
     std::vector<int32_t> further;  // [sequences]; rows behind those of the first pass
     std::vector<int> going;        // sequences
     std::vector<int> starts;       // of each, the number of its first row with logits
     std::vector<float> reach;      // [sequences]; how likely all tokens of a chain are accepted
-    std::vector<int64_t> ranked;   // [widest][ranks]; the likeliest tokens
+    std::vector<int64_t> ranked;   // [rows of a pass][ranks]; the likeliest tokens, or those of one node
     std::vector<float> features, tapped;  // [widest][hidden]; what a pass behind the first one reads, and its tapped states
     float* tap = nullptr;
     std::vector<int32_t> tokens, positions, places, prefix, branch_from, branches, sequence_from, page_counts, numbers;

@@ -71,7 +71,7 @@ const LayoutField* foretoken_layout() {
         LAYOUT(SamplerSpec, kept, noise, rows, races)
         LAYOUT(TreeSpec, width, steps, temperature, floor)
         LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, parents, counts, tried, samplers, trees, choose,
-               ids, longest, buckets, vocab, width)
+               ids, successors, successors_workspace, longest, buckets, vocab, width, foreseen)
         {},
     };
     return fields;

@@ -39,20 +39,24 @@ struct Tree {
 
     // Adds the children of the frontier, and finds the next frontier among them.
     //
-    // likely(i, k): the k-th likeliest logit of the frontier's i-th node, -1 where there is none. logits(i): its `vocab` logits.
+    // likely(i): the numbers of the likeliest logits of the frontier's i-th node, the likeliest first. logits(i): its `vocab` logits.
     // ids: the token of each logit, or null.
     template <class Likely, class Logits>
     void expand(const TreeSpec& spec, int budget, Likely likely, Logits logits, int vocab, const int32_t* ids) {
         const std::vector<int> parents_now = level ? frontier : std::vector<int>{-1};
         const int start = size();
+        const float* summed = nullptr;  // the logits that `total` is of: nodes may share them
+        float total = 0.0f;
         for (int i = 0; i < (int)parents_now.size(); i++) {
             const float above = parents_now[i] < 0 ? 0.0f : scores[parents_now[i]], *row = logits(i);
-            const int64_t best_token = likely(i, 0);
-            if (best_token < 0 || !std::isfinite(row[best_token])) continue;
-            const float top = row[best_token], total = std::log(sum_of_powers(row, vocab, top, spec.temperature));
+            const int64_t* best = likely(i);
+            const float top = row[best[0]];
+            if (!std::isfinite(top)) continue;
+            if (row != summed) total = std::log(sum_of_powers(row, vocab, top, spec.temperature));
+            summed = row;
             for (int k = 0; k < spec.width; k++) {
-                const int64_t token = likely(i, k);
-                const float score = token < 0 ? -INFINITY : (row[token] - top) / spec.temperature - total;
+                const int64_t token = best[k];
+                const float score = (row[token] - top) / spec.temperature - total;
                 if (score == -INFINITY) break;
                 tokens.push_back(ids ? ids[token] : (int32_t)token), parents.push_back(parents_now[i]);
                 scores.push_back(above + std::min(0.0f, score)), scored_as.push_back(-1);
