@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foretoken.core.devices import on_host
 from foretoken.core.draft import Draft
-from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
+from foretoken.models.chains import ChainRequest, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry
 from foretoken.models.heads.block import BlockHead
@@ -68,8 +68,6 @@ class BlockNet(FeatureNet):
         tensors = head.tensors
         self._fc = self._product("fc.weight")
         self._hidden_norm = tensors["hidden_norm.weight"].to(device, torch.float32)
-        self._ids = head.ids()
-        self._whole = head.draft_vocab == head.vocab and bool((self._ids == torch.arange(head.vocab)).all())
         vocabulary = tensors.get("lm_head.weight", torch.zeros(1, head.hidden)).to(dtype)  # zeros: unused
         config = {**head.layer, "vocab_size": len(vocabulary), "max_position_embeddings": max_length}
         architecture = Architecture.of(config)
@@ -97,21 +95,11 @@ class BlockNet(FeatureNet):
             bias = tensors.get("confidence_head.proj.bias", torch.zeros(1)).to(device, torch.float32)
             self._sure = tensors["confidence_head.proj.weight"][0].to(device, torch.float32), bias
         successors = None if self._w2 is None else self._w2.native
-        if (self._w2 is None or successors) and self._gate is None and bool((self._ids.diff() > 0).all()):
-            ids = None if self._whole else self._ids.int()
-            self.vocabulary = DraftVocabulary(self.head.draft_vocab, self.head.vocab, ids, successors)
+        self._draft_from(self.head.ids(), (self._w2 is None or bool(successors)) and self._gate is None, successors)
 
     def features(self, taps: Tensor) -> Tensor:
         x = self._fc(taps.to(self.device, self.dtype))
         return F.rms_norm(x.float(), self._hidden_norm.shape, self._hidden_norm, self._eps).to(self.dtype)
-
-    def to_target(self, logits: Tensor) -> Tensor:
-        if self._whole:
-            return logits
-        return logits.new_full((logits.shape[0], self.head.vocab), -torch.inf).index_copy_(1, self._ids, logits)
-
-    def target_ids(self, ids: Tensor) -> Tensor:
-        return torch.take(self._ids, ids)
 
     def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> BlockHandle:
         handle = super().open(tokens, scope)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.chains import DraftVocabulary
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Ends, Entry, NormWeight
@@ -44,8 +43,6 @@ class EagleNet(FeatureNet):
         self._fc = HeadProduct(fc, bias, device, dtype)
         self._norms = [head.tensors[name].to(device, torch.float32) for name in self._norm_names()]
         self._embedding = embedding.to(dtype)
-        self._ids = head.ids()
-        self._whole = head.draft_vocab == head.vocab and bool((self._ids == torch.arange(head.vocab)).all())
         vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden))  # zeros: unused
         config = {**head.layer, "model_type": "llama", "vocab_size": vocabulary.shape[0]}
         config |= {"num_hidden_layers": head.layers, "max_position_embeddings": max_length}
@@ -65,9 +62,7 @@ class EagleNet(FeatureNet):
         runner = build_runner(architecture, layers, ends, dtype, device, entry)
         borrowed = None if unembed is None or "lm_head.weight" in head.tensors else (unembed, state)
         super().__init__(runner, state, head.vocab, max_length, borrowed)
-        if (self.joined or runner.fuses) and bool((self._ids.diff() > 0).all()):
-            ids = None if self._whole else self._ids.int()
-            self.vocabulary = DraftVocabulary(head.draft_vocab, head.vocab, ids)
+        self._draft_from(head.ids(), chained=self.joined or runner.fuses)
 
     # features
 
@@ -85,14 +80,6 @@ class EagleNet(FeatureNet):
             parts = taps.split(self.head.target_hidden, dim=-1)
             taps = torch.cat([self._normalize(p, w) for p, w in zip(parts, norms, strict=True)], dim=-1)
         return self._multiply(taps)
-
-    def to_target(self, logits: Tensor) -> Tensor:
-        if self._whole:
-            return logits
-        return logits.new_full((logits.shape[0], self.head.vocab), -torch.inf).index_copy_(1, self._ids, logits)
-
-    def target_ids(self, ids: Tensor) -> Tensor:
-        return torch.take(self._ids, ids)
 
     def _entering(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         if self.joined:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
-from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
+from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain, Successors
 from foretoken.models.heads.weights import TargetHead
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.pass_plan import PassPlan, TapRows
@@ -172,6 +172,7 @@ class FeatureNet(DraftNet):
 
     vocabulary: DraftVocabulary | None = None
     mask: tuple[int, Tensor] | None = None
+    _ids: Tensor | None = None  # the target's token of each logit; None if it is the logit's index
 
     def __init__(
         self,
@@ -190,6 +191,26 @@ class FeatureNet(DraftNet):
     def _entering(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         """Returns the start of the residual stream [rows, H] for tokens and the features [rows, H] before them."""
         return features
+
+    def _draft_from(self, ids: Tensor, chained: bool, successors: Successors | None = None) -> None:
+        """Sets the target's token of each logit, int64 [Vd].
+
+        Args:
+            chained: whether the runner can compute a level of a draft from the level before.
+            successors: logits that a token adds to those behind it.
+        """
+        whole = torch.equal(ids, torch.arange(self.vocab_size))
+        self._ids = None if whole else ids
+        if chained and bool((ids.diff() > 0).all()):
+            self.vocabulary = DraftVocabulary(len(ids), self.vocab_size, None if whole else ids.int(), successors)
+
+    def to_target(self, logits: Tensor) -> Tensor:
+        if self._ids is None:
+            return logits
+        return logits.new_full((logits.shape[0], self.vocab_size), -torch.inf).index_copy_(1, self._ids, logits)
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        return ids if self._ids is None else torch.take(self._ids, ids)
 
     # sequences
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.chains import DraftVocabulary
 from foretoken.models.formats.weights import Ends, Entry, NormWeight
 from foretoken.models.heads.feature_net import FeatureNet
 from foretoken.models.heads.mtp import MtpLayer
@@ -52,7 +51,7 @@ class MtpNet(FeatureNet):
         self._projection = None if runner.fuses else HeadProduct(layer.projection, None, device, dtype)
         state = _NORMED if normed else _PLAIN
         super().__init__(runner, state, embedding.shape[0], max_length, (unembed, _NORMED))
-        self.vocabulary = DraftVocabulary(self.vocab_size, self.vocab_size) if runner.fuses else None
+        self._draft_from(torch.arange(self.vocab_size), chained=runner.fuses)
 
     @property
     def normed(self) -> bool:
