@@ -42,7 +42,6 @@ from foretoken.plan.candidates import Candidate, candidates
 from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.step_timing import LANES_PER_PLAIN, interleave
 from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
@@ -55,6 +54,7 @@ STRETCH = 24  # consecutive tokens of a sequence: few enough for drift of the ma
 PROMPTS = 6 << 30  # bytes of the prefix cache; prefill is not measured
 Key = tuple[str, int]  # a candidate's name and its depth
 PLAIN: Key = ("", 0)
+TOGETHER = 4  # configurations between two stretches of plain decoding
 Place = tuple[float, int]  # temperature and batch
 
 
@@ -128,11 +128,12 @@ class Few:
 
     def turn(self) -> None:
         """Runs a stretch of every engine with work; the last one to finish also ends plain decoding."""
-        for key, done, base in interleave(
-            [k for k, engine in self._engines.items() if engine.busy], PLAIN, self._stretch
-        ):
-            own, other = self.totals[key]
-            self.totals[key] = own + done, other + base
+        busy = [key for key, engine in self._engines.items() if engine.busy]
+        middle = len(busy) // 2
+        done = {key: self._stretch(key) for key in (*busy[:middle], PLAIN, *busy[middle:])}
+        for key in busy:
+            own, plain = self.totals[key]
+            self.totals[key] = own + done[key], plain + done[PLAIN]
         if not self.busy:
             self._plain.clear()
 
@@ -161,7 +162,7 @@ class Measurement:
 
     def __init__(self, ground: Ground, chosen: Sequence[Candidate], places: Sequence[Place], repeats: int) -> None:
         keys = [(candidate, depth) for candidate in chosen for depth in candidate.depths]
-        some = [keys[at : at + LANES_PER_PLAIN] for at in range(0, len(keys), LANES_PER_PLAIN)]
+        some = [keys[at : at + TOGETHER] for at in range(0, len(keys), TOGETHER)]
         self._all = [Few(ground, few, place, repeats) for place in places for few in some]
         self._line = cycle(self._all)
         self._prompts = self._waiting

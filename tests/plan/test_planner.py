@@ -22,19 +22,7 @@ from foretoken.plan.planner import Planner, PlanSettings, timed_depths
 from foretoken.plan.replay import step_estimate, write
 from foretoken.plan.rows import PlanRow, export_config
 from foretoken.plan.sample import Proposers, Sample
-from foretoken.plan.step_times import MeasuredStepTimes, PassTimes, SpeedSample, at_speed
-from foretoken.plan.step_timing import (
-    PLAIN,
-    LaneTimes,
-    TimedBatch,
-    TimedStep,
-    alternate,
-    time_lanes,
-    time_plain_pass,
-    time_prefill,
-)
 from foretoken.plan.tally import AcceptanceEstimate, StepTally
-from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
 from foretoken.speculation import Builder
@@ -141,155 +129,6 @@ def test_other_engines_words_for_it():
         export_config(chain | {"tree": "sampled", "num_speculative_tokens": 14})["vllm"]["num_speculative_tokens"] == 4
     )
     assert export_config({"method": "recycling", "num_speculative_tokens": 8})["vllm"] is None
-
-
-def turns(*seconds: float, rows: tuple[int, ...] = (1,), score: float = 0.8) -> tuple[TimedStep, ...]:
-    return tuple(TimedStep(s, 0.1 * s, score * s, rows[i % len(rows)]) for i, s in enumerate(seconds))
-
-
-def test_step_times_of_one_size_are_medians_in_plain_steps():
-    plain = turns(1.0, 1.0, 1.1, 0.9)
-    times = MeasuredStepTimes([{"a": LaneTimes(turns(2.0, 2.0, 2.2, 9.0, rows=(5,)), plain)}], batch=1)
-    result = times.of("a", {4: 1.0})
-    assert result.over_plain == pytest.approx(2.1) and result.seconds == pytest.approx(2.1)
-    assert 0.01 <= result.error < 0.2
-
-
-def test_reading_prompts_is_timed_beside_plain_reading(monkeypatch):
-    """The first, which finds weights that no process has read, does not count."""
-    seconds, order = iter([9.0, 2.0, 3.0, 3.0, 2.0, 2.0, 4.0]), []
-
-    class Read:
-        def __init__(self, target, proposer, depth, prompts, law):
-            order.append(type(proposer))
-            self.prefill = next(seconds)
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr("foretoken.plan.step_timing.TimedBatch", Read)
-    result = time_prefill(TARGET, {"a": Lookup()}, [(1, 2, 3)], WARM)
-    assert result.over_plain == {"a": 1.5} and result.seconds == 2.0
-    assert order == [Proposer] + [Proposer, Lookup] * 3
-
-
-def test_drafting_never_takes_more_than_its_step():
-    """Steps of this temperature were timed while the machine was slow; passes are also known from a faster moment."""
-    plain = tuple(TimedStep(s, 0.0, 0.9 * s, 1) for s in (1.0, 1.0, 9.0))
-    held_up = tuple(TimedStep(s, 0.9 * s, 0.1 * s, 5) for s in (1.0, 30.0, 30.0))
-    quick = tuple(TimedStep(1.1, 0.9, 0.1, rows) for rows in (5, 3, 2))
-    for lanes in ([held_up], [held_up, quick], [quick, quick, held_up]):
-        visits = [{"a": LaneTimes(lane, plain)} for lane in lanes]
-        result = MeasuredStepTimes(visits, 1).of("a", {4: 0.5, 2: 0.5})
-        assert 0.0 < result.propose < result.seconds
-        assert result.propose == pytest.approx(0.9 * result.seconds, rel=0.15)
-
-
-def test_seconds_at_another_speed_are_on_the_line_through_what_was_seen():
-    """Plain passes at half and at full speed; what is arithmetic does not notice, what waits for memory does."""
-    arithmetic = [SpeedSample(4, 3.0, 1.0), SpeedSample(4, 3.0, 2.0)]
-    assert at_speed(arithmetic, 1.5) == pytest.approx(3.0)
-    assert at_speed(arithmetic, 2.0) == pytest.approx(3.0, rel=0.02)
-    waiting = [SpeedSample(4, 1.2, 1.0), SpeedSample(4, 2.4, 2.0)]
-    assert at_speed(waiting, 3.0) == pytest.approx(3.6)
-    both = [SpeedSample(4, 2.5, 1.0), SpeedSample(4, 3.0, 2.0), SpeedSample(4, 2.75, 1.5)]
-    assert at_speed(both, 2.0) == pytest.approx(3.0, rel=0.02)
-    faster = [SpeedSample(4, 2.0, 1.0), SpeedSample(4, 1.0, 2.0)]
-    assert at_speed(faster, 3.0) == pytest.approx(1.5), "nothing is quicker for waiting longer"
-    steeper = [SpeedSample(4, 1.0, 1.0), SpeedSample(4, 9.0, 2.0)]
-    assert at_speed(steeper, 3.0) == pytest.approx(10.0), "nothing waits longer than it waits in all"
-
-
-def test_one_moment_tells_a_ratio():
-    assert at_speed([SpeedSample(4, 3.0, 1.0)], 1.5) == pytest.approx(4.5)
-    alike = [SpeedSample(4, 3.0, 1.0), SpeedSample(4, 3.02, 0.99)]
-    assert at_speed(alike, 1.1) == pytest.approx(3.01 * 1.1 / 0.995, rel=0.01)
-
-
-def test_plain_passes_between_visits_tell_how_fast_the_machine_is():
-    """Visits happened to meet a fast machine: two rows take what arithmetic takes, one row what memory takes."""
-    visits = [{"a": LaneTimes(turns(4.0, 4.0, rows=(5,)), turns(base, base))} for base in (1.0, 1.2, 0.8)]
-    assert PassTimes(visits).plain == pytest.approx(0.8)
-    result = PassTimes(visits, [1.6] * 3)
-    assert result.plain == pytest.approx(1.2)
-    assert result.of("a", 5) == pytest.approx(3.2, rel=0.06)
-    assert result.over(2)[1] == pytest.approx(1.2)
-    times = MeasuredStepTimes(visits, 1, result)
-    assert times.plain == pytest.approx(1.5) and times.of("a", {4: 1.0}).over_plain == pytest.approx(4 / 1.5, rel=0.06)
-
-
-def test_a_plan_listens_to_the_machine_between_all_its_steps(tiny_pair, tokenizer, monkeypatch):
-    messages: list[int] = []
-
-    def plain_pass(target, prompts, law):
-        messages.append(len(prompts))
-        return 0.001
-
-    monkeypatch.setattr("foretoken.plan.planner.time_plain_pass", plain_pass)
-    target = load_model(tiny_pair.target)
-    builder = Builder(target, load_tokenizer(tiny_pair.target), tiny_pair.target, load_model)
-    settings = PlanSettings(temperatures=(0.0, 1.0), batches=(1, 3), max_tokens=12, turns=3)
-    chosen = [Candidate("ngram", {"method": "ngram"}, (2, 4)), Candidate("suffix", {"method": "suffix"}, (3,))]
-    Planner(target, builder.build, settings).plan([tokenizer.encode("def greet(")], chosen)
-    assert messages == [1, 3] * 3 * 2
-
-
-def test_a_plain_pass_leaves_nothing_open():
-    model = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
-    assert time_plain_pass(model, [(1, 2, 3)] * 5, WARM) > 0
-    assert model.num_open == 0
-
-
-def test_a_step_at_the_end_of_a_text_has_fewer_rows():
-    """Five rows take 2, two rows 1.25; every fourth step has room for one node only."""
-    plain = tuple(TimedStep(1.0, 0.0, 1.0, 1) for _ in range(4))
-    full = tuple(TimedStep(2.1, 0.1, 2.0, 5) for _ in range(4))
-    times = MeasuredStepTimes([{"a": LaneTimes(full, plain)}], batch=1)
-    assert times.of("a", {4: 1.0}).over_plain == pytest.approx(2.1)
-    assert times.of("a", {4: 0.75, 1: 0.25}).over_plain == pytest.approx(0.1 + 0.75 * 2.0 + 0.25 * 1.25)
-
-
-def test_passes_are_known_from_every_temperature_and_moment():
-    """A machine half as fast at the second moment, where passes over five rows cost less beside plain ones."""
-    fast = {"a": LaneTimes(turns(2.0, 2.0, 7.0, rows=(5,)), turns(1.0, 1.0, 1.0))}
-    slow = {"a": LaneTimes(turns(3.0, 3.0, 3.0, rows=(5,)), turns(2.0, 2.0, 2.0))}
-    assert MeasuredStepTimes([fast], 1).of("a", {4: 1.0}).over_plain == pytest.approx(2.0)
-    both = MeasuredStepTimes([fast, slow], 1).of("a", {4: 1.0})
-    assert both.over_plain == pytest.approx(5 / 3)  # seconds for seconds: the same steps, once at either moment
-    assert both.error > 0.1  # the moments differ, and so may the next
-    elsewhere = MeasuredStepTimes([fast], 1, PassTimes([fast, slow])).of("a", {4: 1.0})
-    assert elsewhere.over_plain == pytest.approx(0.2 * 2.0 + 0.8 * 5 / 3)  # the rest is of this temperature
-
-
-def test_step_times_of_varying_sizes_follow_their_law():
-    """Passes over 1 and 5 rows take 1 and 2. A draft in a quarter of the steps makes them 1.25; drafting takes 0.1."""
-    plain = tuple(TimedStep(1.0, 0.0, 1.0, 1) for _ in range(4))
-    full = tuple(TimedStep(2.1, 0.1, 2.0, 5) for _ in range(4))
-    mixed = (*full[:3], TimedStep(1.1, 0.1, 1.0, 1))
-    times = MeasuredStepTimes([{"a": LaneTimes(mixed, plain)}], batch=1)
-    assert times.of("a", {0: 0.75, 4: 0.25}).over_plain == pytest.approx(1.35)
-    pairs = tuple(TimedStep(1.0, 0.0, 1.0, 2) for _ in range(4))
-    both = (
-        TimedStep(1.6, 0.1, 1.5, 6),
-        TimedStep(2.1, 0.1, 2.0, 10),
-        TimedStep(1.6, 0.1, 1.5, 6),
-        TimedStep(1.1, 0.1, 1.0, 2),
-    )
-    times = MeasuredStepTimes([{"a": LaneTimes(both, pairs)}], batch=2)
-    by_hand = 0.1 + 0.75**2 * 1.0 + 2 * 0.75 * 0.25 * 1.5 + 0.25**2 * 2.0
-    assert times.of("a", {0: 0.75, 4: 0.25}).over_plain == pytest.approx(by_hand)
-
-
-def test_lanes_go_on_where_a_sequence_ends():
-    short = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5, max_length=24)
-    result = time_lanes(
-        short, {"a": (Lookup(), 4), "b": (DraftModel(short.perturbed(0.3)), 3)}, [(1, 2, 3)] * 2, WARM, 30
-    )
-    assert all(len(each.steps) == len(each.plain) == 30 for each in result.values())
-    assert {turn.rows for turn in result["b"].plain} == {2}
-    assert short.num_open == 0
-    lane = TimedBatch(short, Proposer(), 0, [(1, 2, 3)] * 20, WARM)
-    assert lane.step().rows == 20 and lane.prefill > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -410,27 +249,6 @@ def test_intervals_cover_another_sample():
         for one, other in zip(result[::2], result[1::2], strict=True)
     ]
     assert np.mean(covered) >= 0.75
-
-
-def test_plain_steps_are_timed_in_the_midst_of_every_few_lanes() -> None:
-    log: list[str] = []
-
-    class Logged:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def step(self) -> TimedStep:
-            log.append(self.name)
-            return TimedStep(len(log), 0.0, 0.0, 1)
-
-    ticks: list[int] = []
-    lanes = {name: Logged(name) for name in (PLAIN, *"abcdefghi")}
-    seen = alternate(lanes, 6, ticks.append)  # type: ignore[arg-type]
-    assert list(seen) == list("abcdefghi") and sum(ticks) == 6 * 9
-    for own, plain in seen.values():
-        assert len(own) == len(plain) == 6
-        assert max(abs(one.seconds - other.seconds) for one, other in zip(own, plain, strict=True)) <= 2 * 6
-    assert log.count(PLAIN) == 3 * (6 + 4)  # thrice in each of two turns, whose first two steps are not counted
 
 
 def test_a_sample_without_steps_drafts_nothing():

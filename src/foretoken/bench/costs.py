@@ -1,9 +1,14 @@
-"""Cost of a forward pass by rows and context, compared with its memory bandwidth limit and with transformers."""
+"""Cost of a forward pass by rows and context, compared with its memory bandwidth limit and with transformers.
+
+Costs of passes are kept for the machine: a checkpoint is measured once.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import foretoken
 from foretoken.bench.clock import TimedTask, interleaved
+from foretoken.bench.setting import memory, processor
 from foretoken.core.devices import wait_for
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
-from foretoken.costs.measured import PassCost, TimeSpread
+from foretoken.core.errors import InvalidRequest, WriteError
+from foretoken.costs.measured import CONTEXT, MeasuredCosts, PassCost, TimeSpread
 from foretoken.models.base import Handle, Model
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
 from foretoken.models.formats.checkpoint import load_config, quiet_transformers
@@ -25,6 +32,8 @@ from foretoken.models.loading import load_model
 
 SMALL = 200_000_000  # bytes of weights below which a step is timed in bursts
 BURST = 8
+ROWS, TURNS = (1, 2, 4, 6, 8, 12, 16), 5  # of costs that are kept
+_FORMAT = 1  # of their file; another number measures again
 Track = Callable[[Sequence[int]], Iterable[int]]
 
 
@@ -72,6 +81,32 @@ class Loaded:
         bits = 8 * self.model.dtype.itemsize if scheme is None else scheme.weight_bits
         return int(bits / 8 * sum(rows * columns for rows, columns in matrices(self.config)))
 
+    @property
+    def identity(self) -> str:
+        """Digest of all that a pass's time depends on: weights, types, threads, processor and version."""
+        files, device = sorted(self.path.glob("*.safetensors")), self.model.device
+        facts = [
+            _FORMAT,
+            foretoken.__version__,
+            torch.__version__,
+            str(self.path.resolve()),
+            [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+            str(self.model.dtype),
+            self.quantization,
+            self.weight_format,
+            self.model.kv_bytes_per_token,
+            str(device),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+            torch.get_num_threads(),
+            type(getattr(self.model, "runner", self.model)).__name__,
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    @property
+    def fits_twice(self) -> bool:
+        """Whether there is memory for a second copy of the weights, to measure the bandwidth limit."""
+        return memory("MemAvailable") > 2 * self.file_bytes
+
     def open(self, length: int) -> Handle:
         """Opens a sequence of ``length`` tokens, with a source of the same length if there is an encoder."""
         tokens = self.prompt(length)
@@ -116,6 +151,35 @@ def pass_costs(
         for context in contexts
         for m in rows
     ]
+
+
+def known(loaded: Loaded) -> MeasuredCosts:
+    """Returns the saved costs of this checkpoint on this machine."""
+    return MeasuredCosts.load(loaded.path.name, loaded.identity)
+
+
+def measured(
+    loaded: Loaded,
+    rows: Sequence[int] = ROWS,
+    contexts: Sequence[int] = (CONTEXT,),
+    batches: Sequence[int] = (1,),
+    turns: int = TURNS,
+) -> MeasuredCosts:
+    """Returns the saved costs of passes over ``rows`` of a checkpoint; missing ones are measured and saved.
+
+    Args:
+        contexts: Tokens before the rows.
+        batches: Sequences that share a pass.
+        turns: Passes of each kind.
+    """
+    costs = known(loaded)
+    lacking = list(costs.lacks(rows, contexts, batches))
+    if lacking:
+        passes = (pass_costs(loaded, rows, [context], turns, batch) for context, batch in lacking)
+        costs = costs.merged([cost for some in passes for cost in some])
+        with suppress(WriteError):  # measured all the same
+            costs.save()
+    return costs
 
 
 def scoring(model: Model, handles: list[Any], rows: int, burst: int = 1) -> TimedTask:

@@ -100,7 +100,7 @@ def _passes(
 
 def _keep(loaded: Loaded, result: Sequence[PassCost], notes: Console) -> None:
     """Saves measured costs for plans of the same checkpoint on this machine."""
-    from foretoken.plan.costs import known
+    from foretoken.bench.costs import known
 
     try:
         known(loaded).merged(result).save()

@@ -122,10 +122,9 @@ def _completions(prompts: Path | None, count: int, tokenizer: Any) -> list[list[
 
 def _passes(path: Path, model: Any, quantization: str, weight_format: str) -> list[dict[str, Any]]:
     """The measured curve of a model that is loaded, from the cache where it is known; empty where memory is short."""
-    from foretoken.bench.costs import Loaded
+    from foretoken.bench.costs import Loaded, measured
     from foretoken.models.formats.checkpoint import load_config
-    from foretoken.plan.costs import has_room, measured
 
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     loaded = Loaded(path, model, load_config(path), size, quantization, weight_format)
-    return measured(loaded).to_dict() if has_room(loaded) else []
+    return measured(loaded).to_dict() if loaded.fits_twice else []

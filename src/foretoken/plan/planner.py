@@ -1,6 +1,6 @@
 """Predicts the speedup of every proposer, draft length, temperature and batch on the user's text and machine.
 
-Tokens per pass come from the target's own text (``sample``), step times from real steps (``step_timing``). The speedup
+Tokens per pass come from the target's own text (``sample``), step times from real steps (``step_costs``). The speedup
 of decoding is tokens per pass over the step's time in plain steps. Intervals are for another run over as many requests
 of the same kind. They include the spread between requests twice, of the sample and of that run, and the spread of the
 times. See ``statistics``.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -25,25 +25,16 @@ from foretoken.plan.predictors import Predictor, fitted
 from foretoken.plan.replay import write
 from foretoken.plan.rows import PlanRow
 from foretoken.plan.sample import Proposers, Sample, chain_of
-from foretoken.plan.statistics import around
-from foretoken.plan.step_times import MeasuredStepTimes, PassTimes, StepTime
-from foretoken.plan.step_timing import (
-    MAX_OPEN,
-    PrefillTiming,
-    Visit,
-    halfway_prompts,
-    time_lanes,
-    time_plain_pass,
-    time_prefill,
-)
+from foretoken.plan.step_costs import PLAIN, StepCosts, time_prefill
 from foretoken.plan.tally import AcceptanceEstimate
-from foretoken.plan.texts import Prompt, SampledText, contexts
+from foretoken.plan.texts import Prompt, SampledText, contexts, repeated
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
 _MOMENTS = 6  # moments at each temperature at which steps are timed
 _TIMED = (1, 2, 4, 6, 8)  # draft lengths that are timed where there are many; others are interpolated
 _NORMAL = 1.96  # standard errors in half an interval
+_OPEN = 32  # open sequences at once, of which the KV cache is kept
 
 
 def timed_depths(depths: Sequence[int]) -> list[int]:
@@ -90,7 +81,7 @@ class Planner:
     settings: PlanSettings
     eos: Collection[int] = ()
     say: Say = lambda what, share: None
-    _done: float = field(default=0.0, init=False)  # units of work: texts, candidates and timed lanes
+    _done: float = field(default=0.0, init=False)  # units of work: texts, candidates, and candidates that are timed
     _total: float = field(default=1.0, init=False)
 
     def plan(
@@ -114,69 +105,59 @@ class Planner:
         settings, proposers = self.settings, Proposers(self.build)
         built = {candidate.name: proposers.get(candidate) for candidate in candidates}
         taps = sorted({tap for proposer in built.values() for tap in proposer.needs.taps})
-        lanes, batches = sum(len(timed_depths(candidate.depths)) for candidate in candidates), len(settings.batches)
-        self._done, self._total = 0.0, batches + len(settings.temperatures) * (1 + len(candidates) + lanes * batches)
+        batches, temperatures = settings.batches, settings.temperatures
+        self._done, self._total = 0.0, len(batches) + len(temperatures) * (1 + len(candidates) * (1 + len(batches)))
         prefills = {}
-        for batch in settings.batches:
+        for batch in batches:
             self._next(f"prefill, batch {batch}")
-            together = [prompts[i % len(prompts)] for i in range(batch)]
-            prefills[batch] = time_prefill(self.target, built, together, settings.law(settings.temperatures[0]))
+            prefills[batch] = time_prefill(self.target, built, repeated(prompts, batch), settings.law(temperatures[0]))
         for proposer in built.values():  # from here on each prompt's KV cache is computed once
-            split_kv_memory(self.target, proposer, None, True, MAX_OPEN)
-        measurements: list[_Measurements] = []
+            split_kv_memory(self.target, proposer, None, True, _OPEN)
+        rows: list[PlanRow] = []
         predictors: dict[tuple[str, float], list[Predictor]] = {}
-        for temperature in settings.temperatures:
+        for temperature in temperatures:
             law = settings.law(temperature)
             self._next(f"sampling texts at temperature {temperature:g}")
             sample = Sample(self.target, law, self._texts(prompts, completions, law), self.eos, proposers, taps)
-            measurements.append(self._measure(sample, candidates))
+            estimates, times = self._measure(sample, candidates)
+            decoded = fmean(len(text.tokens) for text in sample.texts) - 1
+            for batch in batches:
+                for candidate in candidates:
+                    first = prefills[batch][PLAIN], prefills[batch][candidate.name]
+                    for depth in candidate.depths:
+                        estimate, costs = estimates[candidate.name, depth], times[candidate.name, batch]
+                        rows.append(_row(candidate, depth, temperature, batch, estimate, costs, first, decoded))
             predictors |= _predictors(sample, candidates, temperature)
-        return Plan.of(list(self._rows(measurements, candidates, prefills)), predictors=predictors)
+        return Plan.of(rows, predictors=predictors)
 
     def _next(self, what: str, weight: float = 1.0) -> None:
         """Reports the beginning of ``what``, which is ``weight`` units of work."""
         self.say(what, min(1.0, self._done / self._total))
         self._done += weight
 
-    def _measure(self, sample: Sample, candidates: Sequence[Candidate]) -> _Measurements:
-        """Estimates acceptance and times steps.
+    def _measure(
+        self, sample: Sample, candidates: Sequence[Candidate]
+    ) -> tuple[dict[tuple[str, int], AcceptanceEstimate], dict[tuple[str, int], StepCosts]]:
+        """Returns acceptance by candidate and draft length, and step times by candidate and batch.
 
-        Steps are timed at several moments, because a machine's speed changes; plain passes between all estimates.
+        Steps are timed at several moments between the estimates, because a machine's speed changes.
         """
-        result = _Measurements(sample.texts)
-        moments, batches = min(_MOMENTS, self.settings.turns, len(candidates)), self.settings.batches
-        halfway = {batch: halfway_prompts(sample.texts, batch) for batch in batches}
+        estimates: dict[tuple[str, int], AcceptanceEstimate] = {}
+        times: dict[tuple[str, int], StepCosts] = defaultdict(StepCosts)
+        moments, law = min(_MOMENTS, self.settings.turns, len(candidates)), sample.law
+        halfway = [text.after(len(text.tokens) // 2) for text in sample.texts]
         for i in range(moments):
             for candidate in candidates[i::moments]:
                 for depth in candidate.depths:
                     self._next(f"{candidate.name} on its text", 1 / len(candidate.depths))
-                    result.estimates[candidate.name, depth] = sample.estimate(candidate, depth)
-                    for batch in batches:
-                        result.plain_passes[batch].append(time_plain_pass(self.target, halfway[batch], sample.law))
-            for batch in batches:
-                visit = self._visit(sample, candidates, halfway[batch], (self.settings.turns + i) // moments)
-                result.visits[batch].append(visit)
-        return result
-
-    def _rows(
-        self,
-        measurements: Sequence[_Measurements],
-        candidates: Sequence[Candidate],
-        prefills: Mapping[int, PrefillTiming],
-    ) -> Iterator[PlanRow]:
-        passes = {
-            batch: PassTimes(
-                [visit for each in measurements for visit in each.visits[batch]],
-                [seconds for each in measurements for seconds in each.plain_passes[batch]],
-            )
-            for batch in self.settings.batches
-        }
-        for temperature, each in zip(self.settings.temperatures, measurements, strict=True):
+                    estimates[candidate.name, depth] = sample.estimate(candidate, depth)
             for batch in self.settings.batches:
-                times = MeasuredStepTimes(each.visits[batch], batch, passes[batch])
                 for candidate in candidates:
-                    for depth in candidate.depths:
-                        yield each.row(candidate, depth, temperature, batch, times, prefills[batch])
+                    self._next(f"steps at temperature {law.temperature:g}, batch {batch}", 1 / moments)
+                    proposer, depths = sample.proposers.get(candidate), timed_depths(candidate.depths)
+                    steps, prompts = (self.settings.turns + i) // moments, repeated(halfway, batch)
+                    times[candidate.name, batch].time(self.target, proposer, depths, prompts, law, steps)
+        return estimates, times
 
     def _texts(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
@@ -194,80 +175,36 @@ class Planner:
             raise InvalidRequest("every text ends at once; give prompts that the target continues")
         return texts
 
-    def _visit(self, sample: Sample, candidates: Sequence[Candidate], prompts: Sequence[Prompt], turns: int) -> Visit:
-        """Times ``turns`` steps of every timed candidate and draft length."""
-        lanes = {
-            _lane(candidate, depth): (sample.proposers.get(candidate), depth)
-            for candidate in candidates
-            for depth in timed_depths(candidate.depths)
-        }
-        what = f"steps at temperature {sample.law.temperature:g}, batch {len(prompts)}"
-        self._next(what, 0.0)
-        return time_lanes(
-            self.target, lanes, prompts, sample.law, turns, lambda steps: self._next(what, steps / self.settings.turns)
-        )
 
-
-@dataclass
-class _Measurements:
-    """Measurements at one temperature."""
-
-    texts: Sequence[SampledText]  # the sample
-    estimates: dict[tuple[str, int], AcceptanceEstimate] = field(default_factory=dict)  # by candidate and draft length
-    visits: dict[int, list[Visit]] = field(default_factory=lambda: defaultdict(list))  # by batch, one per moment
-    plain_passes: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # seconds, by batch
-
-    def row(
-        self,
-        candidate: Candidate,
-        depth: int,
-        temperature: float,
-        batch: int,
-        times: MeasuredStepTimes,
-        prefill: PrefillTiming,
-    ) -> PlanRow:
-        """Returns the prediction for one candidate and draft length."""
-        estimate = self.estimates[candidate.name, depth]
-        time = _time(candidate, depth, times, estimate)
-        mean, width = estimate.tokens_per_pass, estimate.spread
-        speedup, off = mean / time.over_plain, math.hypot(width, math.sqrt(2) * _NORMAL * time.error)
-        (fewest, most), (low, high) = around(mean, width), around(speedup, off)
-        plain = prefill.seconds + (fmean(len(text.tokens) for text in self.texts) - 1) * times.plain
-        steps = sum(estimate.steps) / max(1, len(estimate.tallies))
-        return PlanRow(
-            name=candidate.name,
-            method=candidate.method,
-            config=candidate.at(depth),
-            temperature=temperature,
-            batch=batch,
-            tokens_per_pass=mean,
-            tokens_per_pass_low=fewest,
-            tokens_per_pass_high=most,
-            speedup=speedup,
-            low=low,
-            high=high,
-            end_to_end=plain / (prefill.seconds * prefill.over_plain[candidate.name] + steps * time.seconds),
-            step_seconds=time.seconds,
-            draft_seconds=time.propose,
-            plain_seconds=times.plain,
-            acceptance=estimate.acceptance,
-            estimator=estimate.estimator,
-            requests=estimate.requests,
-        )
-
-
-def _lane(candidate: Candidate, depth: int) -> str:
-    """Returns the name under which a candidate's draft length is timed."""
-    return f"{candidate.name} @ {depth}"
-
-
-def _time(candidate: Candidate, depth: int, times: MeasuredStepTimes, estimate: AcceptanceEstimate) -> StepTime:
-    """Returns the time of a step, interpolated where the draft length was not timed."""
-    near = timed_depths(candidate.depths)
-    low, high = max(d for d in near if d <= depth), min(d for d in near if d >= depth)
-    start, end = (times.of(_lane(candidate, d), estimate.sizes) for d in (low, high))
-    share = (depth - low) / (high - low) if low < high else 0.0
-    return StepTime(*((1 - share) * a + share * b for a, b in zip(start, end, strict=True)))
+def _row(
+    candidate: Candidate,
+    depth: int,
+    temperature: float,
+    batch: int,
+    estimate: AcceptanceEstimate,
+    costs: StepCosts,
+    first: tuple[float, float],
+    decoded: float,
+) -> PlanRow:
+    """Returns the prediction for one candidate and draft length. first, decoded: see ``PlanRow.predicted``."""
+    time = costs.of(depth, batch, estimate.sizes)
+    return PlanRow.predicted(
+        candidate,
+        depth,
+        tokens=estimate.tokens_per_pass,
+        tokens_width=estimate.spread,
+        seconds_width=math.sqrt(2) * _NORMAL * time.error,
+        first=first,
+        decoded=decoded,
+        temperature=temperature,
+        batch=batch,
+        step_seconds=time.seconds,
+        draft_seconds=time.propose,
+        plain_seconds=time.plain,
+        acceptance=estimate.acceptance,
+        estimator=estimate.estimator,
+        requests=estimate.requests,
+    )
 
 
 def _predictors(

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from foretoken.plan.candidates import Candidate
+from foretoken.plan.statistics import around
 from foretoken.speculation import find
 
 _VLLM: Mapping[str, tuple[str, ...]] = {
@@ -54,6 +56,54 @@ class PlanRow:
     estimator: str  # "distribution" (see ``chains``), "text" or "steps" (see ``replay``), "runs" (see ``vllm``)
     requests: int  # number of requests in the sample
     best: bool = False  # whether it is the fastest at its temperature and batch
+
+    @classmethod
+    def predicted(
+        cls,
+        candidate: Candidate,
+        depth: int,
+        *,
+        tokens: float,
+        tokens_width: float,
+        seconds_width: float,
+        first: tuple[float, float],
+        decoded: float,
+        plain_seconds: float,
+        step_seconds: float,
+        **facts: Any,
+    ) -> PlanRow:
+        """Returns the row of a candidate at one draft length.
+
+        Args:
+            candidate: The candidate.
+            depth: Draft length.
+            tokens: Tokens per pass.
+            tokens_width: Half the width of the interval of their logarithm, for another sample.
+            seconds_width: Likewise of step over plain step.
+            first: Seconds until every prompt has its first token, in plain decoding and with the candidate.
+            decoded: Tokens of a request after its first.
+            plain_seconds: Seconds of a plain step.
+            step_seconds: Seconds of a step.
+            facts: The other fields.
+        """
+        speedup = tokens * plain_seconds / step_seconds
+        fewest, most = around(tokens, tokens_width)
+        low, high = around(speedup, math.hypot(tokens_width, seconds_width))
+        return cls(
+            name=candidate.name,
+            method=candidate.method,
+            config=candidate.at(depth),
+            tokens_per_pass=tokens,
+            tokens_per_pass_low=fewest,
+            tokens_per_pass_high=most,
+            speedup=speedup,
+            low=low,
+            high=high,
+            end_to_end=(first[0] + decoded * plain_seconds) / (first[1] + decoded / tokens * step_seconds),
+            plain_seconds=plain_seconds,
+            step_seconds=step_seconds,
+            **facts,
+        )
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -53,6 +53,11 @@ class SampledText:
         return TokenizedPrompt(None, [*self.prompt, *self.tokens[:count]], self.source)
 
 
+def repeated(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Returns ``count`` prompts, the first ones again where there are fewer."""
+    return [prompts[i % len(prompts)] for i in range(count)]
+
+
 def contexts(prompts: Sequence[Prompt], law: Law, seed: int, first: int = 0) -> list[Context]:
     """Returns a context with its own random streams for each prompt. Ids count from ``first``."""
     result = []

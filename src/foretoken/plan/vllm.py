@@ -27,7 +27,7 @@ from foretoken.core.progress import Say
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.statistics import Interval, around, ratio_interval
+from foretoken.plan.statistics import Interval, ratio_interval
 
 CHAIN = (1, 2, 4, 8)  # draft lengths of chains that are run
 COPIED = (2, 4, 8)  # draft lengths of methods that copy text
@@ -337,27 +337,17 @@ def vllm_plan(lanes: Sequence[VllmCandidate], runs: Sequence[VllmRun], **facts: 
 
 def _row(lane: VllmCandidate, depth: int, runs: Sequence[VllmRun], plain: VllmRun) -> PlanRow:
     prediction = predict(runs, depth)
-    mean = prediction.tokens_per_pass
-    speedup = mean * plain.step_seconds / prediction.step_seconds
-    width = math.sqrt(2) * prediction.tokens_width  # of another sample of as many requests, and of this one
-    off = math.hypot(width, math.sqrt(2) * prediction.seconds_width, math.sqrt(2) * plain.seconds_width)
-    (fewest, most), (low, high) = around(mean, width), around(speedup, off)
-    plain_first, first = (median(s for run in each for s in run.first_seconds) for each in ([plain], runs))
-    tokens = sum(plain.tokens) / len(plain.tokens)
-    decoding = tokens / mean * prediction.step_seconds
-    return PlanRow(
-        name=lane.name,
-        method=lane.method,
-        config=lane.at(depth),
+    first, plain_first = (median(s for run in each for s in run.first_seconds) for each in (runs, [plain]))
+    return PlanRow.predicted(
+        lane,
+        depth,
+        tokens=prediction.tokens_per_pass,
+        tokens_width=math.sqrt(2) * prediction.tokens_width,  # of another sample of as many requests, and of this one
+        seconds_width=math.sqrt(2) * math.hypot(prediction.seconds_width, plain.seconds_width),
+        first=(plain_first, first),
+        decoded=sum(plain.tokens) / len(plain.tokens),
         temperature=plain.temperature,
         batch=plain.batch,
-        tokens_per_pass=mean,
-        tokens_per_pass_low=fewest,
-        tokens_per_pass_high=most,
-        speedup=speedup,
-        low=low,
-        high=high,
-        end_to_end=(plain_first + tokens * plain.step_seconds) / (first + decoding),
         step_seconds=prediction.step_seconds,
         draft_seconds=math.nan,
         plain_seconds=plain.step_seconds,

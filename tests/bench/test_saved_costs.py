@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretoken.bench.costs import Loaded
+from foretoken.bench import costs as module
+from foretoken.bench.costs import Loaded, known, measured
 from foretoken.costs.measured import MeasuredCosts, PassCost, TimeSpread
-from foretoken.plan import costs as module
-from foretoken.plan.costs import identify, known, measured
 
 
 def passes(*points: tuple[int, float], batch: int = 1, context: int = 256) -> tuple[PassCost, ...]:
@@ -61,12 +60,12 @@ def test_costs_are_measured_once(tiny_pair, cache, monkeypatch):
 
 def test_another_checkpoint_type_or_machine_is_another_curve(tiny_pair, cache, monkeypatch):
     loaded = Loaded.of(tiny_pair.target)
-    kinds = {identify(loaded), identify(replace(loaded, quantization="int8")), identify(Loaded.of(tiny_pair.draft))}
+    kinds = {loaded.identity, replace(loaded, quantization="int8").identity, Loaded.of(tiny_pair.draft).identity}
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    kinds.add(identify(loaded))
+    kinds.add(loaded.identity)
     monkeypatch.setattr(module, "processor", lambda: "another")
-    kinds.add(identify(loaded))
+    kinds.add(loaded.identity)
     assert len(kinds) == 5
 
 
