@@ -19,7 +19,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import BranchFactors
 from foretoken.models.formats.layers import Source, read_ends, read_layer
 from foretoken.models.formats.quantize import floats, stacked
-from foretoken.models.formats.weights import DenseMlpWeights, LayerWeights, SelfAttentionWeights
+from foretoken.models.formats.weights import DenseMlpWeights, LayerWeights, LinearWeights, SelfAttentionWeights
 from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
 from foretoken.quantize.rounding import Curvature
 
@@ -134,15 +134,15 @@ def site_of(name: str) -> str:
 def _step(a: Architecture, layer: int, w: LayerWeights, x: Tensor, record: Record | None) -> Tensor:
     """Returns hidden states [windows, T, H] after a layer, computed in float32."""
 
-    def multiply(site: str, inputs: Tensor, *matrices: object, bias: Tensor | None = None) -> Tensor:
+    def multiply(site: str, inputs: Tensor, linear: LinearWeights) -> Tensor:
         if record is not None:
             record(site, inputs)
-        return F.linear(inputs, floats(stacked(matrices), torch.float32), bias)  # type: ignore[arg-type]
+        return F.linear(inputs, floats(stacked(linear.parts), torch.float32), linear.bias)
 
     attention, mlp, kind = w.attention, w.mlp, a.stack[layer]
     assert isinstance(attention, SelfAttentionWeights)  # checkpoints with other layers are refused when they are opened
     assert isinstance(mlp, DenseMlpWeights)
-    heads = multiply("qkv", normalize(a, x, w.norm), *attention.qkv, bias=attention.qkv_bias)
+    heads = multiply("qkv", normalize(a, x, w.norm), attention.qkv)
     heads = heads.unflatten(-1, (-1, a.head_dim))
     queries, keys, values = heads.transpose(1, 2).split((a.heads, a.kv_heads, a.kv_heads), dim=1)
     queries, keys = normalize(a, queries, attention.q_norm), normalize(a, keys, attention.k_norm)
@@ -150,9 +150,9 @@ def _step(a: Architecture, layer: int, w: LayerWeights, x: Tensor, record: Recor
         cos, sin = rotary_table(a, kind.rope, torch.arange(x.shape[1]))
         queries, keys = rotate(queries, cos, sin, a.paired), rotate(keys, cos, sin, a.paired)
     mixed = _attend(a, kind.window, queries, keys, values).transpose(1, 2).flatten(2)
-    x = x + normalize(a, multiply("out", mixed, attention.out, bias=attention.out_bias), w.after_mixer)
-    inner = multiply("mlp", normalize(a, x, w.mlp_norm), *mlp.up, bias=mlp.up_bias)
-    inner = multiply("down", activate(a, inner, kind.mlp == "gated"), mlp.down, bias=mlp.down_bias)
+    x = x + normalize(a, multiply("out", mixed, attention.out), w.after_mixer)
+    inner = multiply("mlp", normalize(a, x, w.mlp_norm), mlp.up)
+    inner = multiply("down", activate(a, inner, kind.mlp == "gated"), mlp.down)
     return x + normalize(a, inner, w.after_mlp)
 
 

@@ -7,7 +7,7 @@ inputs first and rows of gate and up in turns, and packed ones with outputs firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,85 +18,30 @@ from foretoken.models.families.experts import Experts
 from foretoken.models.formats.grouped import Grouped
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.reader import TensorReader, as_one_kind
+from foretoken.models.formats.weights import ExpertWeights, LinearWeights, MatrixStack, NormWeight
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MatrixStack:
-    """Matrices of all experts, or heads, that are one product each: for instance gate and up, or down.
-
-    Attributes:
-        count: number of experts.
-        read: reads the parts of one expert, each [out, in].
-        biases: biases of each part, [experts, out] in the model's dtype; empty for none.
-        quantized: whether parts are quantized when they are read, so that all have one layout.
-    """
-
-    count: int
-    read: Callable[[int], tuple[Matrix, ...]]
-    biases: tuple[Tensor, ...] = ()
-    quantized: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertWeights:
-    """The weights of one layer of experts, on the CPU.
-
-    Attributes:
-        experts: their sizes and activation.
-        router: [experts, H], float32 or bfloat16.
-        router_bias: float32 [experts], or None.
-        correction: float32 [experts], added to the scores that choose experts; or None.
-        up: gate and up of each expert, or up without gate.
-        down: down of each expert.
-        shared_up: gate and up of the shared expert; empty for none.
-        shared_up_bias: their biases, in the model's dtype; or None.
-        shared_down: its down, or None.
-        shared_down_bias: its bias; or None.
-        shared_gate: float32 [H], or None.
-        router_norm: weight of the norm of the router's input, float32 [H]; None if its input is that of the experts.
-        expert_scales: factors of the experts' weights, float32 [experts]; or None.
-    """
-
-    experts: Experts
-    router: Tensor
-    router_bias: Tensor | None
-    correction: Tensor | None
-    up: MatrixStack
-    down: MatrixStack
-    shared_up: tuple[Matrix, ...] = ()
-    shared_up_bias: Tensor | None = None
-    shared_down: Matrix | None = None
-    shared_down_bias: Tensor | None = None
-    shared_gate: Tensor | None = None
-    router_norm: Tensor | None = None
-    expert_scales: Tensor | None = None
-
-
-def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> ExpertWeights:
+def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> ExpertWeights[LinearWeights, MatrixStack]:
     """Reads the experts of the layer with names below ``at``.
 
     Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
-    router, shared = f"{at}.{e.names.router}", f"{at}.{e.names.shared}"
+    router, shared, b = f"{at}.{e.names.router}", f"{at}.{e.names.shared}", e.beside
     shared_up = reader.halves(tuple(f"{shared}.{part}" for part in e.names.shared_up))
-    shared_down = f"{shared}.{e.names.shared_down}"
-    shared_rows = (1 + e.gated) * e.shared
     stored = reader.shaped(f"{router}.weight", (e.count, hidden))
+    router_bias = reader.floats(f"{router}.bias", (e.count,)) if e.biased else None
     up, down = _stacks(reader, f"{at}.{e.names.experts}", e, hidden)
-    b = e.beside
+    scale = None if b is None else reader.floats(f"{at}.{b.scale}", (hidden,)) * hidden**-0.5
     return ExpertWeights(
         experts=e,
-        router=stored.clone() if stored.dtype == torch.bfloat16 else stored.float(),
-        router_bias=reader.floats(f"{router}.bias", (e.count,)) if e.biased else None,
+        router=LinearWeights((stored.clone() if stored.dtype == torch.bfloat16 else stored.float(),), router_bias),
         correction=reader.floats(f"{at}.{e.names.correction}", (e.count,)) if e.correction else None,
         up=up,
         down=down,
-        shared_up=reader.parts(shared_up, shared_rows, hidden) if e.shared else (),
-        shared_up_bias=reader.bias(shared_up, shared_rows),
-        shared_down=reader.matrix(shared_down, hidden, e.shared) if e.shared else None,
-        shared_down_bias=reader.bias((shared_down,), hidden),
+        shared_up=reader.linear(shared_up, (1 + e.gated) * e.shared, hidden) if e.shared else None,
+        shared_down=reader.linear((f"{shared}.{e.names.shared_down}",), hidden, e.shared) if e.shared else None,
         shared_gate=_shared_gate(reader, f"{shared}_gate.weight", hidden) if e.shared_gate else None,
-        router_norm=None if b is None else reader.floats(f"{at}.{b.scale}", (hidden,)) * hidden**-0.5,
+        router_norm=None if scale is None else NormWeight(scale),
         expert_scales=None if b is None else reader.floats(f"{at}.{b.expert_scales}", (e.count,)),
     )
 

@@ -2,63 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from foretoken.models.families.latent import LatentAttention
-from foretoken.models.formats.experts import MatrixStack, read_stack
+from foretoken.models.formats.experts import read_stack
 from foretoken.models.formats.quantize import Matrix, floats
 from foretoken.models.formats.reader import TensorReader
+from foretoken.models.formats.weights import LatentWeights, LinearWeights, MatrixStack, NormWeight
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LatentWeights:
-    """The weights of a layer of latent attention.
-
-    Attributes:
-        into: rows of the queries or their latent, then the latent of keys and values, then the rotary key.
-        into_bias: [out], or None.
-        query_norm: weight of the norm of the queries' latent, float32; None if they have none.
-        query_up: rows of the queries, of their latent; or None.
-        latent_norm: weight of the norm of the latent, float32 [rank].
-        absorb: for each head, from a query's plain part to a vector that is multiplied by latents, [rank, plain].
-        expand: for each head, from a mix of latents to a value, [value, rank].
-        out: the last matrix.
-        out_bias: [H], or None.
-    """
-
-    into: tuple[Matrix, ...]
-    into_bias: Tensor | None
-    query_norm: Tensor | None
-    query_up: Matrix | None
-    latent_norm: Tensor
-    absorb: MatrixStack
-    expand: MatrixStack
-    out: Matrix
-    out_bias: Tensor | None
-
-
-def read_latent(s: LatentAttention, heads: int, reader: TensorReader, at: str, hidden: int) -> LatentWeights:
+def read_latent(
+    s: LatentAttention, heads: int, reader: TensorReader, at: str, hidden: int
+) -> LatentWeights[LinearWeights, MatrixStack]:
     """Reads the layer whose attention has names below ``at``.
 
     The matrix from latents to keys and values is split by head, and its part for keys transposed; see ``_by_head``.
     Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
-    wide, narrow = heads * (s.plain + s.rotated), s.rank + s.rotated
-    first, last, out = f"{at}q_a_proj" if s.query_rank else f"{at}q_proj", f"{at}kv_a_proj_with_mqa", f"{at}o_proj"
+    wide, narrow, rank = heads * (s.plain + s.rotated), s.rank + s.rotated, s.query_rank
+    first, last = f"{at}q_a_proj" if rank else f"{at}q_proj", f"{at}kv_a_proj_with_mqa"
     absorb, expand = _by_head(s, heads, reader, at)
+    into = reader.parts((first, last), (rank or wide) + narrow, hidden)
     return LatentWeights(
-        into=reader.parts((first, last), (s.query_rank or wide) + narrow, hidden),
-        into_bias=_bias(reader, first, s.query_rank or wide, last, narrow),
-        query_norm=reader.norm(f"{at}q_a_layernorm", s.query_rank) if s.query_rank else None,
-        query_up=reader.matrix(f"{at}q_b_proj", wide, s.query_rank) if s.query_rank else None,
-        latent_norm=reader.norm(f"{at}kv_a_layernorm", s.rank),
+        into=LinearWeights(into, _bias(reader, first, rank or wide, last, narrow)),
+        query_norm=NormWeight(reader.norm(f"{at}q_a_layernorm", rank)) if rank else None,
+        query_up=LinearWeights((reader.matrix(f"{at}q_b_proj", wide, rank),)) if rank else None,
+        latent_norm=NormWeight(reader.norm(f"{at}kv_a_layernorm", s.rank)),
         absorb=absorb,
         expand=expand,
-        out=reader.matrix(out, hidden, heads * s.value),
-        out_bias=reader.bias((out,), hidden),
+        out=reader.linear((f"{at}o_proj",), hidden, heads * s.value),
     )
 
 

@@ -12,23 +12,33 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.experts import Beside
 from foretoken.models.families.family import group_order
-from foretoken.models.families.layers import Layer, RecurrentMixer
-from foretoken.models.formats.experts import ExpertWeights, read_experts
-from foretoken.models.formats.latent import LatentWeights, read_latent
-from foretoken.models.formats.layer_inputs import read_layer_input, read_layer_input_ends
+from foretoken.models.families.layers import Layer, LayerInputs, RecurrentMixer
+from foretoken.models.formats.experts import read_experts
+from foretoken.models.formats.latent import read_latent
 from foretoken.models.formats.memory import give_back, reuse_freed
 from foretoken.models.formats.quantize import Matrix, Quantizer
 from foretoken.models.formats.reader import TensorReader, located, rows_of
-from foretoken.models.formats.recurrent import RecurrentWeights, read_convolution, read_delta, read_mamba, slices
+from foretoken.models.formats.recurrent import read_convolution, read_delta, read_mamba, slices
 from foretoken.models.formats.weight_files import converted
 from foretoken.models.formats.weights import (
     BesideWeights,
     DenseMlpWeights,
     Ends,
+    ExpertWeights,
+    LatentWeights,
+    LayerInputEnds,
+    LayerInputWeights,
     LayerWeights,
+    LinearWeights,
+    MatrixStack,
     NormWeight,
+    RecurrentWeights,
     SelfAttentionWeights,
 )
+
+_Mlp = DenseMlpWeights[LinearWeights]
+_Experts = ExpertWeights[LinearWeights, MatrixStack]
+_Attention = SelfAttentionWeights[LinearWeights] | LatentWeights[LinearWeights, MatrixStack]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +98,21 @@ def layer_at(a: Architecture, reader: TensorReader, at: str, index: int) -> Laye
         mlp=_mlp(a, reader, at, layer),
         after_mlp=norm(names.after_mlp, layer.norms.after_mlp),
         beside=None if beside is None else _beside(a, reader, at, layer, beside),
-        own_input=None if a.layer_inputs is None else read_layer_input(reader, at, a.layer_inputs, a.hidden),
+        own_input=None if a.layer_inputs is None else _layer_input(reader, at, a.layer_inputs, a.hidden),
         scalar=1.0 if names.scalar is None else float(reader.floats(at + names.scalar, (1,))),
     )
 
 
-def _recurrent(a: Architecture, reader: TensorReader, at: str, mixer: RecurrentMixer | None) -> RecurrentWeights | None:
+def _recurrent(
+    a: Architecture, reader: TensorReader, at: str, mixer: RecurrentMixer | None
+) -> RecurrentWeights[LinearWeights] | None:
     if mixer is None or a.recurrence is None:
         return None
     read = {"delta": read_delta, "mamba": read_mamba, "convolution": read_convolution}[mixer]
     return read(a.recurrence, reader, at + a.names.recurrent, a.hidden)
 
 
-def _attention(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> SelfAttentionWeights | LatentWeights:
+def _attention(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> _Attention:
     if a.latent is not None:
         return read_latent(a.latent, a.heads, reader, f"{at}self_attn.", a.hidden)
     names, sizes, shares = a.names, a.sizes(layer), layer.source is not None
@@ -113,13 +125,11 @@ def _attention(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> 
     if bias is not None and names.by_group:
         bias = bias[group_order(a.heads, a.kv_heads, a.head_dim)]
     return SelfAttentionWeights(
-        qkv=in_runtime_order(a, weights, reader.dtype),
-        qkv_bias=bias,
+        qkv=LinearWeights(in_runtime_order(a, weights, reader.dtype), bias),
         q_norm=_head_norm(a, reader, at + names.q_norm, a.heads, layer),
         k_norm=None if shares else _head_norm(a, reader, at + names.k_norm, sizes.kv_heads, layer),
         v_norm=NormWeight(torch.ones(sizes.head_dim)) if a.unit_values and not shares else None,
-        out=reader.matrix(out, a.hidden, wide),
-        out_bias=_attention_bias(a, reader, (out,), a.hidden),
+        out=LinearWeights((reader.matrix(out, a.hidden, wide),), _attention_bias(a, reader, (out,), a.hidden)),
         sinks=reader.floats(f"{at}self_attn.sinks", (a.heads,)) if a.sinks else None,
     )
 
@@ -168,7 +178,7 @@ def _head_norm(a: Architecture, reader: TensorReader, name: str, heads: int, lay
     return _norm(a, reader, name, head_dim if shared else heads * head_dim)
 
 
-def _mlp(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> DenseMlpWeights | ExpertWeights | None:
+def _mlp(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> _Mlp | _Experts | None:
     if layer.mlp is None:
         return None
     if layer.experts is not None:
@@ -176,7 +186,9 @@ def _mlp(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> DenseM
     return _dense(a, reader, at, layer)
 
 
-def _beside(a: Architecture, reader: TensorReader, at: str, layer: Layer, names: Beside) -> BesideWeights:
+def _beside(
+    a: Architecture, reader: TensorReader, at: str, layer: Layer, names: Beside
+) -> BesideWeights[LinearWeights]:
     return BesideWeights(
         norm=_norm(a, reader, at + a.names.mlp_norm),
         mlp=_dense(a, reader, at, replace(layer, mlp="gated")),
@@ -185,15 +197,20 @@ def _beside(a: Architecture, reader: TensorReader, at: str, layer: Layer, names:
     )
 
 
-def _dense(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> DenseMlpWeights:
-    up, down = reader.halves(tuple(at + name for name in a.names.up)), at + a.names.down
+def _dense(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> _Mlp:
     inner = layer.inner or a.intermediate
-    rows = inner * (2 if layer.mlp == "gated" else 1)
+    up = reader.halves(tuple(at + name for name in a.names.up))
     return DenseMlpWeights(
-        up=reader.parts(up, rows, a.hidden),
-        up_bias=reader.bias(up, rows),
-        down=reader.matrix(down, a.hidden, inner),
-        down_bias=reader.bias((down,), a.hidden),
+        up=reader.linear(up, inner * (2 if layer.mlp == "gated" else 1), a.hidden),
+        down=reader.linear((at + a.names.down,), a.hidden, inner),
+    )
+
+
+def _layer_input(reader: TensorReader, at: str, s: LayerInputs, hidden: int) -> LayerInputWeights[LinearWeights]:
+    return LayerInputWeights(
+        gate=LinearWeights((reader.matrix(at + s.gate, s.width, hidden),)),
+        up=LinearWeights((reader.matrix(at + s.up, hidden, s.width),)),
+        norm=NormWeight(reader.norm(at + s.norm, hidden)),
     )
 
 
@@ -228,9 +245,20 @@ def read_ends(source: Source) -> Ends:
         head_bias=reader.bias((head_name,), a.vocab),
         positions=_positions(a, reader),
         embedding_norm=_norm(a, reader, base + names.embedding_norm) if names.embedding_norm else None,
-        layer_inputs=None
-        if a.layer_inputs is None
-        else read_layer_input_ends(reader, a.layer_inputs, a.layers, a.hidden, a.vocab),
+        layer_inputs=None if a.layer_inputs is None else _layer_input_ends(a, reader, a.layer_inputs),
+    )
+
+
+def _layer_input_ends(a: Architecture, reader: TensorReader, s: LayerInputs) -> LayerInputEnds:
+    name, width = f"{reader.base}{s.table}.weight", a.layers * s.width
+    if (groups := reader.groups(name)) is not None and groups.shape == (a.vocab, width):
+        table = groups.dequantize(reader.dtype)  # in parts
+    else:
+        table = converted(name, reader.shaped(name, (a.vocab, width)), reader.dtype, copy=True)
+    return LayerInputEnds(
+        table=table,
+        projection=LinearWeights((reader.matrix(reader.base + s.projection, width, a.hidden),)),
+        norm=NormWeight(reader.norm(reader.base + s.projection_norm, s.width)),
     )
 
 

@@ -14,6 +14,7 @@ from foretoken.models.formats.grouped import Grouped, GroupedWeights
 from foretoken.models.formats.prequantized import read_int8
 from foretoken.models.formats.quantize import Int8, Matrix, Quantizer, floats
 from foretoken.models.formats.weight_files import converted
+from foretoken.models.formats.weights import LinearWeights
 
 # Prefixes of a decoder's names beside the family's: in a checkpoint of the bare model, and inside a multimodal one.
 BASES = (
@@ -83,6 +84,10 @@ class TensorReader:
             )
         self.check(parts, names, rows, columns)
         return parts
+
+    def linear(self, names: tuple[str, ...], rows: int, columns: int) -> LinearWeights:
+        """Returns ``parts`` with their biases: linear layers that are one product."""
+        return LinearWeights(self.parts(names, rows, columns), self.bias(names, rows))
 
     def halves(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the names of a gate and of the matrix that it multiplies, which GGUF files store apart."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,35 +12,7 @@ from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.grouped import Grouped
 from foretoken.models.formats.quantize import Int8, Matrix, floats
 from foretoken.models.formats.reader import TensorReader
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentWeights:
-    """The weights of a recurrent layer.
-
-    Attributes:
-        into: rows of the channels of the convolution, then of the output's gate.
-        gates: rows of the gates of all heads, floats [2 * heads, in]: beta, then the step. None without a state.
-        conv: float32 [window + 1, channels]; the row itself first, then the rows before it.
-        conv_bias: float32 [channels].
-        decay: float32 [heads]. A step s multiplies the state by exp(decay * softplus(s + step_bias)).
-        step_bias: float32 [heads].
-        norm: weight of the norm of each head's output, float32 [value_dim]; in Mamba-2 of each group's, [out].
-        out: the last matrix.
-        skip: float32 [heads]. A head's value times this is added to its output.
-    """
-
-    into: tuple[Matrix, ...]
-    gates: Tensor | None
-    conv: Tensor
-    conv_bias: Tensor | None
-    decay: Tensor | None
-    step_bias: Tensor | None
-    norm: Tensor | None
-    out: Matrix
-    into_bias: Tensor | None = None
-    out_bias: Tensor | None = None
-    skip: Tensor | None = None
+from foretoken.models.formats.weights import LinearWeights, RecurrentWeights
 
 
 def slices(matrix: Matrix, ranges: Sequence[tuple[int, int]]) -> Iterator[Matrix]:
@@ -54,7 +26,7 @@ def slices(matrix: Matrix, ranges: Sequence[tuple[int, int]]) -> Iterator[Matrix
             yield matrix[first:last]
 
 
-def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
+def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights[LinearWeights]:
     """Reads a layer of gated DeltaNet: of Qwen3.5, or of Qwen3-Next, which stores the rows of each head together."""
     exact = replace(reader, quantize=None)  # gates are few, and the state is sensitive to them
     if f"{at}in_proj_qkvz.weight" in reader.weights:
@@ -69,14 +41,14 @@ def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
         parts = [exact.matrix(f"{at}in_proj_{name}", r.value_heads, hidden) for name in "ba"]
         gates = torch.cat([floats(part, reader.dtype) for part in parts])
     return RecurrentWeights(
-        into=into,
-        gates=gates.contiguous(),
+        into=LinearWeights(into),
+        gates=LinearWeights((gates.contiguous(),)),
         conv=_taps(r, reader, f"{at}conv1d"),
         conv_bias=None,
         decay=_decay(r, reader, at),
         step_bias=reader.floats(f"{at}dt_bias", (r.value_heads,)),
         norm=reader.floats(f"{at}norm.weight", (r.value_dim,)),
-        out=reader.matrix(f"{at}out_proj", hidden, r.out),
+        out=reader.linear((f"{at}out_proj",), hidden, r.out),
     )
 
 
@@ -111,7 +83,7 @@ def convolution_ranges(r: Recurrence) -> list[tuple[int, int]]:
     return [(0, r.channels), (2 * r.channels, 3 * r.channels), (r.channels, 2 * r.channels)]
 
 
-def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
+def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights[LinearWeights]:
     """Reads a layer of Mamba-2, whose rows are gates of the output, x, B, C, and steps of heads."""
     name, exact, f = f"{at}in_proj", replace(reader, quantize=None), r.factors
     rows, order = r.channels + r.out + r.value_heads, mamba_ranges(r)
@@ -127,38 +99,37 @@ def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
         step_bias += bias[rows - r.value_heads :].float() * f.step
         bias = bias if f.input == 1.0 else bias / f.input
     return RecurrentWeights(
-        into=tuple(slices(reader.matrix(name, rows, hidden), order)),
-        gates=floats(gates, reader.dtype).contiguous(),
+        into=_in_order(reader.matrix(name, rows, hidden), bias, order),
+        gates=LinearWeights((floats(gates, reader.dtype).contiguous(),)),
         conv=torch.cat([taps[:, a:b] * by for (a, b), by in zip(channels, factors, strict=True)], dim=1).contiguous(),
         conv_bias=None if stored is None else torch.cat([stored[first:last] for first, last in channels]),
         decay=_decay(r, reader, at),
         step_bias=step_bias,
         norm=reader.floats(f"{at}norm.weight", (r.out,)) if r.normed else None,
-        out=reader.matrix(f"{at}out_proj", hidden, r.out),
-        into_bias=None if bias is None else torch.cat([bias[first:last] for first, last in order]),
-        out_bias=reader.bias((f"{at}out_proj",), hidden),
+        out=reader.linear((f"{at}out_proj",), hidden, r.out),
         skip=reader.floats(f"{at}D", (r.value_heads,)),
     )
 
 
-def read_convolution(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
+def read_convolution(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights[LinearWeights]:
     """Reads a short convolution of LFM2, whose rows are gates of the input, gates of the output, and the input."""
-    joined = reader.matrix(f"{at}in_proj", 3 * r.channels, hidden)
-    order = convolution_ranges(r)
-    bias = reader.bias((f"{at}in_proj",), 3 * r.channels)
-    conv_bias = f"{at}conv.bias"
+    joined, conv_bias = reader.linear((f"{at}in_proj",), 3 * r.channels, hidden), f"{at}conv.bias"
     return RecurrentWeights(
-        into=tuple(slices(joined, order)),
+        into=_in_order(joined.parts[0], joined.bias, convolution_ranges(r)),
         gates=None,
         conv=_taps(r, reader, f"{at}conv"),
         conv_bias=reader.floats(conv_bias, (r.channels,)) if conv_bias in reader.weights else None,
         decay=None,
         step_bias=None,
         norm=None,
-        out=reader.matrix(f"{at}out_proj", hidden, r.out),
-        into_bias=None if bias is None else torch.cat([bias[first:last] for first, last in order]),
-        out_bias=reader.bias((f"{at}out_proj",), hidden),
+        out=reader.linear((f"{at}out_proj",), hidden, r.out),
     )
+
+
+def _in_order(matrix: Matrix, bias: Tensor | None, ranges: Sequence[tuple[int, int]]) -> LinearWeights:
+    """Returns ranges of a matrix's outputs as one product."""
+    ordered = None if bias is None else torch.cat([bias[first:last] for first, last in ranges])
+    return LinearWeights(tuple(slices(matrix, ranges)), ordered)
 
 
 def _decay(r: Recurrence, reader: TensorReader, at: str) -> Tensor:

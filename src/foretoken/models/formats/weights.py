@@ -1,16 +1,52 @@
-"""A decoder's weights as the runners take them: one layer at a time, with projections of the same input fused."""
+"""A decoder's weights as the runners take them: one layer at a time, with projections of the same input fused.
+
+A layer's dataclasses hold products: of a checkpoint ``LinearWeights`` and ``MatrixStack``, of the torch runner its own
+products on the device (``runners/torch_layers.py``). All else is the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from foretoken.models.formats.experts import ExpertWeights
-from foretoken.models.formats.latent import LatentWeights
-from foretoken.models.formats.layer_inputs import LayerInputEnds, LayerInputWeights
+from foretoken.models.families.experts import Experts
 from foretoken.models.formats.quantize import Matrix
-from foretoken.models.formats.recurrent import RecurrentWeights
+
+LinearT = TypeVar("LinearT")
+StackT = TypeVar("StackT")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """One product: the matrices that the checkpoint stores, and a bias.
+
+    Attributes:
+        parts: matrices with the same inputs, all of one kind, concatenated along outputs.
+        bias: biases of all outputs, in the model's dtype; None for none.
+    """
+
+    parts: tuple[Matrix, ...]
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatrixStack:
+    """Matrices of all experts, or heads, that are one product each: for instance gate and up, or down.
+
+    Attributes:
+        count: number of experts.
+        read: reads the parts of one expert, each [out, in].
+        biases: biases of each part, [experts, out] in the model's dtype; empty for none.
+        quantized: whether parts are quantized when they are read, so that all have one layout.
+    """
+
+    count: int
+    read: Callable[[int], tuple[Matrix, ...]]
+    biases: tuple[Tensor, ...] = ()
+    quantized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,78 +65,178 @@ class NormWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class SelfAttentionWeights:
-    """The weights of a layer's attention. ``qkv`` holds the rows of queries, keys and values, then gates.
+class SelfAttentionWeights(Generic[LinearT]):
+    """The weights of a layer's attention. ``qkv`` makes queries, keys and values, then gates.
 
-    In a layer that reads another layer's keys and values it holds queries alone. Norms of heads are [head_dim] for
+    In a layer that reads another layer's keys and values it makes queries alone. Norms of heads are [head_dim] for
     all heads, or [heads * head_dim].
     """
 
-    qkv: tuple[Matrix, ...]
-    qkv_bias: Tensor | None
+    qkv: LinearT
     q_norm: NormWeight | None
     k_norm: NormWeight | None
-    out: Matrix
-    out_bias: Tensor | None
+    out: LinearT
     sinks: Tensor | None = None  # float32 [heads]
     v_norm: NormWeight | None = None
     relative: Tensor | None = None  # T5's biases by distance, float32 [heads, 2 * Architecture.farthest + 1]
 
 
 @dataclass(frozen=True, slots=True)
-class CrossAttentionWeights:
+class CrossAttentionWeights(Generic[LinearT]):
     """The weights of attention over an encoder's states, the input of ``keys_values``, and the norms around it."""
 
     norm: NormWeight | None
-    queries: Matrix
-    queries_bias: Tensor | None
-    keys_values: tuple[Matrix, ...]
-    keys_values_bias: Tensor | None
-    out: Matrix
-    out_bias: Tensor | None
+    queries: LinearT
+    keys_values: LinearT
+    out: LinearT
     after: NormWeight | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights(Generic[LinearT, StackT]):
+    """The weights of a layer of latent attention.
+
+    Attributes:
+        into: makes the queries or their latent, then the latent of keys and values, then the rotary key.
+        query_norm: norm of the queries' latent; None if they have none.
+        query_up: from their latent to queries; or None.
+        latent_norm: norm of the latent, [rank].
+        absorb: for each head, from a query's plain part to a vector that is multiplied by latents, [rank, plain].
+        expand: for each head, from a mix of latents to a value, [value, rank].
+        out: the last matrix.
+    """
+
+    into: LinearT
+    query_norm: NormWeight | None
+    query_up: LinearT | None
+    latent_norm: NormWeight
+    absorb: StackT
+    expand: StackT
+    out: LinearT
+
+
 @dataclass(frozen=True, slots=True)
-class DenseMlpWeights:
-    """The weights of a layer's MLP. ``up`` holds the rows of gate and up, or of up alone if it is not gated."""
+class RecurrentWeights(Generic[LinearT]):
+    """The weights of a recurrent layer.
 
-    up: tuple[Matrix, ...]
-    up_bias: Tensor | None
-    down: Matrix
-    down_bias: Tensor | None
+    Attributes:
+        into: makes the channels of the convolution, then the output's gate.
+        gates: makes the gates of all heads, [2 * heads, in] of floats: beta, then the step. None without a state.
+        conv: float32 [window + 1, channels]; the row itself first, then the rows before it.
+        conv_bias: float32 [channels].
+        decay: float32 [heads]. A step s multiplies the state by exp(decay * softplus(s + step_bias)).
+        step_bias: float32 [heads].
+        norm: weight of the norm of each head's output, float32 [value_dim]; in Mamba-2 of each group's, [out].
+        out: the last matrix.
+        skip: float32 [heads]. A head's value times this is added to its output.
+    """
+
+    into: LinearT
+    gates: LinearT | None
+    conv: Tensor
+    conv_bias: Tensor | None
+    decay: Tensor | None
+    step_bias: Tensor | None
+    norm: Tensor | None
+    out: LinearT
+    skip: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class BesideWeights:
+class DenseMlpWeights(Generic[LinearT]):
+    """The weights of a layer's MLP. ``up`` makes gate and up, or up alone if it is not gated."""
+
+    up: LinearT
+    down: LinearT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights(Generic[LinearT, StackT]):
+    """The weights of one layer of experts.
+
+    Attributes:
+        experts: their sizes and activation.
+        router: [experts, H], float32 or bfloat16, with a float32 bias.
+        correction: float32 [experts], added to the scores that choose experts; or None.
+        up: gate and up of each expert, or up without gate.
+        down: down of each expert.
+        shared_up: gate and up of the shared expert; None for none.
+        shared_down: its down, or None.
+        shared_gate: float32 [H], or None.
+        router_norm: norm of the router's input, [H]; None if its input is that of the experts.
+        expert_scales: factors of the experts' weights, float32 [experts]; or None.
+    """
+
+    experts: Experts
+    router: LinearT
+    correction: Tensor | None
+    up: StackT
+    down: StackT
+    shared_up: LinearT | None = None
+    shared_down: LinearT | None = None
+    shared_gate: Tensor | None = None
+    router_norm: NormWeight | None = None
+    expert_scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BesideWeights(Generic[LinearT]):
     """A dense MLP beside experts (``experts.Beside``), its norms, and the norm of the experts' output."""
 
     norm: NormWeight
-    mlp: DenseMlpWeights
+    mlp: DenseMlpWeights[LinearT]
     after: NormWeight
     after_experts: NormWeight
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The weights of one decoder layer, on the CPU: its mixers, its MLP, and the norms around them.
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInputWeights(Generic[LinearT]):
+    """Weights for one layer's input: a gate [width, H], the last matrix [H, width] and a norm, [H]."""
 
-    Matrices are [out, in] row-major in the model's dtype, or quantized. A matrix may be a view of a mapped file, so
-    runners copy or pack it; the mapping ends with it. Weights of norms include Gemma's offset of 1. A product of
-    several matrices has the parts that the checkpoint stores, all of one kind.
+    gate: LinearT
+    up: LinearT
+    norm: NormWeight
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer(Generic[LinearT, StackT]):
+    """The weights of one decoder layer: its mixers, its MLP, and the norms around them.
+
+    Matrices are [out, in] row-major in the model's dtype, or quantized. Those of a checkpoint are on the CPU. They may
+    be views of a mapped file, so runners copy or pack them; the mapping ends with them. Weights of norms include
+    Gemma's offset of 1.
     """
 
     norm: NormWeight | None
-    attention: SelfAttentionWeights | LatentWeights | None
+    attention: SelfAttentionWeights[LinearT] | LatentWeights[LinearT, StackT] | None
     after_mixer: NormWeight | None
     mlp_norm: NormWeight | None
-    mlp: DenseMlpWeights | ExpertWeights | None
+    mlp: DenseMlpWeights[LinearT] | ExpertWeights[LinearT, StackT] | None
     after_mlp: NormWeight | None
-    recurrent: RecurrentWeights | None = None
-    cross: CrossAttentionWeights | None = None
-    beside: BesideWeights | None = None
-    own_input: LayerInputWeights | None = None
+    recurrent: RecurrentWeights[LinearT] | None = None
+    cross: CrossAttentionWeights[LinearT] | None = None
+    beside: BesideWeights[LinearT] | None = None
+    own_input: LayerInputWeights[LinearT] | None = None
     scalar: float = 1.0  # factor of the residual stream after the layer
+
+
+LayerWeights = DecoderLayer[LinearWeights, MatrixStack]
+"""The weights of a layer as a checkpoint has them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInputEnds:
+    """Weights that produce the inputs of all layers.
+
+    Attributes:
+        table: embeddings [V, layers * width], in the model's dtype.
+        projection: projection of the model's embedding, [layers * width, H].
+        norm: norm of the projection for one layer, [width].
+    """
+
+    table: Tensor
+    projection: LinearWeights
+    norm: NormWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,13 @@ from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.quantize import Matrix, Quantizer
-from foretoken.models.formats.weights import DenseMlpWeights, LayerWeights, NormWeight, SelfAttentionWeights
+from foretoken.models.formats.weights import (
+    DenseMlpWeights,
+    LayerWeights,
+    LinearWeights,
+    NormWeight,
+    SelfAttentionWeights,
+)
 from foretoken.models.runners.base import Runner
 from foretoken.models.runners.linear import product
 from foretoken.models.runners.native.product import NativeProduct
@@ -22,26 +28,23 @@ def layer_weights(
 ) -> LayerWeights:
     """Returns the weights of layer ``index``; their shapes were checked when the head was read."""
 
-    def matrix(name: str) -> Matrix:
-        weight = tensors[f"{name}.weight"]
-        return weight.to(dtype) if quantizer is None else quantizer(weight)
+    def matrices(*names: str) -> tuple[Matrix, ...]:
+        weights = [tensors[f"{name}.weight"] for name in names]
+        return tuple(weight.to(dtype) if quantizer is None else quantizer(weight) for weight in weights)
 
     at = f"layers.{index}."
     qkv = [f"{at}self_attn.{part}_proj" for part in "qkv"]
     biased = all(f"{name}.bias" in tensors for name in qkv)
+    bias = torch.cat([tensors[f"{name}.bias"] for name in qkv]).to(dtype) if biased else None
     attention = SelfAttentionWeights(
-        qkv=tuple(matrix(name) for name in qkv),
-        qkv_bias=torch.cat([tensors[f"{name}.bias"] for name in qkv]).to(dtype) if biased else None,
+        qkv=LinearWeights(matrices(*qkv), bias),
         q_norm=norm_weight(tensors, f"{at}self_attn.q_norm"),
         k_norm=norm_weight(tensors, f"{at}self_attn.k_norm"),
-        out=matrix(f"{at}self_attn.o_proj"),
-        out_bias=None,
+        out=LinearWeights(matrices(f"{at}self_attn.o_proj")),
     )
     mlp = DenseMlpWeights(
-        up=tuple(matrix(f"{at}mlp.{part}_proj") for part in ("gate", "up")),
-        up_bias=None,
-        down=matrix(f"{at}mlp.down_proj"),
-        down_bias=None,
+        up=LinearWeights(matrices(f"{at}mlp.gate_proj", f"{at}mlp.up_proj")),
+        down=LinearWeights(matrices(f"{at}mlp.down_proj")),
     )
     return LayerWeights(
         norm=norm_weight(tensors, f"{at}input_layernorm"),

@@ -1,92 +1,134 @@
-"""The weights of a decoder layer on the device, for the runner made of torch operators."""
+"""The weights of a decoder layer on the device, and its MLPs and recurrent mixers, made of torch operators."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.experts import ExpertWeights
-from foretoken.models.formats.latent import LatentWeights
-from foretoken.models.formats.layer_inputs import LayerInputEnds, LayerInputWeights
-from foretoken.models.formats.quantize import stacked
-from foretoken.models.formats.recurrent import RecurrentWeights
+from foretoken.models.families.experts import Experts
+from foretoken.models.formats.quantize import Matrix, stacked
 from foretoken.models.formats.weights import (
-    BesideWeights,
     CrossAttentionWeights,
+    DecoderLayer,
     DenseMlpWeights,
+    ExpertWeights,
+    LatentWeights,
+    LayerInputEnds,
+    LayerInputWeights,
     LayerWeights,
+    LinearWeights,
+    MatrixStack,
     NormWeight,
+    RecurrentWeights,
     SelfAttentionWeights,
 )
 from foretoken.models.runners.functional import activate, normalize
-from foretoken.models.runners.linear import Product, moved, product
-from foretoken.models.runners.torch_experts import TorchExperts
-from foretoken.models.runners.torch_latent import TorchLatent
-from foretoken.models.runners.triton_kernels import recurrent_kernels
+from foretoken.models.runners.linear import Product, by_fixed_rows, moved, product
+from foretoken.models.runners.triton_kernels import expert_kernels, has_kernels, recurrent_kernels
 from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps
 
 
-@dataclass(frozen=True, slots=True)
-class TorchRecurrent:
-    """The weights of a recurrent mixer on the device."""
+class StackProducts:
+    """The products of all experts or heads.
 
-    into: Product
-    gates: Product | None
-    layer: RecurrentLayer
-    out: Product
+    Args:
+        stack: their matrices.
+        device: device of the products.
 
-    @staticmethod
-    def of(device: torch.device, a: Architecture, number: int, w: RecurrentWeights) -> TorchRecurrent:
-        kind, sizes = a.stack[number].recurrent, a.recurrence
-        assert kind is not None and sizes is not None
-        return TorchRecurrent(
-            into=product(stacked(w.into).to(device), moved(w.into_bias, device)),
-            gates=None if w.gates is None else product(w.gates.to(device)),
-            layer=RecurrentLayer(
-                kind=kind,
-                sizes=sizes,
-                number=a.first(number).recurrent_layers,
-                eps=a.eps,
-                conv=w.conv.to(device),
-                conv_bias=moved(w.conv_bias, device),
-                decay=moved(w.decay, device),
-                step_bias=moved(w.step_bias, device),
-                norm=moved(w.norm, device),
-                skip=moved(w.skip, device),
-            ),
-            out=product(w.out.to(device), moved(w.out_bias, device)),
-        )
+    Attributes:
+        kernels: ``triton_kernels.experts.ExpertStack`` of all matrices if kernels take them: floats on CUDA; else None.
+    """
 
-    def __call__(self, x: Tensor, steps: Steps | None, any_kernel: bool) -> Tensor:
-        """Returns the output [R, H] for an input [R, H]; ``any_kernel`` is that of ``Product``."""
-        assert steps is not None, "recurrent layers need the order of rows"
-        rows = self.into(x, any_kernel)
-        gates = rows if self.gates is None else self.gates(x, any_kernel)
-        mixed: Tensor = recurrent_kernels().mix(self.layer, rows, gates, steps)
-        return self.out(mixed, any_kernel)
+    def __init__(self, stack: MatrixStack, device: torch.device) -> None:
+        self.kernels: Any = None
+        biases = torch.cat(stack.biases, dim=-1).to(device) if stack.biases else None
+        matrices: Iterable[Matrix] = (stacked(stack.read(number)).to(device) for number in range(stack.count))
+        if has_kernels(device):
+            matrices = read = list(matrices)
+            if len(floats := [matrix for matrix in read if isinstance(matrix, Tensor)]) == len(read):
+                self.kernels = expert_kernels().ExpertStack(torch.stack(floats), biases)
+                matrices = self.kernels.weights
+        self._products = [product(m, None if biases is None else biases[number]) for number, m in enumerate(matrices)]
+
+    def __getitem__(self, number: int) -> Product:
+        return self._products[number]
+
+    def by_head(self, x: Tensor, any_kernel: bool) -> Tensor:
+        """Returns the products of all heads for x [R, heads, in], [R, heads, out]. On CUDA they are one."""
+        if self.kernels is not None:
+            multiply = partial(_multiply, self.kernels.weights.transpose(1, 2))
+            return by_fixed_rows(multiply, x.flatten(1)).unflatten(1, (x.shape[1], -1))
+        return torch.stack([p(x[:, head].contiguous(), any_kernel) for head, p in enumerate(self._products)], dim=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TorchLayerInput:
-    """The weights for one layer's input."""
+def _multiply(matrices: Tensor, x: Tensor) -> Tensor:
+    """Returns the products of all heads for x [R, heads * in], [R, heads * out]."""
+    return torch.bmm(x.unflatten(1, (len(matrices), -1)).transpose(0, 1), matrices).transpose(0, 1).flatten(1)
 
-    gate: Product
-    up: Product
-    norm: NormWeight
 
-    @staticmethod
-    def of(device: torch.device, w: LayerInputWeights) -> TorchLayerInput:
-        gate, up = product(w.gate.to(device)), product(w.up.to(device))
-        return TorchLayerInput(gate, up, NormWeight(w.norm.to(device)))
+# The dataclasses of ``formats/weights.py`` with packed products on the device.
+TorchLayer = DecoderLayer[Product, StackProducts]
+TorchAttention = SelfAttentionWeights[Product]
+TorchCross = CrossAttentionWeights[Product]
+TorchExperts = ExpertWeights[Product, StackProducts]
+TorchLatent = LatentWeights[Product, StackProducts]
+TorchMlp = DenseMlpWeights[Product]
 
-    def __call__(self, a: Architecture, hidden: Tensor, inputs: Tensor, any_kernel: bool) -> Tensor:
-        """Returns the addition to the residual stream [rows, H] for inputs [rows, width]."""
-        gated = activate(a, self.gate(hidden, any_kernel), gated=False) * inputs
-        return normalize(a, self.up(gated, any_kernel), self.norm)
+
+def on_device(weights: LayerWeights, device: torch.device) -> TorchLayer:
+    """Returns a layer's weights on the device, with packed products."""
+    return cast("TorchLayer", _placed(weights, device))
+
+
+def _placed(weights: Any, device: torch.device) -> Any:
+    """Returns a component of a layer's weights on the device."""
+    if isinstance(weights, Tensor):
+        return weights.to(device)
+    if isinstance(weights, MatrixStack):
+        return StackProducts(weights, device)
+    if isinstance(weights, LinearWeights):
+        return product(stacked(weights.parts).to(device), moved(weights.bias, device))
+    if isinstance(weights, ExpertWeights):  # scores are computed in float32
+        router = LinearWeights(tuple(part.float() for part in weights.router.parts), weights.router.bias)
+        weights = replace(weights, router=router)
+    if is_dataclass(weights) and not isinstance(weights, type | Experts):
+        return replace(weights, **{f.name: _placed(getattr(weights, f.name), device) for f in fields(weights)})
+    return weights
+
+
+def mlp(a: Architecture, w: TorchMlp, x: Tensor, gated: bool, any_kernel: bool) -> Tensor:
+    """Returns the output [rows, H] of an MLP for an input [rows, H]; ``any_kernel`` is that of ``Product``."""
+    return w.down(activate(a, w.up(x, any_kernel), gated), any_kernel)
+
+
+def recurrent(
+    a: Architecture, number: int, w: RecurrentWeights[Product], x: Tensor, steps: Steps | None, any_kernel: bool
+) -> Tensor:
+    """Returns the output [R, H] of layer ``number``'s recurrent mixer for an input [R, H]."""
+    kind, sizes = a.stack[number].recurrent, a.recurrence
+    assert kind is not None and sizes is not None
+    assert steps is not None, "recurrent layers need the order of rows"
+    state = {name: getattr(w, name) for name in ("conv", "conv_bias", "decay", "step_bias", "norm", "skip")}
+    layer = RecurrentLayer(kind, sizes, a.first(number).recurrent_layers, a.eps, **state)
+    rows = w.into(x, any_kernel)
+    gates = rows if w.gates is None else w.gates(x, any_kernel)
+    mixed: Tensor = recurrent_kernels().mix(layer, rows, gates, steps)
+    return w.out(mixed, any_kernel)
+
+
+def layer_input(
+    a: Architecture, w: LayerInputWeights[Product], hidden: Tensor, inputs: Tensor, any_kernel: bool
+) -> Tensor:
+    """Returns a layer's addition to the residual stream [rows, H] for its inputs [rows, width]."""
+    gated = activate(a, w.gate(hidden, any_kernel), gated=False) * inputs
+    return normalize(a, w.up(gated, any_kernel), w.norm)
 
 
 class TorchLayerInputs:
@@ -100,143 +142,14 @@ class TorchLayerInputs:
     def __init__(self, device: torch.device, dtype: torch.dtype, a: Architecture, w: LayerInputEnds) -> None:
         assert a.layer_inputs is not None
         self._width, self._scale = a.layer_inputs.width, torch.tensor(a.layer_inputs.width**0.5, dtype=dtype)
-        self._table = w.table.to(device)
-        self._projection, self._norm = product(w.projection.to(device)), NormWeight(w.norm.to(device))
+        self._table, self._norm = w.table.to(device), moved_norm(w.norm, device)
+        self._projection: Product = _placed(w.projection, device)
 
     def __call__(self, a: Architecture, tokens: Tensor, embedded: Tensor, any_kernel: bool) -> Tensor:
         """Returns the inputs [rows, layers, width] for tokens [rows] and their scaled embeddings [rows, H]."""
         projected = (self._projection(embedded, any_kernel) * a.hidden**-0.5).unflatten(-1, (-1, self._width))
         by_token = (F.embedding(tokens, self._table) * self._scale).view_as(projected)
         return (normalize(a, projected, self._norm) + by_token) * 0.5**0.5
-
-
-@dataclass(frozen=True, slots=True)
-class TorchAttention:
-    """The weights of a layer's attention on the device."""
-
-    qkv: Product
-    q_norm: NormWeight | None
-    k_norm: NormWeight | None
-    v_norm: NormWeight | None
-    out: Product
-    sinks: Tensor | None
-    relative: Tensor | None  # biases by distance on the CPU; see ``SelfAttentionWeights``
-
-    @staticmethod
-    def of(device: torch.device, w: SelfAttentionWeights) -> TorchAttention:
-        return TorchAttention(
-            qkv=product(stacked(w.qkv).to(device), moved(w.qkv_bias, device)),
-            q_norm=moved_norm(w.q_norm, device),
-            k_norm=moved_norm(w.k_norm, device),
-            v_norm=moved_norm(w.v_norm, device),
-            out=product(w.out.to(device), moved(w.out_bias, device)),
-            sinks=moved(w.sinks, device),
-            relative=w.relative,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TorchCross:
-    """The weights of a layer's attention over an encoder's states on the device."""
-
-    norm: NormWeight | None
-    queries: Product
-    keys_values: Product
-    out: Product
-    after: NormWeight | None
-
-    @staticmethod
-    def of(device: torch.device, w: CrossAttentionWeights) -> TorchCross:
-        return TorchCross(
-            norm=moved_norm(w.norm, device),
-            queries=product(w.queries.to(device), moved(w.queries_bias, device)),
-            keys_values=product(stacked(w.keys_values).to(device), moved(w.keys_values_bias, device)),
-            out=product(w.out.to(device), moved(w.out_bias, device)),
-            after=moved_norm(w.after, device),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TorchMlp:
-    """The weights of a layer's MLP on the device."""
-
-    up: Product
-    down: Product
-
-    @staticmethod
-    def of(device: torch.device, w: DenseMlpWeights) -> TorchMlp:
-        return TorchMlp(
-            up=product(stacked(w.up).to(device), moved(w.up_bias, device)),
-            down=product(w.down.to(device), moved(w.down_bias, device)),
-        )
-
-    def __call__(self, a: Architecture, x: Tensor, gated: bool, any_kernel: bool) -> Tensor:
-        """Returns the output [rows, H] for an input [rows, H]; ``any_kernel`` is that of ``Product``."""
-        return self.down(activate(a, self.up(x, any_kernel), gated), any_kernel)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchBeside:
-    """The weights of a dense MLP beside experts on the device, and the norms of both."""
-
-    norm: NormWeight | None
-    mlp: TorchMlp
-    after: NormWeight | None
-    after_experts: NormWeight | None
-
-    @staticmethod
-    def of(device: torch.device, w: BesideWeights) -> TorchBeside:
-        norms = [moved_norm(norm, device) for norm in (w.norm, w.after, w.after_experts)]
-        return TorchBeside(norms[0], TorchMlp.of(device, w.mlp), *norms[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class TorchLayer:
-    """The weights of one decoder layer on the device, with packed matrices."""
-
-    norm: NormWeight | None
-    attention: TorchAttention | TorchLatent | None
-    recurrent: TorchRecurrent | None
-    after_mixer: NormWeight | None
-    cross: TorchCross | None
-    mlp_norm: NormWeight | None
-    mlp: TorchMlp | TorchExperts | None
-    after_mlp: NormWeight | None
-    beside: TorchBeside | None
-    own_input: TorchLayerInput | None
-    scalar: float
-
-    @staticmethod
-    def of(device: torch.device, a: Architecture, number: int, weights: LayerWeights) -> TorchLayer:
-        recurrent = weights.recurrent
-        return TorchLayer(
-            norm=moved_norm(weights.norm, device),
-            attention=_attention(device, a, weights.attention),
-            recurrent=None if recurrent is None else TorchRecurrent.of(device, a, number, recurrent),
-            after_mixer=moved_norm(weights.after_mixer, device),
-            cross=None if weights.cross is None else TorchCross.of(device, weights.cross),
-            mlp_norm=moved_norm(weights.mlp_norm, device),
-            mlp=_mlp(device, weights.mlp),
-            after_mlp=moved_norm(weights.after_mlp, device),
-            beside=None if weights.beside is None else TorchBeside.of(device, weights.beside),
-            own_input=None if weights.own_input is None else TorchLayerInput.of(device, weights.own_input),
-            scalar=weights.scalar,
-        )
-
-
-def _attention(
-    device: torch.device, a: Architecture, weights: SelfAttentionWeights | LatentWeights | None
-) -> TorchAttention | TorchLatent | None:
-    if isinstance(weights, LatentWeights):
-        assert a.latent is not None
-        return TorchLatent.of(device, weights, a.latent)
-    return None if weights is None else TorchAttention.of(device, weights)
-
-
-def _mlp(device: torch.device, weights: DenseMlpWeights | ExpertWeights | None) -> TorchMlp | TorchExperts | None:
-    if isinstance(weights, ExpertWeights):
-        return TorchExperts.of(device, weights)
-    return None if weights is None else TorchMlp.of(device, weights)
 
 
 def moved_norm(norm: NormWeight | None, device: torch.device) -> NormWeight | None:

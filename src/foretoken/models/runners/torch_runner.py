@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Self
 
 import torch
@@ -21,15 +20,34 @@ from foretoken.core.devices import on_host
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import HeadSizes
 from foretoken.models.formats.quantize import floats
-from foretoken.models.formats.weights import Ends, Entry, LayerWeights, NormWeight
+from foretoken.models.formats.weights import (
+    DenseMlpWeights,
+    Ends,
+    Entry,
+    LatentWeights,
+    LayerWeights,
+    NormWeight,
+    SelfAttentionWeights,
+)
 from foretoken.models.runners.attention import Geometry
 from foretoken.models.runners.base import DecoderOnly, Pass, injecting
 from foretoken.models.runners.functional import normalize, rotary_table, rotate
 from foretoken.models.runners.layout import AttentionSizes, Layout
 from foretoken.models.runners.linear import can_pack, moved, product
 from foretoken.models.runners.pass_plan import PassPlan
-from foretoken.models.runners.torch_latent import TorchLatent
-from foretoken.models.runners.torch_layers import TorchAttention, TorchLayer, TorchLayerInputs, TorchMlp, moved_norm
+from foretoken.models.runners.torch_experts import mix_experts
+from foretoken.models.runners.torch_latent import attend_latents
+from foretoken.models.runners.torch_layers import (
+    TorchAttention,
+    TorchLatent,
+    TorchLayer,
+    TorchLayerInputs,
+    layer_input,
+    mlp,
+    moved_norm,
+    on_device,
+    recurrent,
+)
 from foretoken.models.state.kv import KVCache, SlotCache
 
 
@@ -60,7 +78,7 @@ class TorchRunner(DecoderOnly):
         self.batch_invariant = can_pack(dtype, device)
         self._embedding = floats(ends.embedding, dtype).to(device)
         # no variable holds a layer while the next is read
-        self._layers = list(map(partial(TorchLayer.of, device, a), count(), layers))
+        self._layers = list(map(partial(on_device, device=device), layers))
         self._norm = moved_norm(ends.norm, device)
         self._head = product(ends.head.to(device), moved(ends.head_bias, device))
         self._positions = moved(ends.positions, device)
@@ -158,7 +176,7 @@ class TorchRunner(DecoderOnly):
             hidden = self._layer(number, hidden, turns, geometry, any_kernel)
             layer = self._layers[number]
             if layer.own_input is not None and inputs is not None:
-                hidden = hidden + layer.own_input(a, hidden, inputs[:, number], any_kernel)
+                hidden = hidden + layer_input(a, layer.own_input, hidden, inputs[:, number], any_kernel)
             hidden = _scaled(hidden, layer.scalar)
         states[a.layers] = states[a.layers + 1] = hidden
         return states
@@ -208,12 +226,13 @@ class TorchRunner(DecoderOnly):
         self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Layout, any_kernel: bool
     ) -> Tensor:
         """Returns the residual stream after a layer's token mixers, which read the same input."""
-        factors, layer, x = self._architecture.factors, self._layers[number], self._mixer_input(number, hidden, g)
+        a, layer, x = self._architecture, self._layers[number], self._mixer_input(number, hidden, g)
         if layer.attention is not None:
             mixed = self._attention(layer.attention, number, x, turns, g, any_kernel)
-            hidden = self._added(hidden, mixed, layer.after_mixer, factors.attention)
+            hidden = self._added(hidden, mixed, layer.after_mixer, a.factors.attention)
         if layer.recurrent is not None:
-            hidden = self._added(hidden, layer.recurrent(x, g.steps, any_kernel), layer.after_mixer, factors.recurrent)
+            mixed = recurrent(a, number, layer.recurrent, x, g.steps, any_kernel)
+            hidden = self._added(hidden, mixed, layer.after_mixer, a.factors.recurrent)
         return hidden
 
     def _added(self, hidden: Tensor, branch: Tensor, norm: NormWeight | None, factor: float = 1.0) -> Tensor:
@@ -226,16 +245,15 @@ class TorchRunner(DecoderOnly):
     def _mlp(
         self, layer: TorchLayer, number: int, x: Tensor, hidden: Tensor, counts: Tensor | None, any_kernel: bool
     ) -> Tensor:
-        a, mlp, beside = self._architecture, layer.mlp, layer.beside
-        if isinstance(mlp, TorchMlp):
-            return mlp(a, x, a.stack[number].mlp == "gated", any_kernel)
-        assert mlp is not None
+        a, weights, beside = self._architecture, layer.mlp, layer.beside
+        assert weights is not None
+        if isinstance(weights, DenseMlpWeights):
+            return mlp(a, weights, x, a.stack[number].mlp == "gated", any_kernel)
         if beside is None:
-            return mlp(a, x, any_kernel, counts=counts)
-        dense = beside.mlp(a, normalize(a, hidden, beside.norm), True, any_kernel)
-        return normalize(a, dense, beside.after) + normalize(
-            a, mlp(a, x, any_kernel, hidden, counts), beside.after_experts
-        )
+            return mix_experts(a, weights, x, any_kernel, counts=counts)
+        dense = mlp(a, beside.mlp, normalize(a, hidden, beside.norm), True, any_kernel)
+        mixed = mix_experts(a, weights, x, any_kernel, hidden, counts)
+        return normalize(a, dense, beside.after) + normalize(a, mixed, beside.after_experts)
 
     def _attention(
         self,
@@ -247,8 +265,8 @@ class TorchRunner(DecoderOnly):
         any_kernel: bool,
     ) -> Tensor:
         a, layer = self._architecture, self._architecture.stack[number]
-        if isinstance(mixer, TorchLatent):
-            return mixer(a, number, x, turns, g, any_kernel)
+        if isinstance(mixer, LatentWeights):
+            return attend_latents(a, number, mixer, x, turns, g, any_kernel)
         sizes = AttentionSizes.of(a, layer)
         new = 0 if layer.source is not None else sizes.kv_heads
         heads = mixer.qkv(x, any_kernel).view(x.shape[0], -1, sizes.head_dim)
@@ -311,7 +329,7 @@ def cached_sizes(a: Architecture) -> list[HeadSizes | None]:
 
 
 def _relative(layer: TorchLayer) -> Tensor:
-    assert isinstance(layer.attention, TorchAttention) and layer.attention.relative is not None
+    assert isinstance(layer.attention, SelfAttentionWeights) and layer.attention.relative is not None
     return layer.attention.relative
 
 

@@ -18,7 +18,6 @@ from foretoken.models.runners.base import Pass
 from foretoken.models.runners.functional import normalize
 from foretoken.models.runners.layout import AttentionSizes, Layout
 from foretoken.models.runners.pass_plan import PassPlan
-from foretoken.models.runners.torch_layers import TorchCross
 from foretoken.models.runners.torch_runner import TorchRunner
 from foretoken.models.seq2seq.encoder import Encoder, SourceSlots, encoded
 from foretoken.models.seq2seq.weights import Seq2SeqWeights
@@ -111,7 +110,7 @@ class Seq2SeqRunner(TorchRunner):
         rows = states if count > 1 else states.repeat(2, 1)
         cache.reserve(count)
         for number, layer in enumerate(self._layers):
-            assert isinstance(layer.cross, TorchCross)
+            assert layer.cross is not None
             made = layer.cross.keys_values(rows, True)[:count].view(count, 2, self._architecture.heads, -1)
             for buffers, part in zip((cache.keys, cache.values), made.unbind(1), strict=True):
                 buffers[number][slot, :, :count] = finite(part.transpose(0, 1))

@@ -19,6 +19,7 @@ from foretoken.models.formats.weights import (
     CrossAttentionWeights,
     DenseMlpWeights,
     LayerWeights,
+    LinearWeights,
     NormWeight,
     SelfAttentionWeights,
 )
@@ -150,21 +151,17 @@ class Seq2SeqWeights:
         return LayerWeights(
             norm=before[0],
             attention=SelfAttentionWeights(
-                qkv=reader.parts(qkv, 3 * stack.width, hidden),
-                qkv_bias=reader.bias(qkv, 3 * stack.width),
+                qkv=reader.linear(qkv, 3 * stack.width, hidden),
                 q_norm=None,
                 k_norm=None,
-                out=reader.matrix(out, hidden, stack.width),
-                out_bias=reader.bias((out,), hidden),
+                out=reader.linear((out,), hidden, stack.width),
                 relative=relative,
             ),
             after_mixer=after[0],
             mlp_norm=before[-1],
             mlp=DenseMlpWeights(
-                up=reader.parts(up, len(up) * stack.inner, hidden),
-                up_bias=reader.bias(up, len(up) * stack.inner),
-                down=reader.matrix(down, hidden, stack.inner),
-                down_bias=reader.bias((down,), hidden),
+                up=reader.linear(up, len(up) * stack.inner, hidden),
+                down=reader.linear((down,), hidden, stack.inner),
             ),
             after_mlp=after[-1],
             cross=self._cross(cross, stack, before[1], after[1]) if len(norms) > 2 else None,
@@ -172,17 +169,14 @@ class Seq2SeqWeights:
 
     def _cross(
         self, names: Sequence[str], stack: Stack, norm: NormWeight | None, after: NormWeight | None
-    ) -> CrossAttentionWeights:
+    ) -> CrossAttentionWeights[LinearWeights]:
         reader, hidden = self._reader, self.architecture.hidden
         queries, keys, values, out = names
         return CrossAttentionWeights(
             norm=norm,
-            queries=reader.matrix(queries, stack.width, hidden),
-            queries_bias=reader.bias((queries,), stack.width),
-            keys_values=reader.parts((keys, values), 2 * stack.width, hidden),
-            keys_values_bias=reader.bias((keys, values), 2 * stack.width),
-            out=reader.matrix(out, hidden, stack.width),
-            out_bias=reader.bias((out,), hidden),
+            queries=reader.linear((queries,), stack.width, hidden),
+            keys_values=reader.linear((keys, values), 2 * stack.width, hidden),
+            out=reader.linear((out,), hidden, stack.width),
             after=after,
         )
 

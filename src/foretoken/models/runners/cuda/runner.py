@@ -16,14 +16,14 @@ from torch import Tensor
 
 from foretoken.core.devices import on_host
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.weights import Ends, Entry, LayerWeights
+from foretoken.models.formats.weights import Ends, Entry, ExpertWeights, LayerWeights
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Graphs, Inputs, States
 from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
 from foretoken.models.runners.functional import normalize
 from foretoken.models.runners.pass_plan import PassPlan
-from foretoken.models.runners.torch_experts import TorchExperts
+from foretoken.models.runners.torch_experts import by_kernels
 from foretoken.models.runners.torch_runner import TorchRunner, cached_sizes
 from foretoken.models.runners.triton_kernels.rows import rows_per_tile
 from foretoken.models.runners.triton_kernels.steps import fill_steps
@@ -65,7 +65,8 @@ class CudaRunner(TorchRunner):
         self.batch_invariant = True
         self._new_capture = capture or CudaCapture
         # Experts computed by products need their numbers of rows on the host.
-        self._captured = not any(isinstance(e.mlp, TorchExperts) and e.mlp.stacks is None for e in self._layers)
+        mlps = (layer.mlp for layer in self._layers)
+        self._captured = not any(isinstance(mlp, ExpertWeights) and not by_kernels(mlp) for mlp in mlps)
         groups = [architecture.heads // size.kv_heads for size in cached_sizes(architecture) if size is not None]
         self._tile = min(map(rows_per_tile, groups), default=1)
         self._graphs: Graphs | None = None

@@ -17,20 +17,23 @@ from foretoken.models.families.family import HeadNorms
 from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import Layer, Mlp, RecurrentMixer
 from foretoken.models.families.recurrence import Recurrence
-from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.grouped import Grouped
-from foretoken.models.formats.latent import LatentWeights
-from foretoken.models.formats.layer_inputs import LayerInputEnds, LayerInputWeights
 from foretoken.models.formats.quantize import floats
-from foretoken.models.formats.recurrent import RecurrentWeights
 from foretoken.models.formats.weights import (
     BesideWeights,
     CrossAttentionWeights,
     DenseMlpWeights,
     Ends,
     Entry,
+    ExpertWeights,
+    LatentWeights,
+    LayerInputEnds,
+    LayerInputWeights,
     LayerWeights,
+    LinearWeights,
+    MatrixStack,
     NormWeight,
+    RecurrentWeights,
     SelfAttentionWeights,
 )
 from foretoken.models.runners.native.bindings import (
@@ -43,18 +46,20 @@ from foretoken.models.runners.native.bindings import (
     LayerInputSpec,
     LayerInputsSpec,
     LayerSpec,
-    Matrix,
     MlpSpec,
     ModelSpec,
-    NormSpec,
     RecurrentSpec,
     RouterSpec,
     StateSpec,
 )
 from foretoken.models.runners.native.memory import Arena, padded
-from foretoken.models.runners.native.packing import KINDS, WeightPacker, halves
+from foretoken.models.runners.native.packing import KINDS, WeightPacker
 
 _Spec = TypeVar("_Spec", bound=Structure)
+_Mlp = DenseMlpWeights[LinearWeights]
+_Experts = ExpertWeights[LinearWeights, MatrixStack]
+_Attention = SelfAttentionWeights[LinearWeights]
+_Latent = LatentWeights[LinearWeights, MatrixStack]
 
 # Numbers of csrc/specs.hpp and csrc/activations.hpp.
 MIXERS: dict[RecurrentMixer | None, int] = {None: 0, "delta": 1, "convolution": 2, "mamba": 3}
@@ -184,7 +189,7 @@ class Description:
             **({} if weights.beside is None else self._beside(layer, weights.beside)),
         )
 
-    def _beside(self, layer: Layer, weights: BesideWeights) -> dict[str, Structure]:
+    def _beside(self, layer: Layer, weights: BesideWeights[LinearWeights]) -> dict[str, Structure]:
         return {
             "dense": dense_mlp(self._weights, weights.mlp, True, layer.inner or self._architecture.intermediate),
             "beside_norm": self._weights.norm(weights.norm),
@@ -192,11 +197,11 @@ class Description:
             "after_experts": self._weights.norm(weights.after_experts),
         }
 
-    def _own_input(self, weights: LayerInputWeights) -> LayerInputSpec:
+    def _own_input(self, weights: LayerInputWeights[LinearWeights]) -> LayerInputSpec:
         return LayerInputSpec(
-            gate=self._weights.matrix([weights.gate]),
-            up=self._weights.matrix([weights.up]),
-            norm=self._weights.norm(NormWeight(weights.norm)),
+            gate=self._weights.linear(weights.gate),
+            up=self._weights.linear(weights.up),
+            norm=self._weights.norm(weights.norm),
         )
 
     def _layer_inputs(self, weights: LayerInputEnds) -> LayerInputsSpec:
@@ -205,18 +210,18 @@ class Description:
         table, width = _wide(weights.table), a.layer_inputs.width
         self._weights.nbytes += table.nbytes
         before = self.weight_bytes
-        projection = self._weights.matrix([weights.projection])
+        projection = self._weights.linear(weights.projection)
         self.product_bytes += self.weight_bytes - before
         return LayerInputsSpec(
             table=self._weights.keep(table),
             projection=projection,
-            norm=self._weights.norm(NormWeight(weights.norm)),
+            norm=self._weights.norm(weights.norm),
             width=width,
             table_scale=float(torch.tensor(width**0.5, dtype=self._dtype)),
             projection_scale=a.hidden**-0.5,
         )
 
-    def _mlp(self, layer: Layer, weights: DenseMlpWeights | ExpertWeights | None) -> dict[str, Structure]:
+    def _mlp(self, layer: Layer, weights: _Mlp | _Experts | None) -> dict[str, Structure]:
         if weights is None:
             return {}
         if isinstance(weights, ExpertWeights):
@@ -227,7 +232,7 @@ class Description:
             )
         }
 
-    def _attention(self, number: int, weights: SelfAttentionWeights | LatentWeights | None) -> AttentionSpec:
+    def _attention(self, number: int, weights: _Attention | _Latent | None) -> AttentionSpec:
         if weights is None:
             return AttentionSpec()
         if isinstance(weights, LatentWeights):
@@ -237,8 +242,8 @@ class Description:
         dim = sizes.head_dim
         per_head = weights.q_norm is not None and len(weights.q_norm.weight) > dim  # a norm for each head
         return AttentionSpec(
-            qkv=self._weights.matrix(weights.qkv, weights.qkv_bias),
-            out=self._weights.matrix([weights.out], weights.out_bias),
+            qkv=self._weights.linear(weights.qkv),
+            out=self._weights.linear(weights.out),
             q_norm=self._weights.norm(weights.q_norm),
             k_norm=self._weights.norm(weights.k_norm),
             v_norm=self._weights.norm(weights.v_norm),
@@ -256,11 +261,11 @@ class Description:
             ordered=layer.ordered,
         )
 
-    def _cross(self, number: int, weights: CrossAttentionWeights) -> CrossSpec:
+    def _cross(self, number: int, weights: CrossAttentionWeights[LinearWeights]) -> CrossSpec:
         sizes = self._architecture.sizes(self._architecture.stack[number])
         attention = AttentionSpec(
-            qkv=self._weights.matrix([weights.queries], weights.queries_bias),
-            out=self._weights.matrix([weights.out], weights.out_bias),
+            qkv=self._weights.linear(weights.queries),
+            out=self._weights.linear(weights.out),
             kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
             rope=-1,
@@ -268,7 +273,7 @@ class Description:
             scales_at=number * 2 * sizes.kv_heads,
         )
         before = self.weight_bytes
-        keys_values = self._weights.matrix(weights.keys_values, weights.keys_values_bias)
+        keys_values = self._weights.linear(weights.keys_values)
         self._weights.inactive += self.weight_bytes - before
         return CrossSpec(self._weights.norm(weights.norm), self._weights.norm(weights.after), attention, keys_values)
 
@@ -276,17 +281,16 @@ class Description:
         growth = self._architecture.query_growth
         return growth is not None and not (growth.unrotated and layer.rope >= 0)
 
-    def _latent(self, number: int, weights: LatentWeights) -> AttentionSpec:
+    def _latent(self, number: int, weights: _Latent) -> AttentionSpec:
         layer = self._architecture.stack[number]
-        query_norm = None if weights.query_norm is None else NormWeight(weights.query_norm)
         return AttentionSpec(
-            qkv=self._weights.matrix(weights.into, weights.into_bias),
-            out=self._weights.matrix([weights.out], weights.out_bias),
-            query_up=Matrix() if weights.query_up is None else self._weights.matrix([weights.query_up]),
+            qkv=self._weights.linear(weights.into),
+            out=self._weights.linear(weights.out),
+            query_up=self._weights.linear(weights.query_up),
             absorb=self._weights.stack(weights.absorb),
             expand=self._weights.stack(weights.expand),
-            q_norm=self._weights.norm(query_norm),
-            k_norm=self._weights.norm(NormWeight(weights.latent_norm)),
+            q_norm=self._weights.norm(weights.query_norm),
+            k_norm=self._weights.norm(weights.latent_norm),
             kv_heads=1,
             head_dim=self._architecture.head_dim,
             window=layer.window,
@@ -295,11 +299,11 @@ class Description:
             grows=self._grows(layer),
         )
 
-    def _recurrent(self, number: int, weights: RecurrentWeights) -> RecurrentSpec:
+    def _recurrent(self, number: int, weights: RecurrentWeights[LinearWeights]) -> RecurrentSpec:
         return RecurrentSpec(
-            into=self._weights.matrix(weights.into, weights.into_bias),
-            gates=Matrix() if weights.gates is None else self._weights.matrix([weights.gates]),
-            out=self._weights.matrix([weights.out], weights.out_bias),
+            into=self._weights.linear(weights.into),
+            gates=self._weights.linear(weights.gates),
+            out=self._weights.linear(weights.out),
             conv=self._weights.keep(weights.conv),
             conv_bias=self._weights.keep(weights.conv_bias),
             decay=self._weights.keep(weights.decay),
@@ -324,27 +328,22 @@ def _wide(embedding: Tensor) -> Tensor:
 SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}  # numbers of csrc/specs.hpp
 
 
-def dense_mlp(packer: WeightPacker, weights: DenseMlpWeights, gated: bool, inner: int) -> MlpSpec:
+def dense_mlp(packer: WeightPacker, weights: _Mlp, gated: bool, inner: int) -> MlpSpec:
     """Packs an MLP of ``inner`` neurons."""
-    up = halves(weights.up) if gated else weights.up
     return MlpSpec(
-        up=packer.matrix(up, weights.up_bias, interleave=gated),
-        down=packer.matrix([weights.down], weights.down_bias),
+        up=packer.linear(weights.up, gated),
+        down=packer.linear(weights.down),
         inner=padded(inner, LANES),
         gated=gated,
     )
 
 
-def expert_mlp(packer: WeightPacker, weights: ExpertWeights) -> ExpertsSpec:
+def expert_mlp(packer: WeightPacker, weights: _Experts) -> ExpertsSpec:
     """Packs experts and their router."""
     e = weights.experts
-    shared: dict[str, Matrix] = {}
-    if weights.shared_down is not None:
-        up = halves(weights.shared_up) if e.gated else weights.shared_up
-        shared["shared_up"] = packer.matrix(up, weights.shared_up_bias, interleave=e.gated)
-        shared["shared_down"] = packer.matrix([weights.shared_down], weights.shared_down_bias)
+    shared = {"shared_up": packer.linear(weights.shared_up, e.gated), "shared_down": packer.linear(weights.shared_down)}
     router = RouterSpec(
-        weights=packer.router(weights.router, weights.router_bias),
+        weights=packer.router(weights.router),
         correction=packer.keep(weights.correction),
         experts=e.count,
         chosen=e.chosen,
@@ -362,7 +361,7 @@ def expert_mlp(packer: WeightPacker, weights: ExpertWeights) -> ExpertsSpec:
     return ExpertsSpec(
         router=router,
         shared_gate=packer.keep(weights.shared_gate),
-        router_norm=NormSpec(packer.keep(weights.router_norm)),
+        router_norm=packer.norm(weights.router_norm),
         expert_scales=packer.keep(weights.expert_scales),
         gated=e.gated,
         scaled_inputs=e.scaled_inputs,

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.formats.experts import MatrixStack
 from foretoken.models.formats.grouped import Grouped, TwoLevels, joinable, strips
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
-from foretoken.models.formats.weights import NormWeight
+from foretoken.models.formats.weights import LinearWeights, MatrixStack, NormWeight
 from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix, NormSpec, UpperBytes
 from foretoken.models.runners.native.build import Kind, ScaleKind, grouped_kind
 from foretoken.models.runners.native.memory import Arena, SmallMatrices, padded
@@ -290,9 +289,15 @@ class WeightPacker:
         """Packs the matrices of one product; see ``pack``."""
         return self._hold(pack(self._arena, _one_layout(parts), bias, interleave, self._compress))
 
-    def router(self, weights: Tensor, bias: Tensor | None) -> Matrix:
+    def linear(self, weights: LinearWeights | None, gated: bool = False) -> Matrix:
+        """Packs a product, empty without weights. Blocks of outputs of gate and up alternate in a ``gated`` one."""
+        if weights is None:
+            return Matrix()
+        return self.matrix(halves(weights.parts) if gated else weights.parts, weights.bias, interleave=gated)
+
+    def router(self, weights: LinearWeights) -> Matrix:
         """Packs the matrix of a router, which is not compressed."""
-        return self._hold(pack(self._arena, [weights], bias))
+        return self._hold(pack(self._arena, weights.parts, weights.bias))
 
     def stack(self, matrices: MatrixStack) -> Matrix:
         """Packs a stack of matrices."""
