@@ -86,7 +86,7 @@ def states_of(model: Model) -> RecurrentStates:
 
 def pages_of(model: Model) -> HybridState:
     runner = model.runner  # type: ignore[attr-defined]
-    pages: HybridState = runner._pages._pages if isinstance(runner, CudaRunner) else runner._pages
+    pages: HybridState = runner._pages
     return pages
 
 

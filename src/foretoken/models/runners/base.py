@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import NO_NORMS, BranchFactors
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.state.pages import SlotCache
 
 
 def injecting(architecture: Architecture) -> Architecture:
@@ -44,71 +46,7 @@ class Pass:
     ranked: NDArray[np.int64] | None = None
 
 
-class BasicRunner:
-    """Base class of runners without LoRA adapters and chains.
-
-    Attributes:
-        not_compiled: the reason that the compiled kernels do not compute the model.
-        computes_chains: see ``Runner``.
-        fuses: see ``Runner``.
-    """
-
-    computes_chains = fuses = False
-
-    not_compiled = "the kernels run on CPUs"
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        return ()
-
-    def pack_adapter(self, layers: Sequence[AdapterLayer]) -> Any:
-        """Raises InvalidRequest: only the compiled kernels compute adapters."""
-        raise InvalidRequest(
-            "LoRA adapters are computed by the compiled kernels alone, and torch operators compute this model "
-            f"({self.not_compiled}); merge the adapter into the model with PEFT's merge_and_unload"
-        )
-
-    def add_adapter(self, name: str, adapter: Any) -> None:
-        """Never called: ``pack_adapter`` returns no adapter."""
-        raise NotImplementedError
-
-    def remove_adapter(self, name: str) -> None:
-        """Never called: there are no adapters."""
-        raise NotImplementedError
-
-    def borrow_head(self, lender: Runner) -> bool:
-        """Returns False: passes have no other head."""
-        return False
-
-    def chains(
-        self,
-        plan: PassPlan,
-        requests: Sequence[ChainRequest],
-        vocabulary: DraftVocabulary,
-        state: int | None = None,
-        foreseen: bool = False,
-    ) -> list[ModelChain]:
-        """Not called while ``computes_chains`` is false."""
-        raise NotImplementedError
-
-
-class DecoderOnly(BasicRunner):
-    """Base class of runners without an encoder, whose only state is a KV cache."""
-
-    @property
-    def state_bytes(self) -> int:
-        return 0
-
-    def resume(self, slot: int, rows: int) -> int:
-        """Returns ``rows``: any row of a KV cache can be followed by others."""
-        return rows
-
-    def attach(self, slot: int, source: Sequence[int]) -> None:
-        """Raises InvalidRequest: there is no encoder."""
-        raise InvalidRequest(NO_ENCODER)
-
-
-class Runner(Protocol):
+class Runner(ABC):
     """Slots of cache rows, and forward passes over them.
 
     Attributes:
@@ -118,22 +56,27 @@ class Runner(Protocol):
         pass_rows: approximate maximum of rows of a pass that several sequences share.
         computes_chains: whether ``chains`` may be called.
         fuses: whether passes compute ``weights.Entry.fusion``, and take a target's states in the place of features.
+        not_compiled: the reason that the compiled kernels do not compute the model.
     """
 
     batch_invariant: bool
     chunk_invariant: bool
     joint_rows: int
     pass_rows: int
-    computes_chains: bool
-    fuses: bool
+    computes_chains: bool = False
+    fuses: bool = False
+    not_compiled: str = "the kernels run on CPUs"
+    _pages: SlotCache  # the KV cache
 
     @property
+    @abstractmethod
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache per token."""
 
     @property
     def state_bytes(self) -> int:
         """Bytes of a sequence's recurrent state, at any length; 0 for none."""
+        return 0
 
     def acquire(
         self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
@@ -148,16 +91,19 @@ class Runner(Protocol):
         Returns:
             The slot, and the number of leading tokens whose rows it already holds.
         """
+        return self._pages.acquire(tokens, scope)
 
     def attach(self, slot: int, source: Sequence[int]) -> None:
         """Sets the encoder's input of a slot, before its first pass.
 
         Raises InvalidRequest if the model has no encoder, or the source is too long for it.
         """
+        raise InvalidRequest(NO_ENCODER)
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the loaded adapters."""
+        return ()
 
     def pack_adapter(self, layers: Sequence[AdapterLayer]) -> Any:
         """Returns an adapter for ``add_adapter``. Passes may run in another thread meanwhile.
@@ -168,24 +114,34 @@ class Runner(Protocol):
         Raises:
             InvalidRequest: the runner computes no adapters.
         """
+        raise InvalidRequest(
+            "LoRA adapters are computed by the compiled kernels alone, and torch operators compute this model "
+            f"({self.not_compiled}); merge the adapter into the model with PEFT's merge_and_unload"
+        )
 
     def add_adapter(self, name: str, adapter: Any) -> None:
         """Adds a packed adapter under a name that was never used before."""
+        raise NotImplementedError
 
     def remove_adapter(self, name: str) -> None:
         """Removes an adapter that no slot has."""
+        raise NotImplementedError
 
     def release(self, slot: int) -> None:
         """Frees a slot. Its rows stay available to the prefix cache only."""
+        self._pages.release(slot)
 
     def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
         """Makes the slot's first ``rows`` rows shareable: the final rows of the first of ``tokens``."""
+        self._pages.publish(slot, tokens, rows)
 
     def enable_prefix_cache(self, max_bytes: int) -> bool:
         """Enables prefix caching within ``max_bytes`` bytes of KV cache. Returns whether the runner supports it."""
+        return self._pages.enable_prefix_cache(max_bytes)
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping of slots and rows is inconsistent."""
+        self._pages.check()
 
     def resume(self, slot: int, rows: int) -> int:
         """Prepares a slot for a pass that follows its first ``rows`` rows.
@@ -193,14 +149,18 @@ class Runner(Protocol):
         Returns:
             Number of these rows that the pass can follow; it computes the others again, to the same bits.
         """
+        return self._pages.resume(slot, rows)
 
+    @abstractmethod
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         """Moves rows ``sources`` (ascending) to ``destination`` onward, in order: the accepted path of a draft tree."""
 
     def nbytes(self) -> int:
         """Returns the bytes of the KV cache."""
+        return self._pages.nbytes()
 
-    def first(self, architecture: Any, norm: Tensor | None) -> Runner:
+    @abstractmethod
+    def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         """Returns a runner of the first ``architecture.layers`` layers and the same head.
 
         It shares the weights and has separate slots.
@@ -210,7 +170,8 @@ class Runner(Protocol):
             norm: weight of the norm before the head, float32 [H]; None for the model's.
         """
 
-    def injector(self) -> Runner:
+    @abstractmethod
+    def injector(self) -> Self:
         """Returns a runner that writes keys and values of features to the same slots, with the same weights.
 
         Every layer computes them from the features themselves, without a norm, as in DFlash (2602.06036). Its passes
@@ -219,10 +180,13 @@ class Runner(Protocol):
 
     def borrow_head(self, lender: Runner) -> bool:
         """Takes another runner's vocabulary head in the place of its own. Returns whether it can."""
+        return False
 
+    @abstractmethod
     def unembed(self, hidden: Tensor) -> Tensor:
         """Applies the vocabulary head alone to normed states [rows, H]. Returns logits, float32 [rows, V]."""
 
+    @abstractmethod
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         """Computes every row of the plan and writes its keys and values.
 
@@ -250,3 +214,4 @@ class Runner(Protocol):
             state: the tap that is the features of the next row, in a model that takes features.
             foreseen: whether the outputs of each sequence are all levels of its chain, so that no other pass follows.
         """
+        raise NotImplementedError

@@ -6,7 +6,7 @@ distinguishes sequences. No row's logits depend on what shares the pass (see ``a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from foretoken.models.formats.weights import (
     SelfAttentionWeights,
 )
 from foretoken.models.runners.attention import Geometry
-from foretoken.models.runners.base import DecoderOnly, Pass, injecting
+from foretoken.models.runners.base import Pass, Runner, injecting
 from foretoken.models.runners.functional import normalize, rotary_table, rotate
 from foretoken.models.runners.layout import AttentionSizes, Layout
 from foretoken.models.runners.linear import can_pack, moved, product
@@ -48,10 +48,11 @@ from foretoken.models.runners.torch_layers import (
     on_device,
     recurrent,
 )
-from foretoken.models.state.kv import KVCache, SlotCache
+from foretoken.models.state.kv import KVCache
+from foretoken.models.state.pages import SlotCache
 
 
-class TorchRunner(DecoderOnly):
+class TorchRunner(Runner):
     """A runner for every device and dtype that torch supports. Recurrent layers need ``CudaRunner``.
 
     Args:
@@ -85,14 +86,14 @@ class TorchRunner(DecoderOnly):
         self._embedding_norm = moved_norm(ends.embedding_norm, device)
         self._inputs = None if ends.layer_inputs is None else TorchLayerInputs(device, dtype, a, ends.layer_inputs)
         self._tables: list[tuple[Tensor, Tensor]] = []
-        self.cache: SlotCache = self._new_cache(a)
+        self._new_cache()
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = copy(self)
         view._architecture = architecture
         view._layers = self._layers[: architecture.layers]
         view._norm = self._norm if norm is None else NormWeight(norm.to(self._device))
-        view.cache = view._new_cache(architecture)
+        view._new_cache()
         return view
 
     def injector(self) -> Self:
@@ -106,42 +107,27 @@ class TorchRunner(DecoderOnly):
         """The dtype of keys and values; see ``attention.py``."""
         return torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype
 
-    def _new_cache(self, a: Architecture) -> SlotCache:
-        shapes = [None if size is None else (size.kv_heads, size.head_dim) for size in cached_sizes(a)]
-        return KVCache(shapes, self._cache_dtype, self._device)
+    def _new_cache(self) -> None:
+        sizes = cached_sizes(self._architecture)
+        shapes = [None if size is None else (size.kv_heads, size.head_dim) for size in sizes]
+        self._pages: SlotCache = KVCache(shapes, self._cache_dtype, self._device)
+
+    @property
+    def _slots(self) -> KVCache:
+        assert isinstance(self._pages, KVCache)
+        return self._pages
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.cache.kv_bytes_per_token
-
-    def acquire(
-        self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
-    ) -> tuple[int, int]:
-        return self.cache.acquire(tokens, scope)
-
-    def release(self, slot: int) -> None:
-        self.cache.release(slot)
-
-    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
-        self.cache.publish(slot, tokens, rows)
-
-    def enable_prefix_cache(self, max_bytes: int) -> bool:
-        return self.cache.enable_prefix_cache(max_bytes)
-
-    def check(self) -> None:
-        self.cache.check()
+        return self._slots.kv_bytes_per_token
 
     @torch.inference_mode()
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
-        self.cache.move(slot, destination, sources)
-
-    def nbytes(self) -> int:
-        return self.cache.nbytes()
+        self._slots.move(slot, destination, sources)
 
     @torch.inference_mode()
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        cache = self.cache
-        assert isinstance(cache, KVCache)
+        cache = self._slots
         cache.reserve(plan.reach + 1)
         self._reserve_positions(cache.rows)
         geometry = Geometry.of(plan, cache, self._architecture.views, self._device)

@@ -135,4 +135,4 @@ class EncoderStack(TorchRunner):
         try:
             return encoded(self, self._architecture.layers, source)
         finally:
-            self.cache = self._new_cache(self._architecture)  # keys and values are not read again
+            self._new_cache()  # keys and values are not read again

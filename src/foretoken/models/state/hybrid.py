@@ -89,10 +89,10 @@ class HybridState(Pages):
         # pages between snapshots, so that snapshots take at most the memory of pages
         self._every = -(-shape.snapshot_bytes // page_bytes)
 
-    def enable_prefix_cache(self, max_bytes: int) -> None:
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
         snapshot, run = self.states.shape.snapshot_bytes, self._every * self.page_bytes
         self.snapshots.limit = max_bytes // (run + snapshot)
-        super().enable_prefix_cache(max_bytes - self.snapshots.limit * snapshot)
+        return super().enable_prefix_cache(max_bytes - self.snapshots.limit * snapshot)
 
     def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
         number, _ = super().acquire(tokens, scope)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from foretoken.models.state.pages import SlotCache
 
 BUCKET = 128  # the rows of a buffer are a multiple of this
 
@@ -26,36 +27,7 @@ def finite(states: Tensor) -> Tensor:
     return states.nan_to_num(0.0, 0.0, 0.0)
 
 
-class SlotCache(Protocol):
-    """A KV cache with a slot for each sequence. The methods are those of ``runners.base.Runner``."""
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
-
-    def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
-        """Takes the lowest free slot. Returns it, and the number of leading tokens whose rows it holds."""
-
-    def release(self, slot: int) -> None:
-        """Frees a slot."""
-
-    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
-        """Makes the slot's first ``rows`` rows shareable."""
-
-    def enable_prefix_cache(self, max_bytes: int) -> bool:
-        """Enables prefix caching. Returns whether the cache supports it."""
-
-    def check(self) -> None:
-        """Raises AssertionError if the bookkeeping is inconsistent."""
-
-    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
-        """Moves rows ``sources`` to ``destination`` onward, in order: the accepted path of a draft tree."""
-
-    def nbytes(self) -> int:
-        """Returns the bytes of all slots."""
-
-
-class KVCache:
+class KVCache(SlotCache):
     """Keys and values of all sequences: two tensors [slots, kv_heads, rows, head_dim] per layer.
 
     Args:
@@ -82,7 +54,6 @@ class KVCache:
         return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in self._shapes) * self._dtype.itemsize
 
     def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
-        """Takes the lowest free slot, which keeps the batch dense. It holds no rows."""
         if not self._free:
             slots = max(1, self.slots * 2)
             self._resize(slots, self.rows)
@@ -90,19 +61,8 @@ class KVCache:
             self.slots = slots
         return heapq.heappop(self._free), 0
 
-    def release(self, slot: int) -> None:
-        """Frees a slot."""
-        heapq.heappush(self._free, slot)
-
-    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
-        """Does nothing: slots share no rows."""
-
-    def enable_prefix_cache(self, max_bytes: int) -> bool:
-        """Returns False: slots share no rows."""
-        return False
-
-    def check(self) -> None:
-        """Does nothing: slots share no rows."""
+    def release(self, number: int) -> None:
+        heapq.heappush(self._free, number)
 
     def reserve(self, rows: int) -> None:
         """Grows every slot to at least ``rows`` rows, by doubling, so that copies are rare."""
@@ -121,7 +81,6 @@ class KVCache:
             buffer[slot, :, destination : destination + len(sources)] = buffer[slot].index_select(1, index)
 
     def nbytes(self) -> int:
-        """Returns the bytes of all buffers."""
         return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
     def _buffer(self, layer: int, slots: int, rows: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import heapq
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -59,8 +60,44 @@ class Slot:
     discarded: int = 0
 
 
-class Pages:
-    """Allocates pages to slots.
+class SlotCache(ABC):
+    """A KV cache with a slot for each sequence."""
+
+    @abstractmethod
+    def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
+        """Takes the lowest free slot, which keeps a batch dense, for a sequence that begins with ``tokens``.
+
+        Only rows with the same ``scope``, which is no integer, are reused.
+
+        Returns:
+            The slot, and the number of leading tokens whose rows it holds: always fewer than ``tokens``.
+        """
+
+    @abstractmethod
+    def release(self, number: int) -> None:
+        """Frees a slot."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Returns the bytes that slots hold."""
+
+    def publish(self, number: int, tokens: Sequence[int], rows: int) -> None:
+        """Makes rows shareable: the slot's first ``rows`` rows hold the first of ``tokens`` and are final."""
+
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        """Keeps rows for later prompts, within ``max_bytes`` for all slots. Returns whether the cache supports it."""
+        return False
+
+    def resume(self, number: int, rows: int) -> int:
+        """Returns the number of a slot's first ``rows`` rows that the next pass can follow; it recomputes others."""
+        return rows
+
+    def check(self) -> None:
+        """Raises AssertionError if the bookkeeping is inconsistent."""
+
+
+class Pages(SlotCache):
+    """Allocates pages to slots. Full pages of a slot are shareable.
 
     Args:
         allocate: returns the address of as many zeroed bytes as it is called with.
@@ -89,18 +126,12 @@ class Pages:
         self._serials = count(1)
         self._allocated = 0
 
-    def enable_prefix_cache(self, max_bytes: int) -> None:
-        """Keeps pages for later prompts, within ``max_bytes`` for all pages; open slots may exceed the bound."""
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        """See ``SlotCache``; open slots may exceed the bound."""
         self.limit = max_bytes
+        return True
 
     def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
-        """Takes the lowest free slot for a sequence that begins with ``tokens``.
-
-        Only pages with the same ``scope``, which is no integer, are reused.
-
-        Returns:
-            The slot, and the number of leading tokens whose rows it holds: always fewer than ``tokens``.
-        """
         if not self._free_slots:
             self._free_slots.append(len(self._slots))
             self._slots.append(Slot())
@@ -128,7 +159,6 @@ class Pages:
         heapq.heappush(self._free_slots, number)
 
     def publish(self, number: int, tokens: Sequence[int], rows: int) -> None:
-        """Makes full pages shareable: the slot's first ``rows`` rows hold the first of ``tokens`` and are final."""
         slot = self._slots[number]
         if self.limit is None or slot.discarded:
             return
@@ -148,7 +178,6 @@ class Pages:
             slot.known += 1
 
     def resume(self, number: int, rows: int) -> int:
-        """Returns the number of a slot's first ``rows`` rows that the next pass can follow; it recomputes others."""
         return rows if self._slots[number].discarded * PAGE <= max(0, rows + 1 - self._window) else 0
 
     def accept(self, number: int, destination: int, sources: Sequence[int]) -> None:
@@ -196,11 +225,9 @@ class Pages:
         return self._slots[number].addresses
 
     def nbytes(self) -> int:
-        """Returns the bytes of all pages that slots hold."""
         return self.page_bytes * len({page.serial for slot in self._slots for page in slot.pages})
 
     def check(self) -> None:
-        """Raises AssertionError if the bookkeeping is inconsistent."""
         held = [page for slot in self._slots for page in slot.pages]
         users: dict[int, int] = {}
         for page in held:

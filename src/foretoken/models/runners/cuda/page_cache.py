@@ -7,7 +7,7 @@ grows, and a sequence takes the memory of its own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from foretoken.models.runners.triton_kernels.rows import UNIT, LayerPages
 from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
 from foretoken.models.state.recurrent import StateShape
-from foretoken.models.state.replay import ReplayPlan, Rows
 
 
 class DeviceMemory:
@@ -74,6 +73,11 @@ class PageCache:
         dtype: type of keys and values; int8 ones have a scale for each head and token.
         shape: sizes of the recurrent state beside keys and values; None for none.
         rank: number of the keys' elements that are also the values (latent attention); 0 if values are stored.
+
+    Attributes:
+        pages: the pages of each slot.
+        token_bytes: bytes of one token's keys and values in all layers.
+        state_bytes: bytes of a sequence's recurrent state.
     """
 
     def __init__(
@@ -110,9 +114,9 @@ class PageCache:
         page = max(PAGE * self.token_bytes, UNIT)
         self.state_bytes = 0 if shape is None else shape.bytes
         if shape is None:
-            self._pages = Pages(self._memory.allocate, page, self._memory.copy)
+            self.pages = Pages(self._memory.allocate, page, self._memory.copy)
         else:
-            self._pages = HybridState(self._memory, page, shape)
+            self.pages = HybridState(self._memory, page, shape)
 
     def _extend(self, start: int, blocks: int, row: int) -> None:
         if self._parts and self._parts[-1][2] == row:
@@ -130,50 +134,15 @@ class PageCache:
         Returns:
             Positions of their pages, in ``UNIT`` bytes from ``LayerPages.base``.
         """
-        self._pages.reserve(slot, first, rows)
-        held = np.array(self._pages.held(slot)[: -(-rows // PAGE)], dtype=np.int64)
+        self.pages.reserve(slot, first, rows)
+        held = np.array(self.pages.held(slot)[: -(-rows // PAGE)], dtype=np.int64)
         places: Places = (held - self._base) // UNIT
         return places
 
-    # for recurrent layers; see ``state.pages.Pages``
-
-    def resume(self, slot: int, rows: int) -> int:
-        """Returns the number of a slot's first ``rows`` rows that the next pass can follow."""
-        return self._pages.resume(slot, rows)
-
-    def plan(self, parts: Sequence[Rows]) -> ReplayPlan | None:
-        """Returns the steps of a pass, which ``finish`` must follow; None without recurrent layers."""
-        return self._pages.plan(parts)
-
-    def finish(self) -> None:
-        """Records that the last planned pass has run."""
-        self._pages.finish()
-
-    # the interface of ``state.kv.SlotCache``
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.token_bytes
-
-    def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
-        return self._pages.acquire(tokens, scope)
-
-    def release(self, slot: int) -> None:
-        self._pages.release(slot)
-
-    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
-        self._pages.publish(slot, tokens, rows)
-
-    def enable_prefix_cache(self, max_bytes: int) -> bool:
-        self._pages.enable_prefix_cache(max_bytes)
-        return True
-
-    def check(self) -> None:
-        self._pages.check()
-
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
-        self._pages.accept(slot, destination, sources)
-        held = self._pages.held(slot)
+        """Moves rows ``sources`` to ``destination`` onward, in order: the accepted path of a draft tree."""
+        self.pages.accept(slot, destination, sources)
+        held = self.pages.held(slot)
         for row, source in enumerate(sources, destination):
             if row == source:
                 continue
@@ -182,6 +151,3 @@ class PageCache:
                 part = slice(start, start + blocks * PAGE * size)
                 new, old = (page[part].view(blocks, PAGE, size) for page in (to, whence))
                 new[:, row % PAGE] = old[:, source % PAGE]
-
-    def nbytes(self) -> int:
-        return self._pages.nbytes()

@@ -71,23 +71,25 @@ class CudaRunner(TorchRunner):
         self._tile = min(map(rows_per_tile, groups), default=1)
         self._graphs: Graphs | None = None
 
-    def _new_cache(self, a: Architecture) -> PageCache:
+    def _new_cache(self) -> None:
+        a = self._architecture
         layers, recurrence = a.recurrent_layers, a.recurrence
         shape = StateShape.of(recurrence, layers) if recurrence is not None and layers else None
         rank = 0 if a.latent is None else a.latent.rank
-        return PageCache(cached_sizes(a), self._kept_as, self._device, shape, rank)
+        self._paged = PageCache(cached_sizes(a), self._kept_as, self._device, shape, rank)
+        self._pages = self._paged.pages
 
     @property
-    def _pages(self) -> PageCache:
-        assert isinstance(self.cache, PageCache)
-        return self.cache
+    def kv_bytes_per_token(self) -> int:
+        return self._paged.token_bytes
 
     @property
     def state_bytes(self) -> int:
-        return self._pages.state_bytes
+        return self._paged.state_bytes
 
-    def resume(self, slot: int, rows: int) -> int:
-        return self._pages.resume(slot, rows)
+    @torch.inference_mode()
+    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        self._paged.move(slot, destination, sources)
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = super().first(architecture, norm)
@@ -107,8 +109,8 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        pages = [self._pages.reserve(part.slot, part.first, part.end) for part in plan.parts]
-        plan = replace(plan, replay=self._pages.plan(plan.parts))
+        pages = [self._paged.reserve(part.slot, part.first, part.end) for part in plan.parts]
+        plan = replace(plan, replay=self._paged.pages.plan(plan.parts))
         bucket = Bucket.of(plan, taps, logits)
         self._reserve_positions(bucket.longest)
         inputs = self._inputs_of(plan, bucket, pages)
@@ -118,7 +120,7 @@ class CudaRunner(TorchRunner):
             computed = graph.replay()
         else:
             computed = self._compute(inputs.to(self._device), bucket)
-        self._pages.finish()
+        self._paged.pages.finish()
         tapped = {number: computed[number][: len(plan.tokens)].clone() for number in taps}
         return Pass(fetched(computed[LOGITS][: len(plan.outputs)]) if logits else None, tapped)
 
@@ -133,7 +135,7 @@ class CudaRunner(TorchRunner):
 
     def _compute(self, inputs: Inputs, bucket: Bucket) -> States:
         """Computes the taps of all rows of the bucket, and logits, the plan's outputs first."""
-        layout = RowLayout.of(inputs.table, bucket, self._pages, self._biases, inputs.steps)
+        layout = RowLayout.of(inputs.table, bucket, self._paged, self._biases, inputs.steps)
         states = self._states(layout, bucket.taps, features=inputs.features)
         computed = self._tapped(states, bucket.taps, slice(None))
         if bucket.logits:

@@ -19,7 +19,7 @@ from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
-from foretoken.models.runners.base import DecoderOnly, Pass, Runner, injecting
+from foretoken.models.runners.base import Pass, Runner, injecting
 from foretoken.models.runners.native.arrays import ChainArrays, pass_arrays, replay_pointer
 from foretoken.models.runners.native.bindings import (
     UNIT,
@@ -46,7 +46,7 @@ from foretoken.models.state.recurrent import StateShape
 KEPT_ARRAYS = 64  # numbers and shapes of drafts whose arrays are kept
 
 
-class NativeRunner(DecoderOnly):
+class NativeRunner(Runner):
     """A runner on compiled CPU kernels.
 
     Each element of a product, score or weighted value is summed in a fixed order, independent of other rows. So rows
@@ -129,7 +129,7 @@ class NativeRunner(DecoderOnly):
         self.kinds = matrix_kinds(self._spec)
         self._library = library(self.kinds, self._cache_kind)
         self._workspace = self._library.workspace(self._spec)
-        self._pages = self._new_pages()
+        self._pages: Pages = self._new_pages()
         self.computes_chains = self._state_shape() is None  # recurrent layers need a plan of every pass
         self.fuses = bool(self._spec.fused_layers)
         self._chain_logits = torch.empty(0)  # memory of ``chains``
@@ -177,16 +177,6 @@ class NativeRunner(DecoderOnly):
         kernels = library(kinds, self._cache_kind)
         self.kinds, self._library, self._workspace = kinds, kernels, kernels.workspace(self._spec)
 
-    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
-        self._pages.publish(slot, tokens, rows)
-
-    def enable_prefix_cache(self, max_bytes: int) -> bool:
-        self._pages.enable_prefix_cache(max_bytes)
-        return True
-
-    def check(self) -> None:
-        self._pages.check()
-
     @property
     def kv_bytes_per_token(self) -> int:
         return token_bytes(self._architecture, self._cache_kind)
@@ -206,9 +196,6 @@ class NativeRunner(DecoderOnly):
             return new_pages(self._arena.allocate, token, self._spec, self._cache_kind)
         return HybridState(self._arena, PAGE * max(token, 1), shape)
 
-    def resume(self, slot: int, rows: int) -> int:
-        return self._pages.resume(slot, rows)
-
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         self._pages.accept(slot, destination, sources)
         if not sources or (sources[0] == destination and sources[-1] == destination + len(sources) - 1):
@@ -217,9 +204,6 @@ class NativeRunner(DecoderOnly):
         pages = self._pages.addresses(slot)
         count = self._pages.count(slot)
         self._library.foretoken_move(self._spec, pages, count, destination, rows.buffer_info()[0], len(rows))
-
-    def nbytes(self) -> int:
-        return self._pages.nbytes()
 
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         a, outputs = self._architecture, len(plan.outputs) if logits else 0
