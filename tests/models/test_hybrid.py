@@ -16,7 +16,6 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model
 from foretoken.models.loading import load_model
 from foretoken.models.resumable import Resumable
-from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE
 from foretoken.models.state.recurrent import RecurrentStates

@@ -25,6 +25,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, WriteError
 from foretoken.costs.measured import CONTEXT, MeasuredCosts, PassCost, TimeSpread
 from foretoken.models.base import Handle, Model
+from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
 from foretoken.models.formats.checkpoint import load_config, quiet_transformers
 from foretoken.models.formats.quantize import Quantizer
@@ -269,7 +270,7 @@ def matrices(config: Mapping[str, Any]) -> list[Shape]:
     For an encoder-decoder these are the decoder's; the KV cache of the source is computed once, not in every pass.
     """
     if supports(config):
-        return _of_decoder(Seq2SeqArchitecture.of(config))
+        return _of_decoder(Seq2SeqArchitecture.of(config).decoder)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -282,17 +283,17 @@ def matrices(config: Mapping[str, Any]) -> list[Shape]:
     return layer * config["num_hidden_layers"] + [(config["vocab_size"], hidden)]
 
 
-def _of_decoder(a: Seq2SeqArchitecture) -> list[Shape]:
-    stack = a.decoder
+def _of_decoder(a: Architecture) -> list[Shape]:
+    wide = a.heads * a.head_dim
     layer = [
-        (3 * stack.width, a.hidden),
-        (a.hidden, stack.width),
-        (stack.width, a.hidden),
-        (a.hidden, stack.width),
-        ((1 + a.gated) * stack.inner, a.hidden),
-        (a.hidden, stack.inner),
+        (3 * wide, a.hidden),
+        (a.hidden, wide),
+        (wide, a.hidden),
+        (a.hidden, wide),
+        (len(a.names.up) * a.intermediate, a.hidden),
+        (a.hidden, a.intermediate),
     ]
-    return layer * stack.layers + [(a.vocab, a.hidden)]
+    return layer * a.layers + [(a.vocab, a.hidden)]
 
 
 class Floor:

@@ -21,7 +21,6 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores, growing, no_logits
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture, supports
-from foretoken.models.families.seq2seq import Seq2SeqArchitecture
 from foretoken.models.formats.grouped import GroupedWeights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.lora.tensors import read_adapter
@@ -55,6 +54,8 @@ class Decoder(Model):
     """
 
     taps_before_norm = True
+    architecture: Architecture
+    runner: Runner
 
     def __init__(
         self,
@@ -70,16 +71,28 @@ class Decoder(Model):
         check_quantization(quantization)
         check_weight_format(weight_format)
         check_kv_cache_dtype(kv_cache_dtype)
-        in_file = check_prequantized(config) or isinstance(weights, GroupedWeights)
-        self.quantized = quantization is not None or in_file
-        a = Architecture.of(config, max_length)
-        self.architecture: Architecture | Seq2SeqArchitecture = a
         self.dtype, self.device = dtype, device
+        source = Source(weights, self.decoder_of(config, max_length), dtype, Quantizer.of(quantization))
+        a = self.architecture = source.architecture
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length, self.has_experts = a.max_length, a.has_experts
-        source = Source(weights, a, dtype, Quantizer.of(quantization))
-        cache = _cache(config, weights, dtype, quantization, weight_format)
-        self.runner: Runner = cached_runner(a, dtype, device, cache, kv_cache_dtype) or build_runner(
+        in_file = check_prequantized(config) or isinstance(weights, GroupedWeights)
+        self.quantized = quantization is not None or in_file
+        self.runner = self._runner(config, source, quantization, weight_format, kv_cache_dtype)
+        self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
+
+    def _runner(
+        self,
+        config: Mapping[str, Any],
+        source: Source,
+        quantization: str | None,
+        weight_format: str,
+        kv_cache_dtype: str,
+    ) -> Runner:
+        """Returns a runner for the tensors of a checkpoint."""
+        a, dtype, device = source.architecture, self.dtype, self.device
+        cache = _cache(config, source.weights, dtype, quantization, weight_format)
+        return cached_runner(a, dtype, device, cache, kv_cache_dtype) or build_runner(
             a,
             Layers(source),
             read_ends(source),
@@ -89,7 +102,6 @@ class Decoder(Model):
             weight_format=weight_format,
             kv_cache_dtype=kv_cache_dtype,
         )
-        self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 
     @staticmethod
     def supports(config: Mapping[str, Any]) -> bool:
@@ -97,9 +109,9 @@ class Decoder(Model):
         return supports(config)
 
     @staticmethod
-    def decoder_of(config: Mapping[str, Any]) -> Architecture:
+    def decoder_of(config: Mapping[str, Any], max_length: int | None = None) -> Architecture:
         """Returns the architecture of the decoder that a config.json describes."""
-        return Architecture.of(config)
+        return Architecture.of(config, max_length)
 
     # the contract
 
@@ -149,7 +161,7 @@ class Decoder(Model):
         return self.runner.adapters
 
     def read_adapter(self, folder: Path) -> Any:
-        if not isinstance(self.architecture, Architecture):
+        if self.takes_source:
             return super().read_adapter(folder)
         return self.runner.pack_adapter(read_adapter(folder, self.architecture))
 

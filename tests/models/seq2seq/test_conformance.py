@@ -14,11 +14,11 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
+from foretoken.models.families.architecture import RelativeBuckets
 from foretoken.models.loading import load_model
 from foretoken.models.runners.choose import report_fallback
 from foretoken.models.runners.native.build import kernels_available
 from foretoken.models.seq2seq.model import EncoderDecoder
-from foretoken.models.seq2seq.weights import buckets
 
 from .tiny import FAMILIES, build, load, save
 
@@ -182,4 +182,4 @@ def test_buckets_are_those_of_the_papers_code(both_ways: bool, count: int, farth
         bias.copy_(torch.arange(count)[:, None].expand_as(bias))  # the bias of a pair is then its bucket
         pairs = attention.compute_bias(farthest + 1, farthest + 1)[0, 0]
     expected = [*pairs[-1].tolist(), *pairs[0, 1:].tolist()]  # keys before the last query, and behind the first
-    assert buckets(count, farthest, both_ways).tolist() == expected
+    assert RelativeBuckets(count, farthest, both_ways).by_distance().tolist() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +41,39 @@ class Alibi:
         if self.rounded:
             return (torch.tensor(self.slopes).bfloat16().float()[:, None] * at).bfloat16().float() * self.factor
         return torch.tensor(self.slopes)[:, None] * at * self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBuckets:
+    """T5's relative positions (1910.10683): the attention bias of a pair is that of the bucket of its distance.
+
+    Attributes:
+        count: number of buckets.
+        farthest: distance beyond which all distances share a bucket.
+        both_ways: whether rows see keys after them (encoder). In a decoder such distances count as 0.
+    """
+
+    count: int
+    farthest: int
+    both_ways: bool
+
+    def by_distance(self) -> Tensor:
+        """Returns the bucket of every distance key - query from -farthest to farthest, int64 [2 farthest + 1].
+
+        Half of the buckets of a direction hold one distance each; the others grow logarithmically with the distance.
+        """
+        count, distance = self.count, torch.arange(-self.farthest, self.farthest + 1)
+        ahead = torch.zeros_like(distance)
+        if self.both_ways:
+            count //= 2
+            ahead = (distance > 0).long() * count
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        exact = count // 2
+        # the same float32 operations as in transformers, because rounding decides the edges of buckets
+        far = torch.log(distance.float() / exact) / math.log(self.farthest / exact) * (count - exact)
+        return ahead + torch.where(distance < exact, distance, (exact + far.long()).clamp(max=count - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +135,7 @@ class Architecture:
             attention is not latent.
         sinks: whether each head's softmax counts one more key, without a value (gpt-oss).
         norm_sums: whether norms after mixers and MLPs norm the residual stream (BART); otherwise the addition to it.
-        farthest: distance beyond which T5's relative positions are equal; 0 without such positions.
+        relative: T5's relative positions; None for none.
         unit_values: whether each head of values is normed, without weights (Gemma 4).
         layer_inputs: inputs of single layers beside the residual stream; None for none.
         multiplied: whether factors of the family are in the stored weights (Falcon-H1 in GGUF files).
@@ -118,13 +152,13 @@ class Architecture:
     eps: float
     activation: Activation
     scale: float
-    attention_softcap: float
-    final_softcap: float
-    embedding_scale: float
-    norm_offset: float
-    frequencies: tuple[Tensor, ...]
     max_length: int
-    tied: bool
+    attention_softcap: float = 0.0
+    final_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0
+    frequencies: tuple[Tensor, ...] = ()
+    tied: bool = False
     centered: bool = False
     head_norms: HeadNorms | None = None
     factors: BranchFactors = field(default_factory=BranchFactors)
@@ -144,7 +178,7 @@ class Architecture:
     recurrence: Recurrence | None = None
     sinks: bool = False
     norm_sums: bool = False
-    farthest: int = 0
+    relative: RelativeBuckets | None = None
     latent: LatentAttention | None = None
     unit_values: bool = False
     layer_inputs: LayerInputs | None = None
@@ -245,9 +279,6 @@ class Architecture:
             "eps": c["rms_norm_eps"],
             "activation": NAMED_ACTIVATIONS[c.get("hidden_act") or "silu"],
             "scale": head_dim**-0.5,
-            "attention_softcap": 0.0,
-            "final_softcap": 0.0,
-            "embedding_scale": 1.0,
             "norm_offset": family.norm_offset,
             "frequencies": frequencies,
             "max_length": length,

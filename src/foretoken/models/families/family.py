@@ -25,6 +25,7 @@ class TensorNames:
         layer: prefix of a layer's names, which are relative to it.
         positions: table of learned positions; None for none.
         embedding_norm: norm of the embeddings; None for none.
+        last_norm: norm after the last layer; None for none.
         qkv: queries, keys and values, or one matrix of them all.
         by_group: whether that matrix has, for each head of keys, its queries, its keys and its values; otherwise all
             queries, all keys, all values.
@@ -32,13 +33,15 @@ class TensorNames:
         recurrent: prefix of the names of a recurrent mixer.
         scalar: factor of the residual stream after a layer; None for none.
         transposed: whether matrices are stored as [in, out] (GPT-2).
+        cross: queries, keys, values, output and norm of attention over an encoder's states; empty for none.
+        relative: T5's biases by bucket of distance; None for none. A layer without them has those of the first.
     """
 
     base: str = "model."
     embedding: str = "embed_tokens"
     positions: str | None = None
     embedding_norm: str | None = None
-    last_norm: str = "norm"
+    last_norm: str | None = "norm"
     head: str = "lm_head"
     layer: str = "layers.{}."
     norm: str = "input_layernorm"
@@ -55,6 +58,8 @@ class TensorNames:
     recurrent: str = "linear_attn."
     scalar: str | None = None
     transposed: bool = False
+    cross: tuple[str, ...] = ()
+    relative: str | None = None
 
     def qkv_of(self, layer: Layer) -> tuple[str, ...]:
         """Returns the names of the matrices of queries, keys and values that a layer multiplies its input with."""

@@ -1,113 +1,36 @@
-"""The architecture of an encoder-decoder: T5 (1910.10683), BART (1910.13461) and their relatives."""
+"""The architectures of encoder-decoders: T5 (1910.10683), BART (1910.13461) and their relatives."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 from foretoken.core.schema import parse
-from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.architecture import Architecture, RelativeBuckets
 from foretoken.models.families.config import NAMED_ACTIVATIONS
+from foretoken.models.families.family import TensorNames
 from foretoken.models.families.layers import POST, PRE, Layer
 from foretoken.models.families.schema import BartConfig, T5Config
 
 T5, BART = ("t5", "mt5", "umt5"), ("bart", "mbart")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish")
 UNLIMITED = 4096  # maximum length in tokens if positions are relative and config.json has no limit
-LEARNED_OFFSET = 2  # BART's positions begin in the third row of their table
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Sizes of the encoder or the decoder."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    inner: int
-    scale: float
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
+_PARTS = ("q", "k", "v", "o")
 
 
 @dataclass(frozen=True, slots=True)
 class Seq2SeqArchitecture:
-    """An encoder-decoder.
+    """An encoder-decoder: two stacks, which share the embedding.
 
     Attributes:
-        norm_first: whether norms come before attention and MLP (T5, mBART), or after the addition (BART).
-        last_norm: whether each stack ends with a norm.
-        layer_norm: whether norms are layer norms with mean and bias; otherwise RMS norms.
-        buckets: number of buckets of T5's relative positions; 0 for learned absolute positions.
-        farthest: distance beyond which all relative positions share a bucket.
-        embedding_scale: factor of the embeddings.
-        logit_scale: factor of the hidden states before the vocabulary head.
-        source_length: maximum length of a source in tokens.
+        encoder: its ``max_length`` is the maximum length of a source in tokens.
+        decoder: each layer also attends to the encoder's states.
     """
 
-    family: str
-    vocab: int
-    hidden: int
-    encoder: Stack
-    decoder: Stack
-    activation: str
-    gated: bool
-    norm_first: bool
-    last_norm: bool
-    layer_norm: bool
-    eps: float
-    buckets: int
-    farthest: int
-    embedding_scale: float
-    logit_scale: float
-    max_length: int
-    source_length: int
-
-    @property
-    def layers(self) -> int:
-        """Number of decoder layers, the ones that drafts and heads see."""
-        return self.decoder.layers
-
-    def of_side(self, side: Literal["encoder", "decoder"]) -> Architecture:
-        """Returns one of the two stacks as a decoder-only architecture."""
-        stack = self.encoder if side == "encoder" else self.decoder
-        layer = Layer(
-            mlp="gated" if self.gated else "ungated",
-            norms=PRE if self.norm_first else POST,
-            rope=-1,
-        )
-        return Architecture(
-            family=self.family,
-            hidden=self.hidden,
-            heads=stack.heads,
-            kv_heads=stack.heads,
-            head_dim=stack.head_dim,
-            intermediate=stack.inner,
-            stack=(layer,) * stack.layers,
-            vocab=self.vocab,
-            eps=self.eps,
-            activation=NAMED_ACTIVATIONS[self.activation],
-            scale=stack.scale,
-            attention_softcap=0.0,
-            final_softcap=0.0,
-            embedding_scale=self.embedding_scale,
-            norm_offset=0.0,
-            frequencies=(),
-            max_length=self.max_length if side == "decoder" else self.source_length,
-            tied=False,
-            centered=self.layer_norm,
-            logit_scale=self.logit_scale,
-            norm_sums=not self.norm_first,
-            farthest=self.farthest,
-        )
-
-    def first(self, layers: int) -> Seq2SeqArchitecture:
-        """Returns the architecture with the first ``layers`` layers of the decoder."""
-        return replace(self, decoder=replace(self.decoder, layers=layers))
+    encoder: Architecture
+    decoder: Architecture
 
     @staticmethod
     def of(config: Mapping[str, Any], max_length: int | None = None) -> Seq2SeqArchitecture:
@@ -138,61 +61,105 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _of_t5(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
-    family, hidden = c["model_type"], c["d_model"]
+    family, heads = c["model_type"], c["num_heads"]
     activation, gated = _activation(c)
-    encoder = Stack(c["num_layers"], c["num_heads"], c["d_kv"], c["d_ff"], scale=1.0)
     # As in transformers: T5 1.0 scales by the width, 1.1 (not tied) does not; mT5 never scales, umT5 always does.
     scaled = family == "umt5" or (
         family == "t5" and bool(c.get("scale_decoder_outputs", c.get("tie_word_embeddings") is not False))
     )
     length = max(c.get("n_positions") or 0, UNLIMITED)
-    return Seq2SeqArchitecture(
+    buckets = partial(
+        RelativeBuckets, c.get("relative_attention_num_buckets", 32), c.get("relative_attention_max_distance", 128)
+    )
+    encoder = Architecture(
         family=family,
+        hidden=c["d_model"],
+        heads=heads,
+        kv_heads=heads,
+        head_dim=c["d_kv"],
+        intermediate=c["d_ff"],
+        stack=(Layer(mlp="gated" if gated else "ungated", rope=-1),) * c["num_layers"],
         vocab=c["vocab_size"],
-        hidden=hidden,
-        encoder=encoder,
-        decoder=replace(encoder, layers=c.get("num_decoder_layers") or encoder.layers),
-        activation=activation,
-        gated=gated,
-        norm_first=True,
-        last_norm=True,
-        layer_norm=False,
         eps=c.get("layer_norm_epsilon", 1e-6),
-        buckets=c.get("relative_attention_num_buckets", 32),
-        farthest=c.get("relative_attention_max_distance", 128),
-        embedding_scale=1.0,
-        logit_scale=hidden**-0.5 if scaled else 1.0,
+        activation=NAMED_ACTIVATIONS[activation],
+        scale=1.0,
+        max_length=length,
+        logit_scale=c["d_model"] ** -0.5 if scaled else 1.0,
+        relative=buckets(both_ways=True),
+        names=_t5_names("encoder", gated, "1."),
+    )
+    cross = (*(f"1.EncDecAttention.{part}" for part in _PARTS), "1.layer_norm")
+    decoder = replace(
+        encoder,
+        stack=encoder.stack[:1] * (c.get("num_decoder_layers") or encoder.layers),
         max_length=max_length or length,
-        source_length=length,
+        relative=buckets(both_ways=False),
+        names=replace(_t5_names("decoder", gated, "2."), cross=cross),
+    )
+    return Seq2SeqArchitecture(encoder, decoder)
+
+
+def _t5_names(side: str, gated: bool, mlp: str) -> TensorNames:
+    queries, keys, values, out = (f"0.SelfAttention.{part}" for part in _PARTS)
+    return TensorNames(
+        base="",
+        embedding="shared",
+        last_norm=f"{side}.final_layer_norm",
+        layer=f"{side}.block.{{}}.layer.",
+        norm="0.layer_norm",
+        mlp_norm=f"{mlp}layer_norm",
+        qkv=(queries, keys, values),
+        out=out,
+        up=tuple(f"{mlp}DenseReluDense.{name}" for name in (("wi_0", "wi_1") if gated else ("wi",))),
+        down=f"{mlp}DenseReluDense.wo",
+        relative="0.SelfAttention.relative_attention_bias",
     )
 
 
 def _of_bart(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
     hidden, positions, first = c["d_model"], c["max_position_embeddings"], c["model_type"] == "mbart"
 
-    def stack(side: str) -> Stack:
+    def stack(side: str, longest: int) -> Architecture:
         heads = c[f"{side}_attention_heads"]
-        dim = hidden // heads
-        return Stack(c[f"{side}_layers"], heads, dim, c[f"{side}_ffn_dim"], scale=dim**-0.5)
+        return Architecture(
+            family=c["model_type"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            intermediate=c[f"{side}_ffn_dim"],
+            stack=(Layer(mlp="ungated", norms=PRE if first else POST, rope=-1),) * c[f"{side}_layers"],
+            vocab=c["vocab_size"],
+            eps=1e-5,
+            activation=NAMED_ACTIVATIONS[c.get("activation_function", "gelu")],
+            scale=(hidden // heads) ** -0.5,
+            max_length=longest,
+            embedding_scale=hidden**0.5 if c.get("scale_embedding") else 1.0,
+            centered=True,
+            learned_positions=2,
+            norm_sums=not first,
+            names=_bart_names(side, last_norm=first),
+        )
 
-    return Seq2SeqArchitecture(
-        family=c["model_type"],
-        vocab=c["vocab_size"],
-        hidden=hidden,
-        encoder=stack("encoder"),
-        decoder=stack("decoder"),
-        activation=c.get("activation_function", "gelu"),
-        gated=False,
-        norm_first=first,
-        last_norm=first,
-        layer_norm=True,
-        eps=1e-5,
-        buckets=0,
-        farthest=0,
-        embedding_scale=math.sqrt(hidden) if c.get("scale_embedding") else 1.0,
-        logit_scale=1.0,
-        max_length=min(max_length or positions, positions),
-        source_length=positions,
+    return Seq2SeqArchitecture(stack("encoder", positions), stack("decoder", min(max_length or positions, positions)))
+
+
+def _bart_names(side: str, last_norm: bool) -> TensorNames:
+    cross = ("encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj", "encoder_attn.out_proj")
+    return TensorNames(
+        embedding="shared",
+        positions=f"{side}.embed_positions",
+        embedding_norm=f"{side}.layernorm_embedding",
+        last_norm=f"{side}.layer_norm" if last_norm else None,
+        layer=f"{side}.layers.{{}}.",
+        norm="self_attn_layer_norm",
+        after_mixer="self_attn_layer_norm",
+        mlp_norm="final_layer_norm",
+        after_mlp="final_layer_norm",
+        out="self_attn.out_proj",
+        up=("fc1",),
+        down="fc2",
+        cross=(*cross, "encoder_attn_layer_norm") if side == "decoder" else (),
     )
 
 

@@ -22,6 +22,8 @@ from foretoken.models.formats.recurrent import read_convolution, read_delta, rea
 from foretoken.models.formats.weight_files import converted
 from foretoken.models.formats.weights import (
     BesideWeights,
+    CrossAttentionWeights,
+    DecoderLayer,
     DenseMlpWeights,
     Ends,
     ExpertWeights,
@@ -89,10 +91,11 @@ def layer_at(a: Architecture, reader: TensorReader, at: str, index: int) -> Laye
     def norm(name: str, exists: bool) -> NormWeight | None:
         return _norm(a, reader, at + name) if exists else None
 
-    return LayerWeights(
+    return DecoderLayer(
         norm=norm(names.norm, layer.norms.mixer),
         attention=_attention(a, reader, at, layer) if layer.attention else None,
         recurrent=_recurrent(a, reader, at, layer.recurrent),
+        cross=_cross(a, reader, at, layer) if names.cross else None,
         after_mixer=norm(names.after_mixer, layer.norms.after_mixer),
         mlp_norm=norm(names.mlp_norm if beside is None else beside.norm, layer.norms.mlp),
         mlp=_mlp(a, reader, at, layer),
@@ -131,7 +134,30 @@ def _attention(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> 
         v_norm=NormWeight(torch.ones(sizes.head_dim)) if a.unit_values and not shares else None,
         out=LinearWeights((reader.matrix(out, a.hidden, wide),), _attention_bias(a, reader, (out,), a.hidden)),
         sinks=reader.floats(f"{at}self_attn.sinks", (a.heads,)) if a.sinks else None,
+        relative=_relative(a, reader, at),
     )
+
+
+def _cross(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> CrossAttentionWeights[LinearWeights]:
+    queries, keys, values, out, name = (at + name for name in a.names.cross)
+    wide, norm, first = a.heads * a.head_dim, _norm(a, reader, name), layer.norms.mixer
+    return CrossAttentionWeights(
+        norm=norm if first else None,
+        queries=reader.linear((queries,), wide, a.hidden),
+        keys_values=reader.linear((keys, values), 2 * wide, a.hidden),
+        out=reader.linear((out,), a.hidden, wide),
+        after=None if first else norm,
+    )
+
+
+def _relative(a: Architecture, reader: TensorReader, at: str) -> Tensor | None:
+    """Returns a layer's biases by distance, or those of the first layer, [heads, distances]."""
+    if a.relative is None:
+        return None
+    first = reader.base + a.names.layer.format(0)
+    name = next((n for n in (at, first) if f"{n}{a.names.relative}.weight" in reader.weights), first)
+    table = reader.floats(f"{name}{a.names.relative}.weight", (a.relative.count, a.heads))
+    return table.T[:, a.relative.by_distance()].contiguous()
 
 
 def in_runtime_order(a: Architecture, parts: tuple[Matrix, ...], dtype: torch.dtype) -> tuple[Matrix, ...]:
@@ -223,11 +249,30 @@ def _norm(a: Architecture, reader: TensorReader, name: str, size: int | None = N
     return NormWeight(reader.norm(name, size), bias)
 
 
-def read_ends(source: Source) -> Ends:
-    """Reads embedding, last norm and head. Raises ModelLoadError if a tensor is missing or has the wrong shape."""
+def read_ends(source: Source, shared: Matrix | None = None) -> Ends:
+    """Reads embedding, last norm and head. Raises ModelLoadError if a tensor is missing or has the wrong shape.
+
+    Args:
+        shared: embedding of a stack that has no other one and no head; None reads both.
+    """
     a, reader = source.architecture, source.reader
     names, base = a.names, reader.base
-    name = base + names.embedding
+    embedding, head = (shared, shared) if shared is not None else _embedding(source, reader)
+    return Ends(
+        embedding=embedding,
+        norm=_norm(a, reader, base + names.last_norm) if names.last_norm else None,
+        head=head,
+        head_bias=None if shared is not None else _head_bias(a, reader),
+        positions=_positions(a, reader),
+        embedding_norm=_norm(a, reader, base + names.embedding_norm) if names.embedding_norm else None,
+        layer_inputs=None if a.layer_inputs is None else _layer_input_ends(a, reader, a.layer_inputs),
+    )
+
+
+def _embedding(source: Source, reader: TensorReader) -> tuple[Matrix, Matrix]:
+    """Returns embedding and head."""
+    a = source.architecture
+    name = reader.base + a.names.embedding
     stored: Matrix = reader.grouped(name) or reader.get(f"{name}.weight")
     reader.check((stored,), (name,), a.vocab, a.hidden)
     embedding = stored
@@ -238,15 +283,15 @@ def read_ends(source: Source) -> Ends:
         head = replace(reader, transposed=False).matrix(head_name, a.vocab, a.hidden)
     elif source.quantize is not None and isinstance(stored, Tensor):
         head = source.quantize(stored)
-    return Ends(
-        embedding=embedding,
-        norm=_norm(a, reader, base + names.last_norm),
-        head=head,
-        head_bias=reader.bias((head_name,), a.vocab),
-        positions=_positions(a, reader),
-        embedding_norm=_norm(a, reader, base + names.embedding_norm) if names.embedding_norm else None,
-        layer_inputs=None if a.layer_inputs is None else _layer_input_ends(a, reader, a.layer_inputs),
-    )
+    return embedding, head
+
+
+def _head_bias(a: Architecture, reader: TensorReader) -> Tensor | None:
+    """Returns the bias of the head; None if it has none, or one of zeros (BART)."""
+    if "final_logits_bias" not in reader.weights:
+        return reader.bias((reader.head,), a.vocab)
+    bias = reader.floats("final_logits_bias", (1, a.vocab)).flatten()
+    return bias if bool(bias.any()) else None
 
 
 def _layer_input_ends(a: Architecture, reader: TensorReader, s: LayerInputs) -> LayerInputEnds:

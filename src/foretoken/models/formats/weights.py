@@ -78,7 +78,7 @@ class SelfAttentionWeights(Generic[LinearT]):
     out: LinearT
     sinks: Tensor | None = None  # float32 [heads]
     v_norm: NormWeight | None = None
-    relative: Tensor | None = None  # T5's biases by distance, float32 [heads, 2 * Architecture.farthest + 1]
+    relative: Tensor | None = None  # T5's biases by distance, float32 [heads, 2 * farthest + 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def load_assistant(target: Model, model: str | Path | None, path: Path | None) -
         ModelLoadError: it is damaged, or was made for another target.
     """
     folder = find_head("assistant", model, path)
-    if not isinstance(target, Decoder) or not isinstance(target.architecture, Architecture) or path is None:
+    if not isinstance(target, Decoder) or target.takes_source or path is None:
         raise InvalidRequest(
             "an assistant shares the embedding and the KV cache of a target on our own runtime, which does not compute "
             "this target; use another method"

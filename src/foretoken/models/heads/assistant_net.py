@@ -48,7 +48,7 @@ class AssistantNet(FeatureNet):
 
     def __init__(self, head: AssistantHead, embedding: Tensor, target: Decoder) -> None:
         runner, a = target.runner, target.architecture
-        if not isinstance(runner, NativeRunner) or not isinstance(a, Architecture):
+        if not isinstance(runner, NativeRunner) or target.takes_source:
             raise InvalidRequest(
                 "an assistant reads the target's keys and values, which only the compiled kernels share; use another "
                 "method, or run the target on a CPU that has them (foretoken info says why not)"

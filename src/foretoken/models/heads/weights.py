@@ -12,6 +12,7 @@ from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.quantize import Matrix, Quantizer
 from foretoken.models.formats.weights import (
+    DecoderLayer,
     DenseMlpWeights,
     LayerWeights,
     LinearWeights,
@@ -46,7 +47,7 @@ def layer_weights(
         up=LinearWeights(matrices(f"{at}mlp.gate_proj", f"{at}mlp.up_proj")),
         down=LinearWeights(matrices(f"{at}mlp.down_proj")),
     )
-    return LayerWeights(
+    return DecoderLayer(
         norm=norm_weight(tensors, f"{at}input_layernorm"),
         attention=attention,
         after_mixer=None,

@@ -81,7 +81,8 @@ class TorchRunner(Runner):
         # no variable holds a layer while the next is read
         self._layers = list(map(partial(on_device, device=device), layers))
         self._norm = moved_norm(ends.norm, device)
-        self._head = product(ends.head.to(device), moved(ends.head_bias, device))
+        bias = None if ends.head_bias is None else ends.head_bias.to(device, dtype)
+        self._head = product(ends.head.to(device), bias)
         self._positions = moved(ends.positions, device)
         self._embedding_norm = moved_norm(ends.embedding_norm, device)
         self._inputs = None if ends.layer_inputs is None else TorchLayerInputs(device, dtype, a, ends.layer_inputs)
@@ -133,8 +134,8 @@ class TorchRunner(Runner):
         geometry = Geometry.of(plan, cache, self._architecture.views, self._device)
         if self._architecture.alibi is not None:
             geometry = geometry.biased(self._architecture.alibi.table(cache.rows), plan)
-        if self._architecture.farthest:
-            geometry = geometry.relative([_relative(layer) for layer in self._layers], plan)
+        if self._architecture.relative is not None:
+            geometry = geometry.relative(_relative(self._layers), plan)
         outputs = torch.tensor(plan.outputs, device=self._device)
         any_kernel = not logits and len(plan.parts) == 1  # a chunk of one prompt
         states = self._states(geometry, taps, any_kernel, plan.features)
@@ -314,9 +315,14 @@ def cached_sizes(a: Architecture) -> list[HeadSizes | None]:
     return [a.sizes(layer) if layer.attention and layer.source is None else None for layer in a.stack]
 
 
-def _relative(layer: TorchLayer) -> Tensor:
-    assert isinstance(layer.attention, SelfAttentionWeights) and layer.attention.relative is not None
-    return layer.attention.relative
+def _relative(layers: Sequence[TorchLayer]) -> list[Tensor]:
+    """Returns T5's biases by layer; equal ones are the same object."""
+    tables: list[Tensor] = []
+    for layer in layers:
+        assert isinstance(layer.attention, SelfAttentionWeights) and layer.attention.relative is not None
+        table = layer.attention.relative.cpu()
+        tables.append(next((earlier for earlier in tables if torch.equal(earlier, table)), table))
+    return tables
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:

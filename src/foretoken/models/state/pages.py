@@ -83,6 +83,7 @@ class SlotCache(ABC):
 
     def publish(self, number: int, tokens: Sequence[int], rows: int) -> None:
         """Makes rows shareable: the slot's first ``rows`` rows hold the first of ``tokens`` and are final."""
+        return
 
     def enable_prefix_cache(self, max_bytes: int) -> bool:
         """Keeps rows for later prompts, within ``max_bytes`` for all slots. Returns whether the cache supports it."""
@@ -94,6 +95,7 @@ class SlotCache(ABC):
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping is inconsistent."""
+        return
 
 
 class Pages(SlotCache):

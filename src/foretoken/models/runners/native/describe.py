@@ -161,7 +161,7 @@ class Description:
             logit_scale=a.logit_scale,
             clip=a.clip,
             norm_sums=a.norm_sums,
-            farthest=a.farthest,
+            farthest=0 if a.relative is None else a.relative.farthest,
             embedding_kind=KINDS[self._dtype],
             gated_attention=a.gated_attention,
             state=_sizes(a.recurrence, StateSpec),
