@@ -84,8 +84,7 @@ def states_of(model: Model) -> RecurrentStates:
 
 
 def pages_of(model: Model) -> HybridState:
-    runner = model.runner  # type: ignore[attr-defined]
-    pages: HybridState = runner._pages
+    pages: HybridState = model.runner._pages  # type: ignore[attr-defined]
     return pages
 
 

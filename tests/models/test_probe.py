@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.hf.model import HFModel
 from foretoken.models.hf.probe import agrees
-from foretoken.models.state.slots import Placement
+from foretoken.models.hf.runner import HFRunner
+from foretoken.models.runners.pass_plan import PassPlan
 
 from .families import difference, tiny
 from .tiny import GROUPED, Tiny
@@ -46,37 +48,42 @@ class Unchecked(HFModel):
         pass
 
 
-class WithoutWindows(Unchecked):
-    def _masks(self, place: Placement) -> Tensor | dict[str, Tensor]:
+class WithoutWindows(HFRunner):
+    def _masks(self, plan: PassPlan) -> Tensor | dict[str, Tensor]:
         self._window = 0
-        return super()._masks(place)
+        return super()._masks(plan)
 
 
-class WithoutTrees(Unchecked):
-    def _masks(self, place: Placement) -> Tensor | dict[str, Tensor]:
-        chains = tuple(Draft.chain(draft.ids) for draft in place.drafts)
-        return super()._masks(Placement(**{**vars(place), "drafts": chains}))
+class WithoutTrees(HFRunner):
+    def _masks(self, plan: PassPlan) -> Tensor | dict[str, Tensor]:
+        return super()._masks(replace(plan, parts=[replace(p, draft=Draft.chain(p.draft.ids)) for p in plan.parts]))
 
 
-class WithoutPositions(Unchecked):
-    def _pass(self, place: Placement, taps: Any) -> Any:
-        first = torch.tensor(place.firsts)[:, None]
-        return super()._pass(Placement(**{**vars(place), "positions": first + torch.arange(place.width)}), taps)
+class WithoutPositions(HFRunner):
+    def compute(self, plan: PassPlan, states: bool) -> Any:
+        rows = [row for part in plan.parts for row in range(part.first, part.end)]
+        return super().compute(replace(plan, positions=rows), states)
+
+
+def wrong(module: Any, kind: type[HFRunner]) -> Unchecked:
+    model = Unchecked(module)
+    model.runner = kind(module, model.max_length)
+    return model
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "modernbert-decoder", "gpt_oss", "olmo3"])
 def test_an_ignored_window_is_detected(family: str) -> None:
     module = tiny(family)
     assert agrees(Unchecked(module), LENGTHS)
-    assert not agrees(WithoutWindows(module), LENGTHS)
+    assert not agrees(wrong(module, WithoutWindows), LENGTHS)
 
 
-@pytest.mark.parametrize("wrong", [WithoutTrees, WithoutPositions])
+@pytest.mark.parametrize("kind", [WithoutTrees, WithoutPositions])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_an_ignored_tree_is_detected(family: str, wrong: type[Unchecked]) -> None:
+def test_an_ignored_tree_is_detected(family: str, kind: type[HFRunner]) -> None:
     module = tiny(family)
     assert agrees(Unchecked(module), LENGTHS)
-    assert not agrees(wrong(module), LENGTHS)
+    assert not agrees(wrong(module, kind), LENGTHS)
 
 
 @pytest.mark.parametrize("kinds", [["global", "local"], ["global"]])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle
 from foretoken.models.hf.ranks import RankGroup
-from foretoken.models.hf.sharded import placement_from_json, placement_to_json, read_part
+from foretoken.models.hf.sharded import plan_from_json, plan_to_json, read_part
 from foretoken.models.loading import check_ranks, load_model
-from foretoken.models.state.slots import Placement
+from foretoken.models.runners.pass_plan import PassPlan
 
 from .tiny import ARCHITECTURES
 from .trees import repeating
@@ -52,14 +53,16 @@ def test_two_ranks_equal_one(tiny_pair: Pair, tmp_path: Path) -> None:
     assert 2 * part == whole
 
 
-def test_placements_survive_json() -> None:
+def test_plans_survive_json() -> None:
     tree = repeating((-1, 0, -1))
     handles = [Handle(1, [3, 4, 5], 1), Handle(0, [9], 0)]
-    place = Placement.of(handles, [tree, Draft.empty()], [0, 0])
-    again = placement_from_json(json.loads(json.dumps(placement_to_json(place))))
-    assert torch.equal(again.visible(), place.visible()) and torch.equal(again.positions, place.positions)
-    assert (again.slots, again.roots, again.reach) == (place.slots, place.roots, place.reach)
-    assert torch.equal(again.tokens, place.tokens)
+    plan = PassPlan.of(handles, [tree, Draft.empty()], [0, 0])
+    again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
+    for name in ("tokens", "positions", "output_counts", "reach"):
+        assert getattr(again, name) == getattr(plan, name)
+    for ours, theirs in zip(again.parts, plan.parts, strict=True):
+        assert replace(ours, draft=theirs.draft) == theirs and ours.draft.parents == theirs.draft.parents
+        assert ours.draft.ids == theirs.draft.ids
 
 
 def test_missing_ranks_are_refused(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,85 +35,10 @@ from foretoken.models.runners.pass_plan import PassPlan
 PREFILL_ROWS = 256  # rows of one prefill pass
 
 
-class Decoder(Model):
-    """A decoder-only model on one of our runners.
+class RunnerModel(Model):
+    """A model whose passes a runner computes."""
 
-    Args:
-        config: the checkpoint's config.json as a dict.
-        weights: the checkpoint's tensors by name.
-        dtype: dtype of weights and activations.
-        device: device of weights and KV cache.
-        max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
-        quantization: None, or a scheme of ``options.QUANTIZATIONS`` to quantize the matrices with.
-        weight_format: one of ``options.WEIGHT_FORMATS``, how bfloat16 matrices are held in memory.
-        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``, the type of keys and values.
-
-    Raises:
-        InvalidRequest: an option is unknown, or weights cannot be packed here.
-        ModelLoadError: a field or tensor is missing or wrong.
-    """
-
-    taps_before_norm = True
-    architecture: Architecture
     runner: Runner
-
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        max_length: int | None = None,
-        quantization: str | None = None,
-        weight_format: str = "raw",
-        kv_cache_dtype: str = "auto",
-    ) -> None:
-        check_quantization(quantization)
-        check_weight_format(weight_format)
-        check_kv_cache_dtype(kv_cache_dtype)
-        self.dtype, self.device = dtype, device
-        source = Source(weights, self.decoder_of(config, max_length), dtype, Quantizer.of(quantization))
-        a = self.architecture = source.architecture
-        self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
-        self.max_length, self.has_experts = a.max_length, a.has_experts
-        in_file = check_prequantized(config) or isinstance(weights, GroupedWeights)
-        self.quantized = quantization is not None or in_file
-        self.runner = self._runner(config, source, quantization, weight_format, kv_cache_dtype)
-        self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
-
-    def _runner(
-        self,
-        config: Mapping[str, Any],
-        source: Source,
-        quantization: str | None,
-        weight_format: str,
-        kv_cache_dtype: str,
-    ) -> Runner:
-        """Returns a runner for the tensors of a checkpoint."""
-        a, dtype, device = source.architecture, self.dtype, self.device
-        cache = _cache(config, source.weights, dtype, quantization, weight_format)
-        return cached_runner(a, dtype, device, cache, kv_cache_dtype) or build_runner(
-            a,
-            Layers(source),
-            read_ends(source),
-            dtype,
-            device,
-            cache=cache,
-            weight_format=weight_format,
-            kv_cache_dtype=kv_cache_dtype,
-        )
-
-    @staticmethod
-    def supports(config: Mapping[str, Any]) -> bool:
-        """Returns whether this class computes the architecture exactly."""
-        return supports(config)
-
-    @staticmethod
-    def decoder_of(config: Mapping[str, Any], max_length: int | None = None) -> Architecture:
-        """Returns the architecture of the decoder that a config.json describes."""
-        return Architecture.of(config, max_length)
-
-    # the contract
 
     def open(
         self,
@@ -159,11 +84,6 @@ class Decoder(Model):
     @property
     def adapters(self) -> tuple[str, ...]:
         return self.runner.adapters
-
-    def read_adapter(self, folder: Path) -> Any:
-        if self.takes_source:
-            return super().read_adapter(folder)
-        return self.runner.pack_adapter(read_adapter(folder, self.architecture))
 
     def add_adapter(self, name: str, adapter: Any) -> None:
         if name in self.adapters:
@@ -304,6 +224,89 @@ class Decoder(Model):
                 f"a sequence reaches {reach} tokens, beyond the {self.max_length} this model was opened with; "
                 "shorten the prompt, lower max_tokens, or raise max_model_len"
             )
+
+
+class Decoder(RunnerModel):
+    """A decoder-only model on one of our runners.
+
+    Args:
+        config: the checkpoint's config.json as a dict.
+        weights: the checkpoint's tensors by name.
+        dtype: dtype of weights and activations.
+        device: device of weights and KV cache.
+        max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
+        quantization: None, or a scheme of ``options.QUANTIZATIONS`` to quantize the matrices with.
+        weight_format: one of ``options.WEIGHT_FORMATS``, how bfloat16 matrices are held in memory.
+        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``, the type of keys and values.
+
+    Raises:
+        InvalidRequest: an option is unknown, or weights cannot be packed here.
+        ModelLoadError: a field or tensor is missing or wrong.
+    """
+
+    taps_before_norm = True
+    architecture: Architecture
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int | None = None,
+        quantization: str | None = None,
+        weight_format: str = "raw",
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        check_quantization(quantization)
+        check_weight_format(weight_format)
+        check_kv_cache_dtype(kv_cache_dtype)
+        self.dtype, self.device = dtype, device
+        source = Source(weights, self.decoder_of(config, max_length), dtype, Quantizer.of(quantization))
+        a = self.architecture = source.architecture
+        self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
+        self.max_length, self.has_experts = a.max_length, a.has_experts
+        in_file = check_prequantized(config) or isinstance(weights, GroupedWeights)
+        self.quantized = quantization is not None or in_file
+        self.runner = self._runner(config, source, quantization, weight_format, kv_cache_dtype)
+        self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
+
+    def _runner(
+        self,
+        config: Mapping[str, Any],
+        source: Source,
+        quantization: str | None,
+        weight_format: str,
+        kv_cache_dtype: str,
+    ) -> Runner:
+        """Returns a runner for the tensors of a checkpoint."""
+        a, dtype, device = source.architecture, self.dtype, self.device
+        cache = _cache(config, source.weights, dtype, quantization, weight_format)
+        return cached_runner(a, dtype, device, cache, kv_cache_dtype) or build_runner(
+            a,
+            Layers(source),
+            read_ends(source),
+            dtype,
+            device,
+            cache=cache,
+            weight_format=weight_format,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+
+    @staticmethod
+    def supports(config: Mapping[str, Any]) -> bool:
+        """Returns whether this class computes the architecture exactly."""
+        return supports(config)
+
+    @staticmethod
+    def decoder_of(config: Mapping[str, Any], max_length: int | None = None) -> Architecture:
+        """Returns the architecture of the decoder that a config.json describes."""
+        return Architecture.of(config, max_length)
+
+    def read_adapter(self, folder: Path) -> Any:
+        if self.takes_source:
+            return super().read_adapter(folder)
+        return self.runner.pack_adapter(read_adapter(folder, self.architecture))
 
 
 def split_evenly(sizes: Sequence[int], max_rows: int) -> Iterator[slice]:

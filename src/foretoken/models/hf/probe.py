@@ -10,7 +10,6 @@ device. So the class and its attention layout are checked at all lengths, the we
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,10 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError
-from foretoken.models.base import Handle, Model
+from foretoken.models.base import Handle
+from foretoken.models.decoder import RunnerModel
 from foretoken.models.hf.modules import one_line
+from foretoken.models.hf.runner import HFRunner
 from foretoken.models.hf.tiny_random import boundaries, tiny_random
 
 _LONG = 40  # tokens: beyond every boundary of a copy, and long enough to be prefilled by itself
@@ -41,29 +42,25 @@ _STAGES: tuple[tuple[tuple[int, ...], bool, str], ...] = (
 _ADVICE = "run it with transformers alone, or take another model: Llama, Mistral, Qwen, Gemma, Phi and most others work"
 
 
-class WrappedModule(Model):
-    """A wrapped transformers module, which can also run without our cache and masks."""
-
-    module: Any
-
-    @abstractmethod
-    def plain(self, texts: Tensor) -> Tensor:
-        """Returns the module's logits [B, rows, V] of whole texts [B, rows], computed without our cache and masks."""
+def _runner(model: RunnerModel) -> HFRunner:
+    assert isinstance(model.runner, HFRunner)
+    return model.runner
 
 
-def check(model: WrappedModule, max_length: int, wrap: Callable[[Any], WrappedModule]) -> None:
+def check(model: RunnerModel, max_length: int, wrap: Callable[[Any], RunnerModel]) -> None:
     """Raises ModelLoadError, with the reason, for a module whose logits in a batch differ from its logits alone.
 
     Args:
         max_length: length of the longest sequence that the model will serve.
         wrap: wraps a copy of the module without checking it.
     """
-    name = type(model.module).__name__
-    crossed = boundaries(model.module.config.get_text_config(), max_length)
-    copy = tiny_random(model.module, crossed)
+    module = _runner(model).module
+    name = type(module).__name__
+    crossed = boundaries(module.config.get_text_config(), max_length)
+    copy = tiny_random(module, crossed)
     if copy is not None:
         reason = _failure(wrap(copy))
-        if reason and crossed and not _failure(wrap(tiny_random(model.module, {}))):
+        if reason and crossed and not _failure(wrap(tiny_random(module, {}))):
             raise ModelLoadError(_beyond(name, crossed, reason))
         if reason:
             raise ModelLoadError(f"{name} cannot be served: {reason}; {_ADVICE}")
@@ -81,7 +78,7 @@ def check(model: WrappedModule, max_length: int, wrap: Callable[[Any], WrappedMo
 
 
 @torch.inference_mode()
-def agrees(model: WrappedModule, lengths: Sequence[int], steps: int = 2, trees: bool = True) -> bool:
+def agrees(model: RunnerModel, lengths: Sequence[int], steps: int = 2, trees: bool = True) -> bool:
     """Returns whether texts of these lengths, each with a draft, get the module's plain logits in one batch.
 
     Args:
@@ -97,7 +94,7 @@ def agrees(model: WrappedModule, lengths: Sequence[int], steps: int = 2, trees: 
         return all(_step(model, handles, trees) for _ in range(steps))
     except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError) as error:
         raise ModelLoadError(
-            f"{type(model.module).__name__} does not take an explicit mask, positions and cache "
+            f"{type(_runner(model).module).__name__} does not take an explicit mask, positions and cache "
             f"({one_line(error)}); {_ADVICE}"
         ) from error
     finally:
@@ -105,7 +102,7 @@ def agrees(model: WrappedModule, lengths: Sequence[int], steps: int = 2, trees: 
             model.close(handle)
 
 
-def _failure(model: WrappedModule) -> str:
+def _failure(model: RunnerModel) -> str:
     """Returns the reason that a copy does not agree with its plain passes; an empty string if it agrees."""
     if agrees(model, _RAGGED):
         return ""
@@ -121,7 +118,7 @@ def _beyond(name: str, crossed: Mapping[str, int], reason: str) -> str:
     )
 
 
-def _step(model: WrappedModule, handles: Sequence[Handle], trees: bool) -> bool:
+def _step(model: RunnerModel, handles: Sequence[Handle], trees: bool) -> bool:
     """Runs one step, and commits the path of each draft's last node. Returns whether every row agrees."""
     drafts = [_draft(at, len(handle.tokens), trees, model.vocab_size) for at, handle in enumerate(handles)]
     texts = [list(handle.tokens) for handle in handles]
@@ -129,7 +126,8 @@ def _step(model: WrappedModule, handles: Sequence[Handle], trees: bool) -> bool:
     for text, draft, scored in zip(texts, drafts, scores, strict=True):
         for leaf in _leaves(draft):
             path = draft.path(leaf)
-            expected = model.plain(torch.tensor([[*text, *(draft.ids[node] for node in path)]]))[0, len(text) - 1 :]
+            whole = torch.tensor([[*text, *(draft.ids[node] for node in path)]])
+            expected = _runner(model).plain(whole)[0, len(text) - 1 :]
             if not _close(scored.logits[[0, *(node + 1 for node in path)]].float(), expected.float(), model.dtype):
                 return False
     model.commit(handles, [[*(d.ids[node] for node in d.path(len(d) - 1)), 3] for d in drafts])

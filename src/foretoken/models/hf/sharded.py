@@ -24,13 +24,66 @@ from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.hf.model import HFModel
 from foretoken.models.hf.modules import one_line, read_module
 from foretoken.models.hf.ranks import RankGroup
-from foretoken.models.state.slots import Placement
+from foretoken.models.hf.runner import HFRunner
+from foretoken.models.runners.pass_plan import Part, PassPlan
 
-_TUPLES = ("slots", "firsts", "counts", "lengths", "roots")  # fields of a placement
+
+class ShardedRunner(HFRunner):
+    """One rank's part of a module. ``kv_bytes_per_token`` counts this rank's part alone.
+
+    Args:
+        module: this rank's part of the module.
+        max_length: maximum length of a sequence in tokens.
+        ranks: the group of ranks.
+    """
+
+    def __init__(self, module: Any, max_length: int, ranks: RankGroup) -> None:
+        super().__init__(module, max_length)
+        self._ranks = ranks
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._pages.kv_bytes_per_token
+
+    # the leader's part, with orders to the others
+
+    @torch.inference_mode()
+    def unembed(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(self.module.device, self.module.dtype).contiguous()
+        with self._ranks.doing("unembed", shape=list(hidden.shape)):
+            return super().unembed(self._ranks.share(hidden))
+
+    def compute(self, plan: PassPlan, states: bool) -> Any:
+        with self._ranks.doing("pass", plan=plan_to_json(plan), used=self._pages.used):
+            return super().compute(plan, states)
+
+    def plain(self, texts: Tensor) -> Tensor:
+        with self._ranks.doing("plain", texts=texts.tolist()):
+            return super().plain(texts)
+
+    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        if list(sources) == list(range(destination, destination + len(sources))):
+            return
+        with self._ranks.doing("move", slot=slot, destination=destination, sources=list(sources)):
+            super().move(slot, destination, sources)
+
+    @torch.inference_mode()
+    def obey(self, order: dict[str, Any]) -> None:
+        """Computes this rank's part of an order, on the ranks other than the leader."""
+        if order["order"] == "pass":
+            self._pages.used = order["used"]
+            super().compute(plan_from_json(order["plan"]), False)
+        elif order["order"] == "plain":
+            super().plain(torch.tensor(order["texts"]))
+        elif order["order"] == "move":
+            super().move(order["slot"], order["destination"], order["sources"])
+        else:
+            hidden = torch.empty(order["shape"], dtype=self.module.dtype, device=self.module.device)
+            super().unembed(self._ranks.share(hidden))
 
 
 class ShardedModel(HFModel):
-    """One rank's part of a model. ``kv_bytes_per_token`` counts this rank's part alone.
+    """One rank's part of a model.
 
     Args:
         module: this rank's part of the module.
@@ -38,9 +91,18 @@ class ShardedModel(HFModel):
         max_length: maximum length of a sequence in tokens; None for the module's.
     """
 
+    runner: ShardedRunner
+
     def __init__(self, module: Any, ranks: RankGroup, max_length: int | None = None) -> None:
         self._ranks = ranks
         super().__init__(module, max_length)
+
+    def _new_runner(self, module: Any, max_length: int) -> ShardedRunner:
+        return ShardedRunner(module, max_length, self._ranks)
+
+    def _check_once(self, max_length: int) -> None:
+        if self._ranks.leads:
+            super()._check_once(max_length)
 
     @classmethod
     def join(
@@ -91,56 +153,11 @@ class ShardedModel(HFModel):
                 signal.signal(number, signal.SIG_IGN)
         while (order := self._ranks.receive()) is not None:
             try:
-                self._obey(order)
+                self.runner.obey(order)
             except RuntimeError as error:
                 message = f"rank {self._ranks.rank} could not do its part of a pass: {one_line(error)}"
                 raise ForetokenError(message) from error
         self._ranks.end()
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self._slots.kv_bytes_per_token
-
-    @torch.inference_mode()
-    def unembed(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.device, self.dtype).contiguous()
-        with self._ranks.doing("unembed", rows=hidden.shape[0]):
-            return super().unembed(self._ranks.share(hidden))
-
-    # the leader's part, with orders to the others
-
-    def _pass(self, placement: Placement, taps: Sequence[int]) -> Any:
-        with self._ranks.doing("pass", place=placement_to_json(placement), used=self._slots.used):
-            return super()._pass(placement, taps)
-
-    def plain(self, texts: Tensor) -> Tensor:
-        with self._ranks.doing("plain", texts=texts.tolist()):
-            return super().plain(texts)
-
-    def _move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
-        if list(sources) == list(range(destination, destination + len(sources))):
-            return
-        with self._ranks.doing("move", slot=slot, destination=destination, sources=list(sources)):
-            super()._move(slot, destination, sources)
-
-    def _check_once(self, max_length: int) -> None:
-        if self._ranks.leads:
-            super()._check_once(max_length)
-
-    # the other ranks' part
-
-    @torch.inference_mode()
-    def _obey(self, order: dict[str, Any]) -> None:
-        if order["order"] == "pass":
-            self._slots.used = order["used"]
-            super()._pass(placement_from_json(order["place"]), ())
-        elif order["order"] == "plain":
-            super().plain(torch.tensor(order["texts"]))
-        elif order["order"] == "move":
-            super()._move(order["slot"], order["destination"], order["sources"])
-        else:
-            hidden = torch.empty(order["rows"], self.hidden_size, dtype=self.dtype, device=self.device)
-            super().unembed(self._ranks.share(hidden))
 
 
 def read_part(path: Path, dtype: torch.dtype, size: int) -> Any:
@@ -174,17 +191,13 @@ def read_part(path: Path, dtype: torch.dtype, size: int) -> Any:
     return read_module(path, dtype, distributed_config=DistributedConfig(tp_size=size, tp_plan="auto")).eval()
 
 
-def placement_to_json(placement: Placement) -> dict[str, Any]:
-    """Returns a placement as JSON values. A draft is reduced to its tree, which is enough for a pass."""
-    return {
-        **{name: getattr(placement, name).tolist() for name in ("tokens", "positions")},
-        **{name: getattr(placement, name) for name in _TUPLES},
-        "drafts": [[draft.ids, draft.parents] for draft in placement.drafts],
-    }
+def plan_to_json(plan: PassPlan) -> dict[str, Any]:
+    """Returns a plan as JSON values. A draft is reduced to its tree, which is enough for a pass."""
+    parts = [(p.slot, p.first, p.count, p.nodes_at, p.draft.ids, p.draft.parents) for p in plan.parts]
+    return {"tokens": plan.tokens, "positions": plan.positions, "counts": plan.output_counts, "parts": parts}
 
 
-def placement_from_json(written: dict[str, Any]) -> Placement:
-    lists = {name: tuple(written[name]) for name in _TUPLES}
-    drafts = (Draft.tree(ids, parents) for ids, parents in written["drafts"])
-    tokens, positions = torch.tensor(written["tokens"]), torch.tensor(written["positions"])
-    return Placement(tokens=tokens, positions=positions, drafts=tuple(drafts), **lists)
+def plan_from_json(written: dict[str, Any]) -> PassPlan:
+    parts = [Part(*sizes, Draft.tree(ids, parents)) for *sizes, ids, parents in written["parts"]]
+    reach = max(part.end for part in parts)
+    return PassPlan(written["tokens"], written["positions"], parts, [], written["counts"], reach)

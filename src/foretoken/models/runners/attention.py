@@ -80,6 +80,11 @@ class Geometry:
         rows = [part.first + i for part in parts for i in range(part.count)]
         slots = [part.slot for part in parts for _ in range(part.count)]
         places = [(part.slot - low) * width + i for part in parts for i in range(part.count)]
+
+        def additive(window: int, ordered: bool) -> Tensor:
+            seen = visible_keys(parts, positions, low, high, width, keys, window, ordered)
+            return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None, :, None, :]
+
         contiguous = places == list(range((high - low) * width))  # no gap, and parts in the order of their slots
         return Geometry(
             tokens=torch.tensor(tokens, device=device),
@@ -92,7 +97,7 @@ class Geometry:
             width=width,
             keys=keys,
             single=(parts[0].slot, parts[0].first, parts[0].count) if len(parts) == 1 else None,
-            masks={view: _mask(parts, positions, low, high, width, keys, *view).to(device) for view in set(views)},
+            masks={view: additive(*view).to(device) for view in set(views)},
             cache=cache,
         )
 
@@ -148,7 +153,7 @@ class Geometry:
         return rows, keys
 
 
-def _mask(
+def visible_keys(
     parts: Sequence[Part],
     positions: Sequence[int],
     low: int,
@@ -158,8 +163,22 @@ def _mask(
     window: int,
     ordered: bool,
 ) -> Tensor:
-    """Returns the mask: a row sees the committed rows before it and its ancestors in the draft. Padding sees all."""
-    visible_keys = torch.ones(high - low, width, keys, dtype=torch.bool)
+    """Returns the keys that each row sees: the committed rows before it and its ancestors. Padding sees all.
+
+    Args:
+        parts: the rows of each sequence.
+        positions: the position of each row.
+        low: the lowest slot.
+        high: the highest slot, plus one.
+        width: rows of each slot, padding included.
+        keys: cache rows of each slot.
+        window: see ``Layer.window``.
+        ordered: see ``Layer.ordered``.
+
+    Returns:
+        bool [high - low, width, keys]
+    """
+    seen = torch.ones(high - low, width, keys, dtype=torch.bool)
     at = 0
     for part in parts:
         rows = torch.arange(part.first, part.first + part.count)
@@ -177,10 +196,9 @@ def _mask(
             row_positions = torch.tensor(positions[at : at + part.count])
             first = row_positions + 1 - window if window > 0 else row_positions // -window * -window
             visible &= key_positions >= first[:, None]
-        visible_keys[part.slot - low, : part.count] = visible
+        seen[part.slot - low, : part.count] = visible
         at += part.count
-    mask = torch.zeros(visible_keys.shape).masked_fill_(~visible_keys, -torch.inf)
-    return mask[:, None, :, None, :]
+    return seen
 
 
 def attend(

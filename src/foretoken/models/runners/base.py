@@ -159,7 +159,6 @@ class Runner(ABC):
         """Returns the bytes of the KV cache."""
         return self._pages.nbytes()
 
-    @abstractmethod
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         """Returns a runner of the first ``architecture.layers`` layers and the same head.
 
@@ -169,14 +168,15 @@ class Runner(ABC):
             architecture: sizes of the first layers.
             norm: weight of the norm before the head, float32 [H]; None for the model's.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def injector(self) -> Self:
         """Returns a runner that writes keys and values of features to the same slots, with the same weights.
 
         Every layer computes them from the features themselves, without a norm, as in DFlash (2602.06036). Its passes
         have neither logits nor taps.
         """
+        raise NotImplementedError
 
     def borrow_head(self, lender: Runner) -> bool:
         """Takes another runner's vocabulary head in the place of its own. Returns whether it can."""
