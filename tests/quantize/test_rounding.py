@@ -9,8 +9,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as K
 from torch import Tensor
 
-from foretoken.models.formats.gguf.blocks import LAYOUTS, groups_of
-from foretoken.models.formats.gguf.packing import PACKED
+from foretoken.models.formats.gguf.blocks import LAYOUTS, PACKED, groups_of
 from foretoken.quantize.ggml import to_blocks
 from foretoken.quantize.rounding import Curvature, Grid, Rounding, affine_scales, gptq, symmetric_scales
 

@@ -9,12 +9,11 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from foretoken.models.formats.gguf.blocks import LAYOUTS, Bytes
-from foretoken.models.formats.gguf.packing import PACKED, BlockNumbers, packed
+from foretoken.models.formats.gguf.blocks import LAYOUTS, PACKED, BlockNumbers, Bytes, packed
 from foretoken.quantize.rounding import Grid, Rounding, affine_scales, symmetric_scales
 
 _K = GGMLQuantizationType
-TYPES = tuple(PACKED)
+TYPES = PACKED
 _AFFINE = {_K.Q4_1: (-1.0, 20), _K.Q4_K: (-1.0, 20), _K.Q5_1: (-0.5, 15), _K.Q5_K: (-0.5, 15)}  # ranges tried
 _SIGNED_PARTS = {_K.Q6_K: 128, _K.Q3_K: 32}  # the integer of the largest scale, negative
 _UNSIGNED_PARTS = 63

@@ -1,4 +1,4 @@
-"""The quantized types of GGUF as matrices quantized in groups.
+"""The quantized types of GGUF as matrices quantized in groups, read and written.
 
 A row is a sequence of blocks of 32 or 256 weights. Each type is unpacked into codes with a scale, and for some types an
 offset, for each group of 16 or 32 weights; K-quants keep their two levels of scales, whose product is exact in float32.
@@ -7,7 +7,8 @@ Dequantized in float32 they are bitwise equal to what ``gguf.dequantize`` return
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,30 +20,102 @@ from foretoken.models.formats.grouped import MXFP4, GroupLayout, Groups, TwoLeve
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes]
 Floats = NDArray[np.float32]
-Numbers = Floats | tuple[Floats, NDArray[np.int8]]  # [blocks, groups]; with two levels [blocks, 1] and [blocks, groups]
-Unpacked = tuple[Bytes, Numbers, Numbers | None]  # codes [blocks, weights], scales, offsets
 
 _K = GGMLQuantizationType
 _IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)  # a table of 16 levels, plus 128
-
 _WIDE = 16  # bytes of complex128, the widest type that numpy copies at once
+_SIX_BITS = 12  # bytes of eight scales and eight minimums of six bits each
 
-LAYOUTS = {
-    _K.Q4_0: GroupLayout(4, 32, zero=8, half=True),
-    _K.Q4_1: GroupLayout(4, 32, offsets=True, half=True),
-    _K.Q5_0: GroupLayout(6, 32, zero=16, half=True),
-    _K.Q5_1: GroupLayout(6, 32, offsets=True, half=True),
-    _K.Q8_0: GroupLayout(8, 32, zero=128, half=True),
-    _K.Q2_K: GroupLayout(4, 16, offsets=True, block=16),
-    _K.Q3_K: GroupLayout(4, 16, zero=4, block=16),
-    _K.Q4_K: GroupLayout(4, 32, offsets=True, block=8),
-    _K.Q5_K: GroupLayout(6, 32, offsets=True, block=8),
-    _K.Q6_K: GroupLayout(6, 16, zero=32, block=16),
-    _K.IQ4_NL: GroupLayout(4, 32, zero=128, levels=_IQ4, half=True),
-    _K.IQ4_XS: GroupLayout(4, 32, zero=128, levels=_IQ4, block=8),
-    _K.MXFP4: MXFP4,
-}
 FLOATS = {_K.F32: torch.float32, _K.F16: torch.float16, _K.BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockNumbers:
+    """The contents of blocks of one type.
+
+    Attributes:
+        codes: uint8 [blocks, weights].
+        scale: float32 [blocks], exact in float16; a power of two in MXFP4.
+        offset: likewise, for types that have one; it is added (Q4_1) or, in K-quants, subtracted.
+        parts: integer scale of each group in K-quants, [blocks, groups].
+        mins: integers that are multiplied by ``offset`` in K-quants, [blocks, groups].
+    """
+
+    codes: Bytes
+    scale: Floats
+    offset: Floats | None = None
+    parts: NDArray[np.int8] | None = None
+    mins: NDArray[np.int8] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """Some bytes of a block.
+
+    Attributes:
+        numbers: what they hold. "levels" are ``parts``, then ``mins`` if there are any.
+        size: their number.
+        bits: bits of a code or level in them.
+        run: bytes of a run; the lowest bits of a run's bytes come first.
+        shift: position of these bits in the code or level.
+    """
+
+    numbers: Literal["codes", "levels", "levels of six bits", "scale", "offset", "exponent"]
+    size: int = 2
+    bits: int = 8
+    run: int = 1
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A type: its layout of groups and the fields of its blocks, in order; ``centre`` is the stored 0 of levels."""
+
+    layout: GroupLayout
+    fields: tuple[_Field, ...]
+    centre: int = 0
+
+
+def _codes(size: int, bits: int, run: int, shift: int = 0) -> _Field:
+    return _Field("codes", size, bits, run, shift)
+
+
+_SCALE, _OFFSET, _LEVELS = _Field("scale"), _Field("offset"), _Field("levels of six bits", _SIX_BITS)
+_NIBBLES, _FIFTH = _codes(16, 4, 16), _codes(4, 1, 1, 4)
+_BLOCKS = {
+    _K.Q4_0: _Block(GroupLayout(4, 32, zero=8, half=True), (_SCALE, _NIBBLES)),
+    _K.Q4_1: _Block(GroupLayout(4, 32, offsets=True, half=True), (_SCALE, _OFFSET, _NIBBLES)),
+    _K.Q5_0: _Block(GroupLayout(6, 32, zero=16, half=True), (_SCALE, _FIFTH, _NIBBLES)),
+    _K.Q5_1: _Block(GroupLayout(6, 32, offsets=True, half=True), (_SCALE, _OFFSET, _FIFTH, _NIBBLES)),
+    _K.Q8_0: _Block(GroupLayout(8, 32, zero=128, half=True), (_SCALE, _codes(32, 8, 32))),
+    _K.Q2_K: _Block(
+        GroupLayout(4, 16, offsets=True, block=16),
+        (_Field("levels", 16, 4, 16), _codes(64, 2, 32), _SCALE, _OFFSET),
+    ),
+    _K.Q3_K: _Block(
+        GroupLayout(4, 16, zero=4, block=16),
+        (_codes(32, 1, 32, 2), _codes(64, 2, 32), _Field("levels", 8, 4, 8), _Field("levels", 4, 2, 4, 4), _SCALE),
+        centre=32,
+    ),
+    _K.Q4_K: _Block(GroupLayout(4, 32, offsets=True, block=8), (_SCALE, _OFFSET, _LEVELS, _codes(128, 4, 32))),
+    _K.Q5_K: _Block(
+        GroupLayout(6, 32, offsets=True, block=8),
+        (_SCALE, _OFFSET, _LEVELS, _codes(32, 1, 32, 4), _codes(128, 4, 32)),
+    ),
+    _K.Q6_K: _Block(
+        GroupLayout(6, 16, zero=32, block=16),
+        (_codes(128, 4, 64), _codes(64, 2, 32, 4), _Field("levels", 16, 8, 16), _SCALE),
+    ),
+    _K.IQ4_NL: _Block(GroupLayout(4, 32, zero=128, levels=_IQ4, half=True), (_SCALE, _NIBBLES)),
+    _K.IQ4_XS: _Block(
+        GroupLayout(4, 32, zero=128, levels=_IQ4, block=8),
+        (_SCALE, _Field("levels", 2, 2, 1, 4), _Field("levels", 4, 4, 1), _codes(128, 4, 16)),
+        centre=32,
+    ),
+    _K.MXFP4: _Block(MXFP4, (_Field("exponent", 1), _NIBBLES)),
+}
+LAYOUTS = {kind: block.layout for kind, block in _BLOCKS.items()}
+PACKED = (_K.Q4_0, _K.Q4_1, _K.Q5_0, _K.Q5_1, _K.Q8_0, _K.Q3_K, _K.Q4_K, _K.Q5_K, _K.Q6_K)  # types that are written
 
 
 def groups_of(kind: GGMLQuantizationType, rows: Bytes) -> Groups:
@@ -53,24 +126,74 @@ def groups_of(kind: GGMLQuantizationType, rows: Bytes) -> Groups:
         rows: [outputs, bytes of a row] as the file stores them.
     """
     count, size = len(rows), GGML_QUANT_SIZES[kind][1]
-    codes, scales, offsets = _UNPACK[kind](np.ascontiguousarray(rows).reshape(-1, size))
+    blocks = unpacked(kind, np.ascontiguousarray(rows).reshape(-1, size))
 
     def by_row(values: NDArray[np.uint8] | NDArray[np.int8] | Floats) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values).reshape(count, -1))
 
-    def numbers(values: Numbers) -> Tensor | TwoLevels:
-        return TwoLevels(by_row(values[0]), by_row(values[1])) if isinstance(values, tuple) else by_row(values)
+    def numbers(values: Floats, levels: NDArray[np.int8] | None) -> Tensor | TwoLevels:
+        return by_row(values) if levels is None else TwoLevels(by_row(values), by_row(levels))
 
-    return Groups(by_row(codes), numbers(scales), None if offsets is None else numbers(offsets))
+    offsets = blocks.offset if blocks.offset is None or blocks.mins is None else -blocks.offset
+    return Groups(
+        by_row(blocks.codes),
+        numbers(blocks.scale, blocks.parts),
+        None if offsets is None else numbers(offsets, blocks.mins),
+    )
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
-    """Returns the float16 at a byte of each block, float32 [blocks, 1]."""
-    return blocks.view(np.float16)[:, at // 2 : at // 2 + 1].astype(np.float32)
+def unpacked(kind: GGMLQuantizationType, data: Bytes) -> BlockNumbers:
+    """Returns the contents of blocks [blocks, bytes of a block] of a type of ``LAYOUTS``."""
+    block, at = _BLOCKS[kind], 0
+    integers: dict[str, Bytes] = {}
+    floats: dict[str, Floats] = {}
+    for field in block.fields:
+        part = data[:, at : at + field.size]
+        at += field.size
+        if field.numbers in ("codes", "levels"):
+            read = _bits(part, field.run, field.bits)
+            read = read << np.uint8(field.shift) if field.shift else read
+            integers[field.numbers] = read | integers[field.numbers] if field.numbers in integers else read
+        elif field.numbers == "levels of six bits":
+            integers["levels"] = _six_bits(part)
+        elif field.numbers == "exponent":
+            floats["scale"] = half_powers(part)[:, 0]
+        else:
+            floats[field.numbers] = np.ascontiguousarray(part).view(np.float16)[:, 0].astype(np.float32)
+    codes, levels = integers["codes"], integers.get("levels")
+    if kind == _K.Q8_0:  # int8
+        codes = codes ^ np.uint8(128)
+    if levels is None:
+        return BlockNumbers(codes, **floats)
+    signed = levels.view(np.int8) - np.int8(block.centre)
+    if not block.layout.offsets:
+        return BlockNumbers(codes, **floats, parts=signed)
+    return BlockNumbers(codes, **floats, parts=signed[:, : block.layout.block], mins=signed[:, block.layout.block :])
+
+
+def packed(kind: GGMLQuantizationType, blocks: BlockNumbers) -> Bytes:
+    """Returns the bytes [blocks, bytes of a block] of a type of ``PACKED``: the inverse of ``unpacked``."""
+    block, codes = _BLOCKS[kind], blocks.codes ^ np.uint8(128) if kind == _K.Q8_0 else blocks.codes
+    parts = [levels for levels in (blocks.parts, blocks.mins) if levels is not None]
+    levels = (np.concatenate(parts, axis=1) + np.int8(block.centre)).view(np.uint8) if parts else codes[:, :0]
+
+    def written(field: _Field) -> Bytes:
+        if field.numbers in ("codes", "levels"):
+            numbers = codes if field.numbers == "codes" else levels
+            return _joined(numbers >> np.uint8(field.shift) & np.uint8(2**field.bits - 1), field.run, field.bits)
+        if field.numbers == "levels of six bits":
+            return _to_six_bits(levels)
+        numbers = blocks.scale if field.numbers == "scale" else blocks.offset
+        assert numbers is not None
+        return np.ascontiguousarray(numbers[:, None].astype(np.float16)).view(np.uint8)
+
+    return np.concatenate([written(field) for field in block.fields], axis=1)
 
 
 def _bits(packed: Bytes, width: int, bits: int) -> Bytes:
     """Returns codes [blocks, codes] of ``bits`` bits: bytes in runs of ``width``, each run's lowest bits first."""
+    if bits == 8:
+        return packed
     if width % _WIDE == 0:
         return _wide_bits(packed, width, bits)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
@@ -89,89 +212,26 @@ def _wide_bits(packed: Bytes, width: int, bits: int) -> Bytes:
     return codes.view(np.uint8).reshape(len(packed), -1)
 
 
-def _fifth_bits(packed: Bytes) -> Bytes:
-    """Returns bits [blocks, 32] << 4 of blocks whose fifth bits are one after the other."""
-    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
+def _joined(codes: Bytes, width: int, bits: int) -> Bytes:
+    """Returns codes of ``bits`` bits as bytes: the inverse of ``_bits``."""
+    runs = codes.reshape(len(codes), -1, 8 // bits, width)
+    total = np.zeros((len(codes), runs.shape[1], width), np.uint8)
+    for at in range(8 // bits):
+        total |= runs[:, :, at] << np.uint8(at * bits)
+    return total.reshape(len(codes), -1)
 
 
-def _q4_0(b: Bytes) -> Unpacked:
-    return _bits(b[:, 2:], 16, 4), _half(b, 0), None
-
-
-def _q4_1(b: Bytes) -> Unpacked:
-    return _bits(b[:, 4:], 16, 4), _half(b, 0), _half(b, 2)
-
-
-def _q5_0(b: Bytes) -> Unpacked:
-    return _bits(b[:, 6:], 16, 4) | _fifth_bits(b[:, 2:6]), _half(b, 0), None
-
-
-def _q5_1(b: Bytes) -> Unpacked:
-    return _bits(b[:, 8:], 16, 4) | _fifth_bits(b[:, 4:8]), _half(b, 0), _half(b, 2)
-
-
-def _q8_0(b: Bytes) -> Unpacked:
-    return b[:, 2:] ^ np.uint8(128), _half(b, 0), None  # int8 + 128
-
-
-def _q2_k(b: Bytes) -> Unpacked:
-    scales, mins = b[:, :16] & np.uint8(15), b[:, :16] >> np.uint8(4)
-    levels = (_half(b, 80), scales.view(np.int8)), (-_half(b, 82), mins.view(np.int8))
-    return _bits(b[:, 16:80], 32, 2), *levels
-
-
-def _q3_k(b: Bytes) -> Unpacked:
-    codes = _bits(b[:, 32:96], 32, 2) | _bits(b[:, :32], 32, 1) << np.uint8(2)
-    low, high = _bits(b[:, 96:104], 8, 4), _bits(b[:, 104:108], 4, 2)
-    scales = (low | high << np.uint8(4)).view(np.int8) - np.int8(32)
-    return codes, (_half(b, 108), scales), None
-
-
-def _q4_k(b: Bytes) -> Unpacked:
-    return _bits(b[:, 16:], 32, 4), *_k_scales(b)
-
-
-def _q5_k(b: Bytes) -> Unpacked:
-    return _bits(b[:, 48:], 32, 4) | _bits(b[:, 16:48], 32, 1) << np.uint8(4), *_k_scales(b)
-
-
-def _k_scales(b: Bytes) -> tuple[Numbers, Numbers]:
-    """Returns scales and offsets of Q4_K and Q5_K: eight of six bits each, packed into twelve bytes."""
-    first, second, third = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+def _six_bits(packed: Bytes) -> Bytes:
+    """Returns the scales and minimums of Q4_K and Q5_K [blocks, 16] from twelve bytes."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     low, two = np.uint8(63), np.uint8(48)
-    scales = np.concatenate([first & low, third & np.uint8(15) | first >> np.uint8(2) & two], axis=1)
-    mins = np.concatenate([second & low, third >> np.uint8(4) | second >> np.uint8(2) & two], axis=1)
-    return (_half(b, 0), scales.view(np.int8)), (-_half(b, 2), mins.view(np.int8))
+    scales = first & low, third & np.uint8(15) | first >> np.uint8(2) & two
+    mins = second & low, third >> np.uint8(4) | second >> np.uint8(2) & two
+    return np.concatenate([*scales, *mins], axis=1)
 
 
-def _q6_k(b: Bytes) -> Unpacked:
-    codes = _bits(b[:, :128], 64, 4) | _bits(b[:, 128:192], 32, 2) << np.uint8(4)
-    return codes, (_half(b, 208), np.ascontiguousarray(b[:, 192:208]).view(np.int8)), None
-
-
-def _iq4_xs(b: Bytes) -> Unpacked:
-    low = _bits(b[:, 4:8], 1, 4)
-    high = np.ascontiguousarray(b[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
-    scales = (low | high.astype(np.uint8) << np.uint8(4)).view(np.int8) - np.int8(32)
-    return _bits(b[:, 8:], 16, 4), (_half(b, 0), scales), None
-
-
-def _mxfp4(b: Bytes) -> Unpacked:
-    return _bits(b[:, 1:], 16, 4), half_powers(b[:, :1]), None
-
-
-_UNPACK: dict[GGMLQuantizationType, Callable[[Bytes], Unpacked]] = {
-    _K.Q4_0: _q4_0,
-    _K.Q4_1: _q4_1,
-    _K.Q5_0: _q5_0,
-    _K.Q5_1: _q5_1,
-    _K.Q8_0: _q8_0,
-    _K.Q2_K: _q2_k,
-    _K.Q3_K: _q3_k,
-    _K.Q4_K: _q4_k,
-    _K.Q5_K: _q5_k,
-    _K.Q6_K: _q6_k,
-    _K.IQ4_NL: _q4_0,
-    _K.IQ4_XS: _iq4_xs,
-    _K.MXFP4: _mxfp4,
-}
+def _to_six_bits(levels: Bytes) -> Bytes:
+    """Returns scales and minimums as twelve bytes: the inverse of ``_six_bits``."""
+    low, high = (levels[:, at : at + 4] for at in (0, 8)), [levels[:, at : at + 4] for at in (4, 12)]
+    tops = [four | four_high >> np.uint8(4) << np.uint8(6) for four, four_high in zip(low, high, strict=True)]
+    return np.concatenate([*tops, high[0] & np.uint8(15) | high[1] << np.uint8(4)], axis=1)
