@@ -128,7 +128,7 @@ def test_every_family_is_written_and_read(family: str, tmp_path: Path) -> None:
 def test_routers_stay_as_they_are(tmp_path: Path) -> None:
     writer, router = folder.FolderWriter(tmp_path, {}, Scheme.of("int8")), torch.randn(8, 64)
     for family in EXPERT_FAMILIES.values():
-        assert writer.put(f"model.layers.1.{family.names.router}.weight", router, Rounding()) is router
+        assert writer.put(f"model.layers.1.{family.experts.names.router}.weight", router, Rounding()) is router
 
 
 def test_matrices_that_groups_do_not_divide_stay_as_they_are(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ SHARD = 2**30  # largest size of a file in bytes
 _EMBEDDINGS = ("embed", "shared", "wte", "wpe", "relative_attention_bias", "norm")
 _VOCABULARY = re.compile(r"(.+\.)?lm_heads?(\.[0-9]+)?\.weight|(medusa_heads?\.)?[0-9]+\.[0-9]+\.weight")
 _ROUTERS = tuple(
-    f".{name}.weight" for name in ("shared_expert_gate", *{f.names.router for f in EXPERT_FAMILIES.values()})
+    f".{name}.weight" for name in ("shared_expert_gate", *{f.experts.names.router for f in EXPERT_FAMILIES.values()})
 )
 _VERSION = "0.20.0"  # version of compressed-tensors' format
 

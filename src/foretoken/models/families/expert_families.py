@@ -14,15 +14,19 @@ from foretoken.models.families.experts import MAX_EXPERTS, Beside, ExpertFamily,
 
 Count = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
 
-_SHARED = ExpertNames(shared="mlp.shared_expert")
+_SHARED = Experts(names=ExpertNames(shared="mlp.shared_expert"), shared_gate=True)
+_SIGMOID = Experts(scoring="sigmoid", divisor_eps=1e-20, correction=True)
+_BEST_TWO = replace(_SIGMOID, best_two=True)
 _GRANITE = ExpertFamily(
     {"num_local_experts": 8, "num_experts_per_tok": 2},
-    ExpertNames(
-        "block_sparse_moe.router.layer",
-        experts="block_sparse_moe",
-        shared="shared_mlp",
-        shared_up=("input_linear",),
-        shared_down="output_linear",
+    Experts(
+        names=ExpertNames(
+            "block_sparse_moe.router.layer",
+            experts="block_sparse_moe",
+            shared="shared_mlp",
+            shared_up=("input_linear",),
+            shared_down="output_linear",
+        )
     ),
 )
 _QWEN: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1}
@@ -41,21 +45,20 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "shared_expert_intermediate_size": 5632,
         },
         _SHARED,
-        shared_gate=True,
     ),
     "qwen3_next": ExpertFamily(
         _QWEN | _QWEN_512 | {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10},
         _SHARED,
-        shared_gate=True,
     ),
     "qwen3_5_moe_text": ExpertFamily(
         _QWEN_512 | {"num_experts": 256, "num_experts_per_tok": 8},
         _SHARED,
-        shared_gate=True,
     ),
     "mixtral": ExpertFamily(
         {"num_local_experts": 8, "num_experts_per_tok": 2},
-        ExpertNames("block_sparse_moe.gate", experts="block_sparse_moe.experts", up=("w1", "w3"), down="w2"),
+        Experts(
+            names=ExpertNames("block_sparse_moe.gate", experts="block_sparse_moe.experts", up=("w1", "w3"), down="w2")
+        ),
     ),
     "olmoe": ExpertFamily({"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}),
     "granitemoe": _GRANITE,
@@ -63,11 +66,9 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "granitemoehybrid": replace(_GRANITE, defaults={**_GRANITE.defaults, "shared_intermediate_size": 1024}),
     "gpt_oss": ExpertFamily(
         {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        ExpertNames("mlp.router"),
-        biased=True,
-        inputs_first=True,
+        Experts(names=ExpertNames("mlp.router"), biased=True, inputs_first=True),
     ),
-    "gemma4_text": ExpertFamily({}, ExpertNames("router.proj", experts="experts"), beside=Beside()),
+    "gemma4_text": ExpertFamily({}, Experts(names=ExpertNames("router.proj", experts="experts"), beside=Beside())),
     "glm4_moe": ExpertFamily(
         {
             "n_routed_experts": 128,
@@ -77,10 +78,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "norm_topk_prob": True,
             "first_k_dense_replace": 1,
         },
-        scoring="sigmoid",
-        divisor_eps=1e-20,
-        correction=True,
-        best_two=True,
+        _BEST_TWO,
     ),
     # The divisor of its weights is at least moe_norm_min, 1e-12, which a sum of softmax scores does not fall below.
     "ernie4_5_moe": ExpertFamily(
@@ -91,8 +89,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "n_shared_experts": 2,
             "first_k_dense_replace": 1,
         },
-        ExpertNames(correction="mlp.moe_statics.e_score_correction_bias"),
-        correction=True,
+        Experts(names=ExpertNames(correction="mlp.moe_statics.e_score_correction_bias"), correction=True),
     ),
     "exaone_moe": ExpertFamily(
         {
@@ -103,11 +100,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "routed_scaling_factor": 2.5,
             "first_k_dense_replace": 1,
         },
-        ExpertNames(correction="mlp.e_score_correction_bias"),
-        scoring="sigmoid",
-        divisor_eps=1e-20,
-        correction=True,
-        best_two=True,
+        replace(_BEST_TWO, names=ExpertNames(correction="mlp.e_score_correction_bias")),
     ),
     "hy_v3": ExpertFamily(
         {
@@ -118,10 +111,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "routed_scaling_factor": 2.826,
             "first_k_dense_replace": 1,
         },
-        ExpertNames("mlp.router.gate", "mlp.expert_bias", shared="mlp.shared_mlp"),
-        scoring="sigmoid",
-        divisor_eps=1e-20,
-        correction=True,
+        replace(_SIGMOID, names=ExpertNames("mlp.router.gate", "mlp.expert_bias", shared="mlp.shared_mlp")),
     ),
     "lfm2_moe": ExpertFamily(
         {
@@ -131,10 +121,14 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "num_dense_layers": 2,
             "use_expert_bias": True,
         },
-        ExpertNames("feed_forward.gate", "feed_forward.expert_bias", "feed_forward.experts", ("w1", "w3"), "w2"),
-        scoring="sigmoid",
-        divisor_eps=1e-6,
-        correction=True,
+        Experts(
+            names=ExpertNames(
+                "feed_forward.gate", "feed_forward.expert_bias", "feed_forward.experts", ("w1", "w3"), "w2"
+            ),
+            scoring="sigmoid",
+            divisor_eps=1e-6,
+            correction=True,
+        ),
     ),
     "deepseek_v2": ExpertFamily(
         {
@@ -157,10 +151,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "topk_group": 4,
             "first_k_dense_replace": 3,
         },
-        scoring="sigmoid",
-        divisor_eps=1e-20,
-        correction=True,
-        best_two=True,
+        _BEST_TWO,
     ),
     "glm4_moe_lite": ExpertFamily(
         {
@@ -171,17 +162,18 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "routed_scaling_factor": 1.8,
             "first_k_dense_replace": 1,
         },
-        scoring="sigmoid",
-        divisor_eps=1e-20,
-        correction=True,
-        best_two=True,
+        _BEST_TWO,
     ),
     "llama4_text": ExpertFamily(
         {"num_local_experts": 16, "num_experts_per_tok": 1, "n_shared_experts": 1, "norm_topk_prob": False},
-        ExpertNames("feed_forward.router", experts="feed_forward.experts", shared="feed_forward.shared_expert"),
-        scoring="sigmoid",
-        scaled_inputs=True,
-        inputs_first=True,
+        Experts(
+            names=ExpertNames(
+                "feed_forward.router", experts="feed_forward.experts", shared="feed_forward.shared_expert"
+            ),
+            scoring="sigmoid",
+            scaled_inputs=True,
+            inputs_first=True,
+        ),
     ),
     "nemotron_h": ExpertFamily(
         {
@@ -190,19 +182,18 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "moe_intermediate_size": 7688,
             "moe_shared_expert_intermediate_size": 7688,
         },
-        ExpertNames(
-            "mixer.gate",
-            "mixer.gate.e_score_correction_bias",
-            "mixer.experts",
-            ("up_proj",),
-            shared="mixer.shared_experts",
-            shared_up=("up_proj",),
+        replace(
+            _BEST_TWO,
+            gated=False,
+            names=ExpertNames(
+                "mixer.gate",
+                "mixer.gate.e_score_correction_bias",
+                "mixer.experts",
+                ("up_proj",),
+                shared="mixer.shared_experts",
+                shared_up=("up_proj",),
+            ),
         ),
-        scoring="sigmoid",
-        divisor_eps=1e-20,
-        correction=True,
-        best_two=True,
-        gated=False,
         kind="moe",
     ),
 }
@@ -265,31 +256,23 @@ def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
 def _experts(family: ExpertFamily, c: ExpertsConfig, config: Mapping[str, Any]) -> Experts:
     inner = c.moe_intermediate_size or config["intermediate_size"]
     grouped = "topk_method" not in family.defaults or c.topk_method != "greedy"  # only DeepSeek-V2 reads it
-    return Experts(
+    e = family.experts
+    return replace(
+        e,
         count=_count(config) or _count(family.defaults) or 1,
         chosen=c.num_experts_per_tok,
         intermediate=inner,
-        scoring=family.scoring,
         normalized=c.norm_topk_prob is not False,
         scale=c.routed_scaling_factor or 1.0,
-        divisor_eps=family.divisor_eps,
-        correction=family.correction and c.use_expert_bias is not False,
+        correction=e.correction and c.use_expert_bias is not False,
         groups=c.n_group or 1 if grouped else 1,
         chosen_groups=c.topk_group or 1 if grouped else 1,
-        best_two=family.best_two,
         shared=c.shared_expert_intermediate_size
         or c.moe_shared_expert_intermediate_size
         or c.shared_intermediate_size
         or inner * (c.n_shared_experts or 0),
-        shared_gate=family.shared_gate,
-        biased=family.biased,
-        scaled_inputs=family.scaled_inputs,
-        inputs_first=family.inputs_first,
-        gated=family.gated,
-        beside=family.beside,
         clamp=c.swiglu_limit or 0.0,
         slope=c.swiglu_alpha or 1.0,
-        names=family.names,
     )
 
 

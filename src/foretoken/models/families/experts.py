@@ -89,9 +89,9 @@ class Experts:
         beside: the dense MLP beside the experts; None for none.
     """
 
-    count: int
-    chosen: int
-    intermediate: int
+    count: int = 1
+    chosen: int = 1
+    intermediate: int = 1
     scoring: Scoring = "softmax"
     normalized: bool = True
     divisor_eps: float = 0.0
@@ -118,30 +118,10 @@ class ExpertFamily:
 
     Attributes:
         defaults: transformers' values of missing fields of config.json.
-        names: see ``Experts``.
-        scoring: see ``Experts``.
-        divisor_eps: see ``Experts``.
-        correction: see ``Experts``.
-        best_two: see ``Experts``.
-        shared_gate: see ``Experts``.
-        biased: see ``Experts``.
-        scaled_inputs: see ``Experts``.
-        inputs_first: see ``Experts``.
-        gated: see ``Experts``.
-        beside: see ``Experts``.
+        experts: the properties that config.json does not name.
         kind: kind of the layers with experts, by its name in ``layer_types``; None for layers of all kinds.
     """
 
     defaults: Mapping[str, Any]
-    names: ExpertNames = field(default_factory=ExpertNames)
-    scoring: Scoring = "softmax"
-    divisor_eps: float = 0.0
-    correction: bool = False
-    best_two: bool = False
-    shared_gate: bool = False
-    biased: bool = False
-    scaled_inputs: bool = False
-    inputs_first: bool = False
-    gated: bool = True
-    beside: Beside | None = None
+    experts: Experts = Experts()
     kind: str | None = None
