@@ -17,7 +17,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.native.build import SWITCH
 from foretoken.models.formats.checkpoint import open_weights
 from foretoken.models.formats.packed import PackedSettings, PackedWeights
-from foretoken.models.formats.prequantized import packed_settings, unpacked
+from foretoken.models.formats.prequantized import packing_of, unpacked
 from foretoken.models.loading import load_model
 
 from .tiny import ARCHITECTURES, Tiny
@@ -146,7 +146,7 @@ LAYOUTS: dict[str, Callable[[int, int, int], Packed]] = {
 
 def opened(packed: Packed) -> PackedWeights:
     tensors, config, _ = packed
-    settings = packed_settings({"quantization_config": config})
+    settings = packing_of({"quantization_config": config})
     assert settings is not None
     return PackedWeights(tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, settings)
 
@@ -257,7 +257,7 @@ def logits(folder: Path) -> Tensor:
 )
 def test_other_layouts_are_refused(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelLoadError, match=reason):
-        packed_settings({"quantization_config": config})
+        packing_of({"quantization_config": config})
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_other_schemes_of_compressed_tensors_are_refused(change: dict[str, Any],
     _, config, _ = compressed(OUT, IN, 0)
     config["config_groups"]["group_0"]["weights"] |= change
     with pytest.raises(ModelLoadError, match=reason):
-        packed_settings({"quantization_config": config})
+        packing_of({"quantization_config": config})
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "mxfp4", "compressed w4 32 zeros"])
@@ -295,6 +295,6 @@ def test_parts_that_do_not_belong_together_are_refused(name: str) -> None:
 
 
 def test_missing_settings_have_the_tools_defaults() -> None:
-    assert packed_settings({}) is None
-    settings = packed_settings({"quantization_config": {"quant_method": "awq", "w_bit": 4, "q_group_size": 64}})
+    assert packing_of({}) is None
+    settings = packing_of({"quantization_config": {"quant_method": "awq", "w_bit": 4, "q_group_size": 64}})
     assert settings == PackedSettings("awq", 4, 64)

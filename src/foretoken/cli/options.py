@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from foretoken.probe.client import Patience
     from foretoken.speculation import SpeculativeConfig
 
-_CHECKS: Mapping[str, Callable[[Any], None]] = {
-    "dtype": checks.check_dtype,
-    "quantization": checks.check_quantization,
-    "weight_format": checks.check_weight_format,
-    "kv_cache_dtype": checks.check_kv_cache_dtype,
-    "backend": checks.check_backend,
-}
 MODEL, DRAFT_MODEL = ("--model", "-m"), ("--draft-model", "-md")  # names of options, for every command
 
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
@@ -258,9 +251,10 @@ def speculative(text: str) -> dict[str, Any]:
 
 def check_formats(options: Mapping[str, Any]) -> None:
     """Raises InvalidRequest for unknown names of formats and backends among the arguments of ``LLM``."""
-    for name, check in _CHECKS.items():
-        if name in options:
-            check(options[name])
+    if "dtype" in options:
+        checks.check_dtype(options["dtype"])
+    names = ("backend", "quantization", "weight_format", "kv_cache_dtype")
+    checks.check_options(**{name: options[name] for name in names if name in options})
 
 
 def _check(options: Mapping[str, Any]) -> None:

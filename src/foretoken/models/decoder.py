@@ -26,7 +26,7 @@ from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.lora.tensors import read_adapter
 from foretoken.models.formats.prequantized import check_prequantized
 from foretoken.models.formats.quantize import Quantizer
-from foretoken.models.options import check_kv_cache_dtype, check_quantization, check_weight_format
+from foretoken.models.options import check_options
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.choose import build_runner, cached_runner
 from foretoken.models.runners.native.cache import WeightCache
@@ -258,9 +258,7 @@ class Decoder(RunnerModel):
         weight_format: str = "raw",
         kv_cache_dtype: str = "auto",
     ) -> None:
-        check_quantization(quantization)
-        check_weight_format(weight_format)
-        check_kv_cache_dtype(kv_cache_dtype)
+        check_options(quantization=quantization, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype)
         self.dtype, self.device = dtype, device
         source = Source(weights, self.decoder_of(config, max_length), dtype, Quantizer.of(quantization))
         a = self.architecture = source.architecture

@@ -6,10 +6,9 @@ import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
@@ -19,28 +18,17 @@ from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.families.config import text_part
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
-from foretoken.models.formats.fp8 import Fp8Weights
 from foretoken.models.formats.gguf import is_gguf
 from foretoken.models.formats.memory import check_fits, give_back, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
-from foretoken.models.formats.prequantized import check_prequantized, rounded, unpacked
+from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.reader import located
-from foretoken.models.formats.weight_files import Weights
-from foretoken.models.options import (
-    DTYPES,
-    check_backend,
-    check_dtype,
-    check_kv_cache_dtype,
-    check_quantization,
-    check_weight_format,
-)
+from foretoken.models.formats.weight_files import StoredTensors, Weights
+from foretoken.models.options import DTYPES, check_dtype, check_options
 from foretoken.models.runners.native.build import kernels_available, packs_groups
 from foretoken.models.runners.native.weight_format import PACKED_BITS, packs
 from foretoken.models.seq2seq.model import EncoderDecoder
-
-if TYPE_CHECKING:
-    from foretoken.models.formats.gguf.weights import GGUFWeights
 
 _log = logging.getLogger(__name__)
 
@@ -80,10 +68,9 @@ def load_model(
         ModelLoadError: the checkpoint cannot be loaded, or its weights are larger than the free memory.
     """
     respect_limits()
-    check_quantization(quantization)
-    check_backend(backend)
-    check_weight_format(weight_format)
-    check_kv_cache_dtype(kv_cache_dtype)
+    check_options(
+        quantization=quantization, backend=backend, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype
+    )
     where = resolve_device(device)
     path = resolve(name, gguf_file)
     config = load_config(path)
@@ -102,10 +89,7 @@ def load_model(
         tensors = unpacked(weights, config)
         if quantization is not None:
             _check_rounding(config, tensors, quantization, path)
-        scheme = Quantizer.of(quantization or ("int8" if check_prequantized(config) else None))
-        compiled = where.type == "cpu" and packs_groups(kind)
-        compress = compiled and packs(runtime.decoder_of(config), kind, weight_format)
-        check_fits(_needed(tensors, scheme, kind, compiled, PACKED_BITS if compress else None), where, str(path))
+        _check_memory(runtime, config, tensors, kind, where, quantization, weight_format, path)
         model = runtime(config, tensors, kind, where, max_length, quantization, weight_format, kv_cache_dtype)
         give_back(int(config.get("hidden_size") or 0))
         return model
@@ -122,6 +106,23 @@ def load_model(
     from foretoken.models.hf.model import HFModel  # transformers takes seconds to import
 
     return HFModel.load(path, kind, where, max_length)
+
+
+def _check_memory(
+    runtime: type[Decoder],
+    config: Mapping[str, Any],
+    tensors: StoredTensors,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None,
+    weight_format: str,
+    path: Path,
+) -> None:
+    """Raises ModelLoadError if the weights of our own decoder need more memory than is free."""
+    scheme = Quantizer.of(quantization or ("int8" if check_prequantized(config) else None))
+    compiled = device.type == "cpu" and packs_groups(dtype)
+    compress = compiled and packs(runtime.decoder_of(config), dtype, weight_format)
+    check_fits(_needed(tensors, scheme, dtype, compiled, PACKED_BITS if compress else None), device, str(path))
 
 
 def _check_hf(config: Mapping[str, Any], path: Path, backend: str, quantization: str | None) -> None:
@@ -155,14 +156,14 @@ def report_language_model_alone(path: str) -> None:
     _log.warning("%s is multimodal; its language model is loaded alone, so images and sound are not read", path)
 
 
-def _check_rounding(config: Mapping[str, Any], tensors: Mapping[str, Tensor], quantization: str, path: Path) -> None:
+def _check_rounding(config: Mapping[str, Any], tensors: StoredTensors, quantization: str, path: Path) -> None:
     """Warns if weights are rounded a second time. Raises InvalidRequest if they are int8 and would stay so."""
     if check_prequantized(config) and quantization != "int8":
         raise InvalidRequest(
             f"{path} is int8 already, so quantization={quantization!r} would change nothing; leave it out, or name the "
             "checkpoint that it was made from"
         )
-    if rounded(tensors):
+    if tensors.quantized:
         report_second_rounding(str(path), quantization)
 
 
@@ -178,7 +179,7 @@ def report_second_rounding(path: str, quantization: str) -> None:
 
 
 def _needed(
-    tensors: Weights | GGUFWeights | PackedWeights | Fp8Weights,
+    tensors: StoredTensors,
     scheme: Quantizer | None,
     dtype: torch.dtype,
     compiled: bool,
@@ -198,7 +199,7 @@ def _needed(
         return weight_bytes(tensors.shapes, dtype, scheme.weight_bits if compiled or scheme.group is None else None)
     if isinstance(tensors, PackedWeights):
         bits = tensors.bits if compiled else None
-    elif compiled and not isinstance(tensors, Weights | Fp8Weights):
+    elif compiled and tensors.nbytes is not None:
         return min(tensors.nbytes, weight_bytes(tensors.shapes, dtype, None))
     return weight_bytes(tensors.shapes, dtype, bits)
 

@@ -26,10 +26,12 @@ DTYPES = {
 """torch's name of each dtype name that users may write."""
 
 
-def check_backend(name: str) -> None:
-    """Raises InvalidRequest for an unknown backend."""
-    if name not in BACKENDS:
-        raise InvalidRequest(f"backend {name!r} is not known; known: {', '.join(BACKENDS)}")
+_KNOWN = {
+    "backend": BACKENDS,
+    "quantization": QUANTIZATIONS,
+    "weight_format": WEIGHT_FORMATS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+}
 
 
 def check_dtype(name: str) -> None:
@@ -38,22 +40,13 @@ def check_dtype(name: str) -> None:
         raise InvalidRequest(f"dtype {name!r} is not known; expected auto, bfloat16, float16 or float32")
 
 
-def check_quantization(name: str | None) -> None:
-    """Raises InvalidRequest for an unknown scheme of quantization."""
-    if name is not None and name not in QUANTIZATIONS:
-        raise InvalidRequest(f"quantization {name!r} is not known; known: {', '.join(QUANTIZATIONS)}, or None for none")
-
-
-def check_weight_format(name: str) -> None:
-    """Raises InvalidRequest for an unknown format of weights in memory."""
-    if name not in WEIGHT_FORMATS:
-        raise InvalidRequest(f"weight_format {name!r} is not known; known: {', '.join(WEIGHT_FORMATS)}")
-
-
-def check_kv_cache_dtype(name: str) -> None:
-    """Raises InvalidRequest for an unknown type of the KV cache."""
-    if name not in KV_CACHE_DTYPES:
-        raise InvalidRequest(f"kv_cache_dtype {name!r} is not known; known: {', '.join(KV_CACHE_DTYPES)}")
+def check_options(**options: str | None) -> None:
+    """Raises InvalidRequest for an unknown value of one of these options; ``quantization`` may be None."""
+    for name, value in options.items():
+        optional = name == "quantization"
+        if value not in _KNOWN[name] and not (optional and value is None):
+            known = f"{', '.join(_KNOWN[name])}{', or None for none' * optional}"
+            raise InvalidRequest(f"{name} {value!r} is not known; known: {known}")
 
 
 def check_adapters(names: Collection[str], backend: str, tensor_parallel_size: int) -> None:

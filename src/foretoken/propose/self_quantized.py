@@ -10,7 +10,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.quantize import Quantizer
-from foretoken.models.options import check_quantization
+from foretoken.models.options import check_options
 from foretoken.models.runners.native.build import kind_bits, packs_groups
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.propose.base import BuildContext, Method, Observation
@@ -32,7 +32,7 @@ class SelfQuantizedConfig(DraftModelConfig):
         DraftModelConfig.__post_init__(self)
         if self.quantization is None:
             raise InvalidRequest("quantization of method 'self_quantized' is 'int4' or 'int8'; leave it out for 'int4'")
-        check_quantization(self.quantization)
+        check_options(quantization=self.quantization)
 
 
 class SharedCacheDraft(DraftModel):

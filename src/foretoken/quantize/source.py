@@ -22,7 +22,7 @@ from foretoken.models.formats.checkpoint import (
     open_weights,
 )
 from foretoken.models.formats.gguf import is_gguf
-from foretoken.models.formats.prequantized import check_prequantized, rounded, unpacked
+from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.seq2seq.model import EncoderDecoder
 from foretoken.quantize.calibration import Calibration, calibrates
 from foretoken.quantize.file import Described
@@ -57,7 +57,7 @@ class SourceCheckpoint:
         if check_prequantized(config):
             raise InvalidRequest(f"{path} is int8 already; quantize the checkpoint that it was made from")
         tensors = unpacked(open_weights(path), config)
-        if scheme.quantizes and rounded(tensors):
+        if scheme.quantizes and tensors.quantized:
             raise InvalidRequest(
                 f"{path} is quantized already, and rounding twice loses more than once; quantize the checkpoint that "
                 "it was made from, or write it as bfloat16 first"

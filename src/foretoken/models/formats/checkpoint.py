@@ -18,12 +18,12 @@ from foretoken.core.schema import Layers, Schema, Size, TokenId, TokenIds, parse
 from foretoken.models.formats.gguf import SPLIT_NAME, is_gguf
 from foretoken.models.formats.memory import give_back
 from foretoken.models.formats.tokenizer import PlainTokenizer, is_plain
-from foretoken.models.formats.weight_files import Weights
+from foretoken.models.formats.weight_files import StoredTensors, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from foretoken.models.formats.gguf.weights import GGUFCheckpoint, GGUFWeights
+    from foretoken.models.formats.gguf.header import Header
 
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "vocab.txt", "merges.txt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -154,11 +154,11 @@ def _listed(folder: Path) -> str:
     return ", ".join(sorted(file.name for file in folder.iterdir() if is_gguf(file))) or "none"
 
 
-def _gguf(path: Path) -> GGUFCheckpoint:
+def _header(path: Path) -> Header:
     # Importing the gguf package takes about 0.1 s, and most checkpoints do not need it.
-    from foretoken.models.formats.gguf.weights import GGUFCheckpoint
+    from foretoken.models.formats.gguf.header import Header
 
-    return GGUFCheckpoint(Path(path))
+    return Header.read(path)
 
 
 def load_config(path: Path) -> dict[str, Any]:
@@ -166,11 +166,13 @@ def load_config(path: Path) -> dict[str, Any]:
 
     For a GGUF file it follows from the metadata. Raises ModelLoadError if the file is missing or malformed.
     """
-    if is_gguf(Path(path)):
-        config = _gguf(path).config()
+    if is_gguf(path := Path(path)):
+        from foretoken.models.formats.gguf.families import config_of
+
+        config = config_of(_header(path))
         parse(CommonConfig, config, str(path))
         return config
-    return read_object(Path(path) / "config.json", CommonConfig, "the folder of a checkpoint has one")
+    return read_object(path / "config.json", CommonConfig, "the folder of a checkpoint has one")
 
 
 def load_generation_settings(path: Path) -> list[GenerationSettings]:
@@ -180,7 +182,9 @@ def load_generation_settings(path: Path) -> list[GenerationSettings]:
     wrong.
     """
     if is_gguf(path):
-        return [parse(GenerationSettings, _gguf(path).special_ids(), str(path))]
+        from foretoken.models.formats.gguf.tokenizer import special_ids
+
+        return [parse(GenerationSettings, special_ids(_header(path)), str(path))]
     files = (file for name in ("generation_config.json", "config.json") if (file := path / name).is_file())
     return [parse(GenerationSettings, read_object(file), str(file)) for file in files]
 
@@ -221,12 +225,16 @@ def start_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
     return start_tokens
 
 
-def open_weights(path: Path) -> Weights | GGUFWeights:
+def open_weights(path: Path) -> StoredTensors:
     """Returns all tensors of a checkpoint or GGUF file by name; each is read from disk on access.
 
     Raises ModelLoadError if a file is missing or damaged, or the weights are pickles.
     """
-    return _gguf(path).weights() if is_gguf(Path(path)) else Weights(Path(path))
+    if not is_gguf(path := Path(path)):
+        return Weights(path)
+    from foretoken.models.formats.gguf.weights import GGUFWeights
+
+    return GGUFWeights(path)
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer:
@@ -256,7 +264,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase | PlainTokenizer:
     if is_gguf(path):
-        return _gguf(path).tokenizer()
+        from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer
+
+        return gguf_tokenizer(_header(path))
     settings = _tokenizer_settings(path)
     if is_plain(path, settings):
         return PlainTokenizer.load(path)
@@ -275,7 +285,9 @@ def load_vocabulary(path: Path) -> dict[str, int] | None:
     Raises ModelLoadError if the tokenizer cannot be loaded.
     """
     if is_gguf(path):
-        return _gguf(path).token_ids()
+        from foretoken.models.formats.gguf.tokenizer import token_ids
+
+        return token_ids(_header(path))
     if not any(any(path.glob(pattern)) for pattern in _VOCABULARY_FILES):
         return None
     vocabulary: dict[str, int] = load_tokenizer(path).get_vocab()

@@ -8,14 +8,13 @@ dtype. Files store the scales beside the matrices: ``weight_scale_inv`` (DeepSee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.models.formats.weight_files import StoredTensors
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -30,23 +29,16 @@ class Fp8Settings:
     block: tuple[int, int] | None = None
 
 
-class Fp8Weights(Mapping[str, Tensor]):
+class Fp8Weights(StoredTensors):
     """A checkpoint's tensors, with its matrices of eight-bit floats dequantized to float32.
 
     Args:
-        shapes: their shapes by name.
+        weights: the stored tensors.
         settings: sizes of the blocks.
-
-    Attributes:
-        shapes: the shape of each tensor by name, without scales.
-        files: the checkpoint's files.
     """
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], settings: Fp8Settings
-    ) -> None:
-        self._weights, self._block = weights, settings.block
-        self.files: Sequence[Path] = getattr(weights, "files", ())
+    def __init__(self, weights: StoredTensors, settings: Fp8Settings) -> None:
+        self._weights, self._block, self.files, shapes = weights, settings.block, weights.files, weights.shapes
         self._scales = {name: scale for scale in shapes if (name := _scaled_by(scale)) in shapes}
         hidden = {*self._scales.values(), *(name for name in shapes if name.endswith(_UNUSED))}
         self.shapes = {name: shape for name, shape in shapes.items() if name not in hidden}
@@ -65,15 +57,6 @@ class Fp8Weights(Mapping[str, Tensor]):
                 f"the tensor {name!r} holds {stored.dtype}, and its scales are not there; is it complete?"
             )
         return stored
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
 
     def _dequantized(self, name: str, stored: Tensor, scales: Tensor) -> Tensor:
         """Returns the weights, float32 [..., out, in]. Raises ModelLoadError for scales of another shape."""

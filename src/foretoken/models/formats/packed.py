@@ -10,9 +10,8 @@ A weight is (code - zero) * scale, with a zero and a scale for each group of inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
 from foretoken.models.formats.grouped import MXFP4, Grouped, GroupLayout, Groups, half_powers, strips
+from foretoken.models.formats.weight_files import StoredTensors
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the four bits of a word that hold output 8 * word + i
 _CHANNEL = 128  # inputs of a group if the file has one scale per output
@@ -117,40 +117,30 @@ class PackedMatrix:
         return values
 
 
-class PackedWeights(Mapping[str, Tensor]):
+class PackedWeights(StoredTensors):
     """A checkpoint's tensors, with packed matrices under the names of plain ones, dequantized to float32.
 
-    Attributes:
-        shapes: the shape of each tensor by name.
-        files: the checkpoint's files.
+    Args:
+        weights: the stored tensors.
+        shapes: their shapes.
+        s: their packing.
 
     Raises:
         ModelLoadError: the tensors of a matrix do not belong together.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], s: PackedSettings) -> None:
-        self._weights = weights
-        self.files: Sequence[Path] = getattr(weights, "files", ())
-        self._settings = s
+        self._weights, self._settings, self.files = weights, s, getattr(weights, "files", ())
         suffix = {"compressed-tensors": ".weight_packed", "mxfp4": "_blocks"}.get(s.method, ".qweight")
         endings = {"mxfp4": ("_blocks", "_scales")}.get(s.method, tuple(f".{p}" for p in (*_PARTS, *_TRANSPOSED_PARTS)))
         stems = [name.removesuffix(suffix) for name in shapes if name.endswith(suffix)]
         hidden = {stem + part for stem in stems for part in endings}
         self._stems = {_plain(stem, s.method): stem for stem in stems}
-        self.shapes = {name: shape for name, shape in shapes.items() if name not in hidden}
-        self.shapes |= {name: self._matrix(name).shape for name in self._stems}
+        plain = {name: shape for name, shape in shapes.items() if name not in hidden}
+        self.shapes = plain | {name: self._matrix(name).shape for name in self._stems}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._matrix(name).dequantize() if name in self._stems else self._weights[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
 
     @property
     def bits(self) -> float:
@@ -159,8 +149,7 @@ class PackedWeights(Mapping[str, Tensor]):
         return self._settings.bits + 64 / group
 
     @property
-    def packed(self) -> bool:
-        """Whether any matrix is packed."""
+    def quantized(self) -> bool:
         return bool(self._stems)
 
     def grouped(self, name: str) -> Grouped | None:

@@ -9,8 +9,8 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from foretoken.core.schema import MAX_INT, Schema, Size, parse, shortened
 from foretoken.models.formats.fp8 import Fp8Settings, Fp8Weights
 from foretoken.models.formats.packed import PackedSettings, PackedWeights
 from foretoken.models.formats.quantize import Int8
-from foretoken.models.formats.weight_files import Weights
-
-if TYPE_CHECKING:
-    from foretoken.models.formats.gguf.weights import GGUFWeights
+from foretoken.models.formats.weight_files import StoredTensors
 
 SUPPORTED = (
     "supported are int8 weights with a symmetric scale per channel and dynamic symmetric int8 activations per token, "
@@ -75,7 +72,7 @@ def check_prequantized(config: Mapping[str, Any]) -> bool:
     Raises ModelLoadError if they are quantized in a way that is not supported.
     """
     settings = config.get("quantization_config")
-    if not settings or packed_settings(config) is not None or fp8_settings(config) is not None:
+    if not settings or packing_of(config) is not None:
         return False
     method = parse(Quantization, settings, _WHERE).quant_method
     checks = {"compressed-tensors": _compressed_tensors, "torchao": _torchao}
@@ -85,25 +82,40 @@ def check_prequantized(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def packed_settings(config: Mapping[str, Any]) -> PackedSettings | None:
-    """Returns the packing of the checkpoint's matrices; None if they are not packed.
+def packing_of(config: Mapping[str, Any]) -> PackedSettings | Fp8Settings | None:
+    """Returns the packing of the checkpoint's codes, or the scaling of its eight-bit floats; None if it has neither.
 
-    Raises ModelLoadError if they are packed in a way that is not supported.
+    Raises ModelLoadError if they are packed or scaled in a way that is not supported.
     """
     settings = config.get("quantization_config")
     if not settings:
         return None
     quantization = parse(Quantization, settings, _WHERE)
-    method = quantization.quant_method
-    if method == "mxfp4":
-        return PackedSettings("mxfp4", group=32)
-    if method == "compressed-tensors":
-        groups = list((quantization.config_groups or {}).values())
-        formats = {group.format or quantization.format for group in groups}
-        return _pack_quantized(groups, settings) if formats == {"pack-quantized"} else None
-    if method not in ("awq", "gptq"):
-        return None
-    s = parse(PackedQuantization, settings, _WHERE)
+    groups = list((quantization.config_groups or {}).values())
+    formats = {group.format or quantization.format for group in groups}
+    match quantization.quant_method:
+        case "mxfp4":
+            return PackedSettings("mxfp4", group=32)
+        case "awq" | "gptq" as method:
+            return _in_words(method, parse(PackedQuantization, settings, _WHERE))
+        case "fp8":
+            s = parse(Fp8Quantization, settings, _WHERE)
+            if s.expert_dtype != "fp8":
+                raise _refused(f"experts of {s.expert_dtype}")
+            return Fp8Settings(_block(s.weight_block_size))
+        case "compressed-tensors" if formats in ({"pack-quantized"}, {"float-quantized"}):
+            if other := next((key for key in _OTHER if settings.get(key)), None):
+                raise _refused(other)
+            floats = formats == {"float-quantized"}
+            schemes = {_scaling(group) if floats else _scheme(group) for group in groups}
+            if len(schemes) > 1:
+                raise _refused("several groups of different settings")
+            return schemes.pop()
+    return None
+
+
+def _in_words(method: str, s: PackedQuantization) -> PackedSettings:
+    """Returns the packing of AWQ and GPTQ. Raises ModelLoadError if it is not supported."""
     bits = s.bits if s.bits is not None else s.w_bit or 4
     group = s.group_size if s.group_size is not None else s.q_group_size or 128
     if group != -1 and not 1 <= group <= MAX_INT:
@@ -118,30 +130,8 @@ def packed_settings(config: Mapping[str, Any]) -> PackedSettings | None:
     return PackedSettings("gptq", bits, group, zero_shift=int(layout == "gptq"))
 
 
-def fp8_settings(config: Mapping[str, Any]) -> Fp8Settings | None:
-    """Returns the scaling of the checkpoint's eight-bit floats; None if it has none.
-
-    Raises ModelLoadError if they are scaled in a way that is not supported.
-    """
-    settings = config.get("quantization_config")
-    if not settings:
-        return None
-    quantization = parse(Quantization, settings, _WHERE)
-    if quantization.quant_method == "fp8":
-        s = parse(Fp8Quantization, settings, _WHERE)
-        if s.expert_dtype != "fp8":
-            raise _refused(f"experts of {s.expert_dtype}")
-        return Fp8Settings(_block(s.weight_block_size))
-    groups = list((quantization.config_groups or {}).values())
-    layouts = {group.format or quantization.format for group in groups}
-    if quantization.quant_method != "compressed-tensors" or layouts != {"float-quantized"}:
-        return None
-    if other := next((key for key in _OTHER if settings.get(key)), None):
-        raise _refused(other)
-    blocks = {_block((group.weights or {}).get("block_structure")) for group in groups}
-    if len(blocks) > 1:
-        raise _refused("several groups of different settings")
-    return Fp8Settings(blocks.pop())
+def _scaling(group: QuantizationGroup) -> Fp8Settings:
+    return Fp8Settings(_block((group.weights or {}).get("block_structure")))
 
 
 def _block(sizes: Any) -> tuple[int, int] | None:
@@ -157,33 +147,23 @@ def _block(sizes: Any) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def unpacked(
-    weights: Weights | GGUFWeights, config: Mapping[str, Any]
-) -> Weights | GGUFWeights | PackedWeights | Fp8Weights:
+def unpacked(weights: StoredTensors, config: Mapping[str, Any]) -> StoredTensors:
     """Returns the tensors of a checkpoint, with packed matrices and eight-bit floats under plain names.
 
     Raises ModelLoadError if they are packed in a way that is not supported, or are damaged.
     """
-    if (scales := fp8_settings(config)) is not None:
-        floats = Fp8Weights(weights, weights.shapes, scales)
+    settings = packing_of(config)
+    if settings is None:
+        return weights
+    if isinstance(settings, Fp8Settings):
+        floats = Fp8Weights(weights, settings)
         if not floats.scaled:
             raise _refused("fp8 without scales")
         return floats
-    settings = packed_settings(config)
-    if settings is None:
-        return weights
     result = PackedWeights(weights, weights.shapes, settings)
-    if not result.packed:
+    if not result.quantized:
         raise _refused(f"{settings.method} without packed matrices")
     return result
-
-
-def rounded(tensors: Mapping[str, Tensor]) -> bool:
-    """Returns whether tensors of a checkpoint hold codes, so that quantizing them rounds a second time.
-
-    Eight-bit floats do not count: checkpoints that were trained with them exist in no other form.
-    """
-    return isinstance(tensors, PackedWeights) or bool(getattr(tensors, "quantized", False))
 
 
 def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:
@@ -208,16 +188,6 @@ def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:
 
 def _refused(what: str) -> ModelLoadError:
     return ModelLoadError(f"the checkpoint is quantized in a way that is not computed here ({what}); {SUPPORTED}")
-
-
-def _pack_quantized(groups: Sequence[QuantizationGroup], settings: Mapping[str, Any]) -> PackedSettings:
-    """Returns the settings of compressed-tensors' ``pack-quantized``. Raises ModelLoadError for others."""
-    if other := next((key for key in _OTHER if settings.get(key)), None):
-        raise _refused(other)
-    schemes = {_scheme(group) for group in groups}
-    if len(schemes) > 1:
-        raise _refused("several groups of different settings")
-    return schemes.pop()
 
 
 def _scheme(group: QuantizationGroup) -> PackedSettings:

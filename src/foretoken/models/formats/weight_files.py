@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import NamedTuple
@@ -134,21 +134,48 @@ class ShardIndex(Schema):
     weight_map: dict[str, str]
 
 
-class Weights(Mapping[str, Tensor]):
-    """The tensors of a checkpoint, read lazily from memory-mapped files.
-
-    File headers are checked on construction, and each tensor when it is first read. Each tensor has its own mapping,
-    which ends with the tensor, so weights that were packed do not stay resident twice.
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each of which is read on access.
 
     Attributes:
         shapes: the shape of each tensor by name, known without reading it.
         files: the files.
+        nbytes: bytes of all tensors as they are stored, if the compiled kernels keep them so; None if they do not.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    files: Sequence[Path]
+    nbytes: int | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether tensors hold codes, so that quantizing them rounds a second time.
+
+        Eight-bit floats do not count: checkpoints that were trained with them exist in no other form.
+        """
+        return False
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+class Weights(StoredTensors):
+    """The tensors of a checkpoint's safetensors files, read lazily from memory-mapped files.
+
+    File headers are checked on construction, and each tensor when it is first read. Each tensor has its own mapping,
+    which ends with the tensor, so weights that were packed do not stay resident twice.
     """
 
     def __init__(self, path: Path) -> None:
         self._where: dict[str, SafetensorsFile] = {}
         self._checked: set[str] = set()
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         index = _index(path)
         self.files = tuple(path / name for name in _weight_files(path, index))
         for path_of_file in self.files:
@@ -159,7 +186,8 @@ class Weights(Mapping[str, Tensor]):
                     f"{path_of_file} is truncated or not a safetensors file ({error}); download or save it again"
                 ) from error
             for name, stored in file.tensors.items():
-                self._where[name], self.shapes[name] = file, stored.shape
+                self._where[name], shapes[name] = file, stored.shape
+        self.shapes = shapes
         if missing := sorted(set(index or {}) - set(self._where)):
             raise ModelLoadError(f"{path / INDEX} lists the tensor {missing[0]!r}, which is in none of its files")
 
@@ -177,15 +205,6 @@ class Weights(Mapping[str, Tensor]):
             check_finite(name, tensor, str(file.path))
             self._checked.add(name)
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._where
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
 
 
 def _weight_files(path: Path, index: Mapping[str, str] | None) -> list[str]:

@@ -198,6 +198,9 @@ def plan_to_json(plan: PassPlan) -> dict[str, Any]:
 
 
 def plan_from_json(written: dict[str, Any]) -> PassPlan:
-    parts = [Part(*sizes, Draft.tree(ids, parents)) for *sizes, ids, parents in written["parts"]]
+    parts = [
+        Part(slot, first, count, nodes_at, Draft.tree(ids, parents))
+        for slot, first, count, nodes_at, ids, parents in written["parts"]
+    ]
     reach = max(part.end for part in parts)
     return PassPlan(written["tokens"], written["positions"], parts, [], written["counts"], reach)

@@ -163,12 +163,11 @@ def unpacked(kind: GGMLQuantizationType, data: Bytes) -> BlockNumbers:
     codes, levels = integers["codes"], integers.get("levels")
     if kind == _K.Q8_0:  # int8
         codes = codes ^ np.uint8(128)
-    if levels is None:
-        return BlockNumbers(codes, **floats)
-    signed = levels.view(np.int8) - np.int8(block.centre)
-    if not block.layout.offsets:
-        return BlockNumbers(codes, **floats, parts=signed)
-    return BlockNumbers(codes, **floats, parts=signed[:, : block.layout.block], mins=signed[:, block.layout.block :])
+    parts = mins = None
+    if levels is not None:
+        signed, groups = levels.view(np.int8) - np.int8(block.centre), block.layout.block
+        parts, mins = signed[:, :groups], signed[:, groups:] if block.layout.offsets else None
+    return BlockNumbers(codes, floats["scale"], floats.get("offset"), parts, mins)
 
 
 def packed(kind: GGMLQuantizationType, blocks: BlockNumbers) -> Bytes:
@@ -179,8 +178,8 @@ def packed(kind: GGMLQuantizationType, blocks: BlockNumbers) -> Bytes:
 
     def written(field: _Field) -> Bytes:
         if field.numbers in ("codes", "levels"):
-            numbers = codes if field.numbers == "codes" else levels
-            return _joined(numbers >> np.uint8(field.shift) & np.uint8(2**field.bits - 1), field.run, field.bits)
+            integers = codes if field.numbers == "codes" else levels
+            return _joined(integers >> np.uint8(field.shift) & np.uint8(2**field.bits - 1), field.run, field.bits)
         if field.numbers == "levels of six bits":
             return _to_six_bits(levels)
         numbers = blocks.scale if field.numbers == "scale" else blocks.offset

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,23 +19,17 @@ from foretoken.models.formats.gguf.changes import ChangedTensor, source
 from foretoken.models.formats.gguf.families import config_of, family_of
 from foretoken.models.formats.gguf.header import Header, StoredTensor, split_parts
 from foretoken.models.formats.gguf.tensor_names import Names
-from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer, special_ids, token_ids
 from foretoken.models.formats.grouped import Grouped, Groups, TwoLevels
-from foretoken.models.formats.tokenizer import PlainTokenizer
-from foretoken.models.formats.weight_files import check_finite
+from foretoken.models.formats.weight_files import StoredTensors, check_finite
 
 _FUSED = re.compile(r"blk\.([0-9]{1,5})\.attn_qkv\.(weight|bias)")
 
 
-class GGUFWeights(Mapping[str, Tensor]):
+class GGUFWeights(StoredTensors):
     """The tensors of a GGUF file under the checkpoint's names, with llama.cpp's changes undone.
 
     Tensors are read on access, in parts, so nothing stays resident: floats in the type of the file, quantized ones as
     float32.
-
-    Attributes:
-        shapes: the shape of each tensor by name, known without reading it.
-        files: the file, or all files of a split model.
 
     Raises:
         ModelLoadError: the file is damaged, or has tensors or types that are not supported.
@@ -48,6 +41,7 @@ class GGUFWeights(Mapping[str, Tensor]):
         self.files = tuple(split_parts(header))
         self._sources = _sources(header)
         self.shapes = {name: source.shape for name, source in self._sources.items()}
+        self.nbytes = sum(source.stored.nbytes for source in self._sources.values())
 
     def __getitem__(self, name: str) -> Tensor:
         source, groups = self._sources[name], self._groups(name)
@@ -61,22 +55,7 @@ class GGUFWeights(Mapping[str, Tensor]):
 
     @property
     def quantized(self) -> bool:
-        """Whether any tensor is quantized."""
         return any(source.stored.kind not in FLOATS for source in self._sources.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
-        return sum(source.stored.nbytes for source in self._sources.values())
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._sources
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)
 
     def grouped(self, name: str) -> Grouped | None:
         """Returns a quantized matrix that reads its rows from the file; None if the tensor holds floats.
@@ -172,35 +151,3 @@ def _check_type(path: Path, stored: StoredTensor) -> None:
             f"{path} stores {stored.name} {stored.shape} as {stored.kind.name}; supported are vectors of "
             f"{', '.join(kind.name for kind in FLOATS)}, and matrices of these and {', '.join(k.name for k in LAYOUTS)}"
         )
-
-
-class GGUFCheckpoint:
-    """Contents of a GGUF file, as those of a checkpoint's files. The header is read once.
-
-    Raises:
-        ModelLoadError: The file is damaged, or has unsupported contents.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._header = Header.read(path)
-
-    def config(self) -> dict[str, Any]:
-        """Returns the config.json that the metadata describe."""
-        return config_of(self._header)
-
-    def special_ids(self) -> dict[str, Any]:
-        """Returns the ids of special tokens by their names in generation_config.json."""
-        return special_ids(self._header)
-
-    def weights(self) -> GGUFWeights:
-        """Returns the tensors, with llama.cpp's changes undone."""
-        return GGUFWeights(self._path)
-
-    def tokenizer(self) -> PlainTokenizer:
-        """Returns the tokenizer, with special tokens and chat template."""
-        return gguf_tokenizer(self._header)
-
-    def token_ids(self) -> dict[str, int] | None:
-        """Returns the id of every token; None if the file has no vocabulary."""
-        return token_ids(self._header)

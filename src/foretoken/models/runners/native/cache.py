@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -43,13 +43,6 @@ _kept: list[Callable[[], None]] = []  # functions that write packed weights
 _log = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class FromFiles(Protocol):
-    """Tensors of a checkpoint that are read from files."""
-
-    files: Sequence[Path]
-
-
 class WeightCache:
     """The file of one model's packed weights.
 
@@ -68,7 +61,7 @@ class WeightCache:
     @staticmethod
     def of(weights: object, settings: Mapping[str, Any]) -> WeightCache | None:
         """Returns the cache for the tensors of a checkpoint; None if they are in no files, or in small ones."""
-        files = weights.files if isinstance(weights, FromFiles) else ()
+        files: Sequence[Path] = getattr(weights, "files", ())
         if not bound() or sum(file.stat().st_size for file in files) < MIN_BYTES:
             return None
         return WeightCache(tuple(files), settings)
