@@ -58,11 +58,7 @@ def test_plans_survive_json() -> None:
     handles = [Handle(1, [3, 4, 5], 1), Handle(0, [9], 0)]
     plan = PassPlan.of(handles, [tree, Draft.empty()], [0, 0])
     again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
-    for name in ("tokens", "positions", "output_counts", "reach"):
-        assert getattr(again, name) == getattr(plan, name)
-    for ours, theirs in zip(again.parts, plan.parts, strict=True):
-        assert replace(ours, draft=theirs.draft) == theirs and ours.draft.parents == theirs.draft.parents
-        assert ours.draft.ids == theirs.draft.ids
+    assert again == replace(plan, outputs=[])
 
 
 def test_missing_ranks_are_refused(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,17 +279,14 @@ class Architecture:
             "eps": c["rms_norm_eps"],
             "activation": NAMED_ACTIVATIONS[c.get("hidden_act") or "silu"],
             "scale": head_dim**-0.5,
-            "norm_offset": family.norm_offset,
             "frequencies": frequencies,
             "max_length": length,
             "tied": bool(c.get("tie_word_embeddings")),
-            "centered": family.centered,
-            "head_norms": family.head_norms,
-            "paired": family.paired,
             "rotary_scales": scales,
             "learned_positions": family.position_offset if names.positions else None,
-            "weightless": family.weightless,
         }
+        of_family = ("norm_offset", "centered", "head_norms", "paired", "weightless")
+        described |= {name: getattr(family, name) for name in of_family}
         fields_of_all = {field.name for field in dataclasses.fields(Architecture)} - {"names", "alibi"}
         described |= {name: value for name, value in stated.items() if name in fields_of_all}
         if stated.get("query_growth") is not None:

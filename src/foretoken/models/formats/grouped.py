@@ -83,6 +83,10 @@ class Groups:
     scales: Tensor | TwoLevels
     offsets: Tensor | TwoLevels | None = None
 
+    def __getitem__(self, outputs: slice) -> Groups:
+        offsets = None if self.offsets is None else self.offsets[outputs]
+        return Groups(self.codes[outputs], self.scales[outputs], offsets)
+
     def dequantize(self, layout: GroupLayout) -> Tensor:
         """Returns the weights, float32 [outputs, in]."""
         inputs = self.codes.shape[1]
@@ -113,11 +117,8 @@ class Grouped:
     def of(groups: Groups, layout: GroupLayout) -> Grouped:
         """Returns a matrix in memory."""
 
-        def rows(first: int, last: int) -> Groups:
-            offsets = None if groups.offsets is None else groups.offsets[first:last]
-            return Groups(groups.codes[first:last], groups.scales[first:last], offsets)
-
-        return Grouped((groups.codes.shape[0], groups.codes.shape[1]), layout, rows)
+        shape = groups.codes.shape[0], groups.codes.shape[1]
+        return Grouped(shape, layout, lambda first, last: groups[first:last])
 
     def part(self, first: int, last: int) -> Grouped:
         """Returns the matrix of outputs ``first`` to ``last``."""
@@ -127,11 +128,7 @@ class Grouped:
         """Returns the matrix of every ``step``-th output from ``first`` on."""
 
         def rows(a: int, b: int) -> Groups:
-            read = self.rows(a * step, min(b * step, self.shape[0]))
-            outputs = slice(first, None, step)
-            return Groups(
-                read.codes[outputs], read.scales[outputs], None if read.offsets is None else read.offsets[outputs]
-            )
+            return self.rows(a * step, min(b * step, self.shape[0]))[first::step]
 
         return Grouped((len(range(first, self.shape[0], step)), self.shape[1]), self.layout, rows)
 

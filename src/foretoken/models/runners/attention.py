@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foretoken.models.runners.layout import Heads
+from foretoken.models.runners.layout import AttentionSizes
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.kv import KVCache, finite, padded
 
@@ -106,7 +106,7 @@ class Geometry:
         layer: int,
         queries_keys: Tensor,
         values: Tensor,
-        a: Heads,
+        a: AttentionSizes,
         view: tuple[int, bool],
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -206,7 +206,7 @@ def attend(
     queries_keys: Tensor,
     values: Tensor,
     g: Geometry,
-    a: Heads,
+    a: AttentionSizes,
     mask: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -240,7 +240,13 @@ def attend(
 
 
 def look_up(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, g: Geometry, a: Heads, sinks: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    g: Geometry,
+    a: AttentionSizes,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes attention.
 
@@ -273,7 +279,7 @@ def look_up(
     return mixed if g.places is None else mixed[g.places]
 
 
-def _soft(scores: Tensor, mask: Tensor, a: Heads, sink: Tensor | None = None) -> Tensor:
+def _soft(scores: Tensor, mask: Tensor, a: AttentionSizes, sink: Tensor | None = None) -> Tensor:
     """Scales, caps (Gemma 2, 2408.00118: cap * tanh(x / cap)) and masks scores; returns their softmax.
 
     It is computed at least in float32. A sink counts as one more key.

@@ -12,6 +12,31 @@ from foretoken.models.families.layers import Layer
 from foretoken.models.runners.triton_kernels.steps import Steps
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """The sizes and factors of one layer's attention.
+
+    Attributes:
+        heads: number of query heads.
+        kv_heads: number of heads of keys and values.
+        head_dim: width of a head.
+        scale: factor of the scores.
+        attention_softcap: cap of the scores; 0 for none.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    attention_softcap: float
+
+    @staticmethod
+    def of(a: Architecture, layer: Layer) -> AttentionSizes:
+        """Returns the sizes and factors of a decoder's layer."""
+        sizes = a.sizes(layer)
+        return AttentionSizes(a.heads, sizes.kv_heads, sizes.head_dim, a.scale, a.attention_softcap)
+
+
 class Layout(Protocol):
     """The rows of a pass as the operations of a layer see them."""
 
@@ -36,7 +61,7 @@ class Layout(Protocol):
         layer: int,
         queries_keys: Tensor,
         values: Tensor,
-        a: Heads,
+        a: AttentionSizes,
         view: tuple[int, bool],
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -52,44 +77,3 @@ class Layout(Protocol):
         Returns:
             [R, heads * head_dim]
         """
-
-
-class Heads(Protocol):
-    """The sizes and factors of a layer's attention."""
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of heads of keys and values."""
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of the scores."""
-
-    @property
-    def attention_softcap(self) -> float:
-        """Cap of the scores; 0 for none."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSizes:
-    """The sizes and factors of one layer's attention, which are ``Heads``."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    attention_softcap: float
-
-    @staticmethod
-    def of(a: Architecture, layer: Layer) -> AttentionSizes:
-        """Returns the sizes and factors of a decoder's layer."""
-        sizes = a.sizes(layer)
-        return AttentionSizes(a.heads, sizes.kv_heads, sizes.head_dim, a.scale, a.attention_softcap)

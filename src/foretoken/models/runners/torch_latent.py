@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.functional import rotate
-from foretoken.models.runners.layout import Layout
+from foretoken.models.runners.layout import AttentionSizes, Layout
 from foretoken.models.runners.torch_layers import TorchLatent
 from foretoken.models.runners.triton_kernels import has_kernels, kernels
 
@@ -42,7 +42,7 @@ def attend_latents(
     if layer.rope >= 0:
         rotated = rotate(rotated, *turns[layer.rope], a.paired)
     queries_keys = torch.cat((torch.cat((absorbed, latents[:, None]), dim=1), rotated), dim=2)
-    mixed = g.attend(number, queries_keys, queries_keys[:, a.heads :], a, layer.view)
+    mixed = g.attend(number, queries_keys, queries_keys[:, a.heads :], AttentionSizes.of(a, layer), layer.view)
     mixed = mixed.unflatten(1, (a.heads, -1))[..., : s.rank]
     return w.out(w.expand.by_head(mixed, any_kernel).flatten(1), any_kernel)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
-from foretoken.models.runners.layout import Heads
+from foretoken.models.runners.layout import AttentionSizes
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.runners.triton_kernels import attention_kernels
@@ -112,7 +112,7 @@ class RowLayout:
         layer: int,
         queries_keys: Tensor,
         values: Tensor,
-        a: Heads,
+        a: AttentionSizes,
         view: tuple[int, bool],
         sinks: Tensor | None = None,
     ) -> Tensor:
