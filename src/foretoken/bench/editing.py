@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle, Model, Scores
+from foretoken.models.resumable import ModelWrapper
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def editing_tasks(tokenizer: Any) -> list[EditingTask]:
     return [EditingTask(ids(edit.prompt), ids(edit.source), ids(edit.edited)) for edit in EDITS]
 
 
-class ForcedOutput(Model):
+class ForcedOutput(ModelWrapper):
     """A target whose greedy output can be forced.
 
     Attributes:
@@ -75,18 +76,15 @@ class ForcedOutput(Model):
     """
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        super().__init__(model)
         self.output: Sequence[int] | None = None
         self.prompt_length = 0
-        self.vocab_size, self.max_length = model.vocab_size, model.max_length
-        self.num_layers, self.hidden_size = model.num_layers, model.hidden_size
-        self.device, self.dtype, self.batch_invariant = model.device, model.dtype, model.batch_invariant
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
         """See ``Model``."""
         for handle in handles:
             handle.argmax_only = handle.argmax_only and self.output is None  # the logits are changed below
-        scores = self._model.score(handles, drafts, taps)
+        scores = super().score(handles, drafts, taps)
         if self.output is not None:
             for handle, draft, score in zip(handles, drafts, scores, strict=True):
                 self._force(len(handle.tokens) - self.prompt_length, draft, score.logits)
@@ -97,25 +95,3 @@ class ForcedOutput(Model):
         for row, depth in enumerate((0, *draft.depths)):
             if generated + depth < len(self.output):
                 logits[row, self.output[generated + depth]] = logits[row].max() + 1.0
-
-    def open(
-        self,
-        prompt: Sequence[int],
-        source: Sequence[int] = (),
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-    ) -> Handle:
-        """See ``Model``."""
-        return self._model.open(prompt, source, cache_salt)
-
-    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
-        """See ``Model``."""
-        self._model.commit(handles, tokens)
-
-    def close(self, handle: Handle) -> None:
-        """See ``Model``."""
-        self._model.close(handle)
-
-    def unembed(self, hidden: Tensor) -> Tensor:
-        """See ``Model``."""
-        return self._model.unembed(hidden)

@@ -167,6 +167,12 @@ class Model(ABC):
     taps_before_norm: bool = False
     no_adapters: str = "this model computes no LoRA adapters"
 
+    def take_sizes(self, other: Model) -> None:
+        """Copies another model's vocabulary, lengths, sizes, device, dtype and invariance."""
+        for name in ("vocab_size", "max_length", "num_layers", "hidden_size", "device", "dtype", "source_length"):
+            setattr(self, name, getattr(other, name))
+        self.batch_invariant, self.chunk_invariant = other.batch_invariant, other.chunk_invariant
+
     @property
     def takes_source(self) -> bool:
         """Whether the model is an encoder-decoder."""

@@ -72,12 +72,8 @@ class EarlyExit(Decoder):
                 f"the exit was trained for a hidden size of {exit_.norm.shape[0]} and the target's is {hidden[0]}; "
                 "train one for this target"
             )
-        count = exit_.layers
-        self.architecture = a.first(count)
-        self.source_length = model.source_length
-        self.dtype, self.device = model.dtype, model.device
-        self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, count
-        self.max_length = a.max_length
+        self.take_sizes(model)
+        self.architecture, self.num_layers = a.first(exit_.layers), exit_.layers
         self.runner = model.runner.first(self.architecture, None if exit_.norm is None else exit_.norm.float())
         self.batch_invariant = self.runner.batch_invariant
         self._adapter = None

@@ -12,7 +12,58 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Handle, Model, Scores
 
 
-class Resumable(Model):
+class ModelWrapper(Model):
+    """Forwards everything to ``inner``, for models that change a part of it."""
+
+    def __init__(self, inner: Model) -> None:
+        self.inner = inner
+        self.take_sizes(inner)
+        self.taps_before_norm = inner.taps_before_norm
+
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
+        return self.inner.open(prompt, source, cache_salt, adapter)
+
+    def close(self, handle: Handle) -> None:
+        self.inner.close(handle)
+
+    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        return self.inner.score(handles, drafts, taps)
+
+    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        self.inner.commit(handles, tokens)
+
+    def admit(self, prompt: Sequence[int], source: Sequence[int]) -> None:
+        self.inner.admit(prompt, source)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.inner.kv_bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        return self.inner.state_bytes
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.inner.adapters
+
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        return self.inner.enable_prefix_cache(max_bytes)
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        return self.inner.unembed(hidden)
+
+
+class Resumable(ModelWrapper):
     """Wraps ``inner``: sequences that are closed inside ``parked`` keep their rows until they are resumed or released.
 
     A sequence that is opened with the same source, ``cache_salt`` and adapter takes over the rows of the parked
@@ -26,12 +77,8 @@ class Resumable(Model):
     """
 
     def __init__(self, inner: Model, before: Callable[[], None] = lambda: None) -> None:
-        self.inner, self.before = inner, before
-        self.vocab_size, self.max_length = inner.vocab_size, inner.max_length
-        self.num_layers, self.hidden_size = inner.num_layers, inner.hidden_size
-        self.device, self.dtype = inner.device, inner.dtype
-        self.batch_invariant, self.chunk_invariant = inner.batch_invariant, inner.chunk_invariant
-        self.source_length, self.taps_before_norm = inner.source_length, inner.taps_before_norm
+        super().__init__(inner)
+        self.before = before
         # source, cache_salt and adapter by slot, for open and parked sequences
         self._scopes: dict[int, tuple[tuple[int, ...], str | None, str | None]] = {}
         self._parked: list[tuple[int, Handle]] = []
@@ -84,34 +131,7 @@ class Resumable(Model):
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
         self.before()
-        return self.inner.score(handles, drafts, taps)
-
-    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
-        self.inner.commit(handles, tokens)
-
-    def admit(self, prompt: Sequence[int], source: Sequence[int]) -> None:
-        self.inner.admit(prompt, source)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.inner.kv_bytes_per_token
-
-    @property
-    def state_bytes(self) -> int:
-        return self.inner.state_bytes
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        return self.inner.adapters
-
-    def enable_prefix_cache(self, max_bytes: int) -> bool:
-        return self.inner.enable_prefix_cache(max_bytes)
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def unembed(self, hidden: Tensor) -> Tensor:
-        return self.inner.unembed(hidden)
+        return super().score(handles, drafts, taps)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

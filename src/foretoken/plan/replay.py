@@ -63,10 +63,8 @@ class RecordedModel(Model):
     """
 
     def __init__(self, target: Model, recordings: Sequence[Recording]) -> None:
-        self.vocab_size, self.max_length = target.vocab_size, target.max_length
-        self.num_layers, self.hidden_size = target.num_layers, target.hidden_size
-        self.device, self.dtype = target.device, target.dtype
-        self.batch_invariant, self.source_length = True, target.source_length
+        self.take_sizes(target)
+        self.batch_invariant = True
         self._recordings: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Recording]] = {}
         for recording in recordings:
             text = recording.text

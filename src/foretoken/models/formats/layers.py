@@ -16,7 +16,7 @@ from foretoken.models.families.layers import Layer, LayerInputs, RecurrentMixer
 from foretoken.models.formats.experts import read_experts
 from foretoken.models.formats.latent import read_latent
 from foretoken.models.formats.memory import give_back, reuse_freed
-from foretoken.models.formats.quantize import Matrix, Quantizer
+from foretoken.models.formats.quantize import Matrix, Quantizer, floats
 from foretoken.models.formats.reader import TensorReader, located, rows_of
 from foretoken.models.formats.recurrent import read_convolution, read_delta, read_mamba, slices
 from foretoken.models.formats.weight_files import converted
@@ -123,10 +123,9 @@ def _attention(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> 
     qkv, out = tuple(at + name for name in names.qkv_of(layer)), at + names.out
     rows = (1 + a.gated_attention) * wide + (0 if shares else sizes.numbers)
     weights, bias = reader.parts(qkv, rows, a.hidden), _attention_bias(a, reader, qkv, rows)
-    if bias is not None and a.gated_attention:
-        bias = _bias_gates_last(a, bias)
-    if bias is not None and names.by_group:
-        bias = bias[group_order(a.heads, a.kv_heads, a.head_dim)]
+    if bias is not None:
+        parts = bias[:, None].split([matrix.shape[0] for matrix in weights])
+        bias = torch.cat([floats(part, reader.dtype) for part in in_runtime_order(a, parts, reader.dtype)]).flatten()
     return SelfAttentionWeights(
         qkv=LinearWeights(in_runtime_order(a, weights, reader.dtype), bias),
         q_norm=_head_norm(a, reader, at + names.q_norm, a.heads, layer),
@@ -182,12 +181,6 @@ def _gates_last(a: Architecture, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...
     queries, *others = parts
     gates = [(first + a.head_dim, first + 2 * a.head_dim) for first in range(0, queries.shape[0], 2 * a.head_dim)]
     return *slices(queries, [(first - a.head_dim, first) for first, _ in gates]), *others, *slices(queries, gates)
-
-
-def _bias_gates_last(a: Architecture, bias: Tensor) -> Tensor:
-    wide = a.heads * a.head_dim
-    queries, rest = bias[: 2 * wide].unflatten(0, (a.heads, 2, a.head_dim)), bias[2 * wide :]
-    return torch.cat((queries[:, 0].flatten(), rest, queries[:, 1].flatten()))
 
 
 def _head_norm(a: Architecture, reader: TensorReader, name: str, heads: int, layer: Layer) -> NormWeight | None:
