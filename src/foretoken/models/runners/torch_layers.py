@@ -1,8 +1,8 @@
-"""The weights of a decoder layer on the device, and its MLPs and recurrent mixers, made of torch operators."""
+"""The weights of a decoder layer on the device, and its mixers and MLPs, made of torch operators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -29,9 +29,10 @@ from foretoken.models.formats.weights import (
     RecurrentWeights,
     SelfAttentionWeights,
 )
-from foretoken.models.runners.functional import activate, normalize
+from foretoken.models.runners.functional import activate, normalize, rotate
+from foretoken.models.runners.layout import AttentionSizes, Layout
 from foretoken.models.runners.linear import Product, by_fixed_rows, moved, product
-from foretoken.models.runners.triton_kernels import expert_kernels, has_kernels, recurrent_kernels
+from foretoken.models.runners.triton_kernels import expert_kernels, has_kernels, kernels, recurrent_kernels
 from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps
 
 
@@ -121,6 +122,44 @@ def recurrent(
     gates = rows if w.gates is None else w.gates(x, any_kernel)
     mixed: Tensor = recurrent_kernels().mix(layer, rows, gates, steps)
     return w.out(mixed, any_kernel)
+
+
+def attend_latents(
+    a: Architecture,
+    number: int,
+    w: TorchLatent,
+    x: Tensor,
+    turns: Sequence[tuple[Tensor, Tensor]],
+    g: Layout,
+    any_kernel: bool,
+) -> Tensor:
+    """Returns the output of layer ``number``'s attention for the normed rows ``x`` [R, H].
+
+    Each head has separate products. Latents and rotary keys are cached twice, as keys and as values.
+    """
+    s, layer = a.latent, a.stack[number]
+    assert s is not None
+    first = w.into(x, any_kernel)
+    queries, latents, keys = first.split((first.shape[1] - s.rank - s.rotated, s.rank, s.rotated), dim=1)
+    if w.query_up is not None and w.query_norm is not None:
+        queries = w.query_up(_normed(queries, w.query_norm, s.eps), any_kernel)
+    plain, rotated = queries.unflatten(1, (a.heads, -1)).split((s.plain, s.rotated), dim=2)
+    absorbed = w.absorb.by_head(plain, any_kernel)
+    latents = _normed(latents, w.latent_norm, s.eps)
+    rotated = torch.cat((rotated, keys[:, None]), dim=1)
+    if layer.rope >= 0:
+        rotated = rotate(rotated, *turns[layer.rope], a.paired)
+    queries_keys = torch.cat((torch.cat((absorbed, latents[:, None]), dim=1), rotated), dim=2)
+    mixed = g.attend(number, queries_keys, queries_keys[:, a.heads :], AttentionSizes.of(a, layer), layer.view)
+    mixed = mixed.unflatten(1, (a.heads, -1))[..., : s.rank]
+    return w.out(w.expand.by_head(mixed, any_kernel).flatten(1), any_kernel)
+
+
+def _normed(x: Tensor, norm: NormWeight, eps: float) -> Tensor:
+    if has_kernels(x.device):
+        normed: Tensor = kernels().rms_norm(x, norm.weight, eps)
+        return normed
+    return F.rms_norm(x.float(), norm.weight.shape, norm.weight, eps).to(x.dtype)
 
 
 def layer_input(

@@ -36,12 +36,12 @@ from foretoken.models.runners.layout import AttentionSizes, Layout
 from foretoken.models.runners.linear import can_pack, moved, product
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_experts import mix_experts
-from foretoken.models.runners.torch_latent import attend_latents
 from foretoken.models.runners.torch_layers import (
     TorchAttention,
     TorchLatent,
     TorchLayer,
     TorchLayerInputs,
+    attend_latents,
     layer_input,
     mlp,
     moved_norm,
