@@ -57,8 +57,7 @@ def test_plans_survive_json() -> None:
     tree = repeating((-1, 0, -1))
     handles = [Handle(1, [3, 4, 5], 1), Handle(0, [9], 0)]
     plan = PassPlan.of(handles, [tree, Draft.empty()], [0, 0])
-    again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
-    assert again == replace(plan, outputs=[])
+    assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == replace(plan, outputs=[])
 
 
 def test_missing_ranks_are_refused(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
