@@ -17,8 +17,8 @@ from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from foretoken.plan.simulation.pipelines import Setting
     from foretoken.plan.simulation.simulate import SimulationResult, Sweep
+    from foretoken.plan.simulation.strategies import Setting
 
 UNITS = {
     "rtt": (1e3, " ms round trip"),
@@ -57,7 +57,7 @@ class SimulationOptions:
     @property
     def setting(self) -> Setting:
         """Workers and a text. Raises InvalidRequest."""
-        from foretoken.plan.simulation.pipelines import Setting
+        from foretoken.plan.simulation.strategies import Setting
 
         return Setting(
             self.target_ms / 1e3,
@@ -84,10 +84,11 @@ def simulate(
     Reports the speedup of each over plain decoding, and from which values on pipelining is profitable.
     """
     from foretoken.plan.simulation import simulate as workers
+    from foretoken.plan.simulation.strategies import STRATEGIES
     from foretoken.report.simulate import page
 
     setting, repeats = simulated.setting, simulated.repeats
-    chosen, result = tuple(dict.fromkeys(simulated.strategy or workers.STRATEGIES)), None
+    chosen, result = tuple(dict.fromkeys(simulated.strategy or STRATEGIES)), None
     outcomes: tuple[SimulationResult, ...] = ()
     if sweep is not None:
         result = workers.sweep(setting, sweep.value, _values(sweep, values), chosen, repeats)
@@ -107,7 +108,7 @@ def simulate(
 
 
 def _needed(target: float, draft: float, depth: int) -> int:
-    from foretoken.plan.simulation.pipelines import servers_needed
+    from foretoken.plan.simulation.strategies import servers_needed
 
     number("--target-ms", target, 0.0)
     number("--draft-ms", draft, 0.0)

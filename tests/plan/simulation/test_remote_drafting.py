@@ -11,8 +11,8 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.plan.outcome import Plan
 from foretoken.plan.render import rendered
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.simulation.pipelines import sequential_seconds
 from foretoken.plan.simulation.remote_drafting import LOCAL, STRATEGIES, check_rtt, conditional, remote_drafting
+from foretoken.plan.simulation.strategies import sequential_seconds
 from foretoken.report.plan import page
 
 CHANCE = 0.8

@@ -9,9 +9,14 @@ from itertools import product
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.simulation import pipelines
-from foretoken.plan.simulation.pipelines import Setting
-from foretoken.plan.simulation.simulate import STRATEGIES, pays, simulate, sweep
+from foretoken.plan.simulation.simulate import pays, simulate, sweep
+from foretoken.plan.simulation.strategies import (
+    STRATEGIES,
+    Setting,
+    best_window,
+    sequential_seconds,
+    servers_needed,
+)
 
 TARGET = 0.030
 
@@ -45,15 +50,15 @@ def paces(setting: Setting, strategies=STRATEGIES) -> dict[str, float]:
 @pytest.mark.slow
 def test_the_simulator_agrees_with_the_closed_forms(alpha, depth, rtt):
     draft = TARGET / (4.1 if (depth > 1) == (rtt > 0) else 8.1)  # both with every other value
-    servers = pipelines.servers_needed(TARGET + rtt, draft, depth)
+    servers = servers_needed(TARGET + rtt, draft, depth)
     result = paces(Setting(TARGET, draft, (alpha,), depth, servers, rtt, 4000, seed=2))
-    window = pipelines.best_window(alpha, TARGET, draft, rtt)
+    window = best_window(alpha, TARGET, draft, rtt)
     expected = {
         "plain": TARGET,
-        "si": pipelines.sequential_seconds(alpha, depth, TARGET, draft, rtt),
+        "si": sequential_seconds(alpha, depth, TARGET, draft, rtt),
         "dsi": distributed_seconds(alpha, depth, TARGET, draft, rtt),
         "pearl": parallel_seconds(alpha, depth, TARGET, draft, rtt),
-        "dsd": pipelines.sequential_seconds(alpha, window, TARGET, draft, rtt),
+        "dsd": sequential_seconds(alpha, window, TARGET, draft, rtt),
     }
     assert result == pytest.approx(expected, rel=0.05)
 
@@ -61,10 +66,10 @@ def test_the_simulator_agrees_with_the_closed_forms(alpha, depth, rtt):
 @pytest.mark.parametrize("alpha, depth, share", [(0.0, 3, 0.6), (0.5, 1, 0.9), (0.8, 5, 0.2), (1.0, 4, 0.1)])
 def test_distributed_speculation_is_never_slower(alpha, depth, share):
     draft = share * TARGET
-    servers = pipelines.servers_needed(TARGET, draft, depth)
+    servers = servers_needed(TARGET, draft, depth)
     result = {one.strategy: one for one in simulate(Setting(TARGET, draft, (alpha,), depth, servers, tokens=1000))}
     minimum = max(min(draft, TARGET), (1.0 - alpha) * TARGET)
-    maximum = min(TARGET, pipelines.sequential_seconds(alpha, depth, TARGET, draft))
+    maximum = min(TARGET, sequential_seconds(alpha, depth, TARGET, draft))
     assert result["dsi"].over_plain >= 0.999 and result["dsi"].over_si >= 0.999
     assert 0.95 * minimum <= result["dsi"].seconds / result["dsi"].tokens <= 1.05 * maximum
 
@@ -79,7 +84,7 @@ def test_one_server_is_never_slower_than_plain_whatever_the_draft():
     "target, draft, depth, servers", [(30, 5, 1, 6), (30, 5, 5, 2), (30, 10, 3, 1), (33.3, 2.5, 2, 7)]
 )
 def test_servers_by_the_paper_s_formula(target, draft, depth, servers):
-    assert pipelines.servers_needed(target, draft, depth) == servers
+    assert servers_needed(target, draft, depth) == servers
 
 
 def test_servers_help_until_none_has_to_wait():
@@ -104,7 +109,7 @@ def test_pearl_gains_with_the_ratio_and_beats_waiting_where_drafts_are_good():
     for ratio in (2, 4, 8, 12):
         (result,) = simulate(Setting(TARGET, TARGET / ratio, (0.9,), ratio, tokens=3000), ("pearl",))
         gains.append(result.over_plain)
-        best = min(pipelines.sequential_seconds(0.9, depth, TARGET, TARGET / ratio) for depth in range(1, 33))
+        best = min(sequential_seconds(0.9, depth, TARGET, TARGET / ratio) for depth in range(1, 33))
         assert best > TARGET / result.over_plain
     assert gains == sorted(gains)
     assert parallel_tokens(1.0, 6) == 6 and parallel_tokens(0.0, 6) == 1
@@ -117,7 +122,7 @@ def test_a_round_trip_favours_longer_windows_and_ends_the_gain():
         gains = [each[at].over_plain for each in result.outcomes]
         assert gains == sorted(gains, reverse=True)
     assert pays(result.outcomes[0]) is not None and pays(result.outcomes[-1]) is None
-    windows = [pipelines.best_window(0.8, TARGET, 0.005, rtt) for rtt in result.values]
+    windows = [best_window(0.8, TARGET, 0.005, rtt) for rtt in result.values]
     assert windows == sorted(windows) and windows[0] < windows[-1]
 
 
@@ -175,7 +180,7 @@ def test_bad_questions_are_refused(monkeypatch):
     with pytest.raises(InvalidRequest, match="whole numbers"):
         sweep(setting, "verifiers", [1.5])
     with pytest.raises(InvalidRequest, match="must take time"):
-        pipelines.servers_needed(TARGET, 0.0, 3)
+        servers_needed(TARGET, 0.0, 3)
     monkeypatch.setitem(sys.modules, "simpy", None)
     with pytest.raises(InvalidRequest, match=r"foretoken\[simulate\]"):
         simulate(setting)

@@ -13,8 +13,8 @@ from typing import Any
 from foretoken.core.checks import number
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.simulation.pipelines import Setting
 from foretoken.plan.simulation.simulate import MARGIN, simulate
+from foretoken.plan.simulation.strategies import Setting
 
 LOCAL = "local"
 STRATEGIES = ("si", "dsd", "pearl", "dsi")

@@ -13,9 +13,8 @@ from typing import Any
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.simulation.pipelines import Setting
+from foretoken.plan.simulation.strategies import STRATEGIES, Setting, SimulatedRequest
 
-STRATEGIES = ("plain", "si", "dsi", "pearl", "dsd")
 PIPELINED = ("dsi", "pearl")
 SWEEPS = {"rtt": "rtt", "acceptance": "acceptance", "verifiers": "verifiers", "draft-ms": "draft"}
 MARGIN = 1.01  # speedup over the best sequential strategy from which pipelining is called profitable
@@ -48,7 +47,7 @@ class Sweep:
 
 
 def simulate(
-    setting: Setting, strategies: Sequence[str] = STRATEGIES, repeats: int = 1
+    setting: Setting, strategies: Sequence[str] = tuple(STRATEGIES), repeats: int = 1
 ) -> tuple[SimulationResult, ...]:
     """Simulates every strategy on the same texts.
 
@@ -75,7 +74,7 @@ def simulate(
 
 
 def sweep(
-    setting: Setting, by: str, values: Sequence[float], strategies: Sequence[str] = STRATEGIES, repeats: int = 1
+    setting: Setting, by: str, values: Sequence[float], strategies: Sequence[str] = tuple(STRATEGIES), repeats: int = 1
 ) -> Sweep:
     """Runs ``simulate`` at each of ``values`` of ``by``, one of ``SWEEPS``, times in seconds."""
     if by not in SWEEPS:
@@ -114,16 +113,14 @@ def _run(texts: Sequence[Setting], name: str) -> SimulationResult:
     """Returns the sums over all texts. A worker is busy for no longer than its text takes."""
     try:
         import simpy
-
-        from foretoken.plan.simulation import strategies
     except ImportError as error:
         raise InvalidRequest("the simulator needs SimPy; pip install 'foretoken[simulate]'") from error
-    works: list[strategies.SimulatedRequest] = []
+    works: list[SimulatedRequest] = []
     seconds = drafting = verifying = 0.0
     for text in texts:
         env = simpy.Environment()
-        work = strategies.SimulatedRequest(env, text)
-        env.process(strategies.STRATEGIES[name](work))
+        work = SimulatedRequest(env, text)
+        env.process(STRATEGIES[name](work))
         env.run(until=work.done)
         seconds += env.now
         drafting += min(env.now, work.drafting)
