@@ -4,6 +4,8 @@
 
 Two kinds of text that are in neither model's training data: the prompts of --prompts, and excerpts of the standard
 library's held-out files. The figure is tokens per pass of the target, prefill included; end-of-text is ignored.
+With --context 500 --context 8000 the excerpts have these lengths, and a second table shows acceptance by output
+position.
 At temperature 0 every text must equal plain decoding's. Methods that learn start empty in every cell.
 Heads that are missing, and methods that need files (--datastore, --other-draft), are skipped with a message.
 """
@@ -35,6 +37,7 @@ from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import Counts
 from foretoken.engine.stopping import Length
+from foretoken.outputs import SPAN
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.data import standard_library
 from options import Draft, Output, Prompts, Temperatures, target_path
@@ -42,7 +45,7 @@ from systems import builder_of
 
 TokenIds = list[list[int]]
 Cell = dict[str, Any]  # result of one method with drafts of at most ``nodes`` nodes
-COUNTED = ("tokens", "drafts", "drafted", "accepted", "accepted_per_position")
+COUNTED = ("tokens", "drafts", "drafted", "accepted", "accepted_per_position", "by_output")
 SYSTEMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("draft model, chain", {"method": "draft_model"}),
     ("draft model, top-k tree", {"method": "draft_model", "tree": "top_k"}),
@@ -153,6 +156,17 @@ def table(cells: Sequence[Cell], nodes: Sequence[int], temperatures: Sequence[fl
     return figures(("tokens per pass", *heads), rows)
 
 
+def by_output(cells: Sequence[Cell]) -> Table:
+    """Returns a table with a line for each cell, and mean acceptance lengths by output position."""
+    widest = max(len(cell["by_output"]) for cell in cells)
+    rows = []
+    for cell in cells:
+        lengths = [f"{1 + accepted / drafts:.2f}" if drafts else "" for drafts, accepted in cell["by_output"]]
+        name = f"{cell['system']}, {cell['text']} T={cell['temperature']:g} n={cell['nodes']}"
+        rows.append((name, *lengths, *[""] * (widest - len(lengths))))
+    return figures(("acceptance length from output token", *(str(SPAN * i) for i in range(widest))), rows)
+
+
 def all_cells(
     bench: Bench,
     wanted: Sequence[tuple[str, dict[str, Any]]],
@@ -198,6 +212,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each completion.")] = 128,
     nodes: Annotated[list[int], typer.Option(min=1, help="Of a draft; may be repeated.")] = [4, 8, 16],
     temperature: Temperatures = [0.0, 1.0],
+    context: Annotated[list[int], typer.Option(min=1, help="Tokens of an excerpt; may be repeated.")] = [128],
     batch: Annotated[int, typer.Option(min=1)] = 8,
     dtype: Annotated[str, typer.Option(help="Of all models.")] = "auto",
     output: Output = None,
@@ -205,17 +220,23 @@ def main(
     """Measures tokens per pass of the target: methods by text, temperature and nodes of a draft."""
     torch.set_num_threads(cores())
     path = target_path(target, small=True)
-    bench = Bench(builder_of(path, dtype=dtype, max_length=4096), tokens, batch)
+    longest = max(4096, max(context) + tokens + max(nodes))
+    bench = Bench(builder_of(path, dtype=dtype, max_length=longest), tokens, batch)
     tokenizer = bench.builder.tokenizer
     texts: dict[str, TokenIds] = {
         "prompts": [tokenizer.encode(text, add_special_tokens=False) for text in prompts_or_functions(prompts, count)],
-        "library": cuts(standard_library().held_out, tokenizer, count, 128, tokens),
     }
+    for length in context:
+        name = "library" if len(context) == 1 else f"library of {length}"
+        texts[name] = cuts(standard_library().held_out, tokenizer, count, length, tokens)
     files = [str(file) if file else None for file in (other_draft, datastore)]
     chosen = list(systems(config, str(draft or zoo.path("draft")), *files))
     cells = list(all_cells(bench, chosen, texts, nodes, temperature, wide_console()))
     facts = {"target": path.name, "count": count, "tokens": tokens, "batch": batch, "dtype": dtype}
-    report([table(cells, nodes, temperature, list(texts))], facts, output, cells=cells)
+    tables = [table(cells, nodes, temperature, list(texts))]
+    if len(context) > 1 or tokens > SPAN:
+        tables.append(by_output(cells))
+    report(tables, facts, output, cells=cells)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 from foretoken.control.fixed import Fixed
 from foretoken.core.step import StepOutput
 from foretoken.engine.loop import Engine
+from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.speculation import Builder, SpeculativeConfig
@@ -51,9 +52,11 @@ def timed_step(engine: Engine) -> tuple[list[StepOutput], Totals]:
 
 def builder_of(target: Path, **options: Any) -> Builder:
     """Returns a builder of proposers for a target. All models are loaded with ``options``."""
-    return Builder(
-        load_model(target, **options), load_tokenizer(target), target, lambda other: load_model(Path(other), **options)
-    )
+
+    def load(other: str | Path, **more: Any) -> Model:
+        return load_model(Path(other), **options, **more)
+
+    return Builder(load(target), load_tokenizer(target), target, load)
 
 
 def fixed_engine(builder: Builder, config: Mapping[str, Any], depth: int | None = None, **options: Any) -> Engine:

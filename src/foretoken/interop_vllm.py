@@ -271,5 +271,5 @@ def _chained(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     return {key: value for key, value in defaults.items() if key in names} | dict(config)
 
 
-def _no_model(path: str | Path) -> NoReturn:
+def _no_model(path: str | Path, **options: Any) -> NoReturn:
     raise ModelLoadError(f"{path}: proposers inside vLLM load no model; let vLLM load it (draft_model)")

@@ -7,6 +7,9 @@ from typing import Any
 
 from foretoken.core.step import StepOutput
 
+SPAN = 256
+"""Output tokens of one entry of ``SpeculationStats.by_output``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -31,6 +34,7 @@ class SpeculationStats:
         drafted_per_position: Entry i is the number of steps with a draft of more than i positions.
         accepted_per_position: Entry i is the number of steps in which draft position i was accepted.
         cached: Number of prompt tokens found in the prefix cache.
+        by_output: Entry i has the numbers of drafts and of accepted tokens behind 256 i to 256 i + 255 output tokens.
     """
 
     steps: int = 0
@@ -42,6 +46,7 @@ class SpeculationStats:
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
     cached: int = 0
+    by_output: tuple[tuple[int, int], ...] = ()
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -229,6 +229,7 @@ def test_steps_count_what_was_emitted() -> None:
     assert stats.accepted == sum(s.accepted for s in steps) == sum(stats.accepted_per_position)
     assert stats.drafted == sum(stats.drafted_per_position)
     assert stats.steps == len(steps)
+    assert stats.by_output == ((stats.drafts, stats.accepted),)
     assert stats.mean_acceptance_length == pytest.approx(1 + stats.accepted / stats.drafts)
 
 

@@ -49,8 +49,9 @@ def _load(endpoint: DraftEndpoint, config: Mapping[str, Any]) -> DraftingWorker:
         torch.set_num_threads(config["threads"])
     models: list[Resumable] = []
 
-    def load(name: str | Path) -> Model:
-        model = load_model(resolve(name), dtype=config["dtype"], device=config["device"], backend=config["backend"])
+    def load(name: str | Path, **options: Any) -> Model:
+        keys = ("dtype", "device", "backend")
+        model = load_model(resolve(name), **{key: config[key] for key in keys}, **options)
         models.append(Resumable(model))
         return models[-1]
 

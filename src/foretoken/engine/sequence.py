@@ -21,7 +21,7 @@ from foretoken.core.step import StepOutput
 from foretoken.core.verdict import Verdict
 from foretoken.engine.stopping import Stopping
 from foretoken.models.base import Handle
-from foretoken.outputs import Explained, SpeculationStats
+from foretoken.outputs import SPAN, Explained, SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,7 @@ class Counts:
     started: float = field(default_factory=time.monotonic)
     finished: float | None = None
     positions: PositionCounts = field(default_factory=PositionCounts)
+    by_output: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, step: StepOutput) -> None:
         """Counts one step."""
@@ -193,6 +194,10 @@ class Counts:
             self.drafted += drafted
             self.accepted += step.accepted
             self.positions.add(max(step.draft.depths), step.accepted)
+            at = step.position // SPAN
+            self.by_output += [(0, 0)] * (at + 1 - len(self.by_output))
+            drafts, accepted = self.by_output[at]
+            self.by_output[at] = drafts + 1, accepted + step.accepted
         if step.finish_reason is not None:
             self.finished = time.monotonic()
 
@@ -208,6 +213,7 @@ class Counts:
             drafted_per_position=tuple(map(int, self.positions.drafted)),
             accepted_per_position=tuple(map(int, self.positions.accepted)),
             cached=self.cached,
+            by_output=tuple(self.by_output),
         )
 
 

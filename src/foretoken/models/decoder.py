@@ -238,6 +238,7 @@ class Decoder(RunnerModel):
         quantization: None, or a scheme of ``options.QUANTIZATIONS`` to quantize the matrices with.
         weight_format: one of ``options.WEIGHT_FORMATS``, how bfloat16 matrices are held in memory.
         kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``, the type of keys and values.
+        attention_window: see ``load_model``.
 
     Raises:
         InvalidRequest: an option is unknown, or weights cannot be packed here.
@@ -257,10 +258,12 @@ class Decoder(RunnerModel):
         quantization: str | None = None,
         weight_format: str = "raw",
         kv_cache_dtype: str = "auto",
+        attention_window: int | None = None,
     ) -> None:
         check_options(quantization=quantization, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype)
         self.dtype, self.device = dtype, device
-        source = Source(weights, self.decoder_of(config, max_length), dtype, Quantizer.of(quantization))
+        described = self.decoder_of(config, max_length).windowed(attention_window)
+        source = Source(weights, described, dtype, Quantizer.of(quantization))
         a = self.architecture = source.architecture
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length, self.has_experts = a.max_length, a.has_experts

@@ -44,6 +44,7 @@ def load_model(
     gguf_file: str | None = None,
     weight_format: str = "raw",
     kv_cache_dtype: str = "auto",
+    attention_window: int | None = None,
 ) -> Model:
     """Loads a causal language model or an encoder-decoder.
 
@@ -62,6 +63,7 @@ def load_model(
             12 bits without loss, ``"auto"`` packed if that makes passes of few rows faster.
         kv_cache_dtype: type of the native decoder's keys and values: ``"auto"`` in the model's dtype, ``"bfloat16"``,
             or ``"int8"`` with a scale for each token and head.
+        attention_window: number of tokens that attention sees at most, which changes the model; None for its own.
 
     Raises:
         InvalidRequest: an option is unknown, or the model does not support it.
@@ -83,6 +85,8 @@ def load_model(
         raise InvalidRequest(f"{path} is a GGUF file, which runs on the native decoder, on one rank")
     runtime = _runtime(config, path) if backend != "hf" and not ranks else None
     kind = resolve_dtype(dtype, where, compiled=runtime is not None)
+    if attention_window is not None and runtime is not Decoder:
+        raise InvalidRequest(f"draft_window needs the native decoder, which does not run {path} here; leave it out")
     if weight_format == "packed":
         _check_packed(runtime, quantization, path)
     if runtime is not None:
@@ -90,7 +94,9 @@ def load_model(
         if quantization is not None:
             _check_rounding(config, tensors, quantization, path)
         _check_memory(runtime, config, tensors, kind, where, quantization, weight_format, path)
-        model = runtime(config, tensors, kind, where, max_length, quantization, weight_format, kv_cache_dtype)
+        model = runtime(
+            config, tensors, kind, where, max_length, quantization, weight_format, kv_cache_dtype, attention_window
+        )
         give_back(int(config.get("hidden_size") or 0))
         return model
     if kv_cache_dtype != "auto":

@@ -10,7 +10,7 @@ from foretoken.models.base import Scores
 from foretoken.models.heads.assistant_loading import load_assistant
 from foretoken.models.heads.assistant_net import AssistantHandle, AssistantNet
 from foretoken.propose.base import BuildContext, Method
-from foretoken.propose.growers import GrowthConfig, TreeKind
+from foretoken.propose.growers import GrowthConfig, TreeKind, refuse_window
 from foretoken.propose.hidden_states import HiddenStateProposer
 
 
@@ -20,6 +20,10 @@ class AssistantGrowth(GrowthConfig):
 
     tree: TreeKind = "sampled"
     top_k: int = 8
+
+    def __post_init__(self) -> None:
+        GrowthConfig.__post_init__(self)
+        refuse_window(self.draft_window)
 
 
 class Assistant(HiddenStateProposer):

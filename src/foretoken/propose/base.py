@@ -182,6 +182,10 @@ class BuildContext:
     member: Callable[[Mapping[str, Any]], Proposer]
     policy: DraftPolicy = field(default_factory=DraftPolicy)
 
+    def load_draft(self, model: str | Path, window: int | None) -> Model:
+        """Returns a draft model whose attention sees at most ``window`` tokens; None for its own windows."""
+        return self.load(model) if window is None else self.load(model, attention_window=window)
+
 
 @dataclass(frozen=True)
 class Method:

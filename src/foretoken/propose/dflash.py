@@ -43,7 +43,8 @@ class BlockProposer(HiddenStateProposer):
 
 def build(role: str, config: DFlashConfig, build_context: BuildContext) -> BlockProposer:
     """Builds the proposer of a "dflash" or "jetspec" head: the one that "model" names, or the target's."""
-    loaded = load_block(role, build_context.target, build_context.model, build_context.path)
+    model, path = build_context.model, build_context.path
+    loaded = load_block(role, build_context.target, model, path, config.draft_window)
     return BlockProposer(role, loaded.net, loaded.taps, config)
 
 

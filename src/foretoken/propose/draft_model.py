@@ -297,7 +297,7 @@ def build(config: DraftMethodConfig, build_context: BuildContext) -> DraftModel:
             f"{method!r} with this model"
         )
     check_vocabulary(build_context.tokenizer, build_context.target.vocab_size, draft)
-    model = build_context.load(draft)
+    model = build_context.load_draft(draft, config.draft_window)
     if model.takes_source != build_context.target.takes_source:
         kinds = ("a decoder", "an encoder-decoder")
         raise InvalidRequest(

@@ -67,7 +67,8 @@ class DSpark(BlockProposer):
 
 def build(config: DSparkConfig, build_context: BuildContext) -> DSpark:
     """Builds the proposer from the head that "model" names, or the one that comes with the target."""
-    loaded = load_block("dspark", build_context.target, build_context.model, build_context.path)
+    model, path = build_context.model, build_context.path
+    loaded = load_block("dspark", build_context.target, model, path, config.draft_window)
     if config.confidence_threshold and not loaded.net.head.confident:
         raise InvalidRequest("confidence_threshold needs a head with confidence_head.proj, and this one has none")
     return DSpark(loaded.net, loaded.taps, config)

@@ -11,6 +11,7 @@ from foretoken.models.early_exit import EarlyExit, Exit
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.propose.base import BuildContext, Method
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.growers import refuse_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class EarlyExitConfig(DraftModelConfig):
 
     def __post_init__(self) -> None:
         DraftModelConfig.__post_init__(self)
+        refuse_window(self.draft_window)
         integer("exit_layer", self.exit_layer, 1, optional=True)
 
 

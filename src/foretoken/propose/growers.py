@@ -46,17 +46,20 @@ class GrowthConfig:
             chain, which a head drafts in one call on a CPU.
         num_steps: Maximum depth, hence the number of draft passes. None is the whole budget, for trees at most 8.
         top_k: Maximum number of siblings, and of nodes expanded on a level.
+        draft_window: Number of tokens that the drafter's attention sees at most; None for the drafter's own windows.
     """
 
     tree: TreeKind = "chain"
     num_steps: int | None = None
     top_k: int = 4
+    draft_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.tree not in get_args(TreeKind):
             raise InvalidRequest(f"tree must be one of {', '.join(get_args(TreeKind))}, got {self.tree!r}")
         integer("num_steps", self.num_steps, 1, optional=True)
         integer("top_k", self.top_k, 1)
+        integer("draft_window", self.draft_window, 1, optional=True)
 
     def is_chain(self, drawn: bool) -> bool:
         """Returns whether a draft whose tokens are ``drawn``, or else fixed candidates, is a chain."""
@@ -186,6 +189,12 @@ def grow_at_once(grower: Grower, logits: Tensor) -> None:
         nodes = len(grower.growing())
         grower.extend(level.expand(max(1, nodes - scored), -1))
         scored = nodes
+
+
+def refuse_window(window: int | None) -> None:
+    """Raises InvalidRequest for a window of a drafter that reads the target's KV cache."""
+    if window is not None:
+        raise InvalidRequest("this method drafts from the target's KV cache, so it has no draft_window; leave it out")
 
 
 def is_drawn(context: Context, law: Law) -> bool:

@@ -61,6 +61,7 @@ def build(config: MtpConfig, build_context: BuildContext) -> Mtp:
         build_context.path,
         _PLACES[config.hidden_states],
         _PLACES[config.chained_states],
+        config.draft_window,
     )
     return Mtp(loaded.net, loaded.taps, config, loaded.states)
 

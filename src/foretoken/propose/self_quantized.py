@@ -15,7 +15,7 @@ from foretoken.models.runners.native.build import kind_bits, packs_groups
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.propose.base import BuildContext, Method, Observation
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.growers import GrowthConfig
+from foretoken.propose.growers import GrowthConfig, refuse_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class SelfQuantizedConfig(DraftModelConfig):
 
     def __post_init__(self) -> None:
         DraftModelConfig.__post_init__(self)
+        refuse_window(self.draft_window)
         if self.quantization is None:
             raise InvalidRequest("quantization of method 'self_quantized' is 'int4' or 'int8'; leave it out for 'int4'")
         check_options(quantization=self.quantization)

@@ -293,7 +293,8 @@ def build(config: VocabularyConfig, build_context: BuildContext) -> Vocabulary:
             "method 'vocabulary' retokenizes the text for its draft, which does not see the encoder's source; "
             "take a draft with the target's tokenizer"
         )
-    tokenizer, model = load_tokenizer(resolve(build_context.model)), build_context.load(build_context.model)
+    tokenizer = load_tokenizer(resolve(build_context.model))
+    model = build_context.load_draft(build_context.model, config.draft_window)
     target, size = Pieces(build_context.tokenizer), build_context.target.vocab_size
     return Vocabulary(model, target, Pieces(tokenizer, model.vocab_size), size, config)
 

@@ -90,6 +90,10 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
     "EAGLE-3": lambda folder, config: eagle3(folder, config, draft_vocab=101),
     "EAGLE-3, few tokens": lambda folder, config: eagle3(folder, config, draft_vocab=37),
     "EAGLE-3, int8": lambda folder, config: eagle3(folder, config, Quantizer(8), draft_vocab=37),
+    "EAGLE 3.1": lambda folder, config: eagle3(folder, config, fc_norm=True, norm_output=True),
+    "EAGLE-3, sliding": lambda folder, config: eagle3(
+        folder, config, layer_types=["sliding_attention"], sliding_window=8
+    ),
     "EAGLE-1": eagle1,
     "EAGLE-1, int8": lambda folder, config: eagle1(folder, config, quantization="int8"),
     "P-EAGLE": p_eagle,
@@ -97,6 +101,7 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
     "DFlash, sliding": lambda folder, config: block(
         folder, config, *blocks.dflash(layer_types=["sliding_attention", "full_attention"], sliding_window=5, block=7)
     ),
+    "JetSpec": lambda folder, config: block(folder, config, *blocks.jetspec(block=7)),
     "DSpark": lambda folder, config: block(folder, config, *blocks.dspark(rank=32, block=6)),
     "DSpark, few tokens": lambda folder, config: block(
         folder, config, *blocks.speculators(*blocks.dspark(rank=32, block=6))

@@ -89,6 +89,7 @@ class Reference:
 
         q, k, v = turn(q), turn(k).repeat_interleave(heads // kv, 0), v.repeat_interleave(heads // kv, 0)
         scores = q @ k.transpose(1, 2) * dim**-0.5 + torch.full((n, n), -torch.inf).triu(1)
+        scores = scores + torch.full((n, n), -torch.inf).tril(-self.c.get("sliding_window", n))
         mixed = scores.softmax(-1) @ v
         return mixed.transpose(0, 1).reshape(n, -1) @ self.t[f"{at}.self_attn.o_proj.weight"].T
 
@@ -98,6 +99,8 @@ HEADS = {
     "norm_before_residual": tiny.eagle3(norm_before_residual=True),
     "two layers": tiny.eagle3(layers=2),
     "other norms": tiny.eagle3(norm_before_fc=True, fc_norm=True, norm_output=True),
+    "eagle 3.1": tiny.eagle3(fc_norm=True, norm_output=True),
+    "window": tiny.eagle3(layer_types=["sliding_attention"], sliding_window=4),
     "narrow": tiny.eagle3(hidden=32, target_hidden=64),
     "eagle1": tiny.eagle1(layers=2),
 }
@@ -114,7 +117,7 @@ def append(net: EagleNet, handle: HeadHandle, tokens: list[int], raw: Tensor) ->
 
 
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
-@pytest.mark.parametrize("name", ["eagle3", "narrow", "norm_before_residual", "other norms"])
+@pytest.mark.parametrize("name", ["eagle3", "narrow", "norm_before_residual", "other norms", "window"])
 def test_rows_do_not_depend_on_how_states_are_prefilled(name: str, runner: str, tmp_path: Path) -> None:
     config, tensors = HEADS[name]
     head = read_eagle(tiny.save(tmp_path, config, tensors))

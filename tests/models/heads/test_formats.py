@@ -33,12 +33,15 @@ def _bfloat16(written: Written) -> Written:
 @pytest.mark.parametrize("first", EAGLE_DIALECTS)
 @pytest.mark.parametrize("second", EAGLE_DIALECTS)
 def test_eagle_round_trips_keep_every_bit(first: str, second: str, tmp_path: Path) -> None:
-    original = read_eagle(tiny.save(tmp_path / "0", *_bfloat16(tiny.eagle3(norm_before_residual=True))))
+    settings = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
+    windows = {"layer_types": ["sliding_attention"], "sliding_window": 9}
+    original = read_eagle(tiny.save(tmp_path / "0", *_bfloat16(tiny.eagle3(**settings, **windows))))
     once = read_eagle(tiny.save(tmp_path / "1", *write_eagle(original, first, verifier="org/name")))
     back = read_eagle(tiny.save(tmp_path / "2", *write_eagle(once, second)))
     for head in (once, back):
         _same(original.tensors, head.tensors)
-        for key in ("layer", "taps", "exact", "vocab", "draft_vocab", "target_hidden", "norm_before_residual"):
+        assert head.window == 9
+        for key in ("layer", "taps", "exact", "vocab", "draft_vocab", "target_hidden", *settings):
             assert getattr(head, key) == getattr(original, key), key
 
 
@@ -156,6 +159,8 @@ DAMAGED = {
     "odd": (_changed(tiny.eagle3(), {}, {"midlayer.self_attn.q_norm.weight": torch.ones(16)}), "not computed here"),
     "ids": (_changed(tiny.eagle3(), {}, {"d2t": torch.full((40,), 99)}), "outside the vocabulary"),
     "no number": (_changed(tiny.eagle3(), {"hidden_size": "many"}, {}), "positive integer"),
+    "window": (_changed(tiny.eagle3(), {"layer_types": ["sliding_attention"]}, {}), "should say 'sliding_window'"),
+    "mixed": (_changed(tiny.eagle3(layers=2), {"layer_types": ["sliding_attention", "full_attention"]}, {}), "window"),
     "kind": (_changed(tiny.eagle3(), {"speculators_model_type": "dflash"}, {}), "'dflash'"),
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core.errors import InvalidRequest
 from foretoken.models.families import fields
 from foretoken.models.families.config import NAMED_ACTIVATIONS, Activation, head_dim_of, read, rotary, stack
 from foretoken.models.families.family import FULL, SLIDING, HeadNorms, TensorNames
@@ -250,6 +251,19 @@ class Architecture:
 
     def first(self, layers: int) -> Architecture:
         return replace(self, stack=self.stack[:layers])
+
+    def windowed(self, window: int | None) -> Architecture:
+        """Returns the architecture with attention windows of at most ``window`` tokens; None changes none.
+
+        Raises InvalidRequest for latent attention.
+        """
+        if window is None:
+            return self
+        if self.latent is not None:
+            raise InvalidRequest("draft_window needs attention with keys of its own, and this drafter's is latent")
+        widths = (layer.window if 0 < layer.window < window or layer.window < 0 else window for layer in self.stack)
+        stack = zip(self.stack, widths, strict=True)
+        return replace(self, stack=tuple(replace(layer, window=width) for layer, width in stack))
 
     @staticmethod
     def of(config: Mapping[str, Any], max_length: int | None = None) -> Architecture:

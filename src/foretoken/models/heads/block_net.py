@@ -51,6 +51,7 @@ class BlockNet(FeatureNet):
         embedding: the head's own or the target's, [V, H].
         max_length: maximum length of a sequence in tokens, drafts included.
         unembed: the target's vocabulary head, for heads without their own.
+        window: number of tokens that attention sees at most; None for the head's own windows.
     """
 
     foresees = True
@@ -63,6 +64,7 @@ class BlockNet(FeatureNet):
         device: torch.device,
         max_length: int,
         unembed: Callable[[Tensor], Tensor] | None = None,
+        window: int | None = None,
     ) -> None:
         self.head, self.dtype, self.device = head, dtype, device
         tensors = head.tensors
@@ -70,7 +72,7 @@ class BlockNet(FeatureNet):
         self._hidden_norm = tensors["hidden_norm.weight"].to(device, torch.float32)
         vocabulary = tensors.get("lm_head.weight", torch.zeros(1, head.hidden)).to(dtype)  # zeros: unused
         config = {**head.layer, "vocab_size": len(vocabulary), "max_position_embeddings": max_length}
-        architecture = Architecture.of(config)
+        architecture = Architecture.of(config).windowed(window)
         stack = zip(architecture.stack, head.ordered, strict=True)
         architecture = replace(architecture, stack=tuple(replace(layer, ordered=ordered) for layer, ordered in stack))
         self._eps = architecture.eps

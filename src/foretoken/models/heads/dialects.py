@@ -67,8 +67,10 @@ def _with_maps(head: EagleHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _common(head: EagleHead) -> dict[str, Any]:
+    windows = {"layer_types": ["sliding_attention"] * head.layers, "sliding_window": head.window}
     return {
         **head.layer,
+        **(windows if head.window else {}),
         "model_type": "llama",
         "num_hidden_layers": head.layers,
         "vocab_size": head.vocab,

@@ -58,6 +58,9 @@ class EagleCheckpointConfig(Schema):
     norm_before_fc: bool | None = None
     fc_norm: bool | None = None
     norm_output: bool | None = None
+    layer_types: list[str] | None = None
+    sliding_window: Annotated[int, Field(ge=0)] | None = None
+    use_sliding_window: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +81,7 @@ class EagleHead:
         norm_before_fc: as in vLLM.
         fc_norm: as in vLLM.
         norm_output: as in vLLM.
+        window: length of the attention window; None for none.
         mask_token: placeholder of tokens that are not yet drafted, in heads that predict all positions at once
             (P-EAGLE), which also have the tensor ``mask_hidden``; None for other heads.
     """
@@ -95,6 +99,7 @@ class EagleHead:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    window: int | None = None
     mask_token: int | None = None
 
     @property
@@ -174,9 +179,24 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path:
         tensors=tensors,
         taps=taps,
         exact=taps is None or TAPS_KEY in flat,
+        window=_window(flat, layers, path),
         mask_token=mask_token(flat, vocab, path) if MASK in tensors and version == 3 else None,
         **{key: bool(flat.get(key)) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
     )
+
+
+def _window(flat: Mapping[str, Any], layers: int, path: Path) -> int | None:
+    """Returns the length of the attention window, which ``layer_types`` of all layers state.
+
+    Other engines ignore the types of a list that was copied from the target.
+    """
+    kinds = flat.get("layer_types") or []
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    if len(kinds) != layers or not any(sliding) or flat.get("use_sliding_window") is False:
+        return None
+    if not all(sliding):
+        raise ModelLoadError(f"{path} has layers with and without an attention window, which are not computed here")
+    return number(flat, path, "sliding_window")
 
 
 def _target_hidden(flat: Mapping[str, Any], tapped: int, version: int) -> int:

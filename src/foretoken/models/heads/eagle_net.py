@@ -26,6 +26,7 @@ class EagleNet(FeatureNet):
         max_length: maximum length of a sequence in tokens, drafts included.
         unembed: the target's vocabulary head, for heads without their own.
         quantizer: quantizes the matrices; None leaves them in ``dtype``.
+        window: number of tokens that attention sees at most; None for the head's own window.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class EagleNet(FeatureNet):
         max_length: int,
         unembed: Callable[[Tensor], Tensor] | None = None,
         quantizer: Quantizer | None = None,
+        window: int | None = None,
     ) -> None:
         self.head, self.joined, self.dtype, self.device = head, head.version == 3, dtype, device
         fc, bias = head.tensors["fc.weight"], head.tensors.get("fc.bias")
@@ -46,7 +48,7 @@ class EagleNet(FeatureNet):
         vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden))  # zeros: unused
         config = {**head.layer, "model_type": "llama", "vocab_size": vocabulary.shape[0]}
         config |= {"num_hidden_layers": head.layers, "max_position_embeddings": max_length}
-        architecture = Architecture.of(config)
+        architecture = Architecture.of(config).windowed(head.window).windowed(window)
         self._eps = architecture.eps
         state = head.layers if head.norm_output else head.layers + 1
         layers = [layer_weights(head.tensors, i, dtype, quantizer) for i in range(head.layers)]

@@ -39,12 +39,15 @@ class LoadedEagle:
     convention: TapConvention | None = None
 
 
-def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Path | None) -> LoadedEagle:
+def load_eagle(
+    target: Model, tokenizer: Any, model: str | Path | None, path: Path | None, window: int | None = None
+) -> LoadedEagle:
     """Loads an EAGLE head and checks it against the target.
 
     Args:
         tokenizer: the target's tokenizer, or None.
         model: folder or hub id of the head; None for the target's.
+        window: number of tokens that attention sees at most; None for the head's own window.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no EAGLE head.
@@ -55,7 +58,9 @@ def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Pa
     _check(head, folder, target)
     embedding = _embedding("EAGLE head", head.tensors, (head.vocab, head.hidden), folder, path)
     quantizer = Quantizer(8) if target.quantized and target.device.type == "cpu" else None
-    net = EagleNet(head, embedding, target.dtype, target.device, target.max_length, TargetHead(target), quantizer)
+    net = EagleNet(
+        head, embedding, target.dtype, target.device, target.max_length, TargetHead(target), quantizer, window
+    )
     if head.version == 1:
         return LoadedEagle(net, (target.num_layers,))
     taps = head.taps or default_taps(target.num_layers)
@@ -74,12 +79,15 @@ class LoadedBlock:
     taps: tuple[int, ...]
 
 
-def load_block(role: str, target: Model, model: str | Path | None, path: Path | None) -> LoadedBlock:
+def load_block(
+    role: str, target: Model, model: str | Path | None, path: Path | None, window: int | None = None
+) -> LoadedBlock:
     """Loads a DFlash, JetSpec or DSpark head and checks it against the target.
 
     Args:
         role: "dflash", "jetspec" or "dspark", which the head must be.
         model: folder or hub id of the head; None for the target's.
+        window: see ``load_eagle``.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no such head.
@@ -93,7 +101,7 @@ def load_block(role: str, target: Model, model: str | Path | None, path: Path | 
     check_vocabulary(f"{role} head", folder, head.vocab, target)
     _check_taps(f"{role} head", folder, head.taps, target)
     embedding = _embedding(f"{role} head", head.tensors, (head.vocab, head.hidden), folder, path)
-    net = BlockNet(head, embedding, target.dtype, target.device, target.max_length, TargetHead(target))
+    net = BlockNet(head, embedding, target.dtype, target.device, target.max_length, TargetHead(target), window)
     return LoadedBlock(net, head.taps)
 
 

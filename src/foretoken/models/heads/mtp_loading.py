@@ -57,6 +57,7 @@ def load_mtp(
     path: Path | None,
     normed: bool | None = None,
     chained_normed: bool | None = None,
+    window: int | None = None,
 ) -> LoadedMtp:
     """Loads MTP layers and checks them against the target.
 
@@ -65,6 +66,7 @@ def load_mtp(
         model: folder or hub id of the layers; None for those in the target's checkpoint or beside it.
         normed: whether they read the target's hidden state after the final norm; None to measure it.
         chained_normed: whether they read their own output after the last norm; None to measure it.
+        window: see ``load_eagle``.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no MTP layers.
@@ -79,7 +81,8 @@ def load_mtp(
     embedding = mtp_embedding(path, target.dtype)
     check_vocabulary("embedding", path, embedding.shape[0], target)
     nets = [
-        MtpNet(layer, embedding, TargetHead(target), target.dtype, target.device, target.max_length) for layer in layers
+        MtpNet(layer, embedding, TargetHead(target), target.dtype, target.device, target.max_length, window=window)
+        for layer in layers
     ]
     net = nets[0] if len(nets) == 1 else MtpStack(nets)
     stated = hidden_states_of(folder)

@@ -26,6 +26,7 @@ class MtpNet(FeatureNet):
         unembed: the target's vocabulary head.
         max_length: maximum length of a sequence in tokens, drafts included.
         normed: whether children read the layer's output after its last norm; otherwise before it.
+        window: number of tokens that attention sees at most; None for the layer's own window.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class MtpNet(FeatureNet):
         device: torch.device,
         max_length: int,
         normed: bool = True,
+        window: int | None = None,
     ) -> None:
         self.hidden = layer.architecture.hidden
         self._device, self._dtype, self._eps = device, dtype, layer.architecture.eps
         self._embedding = embedding
         self._norms = layer.embedding_norm.to(device), layer.hidden_norm.to(device)
-        architecture = replace(layer.architecture, embedding_scale=1.0)
+        architecture = replace(layer.architecture, embedding_scale=1.0).windowed(window)
         unused = torch.zeros(1, architecture.hidden, dtype=dtype)
         ends = Ends(embedding.to(dtype) if device.type == "cpu" else unused, layer.norm, unused)
         norms = NormWeight(layer.embedding_norm), NormWeight(layer.hidden_norm)

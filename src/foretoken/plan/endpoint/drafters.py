@@ -119,8 +119,8 @@ def _modelled(
         )
 
     @cache
-    def load(other: str | Path) -> Model:
-        return load_model(resolve(other))
+    def load(other: str | Path, **options: Any) -> Model:
+        return load_model(resolve(other), **options)
 
     configs: list[dict[str, Any]] = [{"method": "draft_model", "model": draft} for draft in models.drafts]
     configs += [{"method": head_method(resolve(head)), "model": head, "top_k": 1} for head in models.heads]
