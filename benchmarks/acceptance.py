@@ -158,7 +158,7 @@ def table(cells: Sequence[Cell], nodes: Sequence[int], temperatures: Sequence[fl
 
 def by_output(cells: Sequence[Cell]) -> Table:
     """Returns a table with a line for each cell, and mean acceptance lengths by output position."""
-    widest = max(len(cell["by_output"]) for cell in cells)
+    widest = max((len(cell["by_output"]) for cell in cells), default=0)
     rows = []
     for cell in cells:
         lengths = [f"{1 + accepted / drafts:.2f}" if drafts else "" for drafts, accepted in cell["by_output"]]
