@@ -77,3 +77,9 @@ def parse_size(text: str) -> int | None:
     """Returns a size such as 2GiB, 512MB or 1000000 in bytes, None if it is none. Units are powers of 1024."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " ")) if match else None
+
+
+def check_groups(heads: int, kv_heads: int) -> None:
+    """Raises InvalidRequest if query heads do not divide among key heads."""
+    if heads % kv_heads:
+        raise InvalidRequest(f"{heads} heads do not divide among {kv_heads} key heads")

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretoken.models.heads.layers import HeadAttention, HeadLayer, RmsNorm, rotated, rotations
 from foretoken.train.config import DFlashTrainConfig, DSparkTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.head import (
@@ -23,7 +24,6 @@ from foretoken.train.head import (
     shuffled_rows,
     start_near_target,
 )
-from foretoken.train.layers import HeadAttention, HeadLayer, RmsNorm, rotated, rotations
 
 
 class DFlashHead(Head):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretoken.models.heads.layers import FusedLayer, HeadLayer, RmsNorm, UnrolledAttention, unroll
 from foretoken.models.heads.mask_token import MASK_KEYS
 from foretoken.train.config import Eagle3Config, FusedConfig, PEagleConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
@@ -23,26 +24,7 @@ from foretoken.train.head import (
     mask_token_of,
     shuffled_rows,
     start_near_target,
-    unroll,
 )
-from foretoken.train.layers import HeadLayer, RmsNorm, UnrolledAttention
-
-
-class FusedLayer(HeadLayer):
-    """Attention over concat[norm(embedding), norm(hidden)] and an MLP. The residual is the hidden state."""
-
-    def __init__(self, config: FusedConfig, shape: Any) -> None:
-        attention = UnrolledAttention(2 * shape.hidden_size, shape, config.heads, config.kv_heads)
-        super().__init__(attention, shape, config.intermediate)
-        self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-
-    @property
-    def stream_norm(self) -> RmsNorm:
-        return self.hidden_norm
-
-    def attention_input(self, embedded: Tensor | None, hidden: Tensor) -> Tensor:
-        assert embedded is not None
-        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
 
 
 class FusedHead(Head):
@@ -118,7 +100,7 @@ class Eagle3Head(FusedHead):
     def __init__(self, config: Eagle3Config, target: FrozenTarget, counts: Tensor) -> None:
         super().__init__(config, config.depths, target, counts)
         self.single_share, self._unrolled = config.single_share, config.depths
-        self.midlayer = FusedLayer(config, target.config)
+        self.midlayer = FusedLayer(target.config, config.intermediate, config.heads, config.kv_heads)
         self.stack = (self.midlayer,)
         self._start_from(target)
 
@@ -128,7 +110,7 @@ class Eagle3Head(FusedHead):
     def forward(self, batch: TrainBatch) -> Drafted:
         features = self.fc(batch.tapped(self.taps)[:, : -self.depths])
         depths = self._unrolled if self.training else self.depths
-        outputs = unroll(self.midlayer, batch, features, depths)
+        outputs = unroll(self.midlayer, batch.embedded(), features, depths)
         return Drafted([self.lm_head(self.norm(hidden)) for hidden in outputs])
 
 
@@ -144,7 +126,7 @@ class PEagleHead(FusedHead):
         super().__init__(config, config.depths, target, counts)
         self.retention, self.mask_token = config.retention, mask_token_of(config.mask_token, target, counts)
         shape = target.config
-        self.stack = [FusedLayer(config, shape)]
+        self.stack = [FusedLayer(shape, config.intermediate, config.heads, config.kv_heads)]
         for _ in range(config.layers - 1):
             attention = UnrolledAttention(shape.hidden_size, shape, config.heads, config.kv_heads)
             self.stack.append(HeadLayer(attention, shape, config.intermediate))

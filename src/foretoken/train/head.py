@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -70,23 +70,6 @@ class Head(nn.Module, ABC):
     def weights(self) -> dict[str, Tensor]:
         """Returns the state_dict in bfloat16."""
         return {name: value.detach().cpu().bfloat16().contiguous() for name, value in self.state_dict().items()}
-
-
-def unroll(layer: Callable[..., Tensor], batch: TrainBatch, hidden: Tensor, depths: int) -> Iterator[Tensor]:
-    """Yields a layer's outputs by depth [B, roots, H], each computed from those of the depth before, as in use.
-
-    Args:
-        layer: Computes outputs from embeddings, hidden states, depth, and keys and values of earlier depths.
-        batch: Training batch.
-        hidden: Hidden states at depth 0, [B, roots, H]. Row i takes the embedding of token i + 1.
-        depths: Number of depths.
-    """
-    embedded, roots = batch.embedded(), hidden.shape[1]
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    for depth in range(depths):
-        hidden = layer(embedded[:, 1 + depth : 1 + depth + roots], hidden, depth, keys, values)
-        yield hidden
 
 
 def shuffled_rows(count: int, step: int) -> Tensor:

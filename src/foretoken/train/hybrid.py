@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from foretoken.core.files import write_json
+from foretoken.models.heads.layers import GatedAttention, GatedMlp, OffsetNorm, copy_if_fits, weights_of
 from foretoken.train.config import TrainConfig
 from foretoken.train.delta_rule import gated_delta_rule, short_convolution
-from foretoken.train.layers import GatedAttention, GatedMlp, OffsetNorm, copy_if_fits, weights_of
 from foretoken.train.shapes import HybridShape
 from foretoken.train.target import Recipe
 

@@ -19,13 +19,13 @@ from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.shards import ShardReader, ShardWriter, copy_companions
+from foretoken.models.heads.layers import rotated_fraction, unroll
 from foretoken.models.heads.mtp import HIDDEN_KEY
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train.config import MtpTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
-from foretoken.train.head import Drafted, Head, decoder_config, start_near_target, unroll
+from foretoken.train.head import Drafted, Head, decoder_config, start_near_target
 from foretoken.train.hybrid import HybridLayer, MtpBlock
-from foretoken.train.layers import rotated_fraction
 from foretoken.train.shapes import HYBRID_TYPE
 
 
@@ -68,7 +68,9 @@ class MtpHead(Head):
 
     def forward(self, batch: TrainBatch) -> Drafted:
         depths = self._unrolled if self.training else self.depths
-        outputs = unroll(lambda *inputs: self.mtp(*inputs)[0], batch, batch.last()[:, : -self.depths], depths)
+        outputs = unroll(
+            lambda *inputs: self.mtp(*inputs)[0], batch.embedded(), batch.last()[:, : -self.depths], depths
+        )
         return Drafted([batch.logits(hidden) for hidden in outputs])
 
     def describe(self, target: FrozenTarget) -> dict[str, Any]:

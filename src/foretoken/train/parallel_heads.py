@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretoken.models.heads.layers import RmsNorm
 from foretoken.train.config import BlockwiseTrainConfig, EarlyExitTrainConfig, MedusaTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.head import Drafted, Head
-from foretoken.train.layers import RmsNorm
 
 
 class MedusaHead(Head):

@@ -6,18 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from foretoken.core.checks import check_groups
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.settings import named
 from foretoken.train.config import Settings
 
 HYBRID_TYPE = "qwen3_5_moe_text"
 """``model_type`` of hybrid mixtures of experts."""
-
-
-def check_groups(heads: int, kv_heads: int) -> None:
-    """Raises InvalidRequest if query heads do not divide among key heads."""
-    if heads % kv_heads:
-        raise InvalidRequest(f"{heads} heads do not divide among {kv_heads} key heads")
 
 
 @dataclass(frozen=True)

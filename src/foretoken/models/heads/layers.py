@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.train.shapes import check_groups
+from foretoken.core.checks import check_groups
 
 
 class RmsNorm(nn.RMSNorm):
@@ -242,3 +242,36 @@ class HeadLayer(nn.Module):
         self.mlp.start_from(source)
         for norm, name in ((self.stream_norm, "input"), (self.post_attention_layernorm, "post_attention")):
             copy_if_fits(norm.weight, source.get(f"{name}_layernorm.weight"))
+
+
+class FusedLayer(HeadLayer):
+    """Attention over concat[norm(embedding), norm(hidden)] and an MLP. The residual is the hidden state."""
+
+    def __init__(self, shape: Any, intermediate: int, heads: int | None = None, kv_heads: int | None = None) -> None:
+        super().__init__(UnrolledAttention(2 * shape.hidden_size, shape, heads, kv_heads), shape, intermediate)
+        self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    @property
+    def stream_norm(self) -> RmsNorm:
+        return self.hidden_norm
+
+    def attention_input(self, embedded: Tensor | None, hidden: Tensor) -> Tensor:
+        assert embedded is not None
+        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
+
+
+def unroll(layer: Callable[..., Tensor], embedded: Tensor, hidden: Tensor, depths: int) -> Iterator[Tensor]:
+    """Yields a layer's outputs by depth [B, roots, H], each computed from those of the depth before, as in use.
+
+    Args:
+        layer: Computes outputs from embeddings, hidden states, depth, and keys and values of earlier depths.
+        embedded: Embeddings of the tokens, [B, T, H].
+        hidden: Hidden states at depth 0, [B, roots, H]. Row i takes the embedding of token i + 1.
+        depths: Number of depths.
+    """
+    roots = hidden.shape[1]
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for depth in range(depths):
+        hidden = layer(embedded[:, 1 + depth : 1 + depth + roots], hidden, depth, keys, values)
+        yield hidden
