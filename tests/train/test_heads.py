@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from foretoken import LLM, SamplingParams
 from foretoken.core import progress as reporting
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
@@ -23,6 +25,7 @@ from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.loading import load_block, load_eagle
 from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
+from foretoken.quantize.run import quantize_checkpoint
 from foretoken.train import heads, losses
 from foretoken.train.config import (
     BlockwiseTrainConfig,
@@ -319,6 +322,26 @@ def test_a_head_continues_from_an_earlier_one_with_another_vocabulary(
         start = tmp_path / name
     with pytest.raises(InvalidRequest, match="same shape"):
         train("medusa", tmp_path / "m", target, corpus, start=tmp_path / "first")
+
+
+def test_a_head_of_a_base_model_is_realigned_to_a_fine_tune(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    """The quantized head drafts for the fine-tune, whose statistics show its acceptance; training takes its sizes."""
+    train("eagle3", tmp_path / "first", target, corpus)
+    quantize_checkpoint(tmp_path / "first", tmp_path / "head", "int8", lm_head=True)
+    fine_tune = tmp_path / "fine-tune"
+    shutil.copytree(target, fine_tune)
+    weights = {name: 1.05 * weight for name, weight in load_file(target / "model.safetensors").items()}
+    save_file(weights, fine_tune / "model.safetensors", metadata={"format": "pt"})
+    options, config = RunOptions(tmp_path / "again", "cpu"), replace(CONFIG, steps=1, learning_rate=1e-9)
+    train_head("eagle3", options, fine_tune, corpus, None, config, DATA, start=tmp_path / "head")
+    sizes = json.loads((tmp_path / "again" / "provenance.json").read_text())["settings"]
+    assert (sizes["intermediate"], sizes["vocabulary"]) == (48, 100)
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again"))
+    torch.testing.assert_close(first["fc.weight"], again["fc.weight"], rtol=0.02, atol=0.02)
+    for head in ("head", "again"):
+        llm = LLM(fine_tune, tmp_path / head, speculative_config={"num_speculative_tokens": 3}, dtype="float32")
+        stats = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))[0].stats
+        assert stats.drafted and stats.accepted_per_position and 1.0 <= stats.mean_acceptance_length <= 4.0
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def _register_head(role: str, kind: HeadKind) -> None:
         unfreeze: bool = option(False, "Train the target too; written to OUT/target.", "--unfreeze"),
         hold: float = option(10.0, "With --unfreeze: KL weight towards the frozen target."),
         lessons: Path | None = option(None, "Keep text and hidden states here, and reuse them for other heads."),
-        start: Path | None = option(None, "Continue from this earlier head of the same shape."),
+        start: Path | None = option(None, "Continue from this earlier head, whose sizes are the defaults."),
         as_json: Json = False,
     ) -> None:
         from foretoken.train.heads import train_head

@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from foretoken.core.artifacts import PROVENANCE, TRAINING_TEXT, Destination, heads_of
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
 from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import load_tokenizer, quiet_transformers
+from foretoken.models.heads.files import TAPS_KEY, find_head, open_head, target_ids
 from foretoken.models.loading import resolve_device
 from foretoken.quantize.cached import checkpoint_folder
 from foretoken.train import processes
@@ -39,6 +39,14 @@ from foretoken.train.trainer import Trainer
 from foretoken.train.windows import MAX_PROMPT, prepare_windows
 
 TARGET_RATE = 0.05  # factor of the target's learning rate, with --unfreeze
+_SIZES = {
+    "taps": TAPS_KEY,
+    "intermediate": "intermediate_size",
+    "vocabulary": "draft_vocab_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "block": "block_size",
+}  # of settings, and their keys in a head's config.json
 Batch = tuple[Tensor, Tensor, Tensor]
 """Token ids, hidden states, and the weight of the acceptance loss."""
 
@@ -73,16 +81,20 @@ def train_head(
     Args:
         role: A key of ``config.HEADS``.
         target: Folder or GGUF file of the target.
-        settings: Settings of the head, by default those of its role.
+        settings: Settings of the head, by default those of its role. With ``start``, fields that have their default
+            are that head's sizes.
         data: Settings of data and loss.
         dataset: Folder of text and hidden states, which are reused or created there and kept. None removes them after
             the run.
         hold: Trains the target too, with this weight of the penalty on changes of its distribution, and writes it to
             ``out/target``. None leaves the target as it is.
-        start: Folder of an earlier head of the same shape, to continue from.
+        start: Folder of an earlier head of the same shape, to continue from, or the name of a bundled one.
     """
     kind, started = HEADS[role], time.monotonic()
-    settings, data, config = settings or kind.settings, data or kind.data, config or kind.config
+    data, config = data or kind.data, config or kind.config
+    start = None if start is None else find_head(kind.method, start, None)
+    earlier, tensors = ({}, {}) if start is None else _earlier(start)
+    settings = _continued(settings or kind.settings, kind.settings, earlier)
     inputs = (target, start, *corpus.paths)
     run = TrainingRun(options, heads_of(kind.method), (*inputs, dataset))
     if dataset is not None:
@@ -93,8 +105,10 @@ def train_head(
         _check_window(MODULES[role](settings, frozen, torch.ones(frozen.vocab)), config)  # before any work
         text = prepare_windows(frozen.path, where, corpus, folder, config, data, target)
         torch.manual_seed(config.seed)
-        head = MODULES[role](settings, frozen, torch.bincount(text["train"].flatten(), minlength=frozen.vocab))
-        earlier = _start(head, start)
+        counts = torch.bincount(text["train"].flatten(), minlength=frozen.vocab)
+        head = MODULES[role](settings, frozen, _counts(counts, tensors))
+        if start is not None:
+            _start(head, tensors, start)
         head.to(where)
         training = HeadTraining(head, _datasets(frozen, head, text, folder, data), text["text"], data, hold)
         trainer = run.trainer(training.model, config, _length, scale=_rate, headline=_headline)
@@ -112,7 +126,7 @@ def train_head(
             target=frozen.path.name,
             settings=asdict(settings),
             data=asdict(data),
-            **earlier,
+            **({} if start is None else {"started_from": _provenance(start)}),
             preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
             parameters=sum(t.numel() for t in head.tensors(frozen).values() if t.is_floating_point()),
         )
@@ -141,18 +155,47 @@ def _datasets(
     }
 
 
-def _start(head: Head, start: Path | None) -> dict[str, Any]:
-    """Loads an earlier head. Returns its provenance as an entry of the new one's."""
-    if start is None:
-        return {}
+def _earlier(start: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns config.json and the tensors of an earlier head, those of a quantized one as floats."""
     try:
-        head.start(load_file(start / "model.safetensors"))
-        return {"started_from": read_object(start / PROVENANCE)}
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise InvalidRequest(
-            f"cannot start from {start}: {reason}; pass a folder of 'foretoken train' with a head of the same shape"
-        ) from error
+        config, tensors = open_head(start)
+        return config, dict(tensors)
+    except (OSError, ModelLoadError) as error:
+        raise _cannot_start(start, error) from error
+
+
+def _provenance(start: Path) -> dict[str, Any]:
+    """Returns the provenance of an earlier head, its name if it has none."""
+    return read_object(start / PROVENANCE) if (start / PROVENANCE).is_file() else {"name": start.name}
+
+
+def _cannot_start(start: Path, error: Exception) -> InvalidRequest:
+    reason = str(error).strip().splitlines()[-1].strip()
+    return InvalidRequest(f"cannot start from {start}: {reason}; pass a folder with a head of the same shape")
+
+
+def _continued(settings: Any, usual: Any, earlier: dict[str, Any]) -> Any:
+    """Returns settings whose sizes are those of an earlier head's config.json, unless they differ from ``usual``."""
+    sizes = {name: earlier[key] for name, key in _SIZES.items() if key in earlier and hasattr(settings, name)}
+    taken = {name: value for name, value in sizes.items() if getattr(settings, name) == getattr(usual, name)}
+    return replace(settings, **{n: tuple(value) if isinstance(value, list) else value for n, value in taken.items()})
+
+
+def _counts(counts: Tensor, earlier: dict[str, Tensor]) -> Tensor:
+    """Returns the counts [V] of tokens; among equally frequent ones, those that an earlier head drafts come first."""
+    if "d2t" not in earlier:
+        return counts
+    counts = counts.double()
+    counts[target_ids(earlier, len(earlier["d2t"]))] += 0.5
+    return counts
+
+
+def _start(head: Head, tensors: dict[str, Tensor], start: Path) -> None:
+    """Loads the weights of an earlier head. Raises InvalidRequest if its shape is another."""
+    try:
+        head.start(tensors)
+    except (KeyError, RuntimeError) as error:
+        raise _cannot_start(start, error) from error
 
 
 def _rate(name: str) -> float:
