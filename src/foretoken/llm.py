@@ -11,7 +11,7 @@ from typing import Any
 
 from foretoken import zoo
 from foretoken.control.config import GoodputConfig
-from foretoken.core.artifacts import MODEL, Destination
+from foretoken.core.artifacts import Destination
 from foretoken.core.checks import integer, shown
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
@@ -33,7 +33,7 @@ from foretoken.models.options import check_adapters, drafts_format
 from foretoken.models.runners.native.cache import write_kept
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, LoRARequest, SamplingParams
-from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
+from foretoken.propose.adaptive import Adapt, learner_in
 from foretoken.propose.base import Proposer
 from foretoken.propose.fallback import guarded
 from foretoken.propose.per_request import PerRequestProposer
@@ -78,8 +78,8 @@ class LLM:
         kv_cache_dtype: Type of the target's cached keys and values. "auto" is the model's dtype. "int8" has a scale for
             each token and head, and about twice as many tokens fit. The result is another target, and decoding is exact
             with respect to it. "bfloat16" halves the cache of a float32 model. Draft models keep their own dtype.
-        adapt: Whether the draft model is trained in the background on verified tokens. True, or keys of
-            ``AdaptConfig``.
+        adapt: Whether the draft model or EAGLE-3 head is trained in the background on verified tokens: True, the share
+            of the idle time such as 0.1, or keys of ``AdaptConfig``. As the key of ``speculative_config``.
         methods: Further methods, each a configuration or a method's name, that a request may choose by
             ``speculative_method``. ``llm.methods`` lists all names, the default first.
         kv_cache_memory_bytes: Memory of the KV cache. Requests that do not fit wait. None is no limit.
@@ -115,7 +115,7 @@ class LLM:
         quantization: str | None = None,
         weight_format: str = "auto",
         kv_cache_dtype: str = "auto",
-        adapt: bool | Mapping[str, Any] = False,
+        adapt: Adapt = False,
         methods: Sequence[str | Mapping[str, Any]] = (),
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = False,
@@ -131,6 +131,7 @@ class LLM:
         integer("kv_cache_memory_bytes", kv_cache_memory_bytes, 1, optional=True)
         check_adapters(lora or (), backend, tensor_parallel_size)
         config = SpeculativeConfig.of(speculative_config)
+        config = config if adapt is False else replace(config, adapt=adapt)
         if model is None:
             model = zoo.path("target")
             if draft_model is None and config.model is None and config.method in (None, AUTO, "draft_model"):
@@ -138,7 +139,7 @@ class LLM:
         path = resolve(model, gguf_file)
         config, self.chosen_drafter = with_published(with_draft(config, draft_model), path)
         config = with_method(config)
-        config = config if adapt is False else config.unmixed  # a mixture does not learn
+        config = config if config.adapt is False else config.unmixed  # a draft model learns alone
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         load = partial(load_model, dtype=dtype, device=device, backend=backend, max_length=max_model_len)
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
@@ -156,7 +157,7 @@ class LLM:
         load_draft = partial(load, weight_format=drafts_format(weight_format))
         builder = Builder(self.target, self.tokenizer, path, lambda name, **other: load_draft(resolve(name), **other))
         guard = partial(guarded, vocab_size=self.target.vocab_size) if isolate_failures else _unguarded
-        self._methods = self._load_methods(builder, config, adapt, methods, guard)
+        self._methods = self._load_methods(builder, config, methods, guard)
         chosen, config = self._methods.proposer, self.speculative_config
         capacity = split_kv_memory(self.target, chosen, kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs)
         self.engine = Engine(
@@ -174,7 +175,6 @@ class LLM:
         self,
         builder: Builder,
         config: SpeculativeConfig,
-        adapt: bool | Mapping[str, Any],
         methods: Sequence[str | Mapping[str, Any]],
         guard: Callable[[Proposer], Proposer],
     ) -> LoadedMethods:
@@ -185,8 +185,6 @@ class LLM:
             warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
         self.speculative_config = config
         write_kept()
-        if adapt is not False:
-            self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
         loaded = load_methods(builder, config, self._proposer, methods, guard)
         if loaded.adaptive is not None and not isinstance(config.control_in_force, GoodputConfig):
             member = loaded.member(loaded.adaptive)
@@ -307,7 +305,7 @@ class LLM:
         self.adapters.sweep(lambda: self.engine.adapters_in_use)
 
     def save_draft(self, folder: str | Path, force: bool = False) -> None:
-        """Writes the adapted draft model as a checkpoint.
+        """Writes the adapted draft model or head as a checkpoint.
 
         Args:
             folder: Folder to write.
@@ -317,11 +315,11 @@ class LLM:
             InvalidRequest: The LLM was opened without ``adapt``, or ``folder`` must not be written.
             WriteError: A file could not be written.
         """
-        if not isinstance(self._proposer, Adaptive):
-            raise InvalidRequest("there is no adapted draft model; open the LLM with adapt=True")
+        if (learner := learner_in(self._proposer)) is None:
+            raise InvalidRequest("there is no adapted draft model or head; open the LLM with adapt=True")
         inputs = [Path(name) for name in (self.model, self.draft_model) if name is not None]
-        with Destination.checked(Path(folder), MODEL, inputs, force).folder() as partial:
-            self._proposer.save(partial)
+        with Destination.checked(Path(folder), learner.student.artifact, inputs, force).folder() as partial:
+            learner.save(partial)
 
     def use_method(self, method: str) -> None:
         """Makes one of ``methods`` the default of new requests. Open ones keep theirs. Not to be called during a step.

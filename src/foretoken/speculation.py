@@ -23,6 +23,7 @@ from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.models.heads.published import default_drafters, known_drafters, published_drafters
 from foretoken.params import MAX_SPECULATIVE_TOKENS
+from foretoken.propose.adaptive import Adapt, adaptive
 from foretoken.propose.auto import AUTO as AUTO
 from foretoken.propose.auto import Auto, around
 from foretoken.propose.base import BuildContext, Proposer
@@ -50,6 +51,8 @@ class SpeculativeConfig:
         control: How the draft length is chosen. "fixed" is constant. "goodput" maximizes tokens per measured second,
             and may choose 0. A mapping has "name" and the controller's keys. None is "fixed" where
             num_speculative_tokens is given, else "goodput". A given number is the maximum of "goodput".
+        adapt: Whether, or in which share of the idle time, the draft model or head learns from verified tokens; or keys
+            of ``AdaptConfig``.
         options: The method's own keys. ``of`` accepts them beside the others.
 
     Raises:
@@ -61,6 +64,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     rejection: str = "block"
     control: Control | None = None
+    adapt: Adapt = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,7 +158,8 @@ class Builder:
     def build(self, config: SpeculativeConfig) -> Proposer:
         """Returns the proposer of a configuration. Raises InvalidRequest or ModelLoadError."""
         method = find(config.method_in_force)
-        return Proposer() if method is None else method.build(config.own(), self._context(config.model))
+        proposer = Proposer() if method is None else method.build(config.own(), self._context(config.model))
+        return proposer if config.adapt is False else adaptive(proposer, config.model, config.adapt)
 
     def build_default(self, config: SpeculativeConfig) -> tuple[SpeculativeConfig, Proposer, str]:
         """Returns ``build`` and its configuration; if nothing is configured, with the target's default heads.
@@ -309,10 +314,13 @@ def with_published(config: SpeculativeConfig, target: str | Path) -> tuple[Specu
 def with_method(config: SpeculativeConfig) -> SpeculativeConfig:
     """Returns ``config`` with the method of the heads that it names, if it names heads, no method, and a draft length.
 
+    Heads that adapt have a method, too.
+
     Raises:
         ModelLoadError: There is no such model.
     """
-    if config.method is not None or config.model is None or (config.method_in_force == AUTO and not config.options):
+    mixed = config.method_in_force == AUTO and not config.options and config.adapt is False
+    if config.method is not None or config.model is None or mixed:
         return config
     return replace(config, method=heads_method(load_config(resolve(config.model))))
 

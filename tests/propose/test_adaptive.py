@@ -1,27 +1,30 @@
-"""A draft that learns from what is verified: it gets better, what gets worse is rolled back, text never changes."""
+"""Drafts and heads that learn from verified tokens: worse versions are rolled back, and no text changes."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.models.heads import tiny
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, WriteError
-from foretoken.propose.adaptive import AdaptConfig, Adaptive
-from foretoken.propose.union import Union
+from foretoken.models.heads.eagle import read_eagle
+from foretoken.propose.adaptive import AdaptConfig, Adaptive, learner_in
+from foretoken.propose.eagle import Eagle
 
 PROMPTS = ["import os\n", "class Stack:\n", "def read(path):\n", "for line in file:\n"] * 4
 FAST = {"every": 300, "buffer": 4000, "window": 64, "steps": 30, "learning_rate": 3e-3, "held_out": 4}
 
 
 def proposer(llm: LLM) -> Adaptive:
-    assert isinstance(llm.engine.proposer, Union)
-    adaptive = llm.engine.proposer.sources[0].proposer
-    assert isinstance(adaptive, Adaptive)
+    adaptive = learner_in(llm.engine.proposer)
+    assert adaptive is not None
     return adaptive
 
 
@@ -123,9 +126,11 @@ def test_samples_are_the_targets_own_distributions(tiny_pair: Any) -> None:
         ({"every": 0}, "every of adapt must be"),
         ({"buffer": 10}, "buffer of adapt must be"),
         ({"learning_rate": 0}, "learning_rate of adapt"),
+        ("a tenth", "share of adapt must be"),
+        ("110%", "share of adapt must be"),
     ],
 )
-def test_bad_settings_are_refused(adapt: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(adapt: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         AdaptConfig.of(adapt)
 
@@ -135,3 +140,100 @@ def test_only_a_draft_model_adapts(tiny_pair: Any) -> None:
         LLM(tiny_pair.target, speculative_config={"method": "ngram"}, adapt=True)
     with pytest.raises(InvalidRequest, match="adapt=True"):
         LLM(tiny_pair.target, tiny_pair.draft).save_draft("somewhere")
+
+
+# heads
+
+
+CHAIN = {"method": "eagle3", "num_speculative_tokens": 3}
+HEAD_FAST = FAST | {"every": 200, "steps": 10, "batch": 8}
+
+
+@pytest.fixture(scope="module")
+def head_pair(tiny_pair: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target with a random EAGLE-3 head in its folder, which drafts an eighth of its tokens."""
+    folder = tmp_path_factory.mktemp("head") / "target"
+    shutil.copytree(tiny_pair.target, folder)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    written = tiny.eagle3(vocab=vocab, draft_vocab=vocab // 8, taps=(1, 2, 3), embedding=False)
+    return folder, tiny.save(folder / "heads" / "eagle3", *written)
+
+
+@pytest.fixture(scope="module")
+def taught_head(head_pair: tuple[Path, Path]) -> LLM:
+    llm = LLM(*head_pair, dtype="float32", speculative_config={**CHAIN, "adapt": HEAD_FAST})
+    for seed in range(4):
+        llm.generate(PROMPTS, [SamplingParams(max_tokens=48, seed=seed * 100 + i, ignore_eos=True) for i in range(16)])
+        proposer(llm).wait()
+    return llm
+
+
+def test_a_head_learns_tokens_that_it_could_not_draft(taught_head: LLM, head_pair: tuple[Path, Path]) -> None:
+    history, inner = proposer(taught_head).history, proposer(taught_head).inner
+    assert len(history) >= 3 and history[-1].after > history[0].before + 0.02
+    assert isinstance(inner, Eagle)
+    before, after = read_eagle(head_pair[1]).ids(), inner.net.head.ids()
+    assert (after.diff() > 0).all() and len(after) == len(before)
+    assert not set(after.tolist()) <= set(before.tolist())
+
+
+def test_the_text_does_not_depend_on_the_version_of_the_head(taught_head: LLM, head_pair: tuple[Path, Path]) -> None:
+    for temperature in (0, 1):
+        params = SamplingParams(max_tokens=40, seed=7, temperature=temperature, ignore_eos=True)
+        plain = LLM(head_pair[0], dtype="float32", speculative_config={"method": "none"}).generate(PROMPTS[:4], params)
+        adapted = taught_head.generate(PROMPTS[:4], params)
+        assert [o.outputs[0].token_ids for o in adapted] == [o.outputs[0].token_ids for o in plain]
+        assert any(o.stats.drafted for o in adapted)
+
+
+def test_an_adapted_head_can_be_saved(taught_head: LLM, head_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    taught_head.save_draft(tmp_path / "head")
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    saved = LLM(head_pair[0], tmp_path / "head", dtype="float32", speculative_config=CHAIN)
+    counts = [[o.stats.accepted for o in llm.generate(PROMPTS[:4], params)] for llm in (saved, taught_head)]
+    assert counts[0] == counts[1]
+
+
+def test_a_new_version_drafts_for_running_requests(head_pair: tuple[Path, Path]) -> None:
+    """A version with the same weights drafts what the first one would have: no cached row is lost."""
+    static, adapting = (
+        LLM(*head_pair, dtype="float32", speculative_config={**CHAIN, **adapt}) for adapt in ({}, {"adapt": "10%"})
+    )
+    params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+    expected = static.generate(PROMPTS[1], params)[0]
+    learner, steps = proposer(adapting), []
+    for number, piece in enumerate(adapting.stream(PROMPTS[1], params)):
+        steps.append(piece.step)
+        if number % 10 == 5 and isinstance(learner.inner, Eagle):
+            learner.inner.replace(learner.student.version())
+    assert [token for step in steps for token in step.tokens] == list(expected.outputs[0].token_ids)
+    assert sum(len(step.draft) for step in steps) == expected.stats.drafted > 0
+    assert learner.config.share == 0.1
+
+
+def test_a_head_is_trained_as_the_runtime_computes_it(head_pair: tuple[Path, Path]) -> None:
+    llm = LLM(*head_pair, dtype="float32", speculative_config={**CHAIN, "adapt": {"window": 32, "held_out": 2}})
+    llm.generate(PROMPTS[1], SamplingParams(max_tokens=40, ignore_eos=True))
+    learner, ((sample, _), *_) = proposer(llm), proposer(llm).samples
+    assert isinstance(learner.inner, Eagle) and sample.states is not None and len(sample.states) == len(sample.tokens)
+    net, module = learner.inner.net, learner.student.module
+    states = sample.states.float()
+    expected = net.teacher_forced(sample.tokens[1:].tolist(), net.features(states[:-1]))
+    embedded = net.embedding[torch.from_numpy(sample.tokens)][None]
+    with torch.no_grad():
+        (hidden,) = module(embedded, states[None], 1)
+        torch.testing.assert_close(module.lm_head(module.norm(hidden[0])), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_default_head_of_a_target_adapts(head_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    llm = LLM(head_pair[0], dtype="float32", adapt=0.5)
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=20, ignore_eos=True))
+    llm.save_draft(tmp_path / "head")
+    assert read_eagle(tmp_path / "head").exact
+
+
+def test_other_heads_are_refused(tiny_pair: Any, tmp_path: Path) -> None:
+    vocab = json.loads((tiny_pair.target / "config.json").read_text())["vocab_size"]
+    head = tiny.save(tmp_path, *tiny.eagle3(vocab=vocab, norm_before_residual=True, taps=(1, 2, 3), embedding=False))
+    with pytest.raises(InvalidRequest, match="EAGLE-3 heads of one layer"):
+        LLM(tiny_pair.target, head, speculative_config={**CHAIN, "adapt": True})

@@ -120,10 +120,14 @@ class ServerRuntimeOptions(RuntimeOptions):
     backend: str = option("auto", "auto, native or hf.")
     tensor_parallel_size: TensorParallel = 1
     seed: int | None = option(None, "For requests without a seed of their own. [a random one]")
+    adapt: str | None = option(
+        None, "Share of idle time in which the draft model or head learns from requests, such as 10%. [none]"
+    )
 
     def engine(self) -> dict[str, Any]:
         """Returns arguments of ``LLM``."""
-        return vars(self) | {"seed": secrets.randbits(63) if self.seed is None else self.seed}
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return vars(self) | {"seed": seed, "adapt": self.adapt or False}
 
 
 def size_in_bytes(option: str, text: str) -> int:

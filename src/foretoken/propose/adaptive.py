@@ -1,79 +1,111 @@
-"""Online adaptation: a draft that learns from every row that its target verifies (2310.07177, 2310.08461).
+"""Online adaptation: a drafter learns from every row that its target verifies (2310.07177, 2310.08461, 2605.09329).
 
-The target's logits for the text that it emits are free training data. Samples wait in a bounded buffer. A thread trains
-a copy of the draft on them; a finished version replaces the draft between two steps. Within a step the
-draft is constant, and the distribution that travels with its tokens is the one they were sampled from, so exactness is
-not affected. Some samples are held out: a version that does worse on them is rolled back.
+The target's logits for the text that it emits are free training data, those at rejected positions above all. Samples
+wait in a bounded buffer in memory. A thread trains a copy of the draft model or head on them (``Learner``) in a share
+of the idle time; a finished version replaces the drafter between two steps. Within a step the drafter is constant, and
+the distribution that travels with its tokens is the one they were sampled from, so exactness is not affected. Some
+samples are held out: a version that does worse on them is rolled back.
 
-One draft serves all requests, so requests with a ``cache_salt`` are not learned from: the draft could repeat their text
-to others.
+One drafter serves all requests, so requests with a ``cache_salt`` are not learned from: it could repeat their text to
+others.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from foretoken.core.checks import check_keys, integer
+from foretoken.core.checks import check_keys, integer, number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.student import Student, TargetSpan
+from foretoken.models.heads.student import HeadStudent
+from foretoken.models.learner import Learner, TargetSpan
+from foretoken.models.runners.pass_plan import TapRows, tapped_rows
+from foretoken.models.student import Student
 from foretoken.propose.base import Needs, Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel, ParallelDraftModel
+from foretoken.propose.eagle import Eagle, ParallelEagle
+from foretoken.propose.union import Union
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AdaptConfig:
-    """When and how a draft learns.
+    """When and how a drafter learns.
 
     Attributes:
         every: Verified rows between two updates.
         buffer: Number of rows kept, the newest.
+        megabytes: Memory of these rows, at most.
         window: Tokens before and among them that the draft sees.
         top: Likeliest tokens kept of each distribution.
         held_out: One sample in this many is for validation.
         steps: Optimizer steps of one update.
         batch: Samples in one optimizer step.
         learning_rate: Learning rate.
+        share: Fraction of the time in which a thread of the lowest priority may train.
     """
 
     every: int = 4096
     buffer: int = 65536
+    megabytes: int = 256
     window: int = 256
     top: int = 32
     held_out: int = 8
     steps: int = 12
     batch: int = 32
     learning_rate: float = 1e-4
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         minimums = {"buffer": self.every, "window": 2, "held_out": 2}
-        for name in ("every", "buffer", "window", "top", "held_out", "steps", "batch"):
+        for name in ("every", "buffer", "megabytes", "window", "top", "held_out", "steps", "batch"):
             integer(f"{name} of adapt", getattr(self, name), minimums.get(name, 1))
+        number("share of adapt", self.share, 1e-3, 1.0)
         if not 0 < self.learning_rate < 1:
             raise InvalidRequest(f"learning_rate of adapt must lie between 0 and 1, got {self.learning_rate!r}")
 
     @classmethod
-    def of(cls, value: bool | Mapping[str, Any] | AdaptConfig) -> AdaptConfig:
-        """Returns the configuration of a value as users write it; True is the default. Unknown keys raise
-        InvalidRequest.
+    def of(cls, value: Adapt, usual: Self | None = None) -> Self:
+        """Returns the configuration of a value as users write it: True, a share such as 0.1 or "10%", or keys.
+
+        Args:
+            value: The value.
+            usual: Values of other keys.
+
+        Raises:
+            InvalidRequest: A key is unknown, or a value not valid.
         """
-        if isinstance(value, AdaptConfig):
-            return value
-        keys = dict(value) if isinstance(value, Mapping) else {}
+        keys = dict(value) if isinstance(value, Mapping) else {} if value is True else {"share": _share(value)}
         check_keys("adapt", keys, [f.name for f in fields(cls)])
-        return cls(**keys)
+        return replace(usual or cls(), **keys)
+
+
+Adapt = bool | float | str | Mapping[str, Any]
+"""``adapt`` as users write it."""
+
+HEADS = AdaptConfig(every=1024, window=192, steps=6, batch=8, learning_rate=4e-4)
+"""Defaults of heads, which are small."""
+
+
+def _share(value: Any) -> Any:
+    """Returns a percentage as a fraction, and other values unchanged."""
+    try:
+        return float(value[:-1]) / 100 if isinstance(value, str) and value.endswith("%") else value
+    except ValueError:
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +130,12 @@ class _Rows:
     ids: list[np.ndarray[Any, Any]] = field(default_factory=list)  # each [rows, k]
     log_p: list[np.ndarray[Any, Any]] = field(default_factory=list)
     rows: int = 0
+    states: list[torch.Tensor] = field(default_factory=list)  # each [n, F], of neighbouring tokens
+    next: int = 0  # the position of the first token without states
 
 
 class Adaptive(Wrapper):
-    """Drafts with ``inner`` while ``student`` learns to do better.
+    """Drafts with ``inner`` while a learner learns to do better.
 
     Attributes:
         history: Outcome of each update.
@@ -109,15 +143,17 @@ class Adaptive(Wrapper):
 
     learns = True
 
-    def __init__(self, inner: DraftModel, student: Student, config: AdaptConfig) -> None:
+    def __init__(self, inner: DraftModel | Eagle, student: Learner, config: AdaptConfig) -> None:
         super().__init__(inner)
-        self.inner: DraftModel = inner
+        self.inner: DraftModel | Eagle = inner
+        student.pause = self._pause
         self.student, self.config = student, config
         self.history: list[Update] = []
         self._open_rows: dict[int, _Rows] = {}
         self._samples: deque[tuple[TargetSpan, bool]] = deque()  # the oldest first, with whether it is held out
-        self._num_samples, self._rows, self._rows_since_update = 0, 0, 0
+        self._num_samples, self._rows, self._bytes, self._rows_since_update = 0, 0, 0, 0
         self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
         self._finished: tuple[Update, Any] | None = None
         self._broken = False
 
@@ -160,7 +196,9 @@ class Adaptive(Wrapper):
     def wait(self) -> None:
         """Waits until an update in progress is finished and in force."""
         if self._thread is not None:
+            self._hurry.set()
             self._thread.join()
+            self._hurry.clear()
         self._take_over()
 
     def save(self, folder: Path) -> None:
@@ -173,6 +211,8 @@ class Adaptive(Wrapper):
     def _note(self, context: Context, observation: Observation) -> None:
         """Records the distributions of what was emitted: the root's row and those of the accepted nodes."""
         step, logits = observation.step, observation.scores.logits
+        if self.student.taps:
+            self._note_states(context, observation)
         rows = [0, *(node + 1 for node in step.verdict.path)][: len(step.tokens)]
         log_p = torch.log_softmax(logits[rows].float(), -1)
         best = log_p.topk(min(self.config.top, log_p.shape[-1]), dim=-1, sorted=False)
@@ -189,16 +229,34 @@ class Adaptive(Wrapper):
         open_rows = self._open_rows.get(context.id)
         if open_rows is None or not open_rows.rows:
             return
-        window = min(self.config.window, len(context.tokens) - 1)
+        states = torch.cat(open_rows.states) if open_rows.states else None
+        window = min(self.config.window, len(context.tokens) - 1 if states is None else len(states))
         rows = min(open_rows.rows, window)
         tokens = np.array(context.tokens[-window - 1 : -1], dtype=np.int64)
-        sample = TargetSpan(tokens, np.concatenate(open_rows.ids)[-rows:], np.concatenate(open_rows.log_p)[-rows:])
-        self._open_rows[context.id] = _Rows()
+        ids, log_p = np.concatenate(open_rows.ids)[-rows:], np.concatenate(open_rows.log_p)[-rows:]
+        sample = TargetSpan(tokens, ids, log_p, None if states is None else states[-window:].clone())
+        kept = [] if states is None else [states[-(window - window // 2) :].clone()]
+        self._open_rows[context.id] = _Rows(states=kept, next=open_rows.next)
         self._samples.append((sample, self._num_samples % self.config.held_out == 0))
         self._num_samples += 1
         self._rows += len(sample)
-        while self._rows > self.config.buffer:
-            self._rows -= len(self._samples.popleft()[0])
+        self._bytes += sample.nbytes
+        while self._rows > self.config.buffer or self._bytes > self.config.megabytes * 2**20:
+            oldest = self._samples.popleft()[0]
+            self._rows -= len(oldest)
+            self._bytes -= oldest.nbytes
+
+    def _note_states(self, context: Context, observation: Observation) -> None:
+        """Records the target's states at committed tokens, for samples without a gap."""
+        step, scores = observation.step, observation.scores
+        known = tapped_rows(scores.taps) - len(step.draft)
+        path = step.verdict.path[: max(0, len(step.tokens) - 1)]
+        rows = TapRows.of(scores.taps, self.student.taps, [*range(known), *(known + node for node in path)])
+        open_rows = self._open_rows.setdefault(context.id, _Rows())
+        if open_rows.next != scores.first:
+            open_rows.states.clear()
+        open_rows.states.append(rows.concatenated()[-self.config.window :].bfloat16().cpu())
+        open_rows.next = scores.first + len(rows)
 
     # training
 
@@ -206,16 +264,22 @@ class Adaptive(Wrapper):
         """Runs one update in a thread of its own, on one core. The version in use is not modified."""
         try:
             torch.set_num_threads(1)
+            if sys.platform == "linux":  # where threads have priorities
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             before, old = self.student.acceptance(held_out), self.student.snapshot()
             self.student.learn(samples, self.config.steps)
             after = self.student.acceptance(held_out)
             taken = after >= before
             if not taken:
                 self.student.restore(old)
-            self._finished = Update(before, after, taken), self.student.model() if taken else None
+            self._finished = Update(before, after, taken), self.student.version() if taken else None
         except Exception as error:  # an unchanged draft still works
             self._broken = True
             _log.warning("the draft stops learning: %s: %s", type(error).__name__, error)
+
+    def _pause(self, seconds: float) -> None:
+        """Rests after ``seconds`` of work, unless ``wait`` is called."""
+        self._hurry.wait(seconds * (1 / self.config.share - 1))
 
     def _take_over(self) -> None:
         """Puts a finished version in force, between two steps."""
@@ -232,15 +296,34 @@ class Adaptive(Wrapper):
             self.inner.replace(model)
 
 
-def adaptive(proposer: Proposer, draft: str | Path | None, config: AdaptConfig) -> Adaptive:
-    """Returns ``proposer`` with a student of the draft in ``draft``. Raises InvalidRequest if it cannot learn."""
-    if not isinstance(proposer, DraftModel) or draft is None:
-        raise InvalidRequest(f"adapt=True needs method 'draft_model' with a draft from a folder, not {proposer.name!r}")
-    if isinstance(proposer, ParallelDraftModel):
+def adaptive(proposer: Proposer, draft: str | Path | None, adapt: Adapt) -> Adaptive:
+    """Returns ``proposer`` with a learner of its draft model in ``draft``, or of its EAGLE-3 head.
+
+    Raises InvalidRequest if it cannot learn.
+    """
+    if isinstance(proposer, ParallelDraftModel | ParallelEagle):
         raise InvalidRequest(
             "adapt=True teaches a draft the next token, and this one predicts all positions in one pass; set "
             "parallel_drafting to false, or leave adapt out"
         )
+    if isinstance(proposer, Eagle):
+        if proposer.net.device.type != "cpu":
+            raise InvalidRequest("adapt trains heads on a CPU only; leave adapt out, or take a draft model")
+        config = AdaptConfig.of(adapt, HEADS)
+        head = HeadStudent(proposer.net, proposer.taps, config.learning_rate, config.batch)
+        return Adaptive(proposer, head, config)
+    if not isinstance(proposer, DraftModel) or draft is None:
+        raise InvalidRequest(
+            "adapt=True needs method 'draft_model' with a draft from a folder, or 'eagle3' with a head, not "
+            f"{proposer.name!r}"
+        )
     from foretoken.models.formats.checkpoint import resolve
 
+    config = AdaptConfig.of(adapt)
     return Adaptive(proposer, Student(resolve(draft), proposer.model, config.learning_rate, config.batch), config)
+
+
+def learner_in(proposer: Proposer) -> Adaptive | None:
+    """Returns the member of ``proposer`` that learns, None if there is none."""
+    members = [source.proposer for source in proposer.sources] if isinstance(proposer, Union) else [proposer]
+    return next((member for member in members if isinstance(member, Adaptive)), None)

@@ -11,7 +11,7 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Scores
-from foretoken.models.heads.feature_net import DraftNet, HeadHandle
+from foretoken.models.heads.feature_net import DraftNet, FeatureNet, HeadHandle
 from foretoken.models.runners.pass_plan import TapRows, tapped_rows
 from foretoken.propose.base import Needs, Observation, Proposer
 from foretoken.propose.chain import draft_at_once
@@ -111,6 +111,12 @@ class HiddenStateProposer(Proposer):
             self._keep(context, scores, [*range(known), *(known + node for node in path)])
             if step.finish_reason is not None:
                 self._cache_end(context)
+
+    def replace(self, net: FeatureNet) -> None:
+        """Drafts with another version of the network from the next step on. Cached rows are kept."""
+        assert isinstance(self.net, FeatureNet)
+        net.adopt(self.net)
+        self.net = net
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -44,7 +44,7 @@ class EagleNet(FeatureNet):
         fc, bias = head.tensors["fc.weight"], head.tensors.get("fc.bias")
         self._fc = HeadProduct(fc, bias, device, dtype)
         self._norms = [head.tensors[name].to(device, torch.float32) for name in self._norm_names()]
-        self._embedding = embedding.to(dtype)
+        self._embedding, self._unembed_target, self._quantizer = embedding.to(dtype), unembed, quantizer
         vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden))  # zeros: unused
         config = {**head.layer, "model_type": "llama", "vocab_size": vocabulary.shape[0]}
         config |= {"num_hidden_layers": head.layers, "max_position_embeddings": max_length}
@@ -65,6 +65,16 @@ class EagleNet(FeatureNet):
         borrowed = None if unembed is None or "lm_head.weight" in head.tensors else (unembed, state)
         super().__init__(runner, state, head.vocab, max_length, borrowed)
         self._draft_from(head.ids(), chained=self.joined or runner.fuses)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding of the target's tokens, [V, H]."""
+        return self._embedding
+
+    def like(self, head: EagleHead) -> EagleNet:
+        """Returns the network of another version of the head, on the same device and in the same dtype."""
+        target, quantizer = self._unembed_target, self._quantizer
+        return EagleNet(head, self._embedding, self.dtype, self.device, self.max_length, target, quantizer)
 
     # features
 

@@ -212,6 +212,14 @@ class FeatureNet(DraftNet):
     def target_ids(self, ids: Tensor) -> Tensor:
         return ids if self._ids is None else torch.take(self._ids, ids)
 
+    def adopt(self, other: FeatureNet) -> None:
+        """Takes over the sequences of an earlier version of this network, which is not used any more.
+
+        Cached rows stay as that version computed them.
+        """
+        self._runner.adopt(other._runner)
+        self.keeps = other.keeps
+
     # sequences
 
     def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> HeadHandle:

@@ -159,6 +159,10 @@ class Runner(ABC):
         """Returns the bytes of the KV cache."""
         return self._pages.nbytes()
 
+    def adopt(self, other: Runner) -> None:
+        """Takes over the slots of another runner of this architecture, which is not used any more."""
+        self._pages = other._pages
+
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         """Returns a runner of the first ``architecture.layers`` layers and the same head.
 

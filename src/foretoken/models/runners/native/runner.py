@@ -193,7 +193,8 @@ class NativeRunner(Runner):
     def _new_pages(self) -> Pages:
         token, shape = self.kv_bytes_per_token, self._state_shape()
         if shape is None or not shape.layers:
-            return new_pages(self._arena.allocate, token, self._spec, self._cache_kind)
+            memory = Arena(packing_library())  # not that of the weights, which ``adopt`` exchanges
+            return new_pages(memory.allocate, token, self._spec, self._cache_kind)
         return HybridState(self._arena, PAGE * max(token, 1), shape)
 
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
