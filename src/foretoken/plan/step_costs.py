@@ -25,10 +25,10 @@ from foretoken.plan.texts import Prompt, contexts
 from foretoken.propose.base import Proposer
 
 PLAIN = ""  # name of plain decoding among the proposers
-_COLD = 2  # steps that are not timed after another draft length: they load weights into the processor's caches
+_COLD = 2  # steps, at least, that are not timed after another draft length: they load weights into caches
+_SETTLING = 0.01  # seconds of such steps, at least: threads and clock rates follow the work
 _PREFILLS = 3  # timed prefills of the same prompts
 _DRIFT = 0.01  # relative error of any ratio of two times on one machine, however often measured
-_UNLIMITED = 1 << 30
 _ids = count(1 << 40)  # ids of contexts, unique across batches because batches share proposers
 
 
@@ -81,7 +81,10 @@ class StepCosts:
             middle = len(depths) // 2
             for depth in (*depths[:middle], 0, *depths[middle:]):
                 batch = drafts if depth else plain
-                timed = [batch.step(depth) for _ in range(_COLD + steps)][_COLD:]
+                cold: list[float] = []
+                while len(cold) < _COLD or sum(cold) < _SETTLING:
+                    cold.append(batch.step(depth).seconds)
+                timed = [batch.step(depth) for _ in range(steps)]
                 for step in timed:
                     passes[step.rows].append(step.seconds - step.propose)
                 if depth:
@@ -164,7 +167,7 @@ class TimedBatch:
         self.close()
         for context in contexts(self._prompts, self._law, 0):
             context.id = next(_ids)
-            self.engine.add(context, Length(_UNLIMITED))
+            self.engine.add(context, Length(1 << 30))
         started = perf_counter()
         self.engine.step_or_raise()
         self.prefill = perf_counter() - started

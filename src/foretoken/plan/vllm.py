@@ -282,8 +282,7 @@ def _alternated(
 def grouped(prompts: Sequence[Sequence[int]], batch: int) -> list[list[list[int]]]:
     """Returns groups of ``batch`` prompts. The last one is filled up with the first prompts."""
     count = -(-len(prompts) // batch) * batch
-    filled = [list(prompts[i % len(prompts)]) for i in range(count)]
-    return [filled[i : i + batch] for i in range(0, count, batch)]
+    return [[list(prompts[j % len(prompts)]) for j in range(i, i + batch)] for i in range(0, count, batch)]
 
 
 @dataclass(frozen=True)
