@@ -21,6 +21,7 @@ from foretoken.core.devices import on_host
 from foretoken.core.draft import Draft
 from foretoken.models.chains import ChainRequest, ModelChain
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Ends, Entry
 from foretoken.models.heads.block import BlockHead
 from foretoken.models.heads.feature_net import JOINT_ROWS, FeatureNet, HeadHandle
@@ -52,6 +53,7 @@ class BlockNet(FeatureNet):
         max_length: maximum length of a sequence in tokens, drafts included.
         unembed: the target's vocabulary head, for heads without their own.
         window: number of tokens that attention sees at most; None for the head's own windows.
+        quantizer: quantizes the matrices of the layers and the vocabulary head; None leaves them in ``dtype``.
     """
 
     foresees = True
@@ -65,6 +67,7 @@ class BlockNet(FeatureNet):
         max_length: int,
         unembed: Callable[[Tensor], Tensor] | None = None,
         window: int | None = None,
+        quantizer: Quantizer | None = None,
     ) -> None:
         self.head, self.dtype, self.device = head, dtype, device
         tensors = head.tensors
@@ -76,8 +79,9 @@ class BlockNet(FeatureNet):
         stack = zip(architecture.stack, head.ordered, strict=True)
         architecture = replace(architecture, stack=tuple(replace(layer, ordered=ordered) for layer, ordered in stack))
         self._eps = architecture.eps
-        layers = [layer_weights(tensors, i, dtype) for i in range(head.layers)]
-        ends = Ends(embedding.to(dtype), norm_weight(tensors, "norm"), vocabulary)
+        layers = [layer_weights(tensors, i, dtype, quantizer) for i in range(head.layers)]
+        quantized = vocabulary if quantizer is None else quantizer(vocabulary)
+        ends = Ends(embedding.to(dtype), norm_weight(tensors, "norm"), quantized)
         runner = build_runner(architecture, layers, ends, dtype, device, Entry())
         borrowed = None if unembed is None or "lm_head.weight" in tensors else (unembed, head.layers)
         super().__init__(runner, head.layers, head.vocab, max_length, borrowed)

@@ -22,7 +22,7 @@ from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Source, layer_at
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.prequantized import unpacked
-from foretoken.models.formats.quantize import floats
+from foretoken.models.formats.quantize import Quantizer, floats
 from foretoken.models.formats.reader import TensorReader, located
 from foretoken.models.formats.weights import LayerWeights, NormWeight
 from foretoken.models.heads.files import MAX_HEADS
@@ -120,11 +120,12 @@ def has_mtp(path: Path) -> bool:
     return bool(_listed(unpacked(open_weights(path), config), Architecture.of(config)))
 
 
-def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
+def read_mtp(path: Path, dtype: torch.dtype, quantizer: Quantizer | None = None) -> list[MtpLayer]:
     """Reads the MTP layers of a checkpoint, in their order.
 
     Args:
         path: the target's folder, or one with the layers alone.
+        quantizer: quantizes their matrices; None leaves them as they are.
 
     Raises:
         ModelLoadError: there are none, they are incomplete, or they are not computed here.
@@ -139,7 +140,7 @@ def read_mtp(path: Path, dtype: torch.dtype) -> list[MtpLayer]:
         projections = (layout.projection.format(a.layers if layout.appended else 0) for layout in LAYOUTS)
         names = ", ".join(dict.fromkeys(f"{name}.weight" for name in projections))
         raise ModelLoadError(f"{path} has no multi-token-prediction layers; their projections are named {names}")
-    reader = Source(weights, a, dtype).reader
+    reader = Source(weights, a, dtype, quantizer).reader
     return [_layer(reader, a, layout, prefix, number) for layout, prefix, number in layers]
 
 
@@ -220,7 +221,8 @@ def _layer(reader: TensorReader, a: Architecture, layout: MtpLayout, prefix: str
 
     at = name(layout.layer)
     single = replace(a, stack=(_kind(a, reader.weights, at),), recurrence=None, vocab=1, tied=False)
-    projection = floats(reader.matrix(name(layout.projection), a.hidden, 2 * a.hidden), reader.dtype)
+    exact = replace(reader, quantize=None)
+    projection = floats(exact.matrix(name(layout.projection), a.hidden, 2 * a.hidden), reader.dtype)
     return MtpLayer(
         architecture=single,
         weights=layer_at(single, reader, at, 0),

@@ -11,7 +11,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.models.heads.files import find_head
-from foretoken.models.heads.loading import check_vocabulary, check_width
+from foretoken.models.heads.loading import check_vocabulary, check_width, head_quantizer
 from foretoken.models.heads.mtp import check_mtp_fits, has_mtp, hidden_states_of, mtp_embedding, read_mtp
 from foretoken.models.heads.mtp_net import MtpNet
 from foretoken.models.heads.mtp_stack import MtpStack
@@ -74,7 +74,7 @@ def load_mtp(
     """
     folder = find_mtp(model, path)
     check_mtp_fits(folder, target.dtype, target.device)
-    layers = read_mtp(folder, target.dtype)
+    layers = read_mtp(folder, target.dtype, head_quantizer(target))
     check_width("MTP layer", folder, layers[0].architecture.hidden, target)
     if path is None:
         raise ModelLoadError("MTP layers share the target's embedding, which is read from its folder; name it")
