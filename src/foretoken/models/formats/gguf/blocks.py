@@ -149,23 +149,27 @@ def unpacked(kind: GGMLQuantizationType, data: Bytes) -> BlockNumbers:
     floats: dict[str, Floats] = {}
     for field in block.fields:
         part = data[:, at : at + field.size]
-        at += field.size
         if field.numbers in ("codes", "levels"):
             read = _bits(part, field.run, field.bits)
-            read = read << np.uint8(field.shift) if field.shift else read
-            integers[field.numbers] = read | integers[field.numbers] if field.numbers in integers else read
+            if field.shift:
+                read = read << np.uint8(field.shift)
+            if field.numbers in integers:
+                read |= integers[field.numbers]
+            integers[field.numbers] = read
         elif field.numbers == "levels of six bits":
             integers["levels"] = _six_bits(part)
         elif field.numbers == "exponent":
             floats["scale"] = half_powers(part)[:, 0]
         else:
-            floats[field.numbers] = np.ascontiguousarray(part).view(np.float16)[:, 0].astype(np.float32)
+            floats[field.numbers] = data.view(np.float16)[:, at // 2].astype(np.float32)
+        at += field.size
     codes, levels = integers["codes"], integers.get("levels")
     if kind == _K.Q8_0:  # int8
         codes = codes ^ np.uint8(128)
     parts = mins = None
     if levels is not None:
-        signed, groups = levels.view(np.int8) - np.int8(block.centre), block.layout.block
+        signed, groups = levels.view(np.int8), block.layout.block
+        signed = signed - np.int8(block.centre) if block.centre else signed
         parts, mins = signed[:, :groups], signed[:, groups:] if block.layout.offsets else None
     return BlockNumbers(codes, floats["scale"], floats.get("offset"), parts, mins)
 
@@ -193,6 +197,8 @@ def _bits(packed: Bytes, width: int, bits: int) -> Bytes:
     """Returns codes [blocks, codes] of ``bits`` bits: bytes in runs of ``width``, each run's lowest bits first."""
     if bits == 8:
         return packed
+    if (width, bits) == (1, 1):
+        return np.unpackbits(packed, axis=1, bitorder="little")
     if width % _WIDE == 0:
         return _wide_bits(packed, width, bits)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
