@@ -20,7 +20,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Pass, Runner, injecting
-from foretoken.models.runners.native.arrays import ChainArrays, pass_arrays, replay_pointer
+from foretoken.models.runners.native.arrays import ChainArrays, PositionTables, pass_arrays, replay_pointer
 from foretoken.models.runners.native.bindings import (
     UNIT,
     BatchSpec,
@@ -34,7 +34,6 @@ from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.describe import MLPS, Description
 from foretoken.models.runners.native.lora import PackedAdapter
 from foretoken.models.runners.native.memory import Arena, padded
-from foretoken.models.runners.native.positions import PositionTables
 from foretoken.models.runners.native.product import multiplied
 from foretoken.models.runners.native.support import cache_kind, check_supported, new_pages, token_bytes
 from foretoken.models.runners.native.weight_image import WeightImage
