@@ -165,6 +165,30 @@ def test_a_trained_p_eagle_head_drafts_as_it_was_trained(target: Path, corpus: C
             torch.testing.assert_close(logits[depth], expected[depth][0, row // 4], rtol=1e-3, atol=1e-3)
 
 
+def test_a_trained_eagle_31_head_drafts_as_it_was_trained(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    """The runtime's logits along a chain are those of the training's forward pass."""
+    settings = replace(SETTINGS["eagle3"], normed=True)
+    train_head("eagle3", RunOptions(tmp_path / "head", "cpu"), target, corpus, settings, CONFIG, DATA)
+    model, ids = load_model(target, "float32", "cpu"), list(range(3, 23))
+    loaded, frozen = load_eagle(model, None, tmp_path / "head", target), FrozenTarget(target, torch.device("cpu"))
+    assert loaded.net.head.fc_norm and loaded.net.head.norm_output
+    layers = tuple(sorted({*loaded.taps, model.num_layers}))
+    (scores,) = model.score([model.open(ids)], [Draft.empty()], layers)
+    states = torch.stack([scores.taps[i] for i in layers], dim=1)
+    head = Eagle3Head(settings, frozen, torch.arange(frozen.vocab))
+    head.vocabulary = loaded.net.head.ids()
+    expected = _logits(head, tmp_path / "head", frozen, ids, states, layers)
+    features = loaded.net.features(torch.cat([scores.taps[i] for i in loaded.taps], dim=-1))
+    for row in (0, 5, 12):
+        handle = loaded.net.open()
+        loaded.net.extend(handle, ids[1 : row + 2], features[: row + 1])
+        logits = loaded.net.catch_up([handle])
+        for depth in (1, 2):
+            logits += loaded.net.grow([handle], [Draft.chain(ids[row + 2 : row + 2 + depth])])
+        for depth in range(3):
+            torch.testing.assert_close(logits[depth][0], expected[depth][0, row], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("role", ["jetspec", "dspark"])
 def test_a_trained_block_drafter_drafts_as_it_was_trained(
     role: str, target: Path, corpus: Corpus, tmp_path: Path

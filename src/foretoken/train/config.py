@@ -242,7 +242,13 @@ class UnrolledConfig(AttentionSettings):
 
 @dataclass(frozen=True)
 class Eagle3Config(UnrolledConfig, FusedConfig):
-    """An EAGLE-3 head."""
+    """An EAGLE-3 head.
+
+    Args:
+        normed: EAGLE 3.1: norm each fused hidden state, and the outputs that the layer reads.
+    """
+
+    normed: bool = False
 
 
 @dataclass(frozen=True)

@@ -94,12 +94,15 @@ class FusedHead(Head):
 class Eagle3Head(FusedHead):
     """An EAGLE-3 head: one layer, unrolled in training. Its state_dict is the checkpoint, under SafeAILab's names.
 
-    At depth 0 the feature is the target's. At depth j it is the head's own output at row i - 1 of depth j - 1.
+    At depth 0 the feature is the target's. At depth j it is the head's own output at row i - 1 of depth j - 1. In
+    EAGLE 3.1 the target's states have norms before they are fused, and the output is the normed one.
     """
 
     def __init__(self, config: Eagle3Config, target: FrozenTarget, counts: Tensor) -> None:
         super().__init__(config, config.depths, target, counts)
-        self.single_share, self._unrolled = config.single_share, config.depths
+        self.single_share, self._unrolled, self.normed = config.single_share, config.depths, config.normed
+        norms = [RmsNorm(target.hidden, target.config.rms_norm_eps) for _ in self.taps] if config.normed else []
+        self.fc_norm = nn.ModuleList(norms)
         self.midlayer = FusedLayer(target.config, config.intermediate, config.heads, config.kv_heads)
         self.stack = (self.midlayer,)
         self._start_from(target)
@@ -108,10 +111,20 @@ class Eagle3Head(FusedHead):
         self._unrolled = 1 if progress < self.single_share else self.depths
 
     def forward(self, batch: TrainBatch) -> Drafted:
-        features = self.fc(batch.tapped(self.taps)[:, : -self.depths])
+        states = batch.tapped(self.taps)[:, : -self.depths]
+        if self.normed:
+            parts = zip(self.fc_norm, states.chunk(len(self.taps), dim=-1), strict=True)
+            states = torch.cat([norm(part) for norm, part in parts], dim=-1)
         depths = self._unrolled if self.training else self.depths
-        outputs = unroll(self.midlayer, batch.embedded(), features, depths)
-        return Drafted([self.lm_head(self.norm(hidden)) for hidden in outputs])
+        outputs = unroll(self._output, batch.embedded(), self.fc(states), depths)
+        return Drafted([self.lm_head(hidden if self.normed else self.norm(hidden)) for hidden in outputs])
+
+    def _output(self, *inputs: Any) -> Tensor:
+        hidden: Tensor = self.midlayer(*inputs)
+        return self.norm(hidden) if self.normed else hidden
+
+    def describe(self, target: FrozenTarget) -> dict[str, Any]:
+        return super().describe(target) | ({"fc_norm": True, "norm_output": True} if self.normed else {})
 
 
 class PEagleHead(FusedHead):

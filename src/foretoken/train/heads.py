@@ -46,6 +46,7 @@ _SIZES = {
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
     "block": "block_size",
+    "normed": "norm_output",
 }  # of settings, and their keys in a head's config.json
 Batch = tuple[Tensor, Tensor, Tensor]
 """Token ids, hidden states, and the weight of the acceptance loss."""
