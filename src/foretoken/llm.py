@@ -18,6 +18,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.chat_template import apply_template, own_template
+from foretoken.engine.footprint import MemoryOptions, check_memory
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.prefill_pace import PromptRows
@@ -143,6 +144,10 @@ class LLM:
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         load = partial(load_model, dtype=dtype, device=device, backend=backend, max_length=max_model_len)
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
+        if tensor_parallel_size == 1:
+            sizes = (max_model_len, kv_cache_memory_bytes)
+            memory = MemoryOptions(dtype, device, backend, quantization, weight_format, kv_cache_dtype, *sizes)
+            check_memory(path, config, memory, methods)
         self.target: Model = load(
             path,
             quantization=quantization,

@@ -85,7 +85,7 @@ def test_targets_that_gain_nothing_are_refused(config: dict[str, Any], options: 
 
 
 def test_a_copy_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = iter([2**40, 2**20])  # the target fits, its copy does not
-    monkeypatch.setattr(memory, "machine_memory", lambda: next(sizes, 2**20))
+    free = iter([2**40, 2**40, 2**20])  # the sum and the target fit, the copy does not
+    monkeypatch.setattr(memory, "machine_memory", lambda: next(free, 2**20))
     with pytest.raises(ModelLoadError, match="for its weights"):
         opened(COPY)

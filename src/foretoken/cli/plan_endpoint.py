@@ -38,7 +38,9 @@ class PlanServerOptions:
     )
     budget: str | None = option(None, "To spend on the endpoint: a time such as 5m, or tokens such as 60ktokens.")
     waiting: PatienceOptions
-    dry_run: bool = option(False, "Only show what measuring the endpoint costs.", "--dry-run")
+    dry_run: bool = option(
+        False, "Only show what measuring the endpoint costs; without --endpoint, the memory of the models.", "--dry-run"
+    )
 
     def planned(
         self, url: str, candidates: CandidateOptions, sample: SampleOptions, journal: Path | None

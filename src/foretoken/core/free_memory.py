@@ -78,6 +78,11 @@ class FreeMemory:
         return Memory(free + idle, total)
 
 
+def group_limits(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> list[Memory]:
+    """Returns the memory limits of the control groups of this process."""
+    return [limit for limit in map(_group, _group_folders(proc, groups)) if limit is not None]
+
+
 def _group_folders(proc: Path, groups: Path) -> list[Path]:
     """Returns the control groups of either version that limit this process: its own and all above."""
     folders = [groups, groups / "memory"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,70 @@ def load_model(
         InvalidRequest: an option is unknown, or the model does not support it.
         ModelLoadError: the checkpoint cannot be loaded, or its weights are larger than the free memory.
     """
+    check_options(kv_cache_dtype=kv_cache_dtype)
+    opened = open_model(name, dtype, device, backend, quantization, tensor_parallel_size, gguf_file, weight_format)
+    path, runtime, where = opened.path, opened.runtime, opened.device
+    if attention_window is not None and runtime is not Decoder:
+        raise InvalidRequest(f"draft_window needs the native decoder, which does not run {path} here; leave it out")
+    if runtime is not None:
+        if quantization is not None:
+            _check_rounding(opened.config, opened.weights, quantization, path)
+        check_fits(opened.weight_bytes, where, str(path))
+        formats = (quantization, weight_format, kv_cache_dtype, attention_window)
+        model = runtime(opened.config, opened.weights, opened.dtype, where, max_length, *formats)
+        give_back(int(opened.config.get("hidden_size") or 0))
+        return model
+    if kv_cache_dtype != "auto":
+        raise InvalidRequest(
+            f"kv_cache_dtype={kv_cache_dtype!r} needs the native decoder, which does not run {path} here; leave it out"
+        )
+    if tensor_parallel_size > 1:
+        from foretoken.models.hf.sharded import ShardedModel
+
+        return ShardedModel.join(path, opened.dtype, where, tensor_parallel_size, opened.weights.shapes, max_length)
+    check_fits(opened.weight_bytes, where, str(path))
+    _check_hf(opened.config, path, backend, quantization)
+    from foretoken.models.hf.model import HFModel  # transformers takes seconds to import
+
+    return HFModel.load(path, opened.dtype, where, max_length)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedModel:
+    """A checkpoint before its tensors are read.
+
+    Attributes:
+        path: its folder or GGUF file.
+        config: its config.json; of a multimodal checkpoint that of the language model.
+        weights: its tensors.
+        runtime: our class that computes it; None for transformers' module.
+        dtype: dtype of weights and activations.
+        device: device of the model.
+        weight_bytes: bytes of its weights once they are loaded.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    weights: StoredTensors
+    runtime: type[Decoder] | None
+    dtype: torch.dtype
+    device: torch.device
+    weight_bytes: int
+
+
+def open_model(
+    name: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    backend: str = "auto",
+    quantization: str | None = None,
+    tensor_parallel_size: int = 1,
+    gguf_file: str | None = None,
+    weight_format: str = "raw",
+) -> OpenedModel:
+    """Opens a checkpoint as ``load_model`` does, whose arguments these are, and raises what it raises."""
     respect_limits()
-    check_options(
-        quantization=quantization, backend=backend, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype
-    )
+    check_options(quantization=quantization, backend=backend, weight_format=weight_format)
     where = resolve_device(device)
     path = resolve(name, gguf_file)
     config = load_config(path)
@@ -85,50 +146,17 @@ def load_model(
         raise InvalidRequest(f"{path} is a GGUF file, which runs on the native decoder, on one rank")
     runtime = _runtime(config, path) if backend != "hf" and not ranks else None
     kind = resolve_dtype(dtype, where, compiled=runtime is not None)
-    if attention_window is not None and runtime is not Decoder:
-        raise InvalidRequest(f"draft_window needs the native decoder, which does not run {path} here; leave it out")
     if weight_format == "packed":
         _check_packed(runtime, quantization, path)
-    if runtime is not None:
-        tensors = unpacked(weights, config)
-        if quantization is not None:
-            _check_rounding(config, tensors, quantization, path)
-        _check_memory(runtime, config, tensors, kind, where, quantization, weight_format, path)
-        model = runtime(
-            config, tensors, kind, where, max_length, quantization, weight_format, kv_cache_dtype, attention_window
-        )
-        give_back(int(config.get("hidden_size") or 0))
-        return model
-    if kv_cache_dtype != "auto":
-        raise InvalidRequest(
-            f"kv_cache_dtype={kv_cache_dtype!r} needs the native decoder, which does not run {path} here; leave it out"
-        )
-    if ranks:
-        from foretoken.models.hf.sharded import ShardedModel
-
-        return ShardedModel.join(path, kind, where, tensor_parallel_size, weights.shapes, max_length)
-    check_fits(_needed(weights, Quantizer.of(quantization), kind, False, None), where, str(path))
-    _check_hf(config, path, backend, quantization)
-    from foretoken.models.hf.model import HFModel  # transformers takes seconds to import
-
-    return HFModel.load(path, kind, where, max_length)
-
-
-def _check_memory(
-    runtime: type[Decoder],
-    config: Mapping[str, Any],
-    tensors: StoredTensors,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: str | None,
-    weight_format: str,
-    path: Path,
-) -> None:
-    """Raises ModelLoadError if the weights of our own decoder need more memory than is free."""
+    if runtime is None:
+        needed = _needed(weights, Quantizer.of(quantization), kind, False, None)
+        return OpenedModel(path, config, weights, None, kind, where, needed)
+    tensors = unpacked(weights, config)
     scheme = Quantizer.of(quantization or ("int8" if check_prequantized(config) else None))
-    compiled = device.type == "cpu" and packs_groups(dtype)
-    compress = compiled and packs(runtime.decoder_of(config), dtype, weight_format)
-    check_fits(_needed(tensors, scheme, dtype, compiled, PACKED_BITS if compress else None), device, str(path))
+    compiled = where.type == "cpu" and packs_groups(kind)
+    compress = compiled and packs(runtime.decoder_of(config), kind, weight_format)
+    needed = _needed(tensors, scheme, kind, compiled, PACKED_BITS if compress else None)
+    return OpenedModel(path, config, tensors, runtime, kind, where, needed)
 
 
 def _check_hf(config: Mapping[str, Any], path: Path, backend: str, quantization: str | None) -> None:

@@ -116,7 +116,7 @@ class ToyModel(Model):
         handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
         computed = [handle.tokens[: at + 1] for at in range(first, len(handle.tokens) - 1)] + histories
         tapped = {layer: torch.stack([self.hidden(h, layer) for h in computed]) for layer in taps}
-        return Scores(torch.stack([self.logits(h) for h in histories]), tapped, first)
+        return Scores(torch.stack([self.logits(h) for h in histories]), tapped, first, handle.slot)
 
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
         for handle, new in zip(handles, tokens, strict=True):

@@ -40,7 +40,8 @@ class SharedCacheDraft(DraftModel):
     """Drafts with a model that reads and extends the target's own KV cache: no prefill and no further memory.
 
     Rows of draft tokens stay behind the committed rows of a slot until the target computes its own in their place. The
-    first step of a sequence has no draft, because its slot is not known yet.
+    first step of a sequence has no draft, because its slot is not known yet. Beside a target without slots, such as a
+    recording, the model has slots of its own.
     """
 
     def __init__(self, model: Decoder, config: DraftModelConfig) -> None:
@@ -50,6 +51,7 @@ class SharedCacheDraft(DraftModel):
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, observation in zip(contexts, observations, strict=True):
             self._slots[context.id] = observation.scores.slot
+        super().observe(contexts, observations)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -60,6 +62,7 @@ class SharedCacheDraft(DraftModel):
 
     def forget(self, context: Context) -> None:
         self._slots.pop(context.id, None)
+        super().forget(context)
 
     def _shape(self, context: Context, budget: int, drawn: bool) -> GrowthConfig | None:
         return super()._shape(context, budget, drawn) if context.id in self._slots else None
@@ -69,7 +72,9 @@ class SharedCacheDraft(DraftModel):
 
     def _handle(self, context: Context) -> Handle:
         """Returns the target's rows of the sequence; only the newest token has none."""
-        return Handle(self._slots[context.id], context.tokens, len(context.tokens) - 1)
+        if (slot := self._slots[context.id]) < 0:
+            return super()._handle(context)
+        return Handle(slot, context.tokens, len(context.tokens) - 1)
 
 
 def build(config: SelfQuantizedConfig, build_context: BuildContext) -> DraftModel:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.core.free_memory import group_limits
 
 CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
@@ -43,8 +44,9 @@ def free_memory(device: torch.device) -> int | None:
     """Returns the free bytes on the device; None if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = [free for free in (machine_memory(), _container()) if free is not None]
-    return min(limits) if limits else None
+    machine = machine_memory()
+    limits = [limit.free for limit in group_limits(groups=CGROUP)] + ([] if machine is None else [machine])
+    return min(limits, default=None)
 
 
 def check_fits(needed: int, device: torch.device, what: str) -> None:
@@ -86,14 +88,6 @@ def machine_memory() -> int | None:
     """Returns the free bytes of the machine; None if the system does not report them."""
     kibibytes = _field(_lines(Path("/proc/meminfo")), "MemAvailable:")
     return None if kibibytes is None else kibibytes * 1024
-
-
-def _container() -> int | None:
-    """Returns the free bytes within the container's limit. File pages that the kernel may drop count as free."""
-    limit, used = _lines(CGROUP / "memory.max"), _lines(CGROUP / "memory.current")
-    if not limit or not used or not limit[0].isdigit():
-        return None
-    return int(limit[0]) - int(used[0]) + (_field(_lines(CGROUP / "memory.stat"), "inactive_file") or 0)
 
 
 def _lines(file: Path) -> list[str]:

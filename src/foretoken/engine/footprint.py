@@ -1,0 +1,279 @@
+"""Memory of a target and its drafters: summed from their files, and compared with the free memory before loading.
+
+The sum has the weights, the KV caches and recurrent states, and the scratch memory of passes. KV caches are counted for
+``kv_cache_memory_bytes``, else for one sequence: of ``max_model_len`` tokens if that is given, else of at most 2,048.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.core.errors import ForetokenError, ModelLoadError
+from foretoken.models.families.architecture import Architecture, supports
+from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
+from foretoken.models.formats.memory import free_memory, weight_bytes
+from foretoken.models.heads.files import find_head
+from foretoken.models.heads.published import default_drafters
+from foretoken.models.loading import OpenedModel, open_model, resolve_device, resolve_dtype
+from foretoken.models.options import check_options
+from foretoken.models.runners.native.support import cache_kind, token_bytes
+from foretoken.models.state.recurrent import StateShape
+from foretoken.speculation import SpeculativeConfig, find
+
+USUAL_TOKENS = 2048  # of a sequence whose maximum length is the checkpoint's
+_PASS_ROWS = 512  # rows of the largest pass
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of a model.
+
+    Attributes:
+        name: its folder or file.
+        role: "target", or the method that drafts with it.
+        weights: bytes of its weights.
+        kv_per_token: bytes of its KV cache for a token; 0 if unknown.
+        state: bytes of a sequence's recurrent state.
+        scratch: bytes of intermediate results.
+        embedding: bytes of its embedding, which drafters may share.
+        max_length: the checkpoint's maximum length of a sequence in tokens; 0 if unknown.
+    """
+
+    name: str
+    role: str
+    weights: int
+    kv_per_token: int = 0
+    state: int = 0
+    scratch: int = 0
+    embedding: int = 0
+    max_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """Arguments of ``LLM`` that the memory depends on."""
+
+    dtype: Any = "auto"
+    device: Any = "auto"
+    backend: str = "auto"
+    quantization: str | None = None
+    weight_format: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of all models of an ``LLM`` on one device.
+
+    Attributes:
+        models: the target, then the drafters.
+        device: their device.
+        tokens: tokens of the KV caches; None if ``kv_bytes`` was given.
+        kv_bytes: bytes of all KV caches and recurrent states.
+        free: free bytes on the device; None if the system does not report them.
+    """
+
+    models: tuple[Footprint, ...]
+    device: torch.device
+    tokens: int | None
+    kv_bytes: int
+    free: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return sum(model.weights + model.scratch for model in self.models) + self.kv_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the free memory suffices, as far as it is known."""
+        return self.free is None or self.total <= self.free
+
+    @property
+    def tokens_that_fit(self) -> int | None:
+        """Tokens of all sequences together whose KV cache fits; None if unknown."""
+        each = sum(model.kv_per_token for model in self.models)
+        if self.free is None or not each:
+            return None
+        return max(0, (self.free - self.total + self.kv_bytes - sum(model.state for model in self.models)) // each)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the plan as a JSON document, in bytes."""
+        models = [{name: getattr(model, name) for name in Footprint.__slots__} for model in self.models]
+        numbers = {"kv_cache": self.kv_bytes, "total": self.total, "free": self.free}
+        more = {"kv_cache_tokens": self.tokens, "tokens_that_fit": self.tokens_that_fit, "fits": self.fits}
+        return {"device": str(self.device), "models": models, **numbers, **more}
+
+
+def plan_memory(
+    path: Path, config: SpeculativeConfig, options: MemoryOptions, methods: Sequence[str | Mapping[str, Any]] = ()
+) -> MemoryPlan:
+    """Returns the memory of a target and its drafters without reading their weights.
+
+    Args:
+        path: the target's folder or GGUF file.
+        config: the way to speculate.
+        options: the arguments of ``LLM``.
+        methods: further methods, as ``LLM`` takes them.
+
+    Raises:
+        InvalidRequest: an option is not valid.
+        ModelLoadError: the target's configuration is damaged.
+    """
+    check_options(kv_cache_dtype=options.kv_cache_dtype)
+    target = _opened(path, "target", options, options.quantization, options.kv_cache_dtype)
+    device = resolve_device(options.device)
+    configs = [config, *(SpeculativeConfig.of({"method": m} if isinstance(m, str) else m) for m in methods)]
+    drafters = []
+    for each in configs:
+        for method, draft, quantization in _drafters(each, path):
+            try:
+                drafters.append(_drafter(method, draft, quantization, target, options))
+            except ForetokenError:  # loading reports it, or skips the drafter
+                continue
+    models = (target, *drafters)
+    per_token = sum(model.kv_per_token for model in models)
+    longest = target.max_length or USUAL_TOKENS
+    tokens = min(longest, options.max_model_len or USUAL_TOKENS)
+    states = sum(model.state for model in models)
+    limit = options.kv_cache_memory_bytes
+    kv_bytes = tokens * per_token + states if limit is None else limit
+    return MemoryPlan(models, device, None if limit else tokens, kv_bytes, free_memory(device))
+
+
+def check_memory(
+    path: Path, config: SpeculativeConfig, options: MemoryOptions, methods: Sequence[str | Mapping[str, Any]] = ()
+) -> None:
+    """Raises ModelLoadError if ``plan_memory`` exceeds the free memory. The message names an option that fits."""
+    plan = plan_memory(path, config, options, methods)
+    if plan.fits:
+        return
+    parts = [f"{model.weights / _GIB:.1f} for the weights of {model.name} ({model.role})" for model in plan.models]
+    tokens = "" if plan.tokens is None else f" of {plan.tokens} tokens"
+    parts += [f"{plan.kv_bytes / _GIB:.1f} for the KV cache{tokens}"]
+    parts += [f"{sum(model.scratch for model in plan.models) / _GIB:.1f} for passes"]
+    free = (plan.free or 0) / _GIB
+    raise ModelLoadError(
+        f"{path} needs {plan.total / _GIB:.1f} GiB ({', '.join(parts)}), but {free:.1f} GiB are free on {plan.device}; "
+        f"{_advice(path, config, options, methods, plan)}"
+    )
+
+
+def _advice(
+    path: Path,
+    config: SpeculativeConfig,
+    options: MemoryOptions,
+    methods: Sequence[str | Mapping[str, Any]],
+    plan: MemoryPlan,
+) -> str:
+    """Returns the first option that makes the models fit."""
+    tokens = (plan.tokens_that_fit or 0) // 256 * 256
+    changes: dict[str, MemoryOptions] = {}
+    if tokens >= USUAL_TOKENS and options.kv_cache_memory_bytes is None:
+        changes[f"max_model_len={tokens}"] = replace(options, max_model_len=tokens)
+    if tokens >= USUAL_TOKENS and options.kv_cache_memory_bytes is not None:
+        size = tokens * sum(model.kv_per_token for model in plan.models)
+        changes[f"kv_cache_memory_bytes={size}"] = replace(options, kv_cache_memory_bytes=size)
+    if options.kv_cache_dtype == "auto" and options.kv_cache_memory_bytes is None:
+        changes["kv_cache_dtype='int8'"] = replace(options, kv_cache_dtype="int8")
+    for scheme in ("int8", "int4") if options.quantization is None else ():
+        changes[f"quantization={scheme!r}"] = replace(options, quantization=scheme, weight_format="auto")
+    for name, changed in changes.items():
+        try:
+            other = plan_memory(path, config, changed, methods)
+        except ForetokenError:
+            continue
+        if other.fits:
+            return f"{name} fits, with {other.total / _GIB:.1f} GiB"
+    plain = plan_memory(path, SpeculativeConfig(method="none"), options)
+    if plain.fits:
+        return f"without a drafter it fits, with {plain.total / _GIB:.1f} GiB"
+    return "take a smaller dtype, quantization='int8', a smaller model, or another machine"
+
+
+def _opened(path: Path, role: str, options: MemoryOptions, quantization: str | None, kv_cache_dtype: str) -> Footprint:
+    """Returns the memory of a whole model."""
+    opened = open_model(
+        path, options.dtype, options.device, options.backend, quantization, weight_format=options.weight_format
+    )
+    a = _architecture(opened, options.max_model_len)
+    if a is None:
+        return Footprint(str(path), role, opened.weight_bytes)
+    wide = torch.float32 if opened.dtype.itemsize == 4 else torch.bfloat16  # float16 takes as much
+    kv = token_bytes(a, cache_kind(a, wide, kv_cache_dtype))
+    state = 0 if a.recurrence is None else StateShape.of(a.recurrence, a.recurrent_layers).bytes
+    embedding = a.vocab * a.hidden * opened.dtype.itemsize
+    return Footprint(str(path), role, opened.weight_bytes, kv, state, _scratch(a), embedding, a.max_length)
+
+
+def _architecture(opened: OpenedModel, max_length: int | None) -> Architecture | None:
+    """Returns the decoder's architecture; None if only transformers knows it."""
+    if opened.runtime is not None:
+        return opened.runtime.decoder_of(opened.config)
+    try:
+        return Architecture.of(opened.config, max_length) if supports(opened.config) else None
+    except ForetokenError:
+        return None
+
+
+def _scratch(a: Architecture) -> int:
+    """Returns the bytes of a pass's intermediate results, and of the logits of a few rows."""
+    widths = 4 * a.hidden + 3 * a.intermediate + 2 * (a.heads + 2 * a.kv_heads) * a.head_dim
+    return 4 * (_PASS_ROWS * widths + 32 * a.vocab)
+
+
+def _drafters(config: SpeculativeConfig, target: Path) -> Iterator[tuple[str, Path, str | None]]:
+    """Yields method, path and quantization of the models that a configuration drafts with."""
+    name, method, keys = config.method_in_force, find(config.method_in_force), config.own()
+    if method is None:
+        return
+    if name == "self_quantized":
+        yield name, target, keys.quantization
+    for member in [*getattr(keys, "members", ()), *filter(None, [getattr(keys, "member", None)])]:
+        yield from _drafters(SpeculativeConfig.of(member), target)
+    if config.model is not None:
+        if method.takes_draft_model:
+            yield name, resolve(config.model), None
+    elif method.takes_draft_model and name not in ("auto", "draft_model", "early_exit", "vocabulary"):
+        yield name, target if name == "mtp" else find_head(name, None, target), None
+    elif config.method is None and target.is_dir():
+        for default in default_drafters(target)[:1]:
+            yield default.method, find_head(default.method, default.model, target), None
+
+
+def _drafter(method: str, path: Path, quantization: str | None, target: Footprint, options: MemoryOptions) -> Footprint:
+    """Returns the memory of a drafter: a whole model, or heads, which are read in the target's dtype."""
+    config = load_config(path)
+    if method == "self_quantized":
+        copy = _opened(path, method, replace(options, weight_format="raw"), quantization, "auto")
+        kv = copy.kv_per_token if copy.state else 0
+        return replace(copy, weights=copy.weights - copy.embedding, kv_per_token=kv, scratch=0)
+    if "vocab_size" in config and method in ("auto", "draft_model", "vocabulary", "mixture"):
+        try:
+            return _opened(path, method, replace(options, max_model_len=None), None, "auto")
+        except ForetokenError:
+            pass  # heads
+    if path == Path(target.name):
+        return Footprint(str(path), method, 0)  # layers of the checkpoint, counted with it
+    query_heads = _size(config, "num_attention_heads")
+    heads = _size(config, "num_key_value_heads") or query_heads
+    width = _size(config, "head_dim") or _size(config, "hidden_size") // max(1, query_heads)
+    dtype = resolve_dtype(options.dtype, resolve_device(options.device), compiled=True)
+    kv = 2 * max(1, _size(config, "num_hidden_layers")) * heads * width * dtype.itemsize
+    shapes = open_weights(path).shapes
+    copied = 0 if any("embed" in name for name in shapes) or not kv else target.embedding
+    return Footprint(str(path), method, weight_bytes(shapes, dtype, None) + copied, kv)
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    """Returns a size in a head's config.json; 0 without it. Loading the head checks its type."""
+    value = config.get(name)
+    return value if isinstance(value, int) else 0
