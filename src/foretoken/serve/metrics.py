@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from foretoken.core.step import StepOutput
 from foretoken.engine.scheduler import SchedulerUsage
+from foretoken.serve.acceptance_alarm import AcceptanceAlarm
 from foretoken.serve.token_text import PHASES
 
 PREFIX = "foretoken:"
@@ -166,6 +167,7 @@ class Metrics(MetricsPage):
         self._unknown_fields: Counter[str] = Counter()  # by path
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._speculation: dict[str, _Speculation] = defaultdict(_Speculation)
+        self._alarm = AcceptanceAlarm()
         if method_of is None:
             self._speculation[""] = _Speculation()  # counters exist, at 0, before the first draft
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -181,6 +183,7 @@ class Metrics(MetricsPage):
             for phase in self._seconds:
                 self._seconds[phase] += getattr(timings, phase)
             for step in steps:
+                self._alarm.add(step)
                 if len(step.draft):
                     self._speculation[self._method_of(step) if self._method_of else ""].add(step)
                 if step.tokens:
@@ -293,6 +296,9 @@ class Metrics(MetricsPage):
         yield self._counter(
             name + "verified_tokens_per_pos", "Drafts that were verified at this position.", verified, *labels
         )
+
+        alarms: _Values = {(kind,): count for kind, count in self._alarm.counts.items()}
+        yield self._counter("spec_decode_alarms", "Long runs of one sequence's drafts of this kind.", alarms, "kind")
 
     def _distributions(self) -> Iterator[Metric]:
         for name, kept in self._histograms.items():
