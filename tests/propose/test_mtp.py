@@ -90,7 +90,7 @@ def test_preempted_sequences_go_on_as_they_would_have(folder: Path) -> None:
     prompts, length = [text(length, length) for length in (1, 3, 20, 40)], 70
     plain, _ = run(Engine(opened(folder), Proposer(), Fixed(0)), prompts, 1.0, length)
     target = opened(folder)
-    proposer = mtp(target, folder)
+    proposer = mtp(target, folder, tree="sampled")
     engine = Engine(target, proposer, Fixed(5), capacity=320 + 3 * state_tokens(target, proposer))
     texts, drafted = run(engine, prompts, 1.0, length)
     assert texts == plain and drafted > 0 and engine.scheduler.usage.preemptions
