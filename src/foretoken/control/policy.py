@@ -255,8 +255,14 @@ class DraftPolicy(Controller):
         price = prices[min(len(sources), len(prices) - 1)]
         return Decision(sources, candidates, expected, price, self._speedup())
 
-    def searched(self, context: Context, value: float | None) -> None:
-        """Receives the expected net tokens of the text that a search found; None if there is nothing to search."""
+    def searched(self, context: Context, value: float | None, batch: int) -> None:
+        """Receives the expected net tokens of the text that a search found.
+
+        Args:
+            context: The request.
+            value: These; None if there is nothing to search.
+            batch: Number of requests in the step, which all wait for the search.
+        """
         state, wait = self._request(context), self.tuning.wait_steps
         if value is None:
             state.next_search = state.next_repeat = math.inf
@@ -267,8 +273,10 @@ class DraftPolicy(Controller):
             (self._search_values, 1.0 / self.tuning.memory_steps),
         ):
             values[repeats] += (value - values[repeats]) * weight
-        state.failures = 0 if state.search_values[repeats] > self._search_price() else state.failures + 1
-        state.next_repeat = self.step + min(2**state.failures, wait // 2)
+        price = self._speedup() * self._tokens_in(self.costs.search_seconds, batch)
+        state.failures = 0 if state.search_values[repeats] > price else state.failures + 1
+        longest = max(wait // 2, price / self.tuning.margin_tokens)  # steps: searches in vain cost the margin at most
+        state.next_repeat = self.step + min(2**state.failures, longest)
         if not repeats or not state.failures:
             state.next_search = self.step + min(2**state.failures, 8 * wait)
 
@@ -385,10 +393,10 @@ class DraftPolicy(Controller):
             state.repetition.update(context.tokens)
         return state.searched_at(self.step) or (model is not None and (model.length > 0 or model.until <= self.step))
 
-    def _search_price(self) -> float:
-        """Returns the price of a search for text to copy, in tokens."""
-        plain = self.costs.plain_seconds(1)
-        return self._speedup() * self.costs.search_seconds / plain if plain else 0.0
+    def _tokens_in(self, seconds: float, batch: int) -> float:
+        """Returns the number of tokens that plain decoding of ``batch`` requests yields in so many seconds."""
+        plain = self.costs.plain_seconds(batch)
+        return seconds * batch / plain if plain else 0.0
 
     def _speedup(self) -> float:
         """Returns the usual speed, as a multiple of that of plain decoding."""
@@ -444,7 +452,7 @@ class DraftPolicy(Controller):
         if not costs.drafting.known:
             first = next((i for i, context in enumerate(contexts) if context.generated and limits[i]), None)
             if first is not None and requests.allowed > 0.0:
-                self._try(requests.states[first], min(tuning.trial_tokens // 2, limits[first]))
+                self._try(requests.states[first], min(tuning.trial_tokens // 2, limits[first]), requests.size)
             return
         if welcome := [i for i, limit in enumerate(limits) if limit and self._welcome(requests, i)]:
             self._allocate(source, requests, welcome)
@@ -478,16 +486,16 @@ class DraftPolicy(Controller):
             if length := Worst(self.costs, requests.size).trial(limit, requests.missed[first], allowed):
                 requests.contexts[first].end = None
                 seconds = self.costs.drafting.seconds(length, 1) + self._prices(requests.size)[0][length]
-                self._try(states[first], length, seconds)
+                self._try(states[first], length, requests.size, seconds)
         if not any(state.length for state in states):
             for i in idle:
                 left = states[i].wait - (self.step - states[i].since)
                 states[i].until = self.step + max(tuning.hold_steps, min(left, (16 * tuning.hold_steps)))
 
-    def _try(self, state: ModelState, length: int, seconds: float = 0.0) -> None:
-        """Lets a request draft ``length`` tokens once, which take ``seconds``."""
+    def _try(self, state: ModelState, length: int, batch: int, seconds: float = 0.0) -> None:
+        """Lets one of ``batch`` requests draft ``length`` tokens once, which take ``seconds``."""
         state.length, state.trial, state.until = length, True, self.step + 1
-        state.value = seconds / plain if (plain := self.costs.plain_seconds(1)) else 0.0
+        state.value = self._tokens_in(seconds, batch)
 
     def _welcome(self, requests: ModelBatch, index: int) -> bool:
         """Returns whether a model may draft for a request: before its first token only if that hardly delays it."""

@@ -30,7 +30,7 @@ from foretoken.models.options import check_options
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.choose import build_runner, cached_runner
 from foretoken.models.runners.native.cache import WeightCache
-from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.runners.pass_plan import PassPlan, Tapped
 
 PREFILL_ROWS = 256  # rows of one prefill pass
 
@@ -347,6 +347,8 @@ def _by_sequence(
     """Returns each sequence's taps: those of its prefill passes, then its rows of the shared pass."""
     if len(counts) == 1 and not earlier[0]:
         return [taps]
+    if isinstance(taps, Tapped) and not any(earlier):
+        return taps.split(counts)
     parts = {i: tapped.split(list(counts)) if len(counts) > 1 else (tapped,) for i, tapped in taps.items()}
     return [
         {i: torch.cat([*(p[i] for p in passes), parts[i][at]]) if passes else parts[i][at] for i in parts}

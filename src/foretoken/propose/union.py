@@ -142,7 +142,7 @@ class Union(Proposer):
         for request, due in zip(requests, searched, strict=True):
             if due and request.context.depth is None:
                 self._keep(request, batch)
-                self.policy.searched(request.context, request.value if self.copies else None)
+                self.policy.searched(request.context, request.value if self.copies else None, batch)
 
     def _keep(self, request: Merge, batch: int) -> None:
         """Selects the nodes that are verified: the profitable ones, or as many as the request asks for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -24,17 +25,26 @@ class Tapped(Mapping[int, Tensor]):
     Args:
         layers: The layers.
         states: float32 [layers, rows, H].
+        held: Number of rows whose memory these keep, if they are some rows of a larger array.
     """
 
-    def __init__(self, layers: Sequence[int], states: NDArray[np.float32]) -> None:
+    def __init__(self, layers: Sequence[int], states: NDArray[np.float32], held: int = 0) -> None:
         self.layers, self.states = tuple(layers), states
         self.rows = states.shape[1]
+        self.held = held or self.rows
 
     @property
     def starts(self) -> range:
         """Addresses of the layers' states."""
         first, size = self.states.__array_interface__["data"][0], self.states.strides[0]
         return range(first, first + len(self.layers) * size, size)
+
+    def split(self, counts: Sequence[int]) -> list[Tapped]:
+        """Returns the first ``counts[0]`` rows, the next ``counts[1]`` rows, and so on, in the same memory."""
+        return [
+            Tapped(self.layers, self.states[:, end - count : end], self.held)
+            for count, end in zip(counts, accumulate(counts), strict=True)
+        ]
 
     def __getitem__(self, layer: int) -> Tensor:
         if layer not in self.layers:
@@ -67,7 +77,11 @@ class TapRows:
     @staticmethod
     def of(taps: Mapping[int, Tensor], layers: Sequence[int], rows: Sequence[int]) -> TapRows:
         """Returns the given rows of ``layers``. Only a few rows of a large pass are copied, to free the others."""
-        if isinstance(taps, Tapped) and taps.layers == tuple(layers) and taps.rows <= _MAX_WASTE * len(rows):
+        if isinstance(taps, Tapped) and taps.layers == tuple(layers):
+            if taps.held > _MAX_WASTE * len(rows):
+                first, end = rows[0], rows[-1] + 1
+                several = taps.states[:, first:end].copy() if end - first == len(rows) else taps.states[:, rows]
+                taps, rows = Tapped(taps.layers, several), range(len(rows))
             return TapRows([(taps, rows)])
         states = tuple(taps[layer] for layer in layers)
         first = states[0]
