@@ -39,7 +39,7 @@ class Tapped(Mapping[int, Tensor]):
         first, size = self.states.__array_interface__["data"][0], self.states.strides[0]
         return range(first, first + len(self.layers) * size, size)
 
-    def split(self, counts: Sequence[int]) -> list[Tapped]:
+    def split(self, counts: Sequence[int]) -> list[Mapping[int, Tensor]]:
         """Returns the first ``counts[0]`` rows, the next ``counts[1]`` rows, and so on, in the same memory."""
         return [
             Tapped(self.layers, self.states[:, end - count : end], self.held)
@@ -79,9 +79,9 @@ class TapRows:
         """Returns the given rows of ``layers``. Only a few rows of a large pass are copied, to free the others."""
         if isinstance(taps, Tapped) and taps.layers == tuple(layers):
             if taps.held > _MAX_WASTE * len(rows):
-                first, end = rows[0], rows[-1] + 1
-                several = taps.states[:, first:end].copy() if end - first == len(rows) else taps.states[:, rows]
-                taps, rows = Tapped(taps.layers, several), range(len(rows))
+                start, end = rows[0], rows[-1] + 1
+                copied = taps.states[:, start:end].copy() if end - start == len(rows) else taps.states[:, rows]
+                taps, rows = Tapped(taps.layers, copied), range(len(rows))
             return TapRows([(taps, rows)])
         states = tuple(taps[layer] for layer in layers)
         first = states[0]
