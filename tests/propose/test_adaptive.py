@@ -162,15 +162,16 @@ def head_pair(tiny_pair: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple
 @pytest.fixture(scope="module")
 def taught_head(head_pair: tuple[Path, Path]) -> LLM:
     llm = LLM(*head_pair, dtype="float32", speculative_config={**CHAIN, "adapt": HEAD_FAST})
-    for seed in range(4):
-        llm.generate(PROMPTS, [SamplingParams(max_tokens=48, seed=seed * 100 + i, ignore_eos=True) for i in range(16)])
+    for number in range(5):
+        prompts = [f"# {number} {i}\n{prompt}" for i, prompt in enumerate(PROMPTS)]
+        llm.generate(prompts, SamplingParams(max_tokens=48, temperature=0, ignore_eos=True))
         proposer(llm).wait()
     return llm
 
 
 def test_a_head_learns_tokens_that_it_could_not_draft(taught_head: LLM, head_pair: tuple[Path, Path]) -> None:
     history, inner = proposer(taught_head).history, proposer(taught_head).inner
-    assert len(history) >= 3 and history[-1].after > history[0].before + 0.02
+    assert len(history) >= 3 and history[-1].after > 2 * history[0].before
     assert isinstance(inner, Eagle)
     before, after = read_eagle(head_pair[1]).ids(), inner.net.head.ids()
     assert (after.diff() > 0).all() and len(after) == len(before)
@@ -217,7 +218,7 @@ def test_a_head_is_trained_as_the_runtime_computes_it(head_pair: tuple[Path, Pat
     learner, ((sample, _), *_) = proposer(llm), proposer(llm).samples
     assert isinstance(learner.inner, Eagle) and sample.states is not None and len(sample.states) == len(sample.tokens)
     net, module = learner.inner.net, learner.student.module
-    states = sample.states.float()
+    states = torch.from_numpy(sample.states).view(torch.bfloat16).float()
     expected = net.teacher_forced(sample.tokens[1:].tolist(), net.features(states[:-1]))
     embedded = net.embedding[torch.from_numpy(sample.tokens)][None]
     with torch.no_grad():

@@ -35,18 +35,18 @@ class TargetSpan:
         tokens: [T].
         ids: [n, k], the k most probable tokens after each of the last n tokens.
         log_p: [n, k], their natural log-probabilities.
-        states: [T, F], the target's states at the tokens, for a learner that reads them.
+        states: [T, F], the bits in bfloat16 of the target's states at the tokens, for a learner that reads them.
     """
 
     tokens: NDArray[np.int64]
     ids: NDArray[np.int64]
     log_p: NDArray[np.float32]
-    states: Tensor | None = None
+    states: NDArray[np.uint16] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        states = 0 if self.states is None else self.states.numel() * self.states.itemsize
+        states = 0 if self.states is None else self.states.nbytes
         return self.tokens.nbytes + self.ids.nbytes + self.log_p.nbytes + states
 
     def __len__(self) -> int:
@@ -87,11 +87,14 @@ class Learner(ABC):
 
     Attributes:
         taps: the target's layers whose states the spans must have, in this order.
+        reads_logits: whether the spans have the target's distributions. Else they have its tokens, as distributions of
+            one token, which take no time to collect.
         artifact: kind of the saved checkpoint.
         pause: is called after each optimizer step with its seconds.
     """
 
     taps: tuple[int, ...] = ()
+    reads_logits = True
     artifact = MODEL
 
     def __init__(self, module: Any, learning_rate: float, batch: int, seed: int = 0) -> None:

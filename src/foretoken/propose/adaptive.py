@@ -31,7 +31,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.heads.student import HeadStudent
 from foretoken.models.learner import Learner, TargetSpan
-from foretoken.models.runners.pass_plan import TapRows, tapped_rows
+from foretoken.models.runners.pass_plan import tapped_rows
 from foretoken.models.student import Student
 from foretoken.propose.base import Needs, Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel, ParallelDraftModel
@@ -96,7 +96,7 @@ class AdaptConfig:
 Adapt = bool | float | str | Mapping[str, Any]
 """``adapt`` as users write it."""
 
-HEADS = AdaptConfig(every=1024, window=192, steps=6, batch=8, learning_rate=4e-4)
+HEADS = AdaptConfig(every=1024, window=192, steps=12, batch=8, learning_rate=3e-4)
 """Defaults of heads, which are small."""
 
 
@@ -130,7 +130,7 @@ class _Rows:
     ids: list[np.ndarray[Any, Any]] = field(default_factory=list)  # each [rows, k]
     log_p: list[np.ndarray[Any, Any]] = field(default_factory=list)
     rows: int = 0
-    states: list[torch.Tensor] = field(default_factory=list)  # each [n, F], of neighbouring tokens
+    states: list[np.ndarray[Any, Any]] = field(default_factory=list)  # each [n, F], of neighbouring tokens
     next: int = 0  # the position of the first token without states
 
 
@@ -172,7 +172,8 @@ class Adaptive(Wrapper):
         return self.inner.propose(contexts, budgets)
 
     def needs_of(self, context: Context) -> Needs:
-        return replace(self.inner.needs_of(context), logits=True)
+        needs = self.inner.needs_of(context)
+        return replace(needs, logits=True) if self.student.reads_logits else needs
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, observation in zip(contexts, observations, strict=True):
@@ -210,15 +211,18 @@ class Adaptive(Wrapper):
 
     def _note(self, context: Context, observation: Observation) -> None:
         """Records the distributions of what was emitted: the root's row and those of the accepted nodes."""
-        step, logits = observation.step, observation.scores.logits
+        step, open_rows = observation.step, self._open_rows.setdefault(context.id, _Rows())
         if self.student.taps:
-            self._note_states(context, observation)
+            self._note_states(open_rows, observation)
         rows = [0, *(node + 1 for node in step.verdict.path)][: len(step.tokens)]
-        log_p = torch.log_softmax(logits[rows].float(), -1)
-        best = log_p.topk(min(self.config.top, log_p.shape[-1]), dim=-1, sorted=False)
-        open_rows = self._open_rows.setdefault(context.id, _Rows())
-        open_rows.ids.append(best.indices.cpu().numpy())
-        open_rows.log_p.append(best.values.cpu().numpy())
+        if self.student.reads_logits:
+            log_p = torch.log_softmax(observation.scores.logits[rows].float(), -1)
+            best = log_p.topk(min(self.config.top, log_p.shape[-1]), dim=-1, sorted=False)
+            open_rows.ids.append(best.indices.cpu().numpy())
+            open_rows.log_p.append(best.values.cpu().numpy())
+        else:
+            open_rows.ids.append(np.array(step.tokens, dtype=np.int64)[:, None])
+            open_rows.log_p.append(np.zeros((len(rows), 1), np.float32))
         open_rows.rows += len(rows)
         self._rows_since_update += len(rows)
         if open_rows.rows >= self.config.window // 2:
@@ -229,13 +233,13 @@ class Adaptive(Wrapper):
         open_rows = self._open_rows.get(context.id)
         if open_rows is None or not open_rows.rows:
             return
-        states = torch.cat(open_rows.states) if open_rows.states else None
+        states = np.concatenate(open_rows.states) if open_rows.states else None
         window = min(self.config.window, len(context.tokens) - 1 if states is None else len(states))
         rows = min(open_rows.rows, window)
         tokens = np.array(context.tokens[-window - 1 : -1], dtype=np.int64)
         ids, log_p = np.concatenate(open_rows.ids)[-rows:], np.concatenate(open_rows.log_p)[-rows:]
-        sample = TargetSpan(tokens, ids, log_p, None if states is None else states[-window:].clone())
-        kept = [] if states is None else [states[-(window - window // 2) :].clone()]
+        sample = TargetSpan(tokens, ids, log_p, None if states is None else states[-window:])
+        kept = [] if states is None else [states[-(window - window // 2) :].copy()]
         self._open_rows[context.id] = _Rows(states=kept, next=open_rows.next)
         self._samples.append((sample, self._num_samples % self.config.held_out == 0))
         self._num_samples += 1
@@ -246,16 +250,18 @@ class Adaptive(Wrapper):
             self._rows -= len(oldest)
             self._bytes -= oldest.nbytes
 
-    def _note_states(self, context: Context, observation: Observation) -> None:
+    def _note_states(self, open_rows: _Rows, observation: Observation) -> None:
         """Records the target's states at committed tokens, for samples without a gap."""
         step, scores = observation.step, observation.scores
         known = tapped_rows(scores.taps) - len(step.draft)
         path = step.verdict.path[: max(0, len(step.tokens) - 1)]
-        rows = TapRows.of(scores.taps, self.student.taps, [*range(known), *(known + node for node in path)])
-        open_rows = self._open_rows.setdefault(context.id, _Rows())
+        rows = [*range(known), *(known + node for node in path)]
+        # numpy, since torch's threads would compete with those of the compiled kernels
+        layers = [scores.taps[layer].float().numpy()[rows[-self.config.window :]] for layer in self.student.taps]
+        states = np.concatenate(layers, axis=-1)
         if open_rows.next != scores.first:
             open_rows.states.clear()
-        open_rows.states.append(rows.concatenated()[-self.config.window :].bfloat16().cpu())
+        open_rows.states.append(((states.view(np.uint32) + 0x8000) >> 16).astype(np.uint16))
         open_rows.next = scores.first + len(rows)
 
     # training

@@ -24,7 +24,7 @@ from foretoken.models.learner import Learner, TargetSpan, padded_tokens
 
 DEPTHS = 3  # tokens of a chain that are trained; later ones follow, at a fraction of the cost
 _NEW_NORM = 0.2  # norm of a new token's row, as a fraction of the other rows'
-_WANTED = 1.0  # expected occurrences from which a token is drafted
+_WANTED = 2.0  # occurrences from which a token is drafted
 
 
 class FusedModule(nn.Module):
@@ -63,6 +63,7 @@ class HeadStudent(Learner):
         InvalidRequest: the head has a feature that is not trained here.
     """
 
+    reads_logits = False
     artifact = heads_of("eagle3")
 
     def __init__(self, net: EagleNet, taps: Sequence[int], learning_rate: float, batch: int) -> None:
@@ -125,7 +126,8 @@ class HeadStudent(Learner):
         Also returns the target's most probable tokens there [rows, k], and their log-probabilities [rows, k].
         """
         tokens, device = padded_tokens(spans), self._net.device
-        states = nn.utils.rnn.pad_sequence([span.states for span in spans], batch_first=True)  # type: ignore[misc]
+        parts = [torch.from_numpy(span.states).view(torch.bfloat16) for span in spans if span.states is not None]
+        states = nn.utils.rnn.pad_sequence(parts, batch_first=True)
         embedded = F.embedding(tokens, self._net.embedding).float().to(device)
         depths = min(DEPTHS, tokens.shape[1] - 1)
         hidden, ids, log_p = [], [], []
@@ -143,15 +145,15 @@ class HeadStudent(Learner):
     def _exchange(self, spans: Sequence[TargetSpan]) -> None:
         """Gives rows of tokens that the target does not write to tokens that it writes and the head cannot draft.
 
-        Tokens are compared by their expected occurrences in the spans. A new row points to the token's embedding.
+        Tokens are compared by their occurrences in the spans. A new row points to the token's embedding.
         """
         if "d2t" not in self._net.head.tensors:
             return
-        expected = torch.zeros(self._net.head.vocab)
+        counts = torch.zeros(self._net.head.vocab)
         for span in spans:
-            expected.index_add_(0, torch.from_numpy(span.ids).flatten(), torch.from_numpy(span.log_p).exp().flatten())
-        drafted = expected[self._ids]
-        missing = expected.index_fill(0, self._ids, 0.0)
+            counts.index_add_(0, torch.from_numpy(span.ids).flatten(), torch.from_numpy(span.log_p).exp().flatten())
+        drafted = counts[self._ids]
+        missing = counts.index_fill(0, self._ids, 0.0)
         wanted = missing.argsort(descending=True)[: int((missing >= _WANTED).sum())]
         # Among tokens that do not occur, those with high ids are rare ones in most vocabularies.
         unused = torch.tensor(sorted(range(len(drafted)), key=lambda row: (drafted[row].item(), -int(self._ids[row]))))
