@@ -37,7 +37,7 @@ COMMANDS = {
     "all_apis": "--minutes 0.05 --rate 12",
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
     "defaults": "--target TARGET --draft DRAFT --count 2 --batch 2 --tokens 8 --temperature 1 "
-    "--prompts prompts.jsonl --by-category "
+    "--prompts prompts.jsonl --by-category --parts "
     """--config '{"method": "draft_model", "num_speculative_tokens": 2}'""",
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer --turns 1",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",

@@ -46,7 +46,7 @@ class Float32Toy(ToyModel):
     """A toy whose rows the kernels read."""
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
-        return [replace(scores, logits=scores.logits.float()) for scores in super().score(handles, drafts, taps)]
+        return [replace(scores, rows=scores.logits.float()) for scores in super().score(handles, drafts, taps)]
 
 
 class Silent(Proposer):

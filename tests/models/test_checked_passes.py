@@ -21,7 +21,7 @@ from foretoken.models.loading import load_model
 from foretoken.models.runners.native.arrays import replay_pointer
 from foretoken.models.runners.native.bindings import BatchSpec, DecoderFunctions, Matrix, ModelSpec
 from foretoken.models.runners.native.build import Kind, decoder_sources
-from foretoken.models.runners.native.runner import NativeRunner, _batch
+from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
 
 from . import dense
@@ -56,12 +56,15 @@ class OnePass:
         model.score(self.handles[1:], [Draft.empty()])
         model.commit(self.handles[1:], [[3]])
         self.plan = PassPlan.of(self.handles, [Draft.empty(), TREE], [0, 0])
-        self.arrays = self.runner._arrays(self.plan)
-        self.logits = torch.zeros(len(self.plan.outputs), 128)
-        self.batch = _batch(self.plan, self.arrays, self.logits)
+        self.batch, self.logits = self.runner._batch(self.plan), torch.zeros(len(self.plan.outputs), 128)
+        self.batch.logits = self.logits.data_ptr()
         self.steps = self.runner._pages.plan(self.plan.parts)
         if self.steps is not None:
             self.batch.replay = replay_pointer(self.steps)
+
+    def put(self, name: str, at: int, value: int) -> None:
+        """Changes a number of an array."""
+        ctypes.cast(getattr(self.batch, name), ctypes.POINTER(ctypes.c_int32))[at] = value
 
     def run(self) -> None:
         self.runner._library.foretoken_run(self.runner._spec, self.batch, self.runner._workspace, 2)
@@ -114,10 +117,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "at", "value", "message"), WRONG)
 def test_a_number_out_of_range_is_refused(name: str, at: int, value: int, message: str, llama: Decoder) -> None:
-    def change(one: OnePass) -> None:
-        one.arrays[name][at] = value
-
-    refused(llama, change, message)
+    refused(llama, lambda one: one.put(name, at, value), message)
 
 
 @pytest.mark.parametrize("name", ["tokens", "positions", "places", "prefix", "branch_from", "pages", "page_counts"])
@@ -148,7 +148,7 @@ def test_threads_hidden_states_and_adapters_are_checked(llama: Decoder) -> None:
 
 def test_tables_of_positions_end(tmp_path: Path) -> None:
     def behind(count: int) -> Callable[[OnePass], object]:
-        return lambda one: one.arrays["positions"].__setitem__(3, count)
+        return lambda one: one.put("positions", 3, count)
 
     refused(loaded(tmp_path / "gpt2", "dense: gpt2"), behind(10**6), "beyond the .* learned positions")
     bloom = loaded(tmp_path / "bloom", "dense: bloom")

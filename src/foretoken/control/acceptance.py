@@ -43,15 +43,18 @@ class Rates:
 
     def add(self, cell: int, accepted: bool, group: int | None = None) -> None:
         """Counts a node of ``cell``, here and in the prior."""
-        for key in (cell,) if group is None else (cell, group):
-            counts = self._counts.setdefault(key, [0.0, 0.0])
-            if counts[1] >= self._memory:
-                counts[0] *= 0.5
-                counts[1] *= 0.5
-            counts[0] += accepted
-            counts[1] += 1.0
-        if self._prior:
-            self._prior.add(cell, accepted, group)
+        rates: Rates | None = self
+        while rates is not None:
+            for key in (cell,) if group is None else (cell, group):
+                counts = rates._counts.get(key)
+                if counts is None:
+                    counts = rates._counts[key] = [0.0, 0.0]
+                if counts[1] >= rates._memory:
+                    counts[0] *= 0.5
+                    counts[1] *= 0.5
+                counts[0] += accepted
+                counts[1] += 1.0
+            rates = rates._prior
 
     def of(self, cell: int, base: float, group: int | None = None) -> float:
         """Returns the rate of ``cell``, whose group is ``group``; ``base`` where nothing was observed."""

@@ -239,7 +239,7 @@ class DraftPolicy(Controller):
             batch: Number of requests in the step.
         """
         seconds, prices = self._prices(batch)
-        allowed, nodes = self._allowed(batch), sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+        allowed, nodes = self._allowed(batch), sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
         best, count, tokens = self.tuning.margin_tokens, 0, 0.0
         for number, node in enumerate(nodes[: min(budget, len(prices) - 1)], 1):
             if seconds[number] > allowed:
@@ -381,9 +381,10 @@ class DraftPolicy(Controller):
         self._requests.pop(context.id, None)
 
     def _request(self, context: Context) -> RequestDrafts:
-        if context.id not in self._requests:
-            self._requests[context.id] = RequestDrafts(search_values=[*self._search_values])
-        return self._requests[context.id]
+        state = self._requests.get(context.id)
+        if state is None:
+            state = self._requests[context.id] = RequestDrafts(search_values=[*self._search_values])
+        return state
 
     def _due(self, context: Context) -> bool:
         """Returns whether any source may draft for a request in this step, after reading its new tokens."""
@@ -435,7 +436,7 @@ class DraftPolicy(Controller):
         if size != batch or self.step - step >= self.tuning.hold_steps:
             numbers, of_rows = range(self.max_tokens + 1), self.costs.step_seconds(batch)
             seconds = [of_rows(batch * (1.0 + number)) for number in numbers]
-            added = list(accumulate((each - seconds[0] for each in seconds), max))
+            added = list(accumulate([each - seconds[0] for each in seconds], max))
             plain = self.costs.plain_seconds(batch) or seconds[0]
             share = self._speedup() / plain if plain else 0.0
             prices = [share * more if share else self.tuning.row_share * rows for rows, more in enumerate(added)]

@@ -46,6 +46,9 @@ class Draft:
             never read it.
         levels: Draft-model passes used, when fewer than the budget; 0 if no model drafted.
         decision: Numbers behind the draft, if a draft policy decided. Verifiers never read it.
+
+    Attributes:
+        depths: Depth of each node. Children of the root have depth 1.
     """
 
     ids: tuple[int, ...]
@@ -54,12 +57,17 @@ class Draft:
     scores: tuple[float, ...] | None = None
     levels: int | None = None
     decision: Decision | None = None
+    depths: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.ids):
             raise ValueError(f"{len(self.parents)} parents for {len(self.ids)} tokens")
-        if any(not -1 <= p < i for i, p in enumerate(self.parents)):
-            raise ValueError(f"each parent must come before its child, -1 the root; got {self.parents}")
+        depths: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"each parent must come before its child, -1 the root; got {self.parents}")
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        object.__setattr__(self, "depths", tuple(depths))
 
     @staticmethod
     def empty() -> Draft:
@@ -85,18 +93,10 @@ class Draft:
         """The tokens, int64 [n]."""
         return torch.tensor(self.ids, dtype=torch.int64)
 
-    @cached_property
+    @property
     def is_chain(self) -> bool:
         """Whether no node has a sibling."""
-        return all(p == i - 1 for i, p in enumerate(self.parents))
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """Depth of each node. Children of the root have depth 1."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return tuple(depths)
+        return not self.depths or self.depths[-1] == len(self.depths)
 
     def chance(self, node: int) -> float | None:
         """Returns the probability with which the token of ``node`` was sampled, None for a fixed candidate."""
@@ -135,4 +135,4 @@ _EMPTY = Draft((), ())
 
 def log_scores(probabilities: Iterable[float]) -> tuple[float, ...]:
     """Returns the scores of nodes that are reached with these probabilities."""
-    return tuple(math.log(max(probability, 1e-30)) for probability in probabilities)
+    return tuple([math.log(max(probability, 1e-30)) for probability in probabilities])

@@ -87,4 +87,4 @@ class StepOutput:
 
 def is_decode_only(steps: Sequence[StepOutput]) -> bool:
     """Returns whether a step had no prefill, so that its time is that of decoding alone."""
-    return all(step.position > 0 for step in steps) and not any(step.timings.prompt_rows for step in steps[:1])
+    return not (steps and steps[0].timings.prompt_rows) and min([step.position for step in steps], default=1) > 0

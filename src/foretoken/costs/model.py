@@ -45,26 +45,27 @@ class CostModel:
         if not steps:
             return
         timings, drafting = steps[0].timings, [step for step in steps if step.budget > 0]
+        batch, drafted = len(steps), sum([len(step.draft.ids) for step in steps])
         if decode_only := is_decode_only(steps):
-            rows = len(steps) + sum(len(step.draft) for step in steps)
-            self.observe_pass(rows, timings.total - timings.propose)
+            self.observe_pass(batch + drafted, timings.total - timings.propose)
             self._since_plain += 1
-            if rows == len(steps) and not drafting:
+            if not drafted and not drafting:
                 if self._since_plain >= self.tuning.refresh_steps:
                     self._plain.discount(self.tuning.trusted_steps)
-                self._plain.add(rows, timings.total / self.level)
+                self._plain.add(batch, timings.total / self.level)
                 self._since_plain = 0
-        drafted = any(len(step.draft) for step in steps)
+        if not drafting:
+            return
         levels = [step.levels for step in drafting if step.levels]
         # A chain that ended at once took its time. Where nothing says that a pass was made, the model was not ready.
         if levels and (drafted or any(step.draft.levels for step in drafting)):
             self.drafting.observe(max(levels), len(levels), timings)
-        if drafting and not levels:
+        if not levels:
             self.search_seconds += self.tuning.follow_share * (timings.propose / len(drafting) - self.search_seconds)
-        if drafting and drafted:
-            plain = self.plain_seconds(len(steps))
+        if drafted:
+            plain = self.plain_seconds(batch)
             if decode_only and plain and timings.total:  # no step with drafts is shorter than one without
-                speedup = sum(len(step.tokens) for step in steps) / len(steps) * min(1.0, plain / timings.total)
+                speedup = sum([len(step.tokens) for step in steps]) / batch * min(1.0, plain / timings.total)
                 self._speedup += 0.1 * (speedup - self._speedup)
 
     def observe_pass(self, rows: int, seconds: float) -> None:

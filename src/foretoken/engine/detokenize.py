@@ -43,7 +43,7 @@ class Detokenizer:
 
     def _advance(self, final: bool) -> str:
         before = self._text_before()
-        after = self._decode(self._ids[self._start :])
+        after = self._tokenizer.decode(self._ids[self._start :], skip_special_tokens=self._skip)
         if len(after) <= len(before) or (after.endswith(_REPLACEMENT) and not final):
             return ""
         self._start, self._read = self._read, len(self._ids)
@@ -51,13 +51,10 @@ class Detokenizer:
 
     def _text_before(self) -> str:
         """Returns the text of the tokens before the new ones: usually one token, and texts repeat their tokens."""
-        if self._read - self._start != 1:
-            return self._decode(self._ids[self._start : self._read])
-        token = self._ids[self._start]
-        text = self._texts.get(token)
+        before = self._ids[self._start : self._read]
+        text = self._texts.get(before[0]) if len(before) == 1 else None
         if text is None:
-            text = self._texts[token] = self._decode([token])
+            text = self._tokenizer.decode(before, skip_special_tokens=self._skip)
+            if len(before) == 1:
+                self._texts[before[0]] = text
         return text
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

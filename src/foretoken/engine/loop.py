@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
-
 from foretoken.control.base import Controller
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
@@ -58,6 +56,7 @@ class Engine:
         state = state_tokens(target, proposer)
         self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, *callbacks, state)
         self.finished: dict[int, Sequence] = {}
+        self._clock = StepClock(target.device)
         self._alone = threading.Lock()
 
     @property
@@ -138,7 +137,6 @@ class Engine:
         """Raises AssertionError where the scheduler's and the target's records are inconsistent."""
         self.scheduler.check_integrity()
 
-    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """Runs one decode step of every running sequence.
 
@@ -158,15 +156,14 @@ class Engine:
             batch = [*plan.ready, *plan.prefilling]
             if not batch:
                 return []
-            prompt_rows = sum(s.handle.num_pending for s in batch) - len(plan.ready)
-            clock = StepClock(self.target.device, len(plan.ready), prompt_rows)
+            self._clock.start()
             try:
-                verified, scores = self._verify(plan, batch, clock)
+                verified, scores = self._verify(plan, batch)
             except BaseException:
                 self._abandon(batch)
                 raise
             failed = self._prefill(plan.prefilling, scores) if plan.prefilling else []
-            steps = self._settle(verified, clock) if verified else []
+            steps = self._settle(verified, plan.prompt_rows) if verified else []
             return [*steps, *map(self._end, failed)] if failed else steps
         finally:
             self._alone.release()
@@ -202,11 +199,9 @@ class Engine:
         """Removes a finished sequence from the engine and returns it."""
         return self.finished.pop(identifier)
 
-    def _verify(
-        self, plan: ScheduledBatch, batch: list[Sequence], clock: StepClock
-    ) -> tuple[list[VerifiedDraft], list[Scores]]:
+    def _verify(self, plan: ScheduledBatch, batch: list[Sequence]) -> tuple[list[VerifiedDraft], list[Scores]]:
         """Drafts, runs the forward pass and verifies. Returns the verdicts, and the scores of prefilling sequences."""
-        ready, budgets, drafts = plan.ready, list[int](), list[Draft]()
+        ready, clock, budgets, drafts = plan.ready, self._clock, list[int](), list[Draft]()
         if ready:
             contexts = [sequence.context for sequence in ready]
             budgets = self.controller.budgets(contexts, plan.max_draft_tokens)
@@ -237,36 +232,45 @@ class Engine:
         self.proposer.prefill([sequence.context for sequence in prefilling], scores)
         return [sequence for sequence in prefilling if sequence.error is not None]
 
-    def _settle(self, verified: list[VerifiedDraft], clock: StepClock) -> list[StepOutput]:
+    def _settle(self, verified: list[VerifiedDraft], prompt_rows: int) -> list[StepOutput]:
         """Emits and commits tokens, and passes the step to all parts that learn from it. Returns the outputs."""
-        emitted = [each.emit(self.target.max_length) for each in verified]
-        clock.lap()
+        max_length = self.target.max_length
+        emitted = [each.emit(max_length) for each in verified]
+        self._clock.lap()
         self.target.commit([each.sequence.handle for each in verified], emitted)
-        contexts = [each.sequence.context for each in verified]
-        positions = [context.generated for context in contexts]
-        for context, tokens in zip(contexts, emitted, strict=True):
-            context.tokens.extend(tokens)
-        timings = clock.timings()
-        self.pace.observe(timings, sum(len(each.draft) for each in verified))
+        positions = list[int]()
+        for each, tokens in zip(verified, emitted, strict=True):
+            positions.append(each.sequence.context.generated)
+            each.sequence.context.tokens.extend(tokens)
+        timings = self._clock.timings(len(verified), prompt_rows)
+        self.pace.observe(timings, sum([len(each.draft.ids) for each in verified]))
         steps = [
             each.output(position, tokens, timings)
             for each, position, tokens in zip(verified, positions, emitted, strict=True)
         ]
-        outcomes = [(each, step) for each, step in zip(verified, steps, strict=True) if not each.sequence.error]
-        if outcomes:
-            self._observe(outcomes)
+        self._observe(verified, steps)
+        ended = list[Sequence]()
         for each, step in zip(verified, steps, strict=True):
             each.sequence.counts.add(step)
-        if ended := [each.sequence for each in verified if each.sequence.finish_reason is not None]:
+            if step.finish_reason is not None:
+                ended.append(each.sequence)
+        if ended:
             with ExitStack() as stack:
                 for sequence in reversed(ended):
                     stack.callback(self._retire, sequence)
         return steps
 
-    def _observe(self, outcomes: list[tuple[VerifiedDraft, StepOutput]]) -> None:
+    def _observe(self, verified: list[VerifiedDraft], outputs: list[StepOutput]) -> None:
         """Passes the step of the sequences that did not fail to the proposer, the controller and the cost models."""
-        contexts, steps = [each.sequence.context for each, _ in outcomes], [step for _, step in outcomes]
-        self.proposer.observe(contexts, [Observation(step, each.scores) for each, step in outcomes])
+        contexts, steps, observations = list[Context](), list[StepOutput](), list[Observation]()
+        for each, step in zip(verified, outputs, strict=True):
+            if each.sequence.error is None:
+                contexts.append(each.sequence.context)
+                steps.append(step)
+                observations.append(Observation(step, each.scores))
+        if not steps:
+            return
+        self.proposer.observe(contexts, observations)
         if not self.controller.resting:
             self.controller.observe(contexts, steps)
             if self.controller.costs is not None:

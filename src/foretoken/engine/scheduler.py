@@ -29,11 +29,13 @@ class ScheduledBatch:
         max_draft_tokens: Maximum number of draft tokens of each sequence in ``ready``: what could be emitted, what
             fits, and none if a short prompt takes their place.
         prefilling: Sequences with a prefill chunk in this step, and no output.
+        prompt_rows: Number of rows of the step's pass beside the newest token's of each sequence in ``ready``.
     """
 
     ready: list[Sequence]
     max_draft_tokens: list[int]
     prefilling: list[Sequence]
+    prompt_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Selects the sequences of the next step and gives the target their prefill chunks."""
-        self._preempt_until_fit()
+        if self.capacity is not None:
+            self._preempt_until_fit()
         if not self.waiting and all(sequence.continues for sequence in self.running.values()):
             ready = list(self.running.values())
             return ScheduledBatch(ready, self._max_draft_tokens(ready), [])
@@ -142,7 +145,9 @@ class Scheduler:
         ready = [s for s in self.running.values() if s.ready]
         prefilling = [s for s in self.running.values() if not s.ready and s.handle.pending]
         drafts = limit.drafts or not (prefilling or any(len(s.handle.pending) > 1 for s in ready))
-        return ScheduledBatch(ready, self._max_draft_tokens(ready) if drafts else [0] * len(ready), prefilling)
+        rows = sum(s.handle.num_pending for s in (*ready, *prefilling)) - len(ready)
+        limits = self._max_draft_tokens(ready) if drafts else [0] * len(ready)
+        return ScheduledBatch(ready, limits, prefilling, rows)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the records of sequences and slots are inconsistent."""

@@ -20,7 +20,7 @@ from foretoken.core.positions import PositionCounts
 from foretoken.core.step import StepOutput
 from foretoken.core.verdict import Verdict
 from foretoken.engine.stopping import Stopping
-from foretoken.models.base import Handle
+from foretoken.models.base import Handle, Scores
 from foretoken.outputs import SPAN, Explained, SpeculationStats
 
 
@@ -143,25 +143,25 @@ class Sequence:
         return min(self.stopping.tokens_left, max_length - len(self.context.tokens)) - 1
 
     def emit(
-        self, draft: Draft, verdict: Verdict, logits: Tensor, max_length: int, computed: ComputedTokens | None = None
+        self, draft: Draft, verdict: Verdict, scores: Scores, max_length: int, computed: ComputedTokens | None = None
     ) -> tuple[int, ...]:
         """Returns the verdict's tokens, cut where the sequence ends. Records what ``options`` ask for.
 
         Args:
             draft: The step's draft.
             verdict: The verdict on it.
-            logits: [n+1, V].
+            scores: The target's.
             max_length: The target's context length.
             computed: What the kernels have computed of the verdict's rows, if they have chosen its tokens.
         """
-        tokens = [*(draft.ids[node] for node in verdict.path), verdict.token]
+        tokens = [*map(draft.ids.__getitem__, verdict.path), verdict.token]
         rows = [0, *(node + 1 for node in verdict.path)]
         if self.options.explain:
-            self.explained.append(explain(self.context, draft, rows, tokens, logits))
+            self.explained.append(explain(self.context, draft, rows, tokens, scores.logits))
         for count, (token, row) in enumerate(zip(tokens, rows, strict=True), start=1):
             if self.options.logprobs is not None:
                 known = computed and TokenLogprobs.of(computed.rows[count - 1])
-                self.recorded.append(known or token_logprobs(logits[row], token, self.options.logprobs))
+                self.recorded.append(known or token_logprobs(scores.logits[row], token, self.options.logprobs))
             self.finish_reason = self.stopping.push(token)
             if self.finish_reason is None and len(self.context.tokens) + count >= max_length:
                 self.finish_reason = "length"

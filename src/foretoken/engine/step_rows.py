@@ -63,30 +63,30 @@ class SequenceRow:
         result = cls(context, sequence.options.logprobs, logits)
         return None if result.row is None else result
 
-    def update(self, draft: Draft, logits: Tensor) -> TokenRow | None:
+    def update(self, draft: Draft, scores: Scores) -> TokenRow | None:
         """Returns the request for a draft; None if its verifier has to choose the tokens.
 
         Args:
             draft: The draft.
-            logits: [n+1, V], which the caller keeps alive.
+            scores: The target's, which the caller keeps alive.
         """
         row, context = self.row, self._context
         assert row is not None
         row.below = None
+        row.logits, count, stride = scores.memory
         if draft.parents:
             if type(draft.law) is not PointMass or (row.changes and not context.law.changes_follow_tokens):
                 return None
-            if logits.shape[0] != len(draft) + 1:
+            if count != len(draft.parents) + 1:
                 return None
-            row.below = self._below(draft, logits)
-        row.logits = logits.data_ptr()
+            row.below = self._below(draft, stride)
         row.position = len(context.tokens) - context.prompt_length
         if self._history is not None:
             context.law.update_row(row, self._vocabulary, self._history)
         return row
 
-    def _below(self, draft: Draft, logits: Tensor) -> int:
-        """Returns the address of the nodes of a draft."""
+    def _below(self, draft: Draft, stride: int) -> int:
+        """Returns the address of the nodes of a draft. stride: number of elements from one row to the next."""
         assert self.row is not None
         deepest, nodes = max(draft.depths), self._nodes
         while len(self._levels) < deepest:
@@ -96,7 +96,7 @@ class SequenceRow:
         self._held = ids, parents, pointers
         nodes.ids, nodes.parents = ids.buffer_info()[0], parents.buffer_info()[0]
         nodes.path = self._path.buffer_info()[0]
-        nodes.rows, nodes.stride = addressof(pointers), logits.stride(0)
+        nodes.rows, nodes.stride = addressof(pointers), stride
         nodes.nodes, nodes.deepest = len(draft.parents), deepest
         return addressof(nodes)
 
@@ -140,7 +140,7 @@ class StepRows:
         for sequence, draft, score in zip(sequences, drafts, scores, strict=True):
             row = None
             if score.argmax is None:
-                row = self._request(sequence, draft, score.logits)
+                row = self._request(sequence, draft, score)
                 if row is not None:
                     requests.append(row)
             chosen.append(None if row is None else self._rows[sequence.context.id])
@@ -150,15 +150,15 @@ class StepRows:
             self._kernels.choose_tokens(requests, self._vocabulary, self._threads)
         return [None if row is None else row.result() for row in chosen]
 
-    def _request(self, sequence: Running, draft: Draft, logits: Tensor) -> TokenRow | None:
+    def _request(self, sequence: Running, draft: Draft, scores: Scores) -> TokenRow | None:
         identifier = sequence.context.id
         try:
             row = self._rows.get(identifier)
             if row is None:
                 if identifier in self._rows:
                     return None
-                row = self._rows[identifier] = SequenceRow.of(sequence, self._rule, logits)
-                self._vocabulary = logits.shape[1]
-            return None if row is None else row.update(draft, logits)
+                row = self._rows[identifier] = SequenceRow.of(sequence, self._rule, scores.logits)
+                self._vocabulary = scores.logits.shape[1]
+            return None if row is None else row.update(draft, scores)
         except Exception:  # raised again by the verifier
             return None

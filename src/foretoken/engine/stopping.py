@@ -112,6 +112,8 @@ class TextStopping:
         If several match, the one that begins first is taken, and of these the shortest. The search starts where a match
         can begin at the earliest, so a stop string that was complete before ``min_tokens`` is ignored.
         """
+        if not self._stops:
+            return False
         matches = [(at, s) for s in self._stops if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
         if not matches:
             return False

@@ -80,7 +80,7 @@ class VerifiedDraft:
         if self.verdict is None:
             return ()
         try:
-            return self.sequence.emit(self.draft, self.verdict, self.scores.logits, max_length, self.computed)
+            return self.sequence.emit(self.draft, self.verdict, self.scores, max_length, self.computed)
         except Exception as error:
             self.sequence.fail(error)
             return ()
@@ -94,9 +94,9 @@ class VerifiedDraft:
 
 def along(draft: Draft, argmax: Many[int]) -> Verdict | None:
     """Returns the verdict of ``verify.walk`` if every draw is an argmax; None if a row that it reaches has none."""
-    nodes: tuple[int, ...] = (-1,)  # all nodes with the accepted prefix: duplicate children count as one
+    nodes, ids, parents = [-1], draft.ids, draft.parents  # all with the accepted prefix: duplicates count as one
     while (token := argmax[nodes[0] + 1]) >= 0:
-        below = tuple(child for node in nodes for child in draft.children[node + 1] if draft.ids[child] == token)
+        below = [i for above in nodes for i, parent in enumerate(parents) if parent == above and ids[i] == token]
         if not below:
             return Verdict(draft.path(nodes[0]), token)
         nodes = below

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,42 @@ class Handle:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRows:
+    """Rows of logits in the host's memory, which are a tensor only where one is read: the kernels need their address.
+
+    Attributes:
+        values: float32 [rows, width]; the first ``vocab`` values of each row are its logits.
+        address: the address of the first row.
+        vocab: size of the vocabulary.
+    """
+
+    values: NDArray[np.float32]
+    address: int
+    vocab: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The logits [rows, V]."""
+        return torch.from_numpy(self.values)[:, : self.vocab]
+
+    def split(self, counts: Sequence[int]) -> list[LogitRows]:
+        """Returns the first ``counts[0]`` rows, the next ``counts[1]`` rows, and so on."""
+        if len(counts) == 1:
+            return [self]
+        ends, stride = list(accumulate(counts)), self.values.strides[0]
+        starts = [end - count for end, count in zip(ends, counts, strict=True)]
+        return [
+            LogitRows(self.values[start:end], self.address + start * stride, self.vocab)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """The result of one forward pass for one sequence.
 
     Attributes:
-        logits: [rows, V], in the host's memory, so that distributions do not depend on the model's device.
+        rows: the logits [rows, V], in the host's memory, so that distributions do not depend on the model's device.
             Row 0 belongs to the root (the last committed token) and row i + 1 to draft node i. If earlier nodes were
             scored before, only the new rows, in the same order. [0, V] if ``argmax`` replaces them.
         taps: hidden states [computed, H] by layer index, for every row that this call computed, a prompt's included:
@@ -127,12 +159,25 @@ class Scores:
             tokens.
     """
 
-    logits: Tensor
+    rows: Tensor | LogitRows
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     first: int = 0
     slot: int = -1
     argmax: Sequence[int] | None = None
     ranked: NDArray[np.int64] | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """``rows`` as a tensor."""
+        return self.rows.tensor if isinstance(self.rows, LogitRows) else self.rows
+
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """The address of ``rows``, their number, and the number of elements from one to the next."""
+        rows = self.rows
+        if isinstance(rows, LogitRows):
+            return rows.address, len(rows.values), rows.values.shape[1]
+        return rows.data_ptr(), rows.shape[0], rows.stride(0)
 
 
 @cache

@@ -104,9 +104,9 @@ class RunnerModel(Model):
             self.runner.publish(handle.slot, handle.tokens, handle.cached)
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
-        for draft in drafts:
-            self.check_tokens(draft.ids)
-        for handle in handles:
+        for handle, draft in zip(handles, drafts, strict=True):
+            if draft.ids:
+                self.check_tokens(draft.ids)
             self._resume(handle)
         firsts = [handle.cached for handle in handles]
         earlier = [self._prefill(handle, taps) for handle in handles]
@@ -149,9 +149,9 @@ class RunnerModel(Model):
         if result.argmax is not None:
             none, argmax = no_logits(self.vocab_size), [result.argmax[rows] for rows in outputs]
             return [Scores(none, *scores) for scores in zip(tapped, firsts, slots, argmax, ranked, strict=True)]
-        assert result.logits is not None
-        logits, no_argmax = result.logits.split(plan.output_counts), [None] * len(outputs)
-        return [Scores(*scores) for scores in zip(logits, tapped, firsts, slots, no_argmax, ranked, strict=True)]
+        assert result.rows is not None
+        rows, no_argmax = result.rows.split(plan.output_counts), [None] * len(outputs)
+        return [Scores(*scores) for scores in zip(rows, tapped, firsts, slots, no_argmax, ranked, strict=True)]
 
     @property
     def drafts_chains(self) -> bool:

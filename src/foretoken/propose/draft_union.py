@@ -53,7 +53,7 @@ class DraftUnion:
         """
         left = [1.0] * (len(self.tokens) + 1)  # by parent, the root's first
         shares = [0.0] * len(self.tokens)
-        for node in sorted(range(len(self.tokens)), key=lambda i: -self.rates[i]):
+        for node in sorted(range(len(self.tokens)), key=self.rates.__getitem__, reverse=True):
             above = self.parents[node] + 1
             shares[node] = min(self.rates[node], left[above])
             left[above] -= shares[node]
@@ -75,9 +75,9 @@ class DraftUnion:
         """
         number = {node: i for i, node in enumerate(kept)}
         return Draft(
-            tuple(self.tokens[node] for node in kept),
-            tuple(number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in kept),
-            scores=log_scores(weights[node] for node in kept),
+            tuple([self.tokens[node] for node in kept]),
+            tuple([number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in kept]),
+            scores=log_scores([weights[node] for node in kept]),
             levels=levels,
             decision=decision,
         )

@@ -81,6 +81,7 @@ class Suffix(Proposer):
             config.suffix_decoding_max_cached_requests,
         )
         self._texts = ContextTexts()
+        self._kernels = None if config.suffix_decoding_max_cached_requests else native.kernels()
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
@@ -96,8 +97,8 @@ class Suffix(Proposer):
 
     def _draft(self, context: Context, budget: int) -> Draft:
         config, depth = self.config, self.config.suffix_decoding_max_tree_depth
-        text, kernels = self._texts.of(context), native.kernels()
-        if kernels and not config.suffix_decoding_max_cached_requests:
+        text = self._texts.of(context)
+        if self._kernels is not None:
             search = CopySearch(
                 text.address,
                 len(text),
@@ -108,7 +109,7 @@ class Suffix(Proposer):
                 budget,
                 config.top_k,
             )
-            tokens, parents, probs, length = kernels.copies(search)
+            tokens, parents, probs, length = self._kernels.copies(search)
             return CandidateTree(tokens, parents, probs).draft(length)
         tail, steps = text.tail(depth), min(budget, depth)
         own = text.find_matches(tail, steps)

@@ -150,7 +150,7 @@ class Union(Proposer):
         if request.context.depth is None:
             nodes, request.value = self.policy.keep(weights, request.limit, batch)
         else:
-            nodes = sorted(range(len(weights)), key=lambda i: (-weights[i], i))[: request.limit]
+            nodes = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)[: request.limit]
         request.kept = sorted(nodes)
 
     def _lengths(self, requests: Sequence[Merge], batch: int) -> list[int]:
@@ -198,8 +198,8 @@ class Union(Proposer):
             made.verified = len({*nodes} & {*request.kept})
         elif context.depth is not None:
             self._keep(request, batch)
-        sources = tuple(union.owners[node] for node in request.kept)
-        expected = sum(request.weights[node] for node in request.kept)
+        sources = tuple([union.owners[node] for node in request.kept])
+        expected = sum([request.weights[node] for node in request.kept])
         decision = self.policy.decision(sources, len(union.tokens), expected, batch)
         if not request.kept:
             return Draft((), (), levels=levels, decision=decision)

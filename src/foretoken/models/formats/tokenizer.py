@@ -78,10 +78,12 @@ class PlainTokenizer:
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
         """Returns the text of token ids; ``options`` are those of transformers."""
-        plain = isinstance(token_ids, list | tuple) and all(isinstance(token, int) for token in token_ids)
-        if options or not plain:
+        try:
+            text = None if options else self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except TypeError:  # no sequence of integers
+            text = None
+        if text is None:
             return self.full.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
-        text = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
         if _REPLACEMENT not in text or "ByteFallback" not in self._decoders:
             return text
         special = self._special_ids if skip_special_tokens else ()

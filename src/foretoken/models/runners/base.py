@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.base import NO_ENCODER
+from foretoken.models.base import NO_ENCODER, LogitRows
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import NO_NORMS, BranchFactors
@@ -33,17 +33,22 @@ class Pass:
     """The result of a forward pass.
 
     Attributes:
-        logits: float32 [outputs, V]; None if they were not requested.
+        rows: logits, float32 [outputs, V]; None if they were not requested.
         taps: hidden states [rows, H] of all rows by layer. Index i is the input of layer i, the number of layers stands
             for the normed output, and one more for the output before the norm.
         argmax: the argmax of each output's logits, if the plan allows it to replace them.
         ranked: [outputs, ranks], the likeliest tokens of each output, if the plan requests them.
     """
 
-    logits: Tensor | None
+    rows: Tensor | LogitRows | None
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     argmax: Sequence[int] | None = None
     ranked: NDArray[np.int64] | None = None
+
+    @property
+    def logits(self) -> Tensor | None:
+        """``rows`` as a tensor."""
+        return self.rows.tensor if isinstance(self.rows, LogitRows) else self.rows
 
 
 class Runner(ABC):

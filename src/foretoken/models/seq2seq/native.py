@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.weights import Ends
 from foretoken.models.runners.base import Pass
-from foretoken.models.runners.native.bindings import ModelSpec
+from foretoken.models.runners.native.bindings import BatchSpec, ModelSpec
 from foretoken.models.runners.native.describe import Description
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
@@ -62,13 +62,15 @@ class NativeSeq2SeqRunner(SourceRunner, NativeRunner):
         self._encode(plan)
         return super().run(plan, taps, logits)
 
-    def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
-        slots, sources, lengths = [part.slot for part in plan.parts], self._sources, self._lengths
-        return {
-            "source_pages": array("Q", [sources.addresses(slot) for slot in slots]),
-            "source_counts": array("i", [sources.count(slot) for slot in slots]),
-            "source_lengths": array("i", [lengths[slot] for slot in slots]),
-        }
+    def _extend(self, plan: PassPlan, batch: BatchSpec) -> None:
+        slots, sources = [part.slot for part in plan.parts], self._sources
+        lengths = array("i", [self._lengths[slot] for slot in slots])
+        batch.hold(
+            source_pages=array("Q", map(sources.addresses, slots)),
+            source_counts=array("i", map(sources.count, slots)),
+            source_lengths=lengths,
+        )
+        batch.source_reach = max(lengths)
 
     def _remember(self, slot: int, states: Tensor) -> None:
         pages, rows = self._sources.reserve(slot, 0, len(states)), len(states)

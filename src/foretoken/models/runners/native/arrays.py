@@ -14,7 +14,15 @@ from torch import Tensor
 from foretoken.core.native import sampling
 from foretoken.models.chains import ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.runners.native.bindings import ChainSpec, ModelSpec, ReplaySpec, RopeSpec, SamplerSpec, TreeSpec
+from foretoken.models.runners.native.bindings import (
+    BatchSpec,
+    ChainSpec,
+    ModelSpec,
+    ReplaySpec,
+    RopeSpec,
+    SamplerSpec,
+    TreeSpec,
+)
 from foretoken.models.runners.native.memory import padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.replay import ReplayPlan
@@ -30,35 +38,41 @@ def replay_pointer(plan: ReplayPlan) -> Any:
     return ctypes.pointer(ReplaySpec(**places, **counts, copies=plan.copies))
 
 
-def pass_arrays(plan: PassPlan) -> dict[str, array[int]]:
-    """Returns the plan's arrays for the kernels: tokens, positions, cache rows, and the keys each row attends to."""
-    places, prefix, branch_from, branches = array("i"), array("i"), array("i", [0]), array("i")
-    sequence_from = array("i", [0])
+def pass_batch(plan: PassPlan) -> BatchSpec:
+    """Returns the plan for the kernels: tokens, positions, cache rows, and the keys that each row attends to.
+
+    All integers are in one array, because a step touches every object for the first time since the last pass.
+    """
+    places: list[int] = []
+    prefix: list[int] = []
+    branch_from, branches, sequence_from = [0], list[int](), [0]
     for part in plan.parts:
-        rows = range(part.first, part.end)
-        places.extend(rows)
+        first, end = part.first, part.end
+        places += range(first, end)
         if part.mutual:
-            prefix.extend([part.end] * part.count)
-            branch_from.extend([len(branches)] * part.count)
+            prefix += [end] * part.count
+            branch_from += [len(branches)] * part.count
         elif part.draft.is_chain:
-            prefix.extend(range(part.first + 1, part.end + 1))
-            branch_from.extend([len(branches)] * part.count)
+            prefix += range(first + 1, end + 1)
+            branch_from += [len(branches)] * part.count
         else:
             _add_tree(part, prefix, branch_from, branches)
         sequence_from.append(len(places))
-    return {
-        "tokens": array("i", plan.tokens),
-        "positions": array("i", plan.positions),
-        "places": places,
-        "prefix": prefix,
-        "branch_from": branch_from,
-        "branches": branches,
-        "sequence_from": sequence_from,
-        "outputs": array("i", plan.outputs),
-    }
+    tokens, positions, outputs = plan.tokens, plan.positions, plan.outputs
+    numbers = array("i", [*tokens, *positions, *places, *prefix, *branch_from, *sequence_from, *outputs, *branches])
+    batch, rows, at = BatchSpec(), 4 * len(tokens), numbers.buffer_info()[0]
+    batch.held = [numbers]
+    batch.tokens, batch.positions, batch.places, batch.prefix = at, at + rows, at + 2 * rows, at + 3 * rows
+    batch.branch_from = at = at + 4 * rows
+    batch.sequence_from = at = at + rows + 4
+    batch.outputs = at = at + 4 * len(sequence_from)
+    batch.branches = at + 4 * len(outputs)
+    batch.rows, batch.sequences, batch.reach = len(tokens), len(plan.parts), plan.reach
+    batch.output_count, batch.branch_count = len(outputs), len(branches)
+    return batch
 
 
-def _add_tree(part: Part, prefix: array[int], branch_from: array[int], branches: array[int]) -> None:
+def _add_tree(part: Part, prefix: list[int], branch_from: list[int], branches: list[int]) -> None:
     """Adds a tree's rows, which attend to the committed rows and to their ancestors."""
     for place in range(part.first, part.end):
         node = place - part.nodes_at

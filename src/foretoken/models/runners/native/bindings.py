@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
@@ -283,6 +284,14 @@ class ReplaySpec(Structure):
 
 class BatchSpec(Structure):
     """The plan of one pass. Arrays of integers are int32."""
+
+    held: list[object]  # owners of the memory that it points to
+
+    def hold(self, **arrays: array[int]) -> None:
+        """Sets pointers to arrays, which the object keeps alive."""
+        for name, values in arrays.items():
+            setattr(self, name, values.buffer_info()[0])
+            self.held.append(values)
 
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "positions", "places", "prefix", "branch_from", "branches")),

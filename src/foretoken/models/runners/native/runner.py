@@ -15,12 +15,13 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native.build import KernelsUnavailable
+from foretoken.models.base import LogitRows
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Pass, Runner, injecting
-from foretoken.models.runners.native.arrays import ChainArrays, PositionTables, pass_arrays, replay_pointer
+from foretoken.models.runners.native.arrays import ChainArrays, PositionTables, pass_batch, replay_pointer
 from foretoken.models.runners.native.bindings import (
     UNIT,
     BatchSpec,
@@ -37,7 +38,7 @@ from foretoken.models.runners.native.memory import Arena, padded
 from foretoken.models.runners.native.product import multiplied
 from foretoken.models.runners.native.support import cache_kind, check_supported, new_pages, token_bytes
 from foretoken.models.runners.native.weight_image import WeightImage
-from foretoken.models.runners.pass_plan import Part, PassPlan, Tapped
+from foretoken.models.runners.pass_plan import Part, PassPlan, Tapped, address
 from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
 from foretoken.models.state.recurrent import StateShape
@@ -131,6 +132,7 @@ class NativeRunner(Runner):
         self._pages: Pages = self._new_pages()
         self.computes_chains = self._state_shape() is None  # recurrent layers need a plan of every pass
         self.fuses = bool(self._spec.fused_layers)
+        self._width = padded(self._architecture.vocab, UNIT)  # of rows of logits
         self._chain_logits = torch.empty(0)  # memory of ``chains``
         self._kept_arrays: dict[tuple[object, ...], ChainArrays] = {}
         self.threads = torch.get_num_threads()
@@ -206,26 +208,26 @@ class NativeRunner(Runner):
         self._library.foretoken_move(self._spec, pages, count, destination, rows.buffer_info()[0], len(rows))
 
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
-        a, outputs = self._architecture, len(plan.outputs) if logits else 0
-        argmax = array("i", bytes(4 * outputs)) if logits and plan.argmax_only else None
-        ranked = np.empty((outputs, min(plan.ranks, a.vocab)), np.int64) if logits and plan.ranks else None
-        logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if logits and not plan.argmax_only else None
-        arrays = self._arrays(plan)
-        tapped, features = self._tapped(plan, arrays, taps), _floats(plan.features)
-        steps = self._pages.plan(plan.parts)
-        batch = _batch(plan, arrays, logits_out)
-        if argmax is not None:
+        outputs = len(plan.outputs) if logits else 0
+        batch = self._batch(plan)
+        tapped = self._tapped(plan, batch, taps)
+        argmax = ranked = rows = None
+        if outputs and plan.argmax_only:
+            argmax = array("i", bytes(4 * outputs))
             batch.likeliest = argmax.buffer_info()[0]
-        if ranked is not None:
-            batch.ranked, batch.ranks = ranked.ctypes.data, ranked.shape[1]
-        if features is not None:
-            batch.features = features.data_ptr()
+        elif outputs:
+            values = np.empty((outputs, self._width), np.float32)
+            rows = LogitRows(values, address(values), self._architecture.vocab)
+            batch.logits = rows.address
+        if outputs and plan.ranks:
+            ranked = np.empty((outputs, min(plan.ranks, self._architecture.vocab)), np.int64)
+            batch.ranked, batch.ranks = address(ranked), ranked.shape[1]
+        steps = self._pages.plan(plan.parts)
         if steps is not None:
             batch.replay = replay_pointer(steps)
-        batch.tap_count, batch.source_reach = len(tapped), max(arrays.get("source_lengths", (0,)))
         self._library.foretoken_run(self._spec, batch, self._workspace, self.threads)
         self._pages.finish()
-        return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped, argmax, ranked)
+        return Pass(rows, tapped, argmax, ranked)
 
     def chains(
         self,
@@ -235,16 +237,13 @@ class NativeRunner(Runner):
         state: int | None = None,
         foreseen: bool = False,
     ) -> list[ModelChain]:
-        rows = max(len(plan.outputs), sum(request.widest for request in requests))
+        rows = max(len(plan.outputs), sum([request.widest for request in requests]))
         if len(self._chain_logits) < rows:
-            self._chain_logits = torch.empty(rows, padded(self._architecture.vocab, UNIT))
-        arrays = self._arrays(plan, None if foreseen else [request.rows + 1 for request in requests])
+            self._chain_logits = torch.empty(rows, self._width)
+        batch = self._batch(plan, None if foreseen else [request.rows + 1 for request in requests])
+        batch.logits = self._chain_logits.data_ptr()
         chains = self._chain_arrays(requests, vocabulary, foreseen)
-        tapped = self._tapped(plan, arrays, () if state is None else (state,))
-        batch, features = _batch(plan, arrays, self._chain_logits), _floats(plan.features)
-        if features is not None:
-            batch.features = features.data_ptr()
-        batch.tap_count = len(tapped)
+        self._tapped(plan, batch, () if state is None else (state,))
         self._library.foretoken_chains(self._spec, batch, chains.spec, self._workspace, self.threads)
         return chains.results()
 
@@ -262,37 +261,46 @@ class NativeRunner(Runner):
             self._kept_arrays[key] = ChainArrays(requests, vocabulary, foreseen)
         return self._kept_arrays[key]
 
-    def _tapped(self, plan: PassPlan, arrays: dict[str, array[int]], taps: Sequence[int]) -> Mapping[int, Tensor]:
-        """Returns the hidden states that a pass will write. ``arrays`` refer to them from now on."""
+    def _tapped(self, plan: PassPlan, batch: BatchSpec, taps: Sequence[int]) -> Mapping[int, Tensor]:
+        """Returns the hidden states that a pass will write."""
         if not taps:
             return {}
         layers = tuple(dict.fromkeys(taps))
         tapped = Tapped(layers, np.empty((len(layers), len(plan.tokens), self._architecture.hidden), np.float32))
-        arrays["tap_layers"], arrays["taps"] = array("i", layers), array("Q", tapped.starts)
+        batch.hold(tap_layers=array("i", layers), taps=array("Q", tapped.starts))
+        batch.held.append(tapped)
+        batch.tap_count = len(layers)
         return tapped
 
-    def _arrays(self, plan: PassPlan, further: Sequence[int] | None = None) -> dict[str, array[int]]:
-        """Returns the arrays of a pass; pages are reserved for its rows and ``further`` ones of each sequence."""
+    def _batch(self, plan: PassPlan, further: Sequence[int] | None = None) -> BatchSpec:
+        """Returns a pass for the kernels; pages are reserved for its rows and ``further`` ones of each sequence."""
         further = further or [0] * len(plan.parts)
-        self._positions.reserve(max(part.end + rows for part, rows in zip(plan.parts, further, strict=True)))
-        arrays = pass_arrays(plan) | self._beside(plan) | self._page_lists(plan, further)
+        self._positions.reserve(max([part.end + rows for part, rows in zip(plan.parts, further, strict=True)]))
+        batch = pass_batch(plan)
+        pages, counts = self._page_lists(plan, further)
+        batch.hold(pages=pages, page_counts=counts)
+        if plan.features is not None:
+            features = plan.features.float().contiguous()
+            batch.held.append(features)
+            batch.features = features.data_ptr()
         if plan.states is not None:
-            arrays["states"] = plan.states.addresses()
+            batch.hold(states=plan.states.addresses())
         if self._adapted:
-            arrays["adapters"] = self._adapters_of(plan.parts)
-        return arrays
+            batch.hold(adapters=self._adapters_of(plan.parts))
+        self._extend(plan, batch)
+        return batch
 
-    def _page_lists(self, plan: PassPlan, further: Sequence[int]) -> dict[str, array[int]]:
-        """Returns the arrays of ``page_lists``; pages are reserved for new rows and ``further`` ones by sequence."""
+    def _page_lists(self, plan: PassPlan, further: Sequence[int]) -> tuple[array[int], array[int]]:
+        """Returns ``page_lists``; pages are reserved for new rows and ``further`` ones of each sequence."""
         for part, rows in zip(plan.parts, further, strict=True):
             self._pages.reserve(part.slot, part.first, part.end + rows)
             self._pages.discard_before(part.slot, min(part.first, part.nodes_at))  # a draft's rows may be rejected
         return self.page_lists([part.slot for part in plan.parts])
 
-    def page_lists(self, slots: Sequence[int]) -> dict[str, array[int]]:
+    def page_lists(self, slots: Sequence[int]) -> tuple[array[int], array[int]]:
         """Returns the addresses of the slots' arrays of pages, and their lengths, for a pass that reads them."""
-        addresses, counts = map(self._pages.addresses, slots), map(self._pages.count, slots)
-        return {"pages": array("Q", addresses), "page_counts": array("i", counts)}
+        pages = self._pages
+        return array("Q", map(pages.addresses, slots)), array("i", map(pages.count, slots))
 
     def place_of(self, layer: int) -> tuple[int, int]:
         """Returns the offsets in the cache of the keys that a layer reads, in elements and in scales per token."""
@@ -305,9 +313,8 @@ class NativeRunner(Runner):
         names = [self._adapted.get(part.slot) for part in parts]
         return array("Q", [0 if name is None else self._adapters[name].address for name in names])
 
-    def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
-        """Returns arrays of a pass that extend or replace those of ``pass_arrays``."""
-        return {}
+    def _extend(self, plan: PassPlan, batch: BatchSpec) -> None:
+        """Adds what a subclass reads to a pass."""
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = self._view(architecture)
@@ -374,6 +381,7 @@ class NativeRunner(Runner):
             replace(self._architecture, vocab=vocab),
         )
         self._spec.logit_scale, self._spec.logit_cap = head.logit_scale, head.logit_cap
+        self._width = padded(vocab, UNIT)
         self._workspace = self._library.workspace(self._spec)
         self._held.append(lender)
         return True
@@ -390,20 +398,3 @@ class NativeRunner(Runner):
         started = perf_counter()
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
         return perf_counter() - started
-
-
-def _floats(features: Tensor | None) -> Tensor | None:
-    return None if features is None else features.float().contiguous()
-
-
-def _batch(plan: PassPlan, arrays: Mapping[str, array[int]], logits: Tensor | None) -> BatchSpec:
-    """Returns a pass for the kernels. Arrays and logits must outlive it."""
-    return BatchSpec(
-        **{name: values.buffer_info()[0] for name, values in arrays.items()},
-        logits=logits.data_ptr() if logits is not None else None,
-        rows=len(plan.tokens),
-        sequences=len(plan.parts),
-        output_count=len(plan.outputs),
-        branch_count=len(arrays["branches"]),
-        reach=plan.reach,
-    )
