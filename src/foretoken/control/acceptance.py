@@ -46,9 +46,7 @@ class Rates:
         rates: Rates | None = self
         while rates is not None:
             for key in (cell,) if group is None else (cell, group):
-                counts = rates._counts.get(key)
-                if counts is None:
-                    counts = rates._counts[key] = [0.0, 0.0]
+                counts = rates._counts.setdefault(key, [0.0, 0.0])
                 if counts[1] >= rates._memory:
                     counts[0] *= 0.5
                     counts[1] *= 0.5

@@ -155,10 +155,7 @@ class DraftPolicy(Controller):
         self._requests: dict[int, RequestDrafts] = {}
         self._survivals: dict[RequestKind, Survival] = {}
         self._rates: dict[RequestKind, Rates] = {}
-        self._search_values = [
-            0.1,
-            1.0,
-        ]  # of new requests, see ``RequestDrafts``; high, so that an engine begins with searches
+        self._search_values = [0.1, 1.0]  # of new requests, see ``RequestDrafts``; high: an engine begins with searches
         self._wait = self.tuning.wait_steps  # steps before the first trial of a new request
         self._cooldown = 0  # step before which no trial is made, after one that failed
         self._worst = 0.0  # seconds that the model's drafts of a step lose if all are rejected
