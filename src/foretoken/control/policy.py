@@ -392,7 +392,7 @@ class DraftPolicy(Controller):
         return state.searched_at(self.step) or (model is not None and (model.length > 0 or model.until <= self.step))
 
     def _tokens_in(self, seconds: float, batch: int) -> float:
-        """Returns the number of tokens that plain decoding of ``batch`` requests yields in so many seconds."""
+        """Returns the number of tokens that plain decoding of ``batch`` requests yields in ``seconds``."""
         plain = self.costs.plain_seconds(batch)
         return seconds * batch / plain if plain else 0.0
 
