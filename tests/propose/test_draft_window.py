@@ -51,7 +51,7 @@ def test_the_window_of_a_head_is_that_of_its_configuration(kind: str, tmp_path: 
         net: EagleNet | BlockNet
         if kind == "eagle":
             eagle = read_eagle(tiny.save(tmp_path / name, *tiny.eagle3(**settings)))
-            net = EagleNet(eagle, embedding, torch.float32, torch.device("cpu"), 64, window=window)
+            net = EagleNet(eagle, embedding, torch.float32, torch.device("cpu"), 64, window=window).like(eagle)
         else:
             block = read_block(tiny.save(tmp_path / name, *blocks.dflash(layers=1, taps=(0, 1, 2), **settings)))
             unembed = lambda x: x.float() @ embedding.T  # noqa: E731

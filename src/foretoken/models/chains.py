@@ -30,7 +30,7 @@ class Draws:
     rows: bool = False
 
 
-class Successors(Protocol):
+class TokenLogits(Protocol):
     """Logits that a token adds to those behind it, computed by the kernels (DSpark, 2607.05147)."""
 
     @property
@@ -53,7 +53,7 @@ class DraftVocabulary:
     size: int
     width: int
     ids: Tensor | None = None
-    successors: Successors | None = None
+    successors: TokenLogits | None = None
 
 
 @dataclass(frozen=True, slots=True)

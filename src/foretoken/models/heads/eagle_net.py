@@ -45,6 +45,7 @@ class EagleNet(FeatureNet):
         self._fc = HeadProduct(fc, bias, device, dtype)
         self._norms = [head.tensors[name].to(device, torch.float32) for name in self._norm_names()]
         self._embedding, self._unembed_target, self._quantizer = embedding.to(dtype), unembed, quantizer
+        self._window = window
         vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden))  # zeros: unused
         config = {**head.layer, "model_type": "llama", "vocab_size": vocabulary.shape[0]}
         config |= {"num_hidden_layers": head.layers, "max_position_embeddings": max_length}
@@ -73,8 +74,8 @@ class EagleNet(FeatureNet):
 
     def like(self, head: EagleHead) -> EagleNet:
         """Returns the network of another version of the head, on the same device and in the same dtype."""
-        target, quantizer = self._unembed_target, self._quantizer
-        return EagleNet(head, self._embedding, self.dtype, self.device, self.max_length, target, quantizer)
+        shared = self._unembed_target, self._quantizer, self._window
+        return EagleNet(head, self._embedding, self.dtype, self.device, self.max_length, *shared)
 
     # features
 

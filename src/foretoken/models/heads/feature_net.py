@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
-from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain, Successors
+from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain, TokenLogits
 from foretoken.models.heads.weights import TargetHead
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.pass_plan import PassPlan, TapRows
@@ -192,7 +192,7 @@ class FeatureNet(DraftNet):
         """Returns the start of the residual stream [rows, H] for tokens and the features [rows, H] before them."""
         return features
 
-    def _draft_from(self, ids: Tensor, chained: bool, successors: Successors | None = None) -> None:
+    def _draft_from(self, ids: Tensor, chained: bool, successors: TokenLogits | None = None) -> None:
         """Sets the target's token of each logit, int64 [Vd].
 
         Args:

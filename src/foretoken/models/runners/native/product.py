@@ -64,7 +64,7 @@ class NativeProduct:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """See ``chains.Successors``; for a product with a table."""
+        """See ``chains.TokenLogits``; for a product with a table."""
         address = self._workspace.address.value
         assert address is not None
         return addressof(self._spec), address
