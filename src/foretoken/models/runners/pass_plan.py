@@ -87,7 +87,7 @@ class TapRows:
         if isinstance(taps, Tapped) and taps.layers == tuple(layers):
             if taps.held > _MAX_WASTE * len(rows):
                 start, end = rows[0], rows[-1] + 1
-                copied = taps.states[:, start:end].copy() if end - start == len(rows) else taps.states[:, rows]
+                copied = taps.states[:, start:end].copy() if end - start == len(rows) else taps.states.take(rows, 1)
                 taps, rows = Tapped(taps.layers, copied), range(len(rows))
             return TapRows([(taps, rows)])
         states = tuple(taps[layer] for layer in layers)
