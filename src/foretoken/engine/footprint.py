@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from foretoken.core.artifacts import HEADS_FOLDER
 from foretoken.core.errors import ForetokenError, ModelLoadError
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.memory import free_memory, weight_bytes
 from foretoken.models.heads.files import find_head
+from foretoken.models.heads.kinds import MTP
 from foretoken.models.heads.published import default_drafters
 from foretoken.models.loading import OpenedModel, open_model, resolve_device, resolve_dtype
 from foretoken.models.options import check_options
@@ -243,10 +245,16 @@ def _drafters(config: SpeculativeConfig, target: Path) -> Iterator[tuple[str, Pa
         if method.takes_draft_model:
             yield name, resolve(config.model), None
     elif method.takes_draft_model and name not in ("auto", "draft_model", "early_exit", "vocabulary"):
-        yield name, target if name == "mtp" else find_head(name, None, target), None
+        yield name, _heads(name, None, target), None
     elif config.method is None and target.is_dir():
         for default in default_drafters(target)[:1]:
-            yield default.method, find_head(default.method, default.model, target), None
+            yield default.method, _heads(default.method, default.model, target), None
+
+
+def _heads(method: str, model: str | None, target: Path) -> Path:
+    """Returns the folder of heads; the target for layers of its checkpoint."""
+    layers = method == MTP and model is None and not (target / HEADS_FOLDER / MTP).is_dir()
+    return target if layers else find_head(method, model, target)
 
 
 def _drafter(method: str, path: Path, quantization: str | None, target: Footprint, options: MemoryOptions) -> Footprint:
