@@ -89,10 +89,12 @@ def learned(request: pytest.FixtureRequest, machine: None) -> Auto:
 
 def law(learned: Auto) -> tuple[dict[Text, float], set[str]]:
     seen: set[str] = set()
-    kept = learned.copies[0].proposer.store  # type: ignore[attr-defined]  # empty, with a thread of its own
+    suffix = learned.copies[0].proposer
+    assert isinstance(suffix, Suffix)
+    kept = {id(part): part for part in (suffix.store, suffix._kernels)}  # empty with a thread of its own; code
 
     def run(streams: Branching) -> Text:
-        text, drafts = generate(deepcopy(learned, {id(kept): kept}), streams, LENGTH)
+        text, drafts = generate(deepcopy(learned, dict(kept)), streams, LENGTH)
         seen.update(drafts)
         return text
 

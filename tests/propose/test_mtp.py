@@ -31,6 +31,7 @@ from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.heads.mtp_stack import MtpStack
 from foretoken.models.heads.taps import TOKENS
 from foretoken.models.loading import load_model
+from foretoken.models.runners.pass_plan import Tapped
 from foretoken.propose import hidden_states
 from foretoken.propose.base import Proposer
 from foretoken.propose.mtp import Mtp, MtpConfig
@@ -297,8 +298,10 @@ def test_rows_that_wait_for_the_head_are_bounded(tiny_pair: Any, tmp_path: Path)
     for context in contexts:
         kept = proposer._handles[context.id].taps
         assert 0 < sum(map(len, kept)) <= 6 + 4
-        for (state,), rows in (chunk for part in kept for chunk in part.chunks):
-            assert state.untyped_storage().nbytes() <= 8 * len(rows) * state[0].nbytes
+        for tapped, rows in (chunk for part in kept for chunk in part.chunks):
+            assert isinstance(tapped, Tapped)
+            memory = tapped.states if tapped.states.base is None else tapped.states.base
+            assert memory.nbytes <= 8 * len(rows) * tapped.states[:, 0].nbytes
     texts = []
     for controller in (Fixed(0), Fixed(4)):
         other = opened(folder)
