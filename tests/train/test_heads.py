@@ -351,6 +351,9 @@ def test_a_head_continues_from_an_earlier_one_with_another_vocabulary(
 def test_a_head_of_a_base_model_is_realigned_to_a_fine_tune(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     """The quantized head drafts for the fine-tune, whose statistics show its acceptance; training takes its sizes."""
     train("eagle3", tmp_path / "first", target, corpus)
+    config_file = tmp_path / "first" / "config.json"
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 16}
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | window))
     quantize_checkpoint(tmp_path / "first", tmp_path / "head", "int8", lm_head=True)
     fine_tune = tmp_path / "fine-tune"
     shutil.copytree(target, fine_tune)
@@ -360,6 +363,7 @@ def test_a_head_of_a_base_model_is_realigned_to_a_fine_tune(target: Path, corpus
     train_head("eagle3", options, fine_tune, corpus, None, config, DATA, start=tmp_path / "head")
     sizes = json.loads((tmp_path / "again" / "provenance.json").read_text())["settings"]
     assert (sizes["intermediate"], sizes["vocabulary"]) == (48, 100)
+    assert window.items() <= json.loads((tmp_path / "again" / "config.json").read_text()).items()
     first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again"))
     torch.testing.assert_close(first["fc.weight"], again["fc.weight"], rtol=0.02, atol=0.02)
     for head in ("head", "again"):

@@ -41,9 +41,11 @@ class Head(nn.Module, ABC):
         taps: Layers whose inputs it reads besides the normed output.
         vocabulary: The target's token id of each of its logits, None if they are the target's own.
         samples: Whether its tokens are sampled, each given those before, instead of ranked independently.
+        window: Tokens that its attention sees when it drafts, of the head that training started from; None for all.
     """
 
     depths: int
+    window: int | None = None
     taps: tuple[int, ...] = ()
     vocabulary: Tensor | None = None
     samples = False

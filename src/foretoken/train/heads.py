@@ -110,6 +110,7 @@ def train_head(
         head = MODULES[role](settings, frozen, _counts(counts, tensors))
         if start is not None:
             _start(head, tensors, start)
+            head.window = _window(earlier)
         head.to(where)
         training = HeadTraining(head, _datasets(frozen, head, text, folder, data), text["text"], data, hold)
         trainer = run.trainer(training.model, config, _length, scale=_rate, headline=_headline)
@@ -163,6 +164,11 @@ def _earlier(start: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return config, dict(tensors)
     except (OSError, ModelLoadError) as error:
         raise _cannot_start(start, error) from error
+
+
+def _window(earlier: dict[str, Any]) -> int | None:
+    """Returns the attention window of a head with this config.json, None without one."""
+    return earlier.get("sliding_window") if "sliding_attention" in earlier.get("layer_types", ()) else None
 
 
 def _provenance(start: Path) -> dict[str, Any]:
@@ -267,7 +273,11 @@ class HeadTraining:
     def save(self, folder: Path) -> None:
         """Writes the head, and a target that was trained with it."""
         save_file(self.head.tensors(self.target), folder / "model.safetensors", metadata={"format": "pt"})
-        write_json(folder / "config.json", self.head.describe(self.target))
+        config = self.head.describe(self.target)
+        if self.head.window:
+            kinds = ["sliding_attention"] * config["num_hidden_layers"]
+            config |= {"layer_types": kinds, "sliding_window": self.head.window}
+        write_json(folder / "config.json", config)
         if self.together is not None:
             self.together.save(self.target.path, folder / "target")
 
