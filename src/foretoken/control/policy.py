@@ -323,7 +323,7 @@ class DraftPolicy(Controller):
             success = 2 * len(path) >= requested and len(path) > state.value
             state.wait = 1 if success else min((32 * tuning.wait_steps), 2 * max(state.wait, tuning.wait_steps // 2))
             self._wait = tuning.wait_steps if success else min((32 * tuning.wait_steps) // 4, 2 * self._wait)
-            self._cooldown = self.step + (0 if success else tuning.wait_steps)
+            self._cooldown = self.step + (0 if success else self._wait)
             state.until = 0
             if success:
                 state.survival.discount(tuning.doubt_share)
@@ -450,7 +450,7 @@ class DraftPolicy(Controller):
         if not costs.drafting.known:
             first = next((i for i, context in enumerate(contexts) if context.generated and limits[i]), None)
             if first is not None and requests.allowed > 0.0:
-                self._try(requests.states[first], min(tuning.trial_tokens // 2, limits[first]), requests.size)
+                self._try(requests.states[first], min(tuning.trial_tokens // 2, limits[first]))
             return
         if welcome := [i for i, limit in enumerate(limits) if limit and self._welcome(requests, i)]:
             self._allocate(source, requests, welcome)
@@ -484,16 +484,16 @@ class DraftPolicy(Controller):
             if length := Worst(self.costs, requests.size).trial(limit, requests.missed[first], allowed):
                 requests.contexts[first].end = None
                 seconds = self.costs.drafting.seconds(length, 1) + self._prices(requests.size)[0][length]
-                self._try(states[first], length, requests.size, seconds)
+                self._try(states[first], length, seconds)
         if not any(state.length for state in states):
             for i in idle:
-                left = states[i].wait - (self.step - states[i].since)
+                left = max(states[i].since + states[i].wait, self._cooldown) - self.step
                 states[i].until = self.step + max(tuning.hold_steps, min(left, (16 * tuning.hold_steps)))
 
-    def _try(self, state: ModelState, length: int, batch: int, seconds: float = 0.0) -> None:
-        """Lets one of ``batch`` requests draft ``length`` tokens once, which take ``seconds``."""
+    def _try(self, state: ModelState, length: int, seconds: float = 0.0) -> None:
+        """Lets a request draft ``length`` tokens once, which take ``seconds``."""
         state.length, state.trial, state.until = length, True, self.step + 1
-        state.value = self._tokens_in(seconds, batch)
+        state.value = self._tokens_in(seconds, 1)
 
     def _welcome(self, requests: ModelBatch, index: int) -> bool:
         """Returns whether a model may draft for a request: before its first token only if that hardly delays it."""
