@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import replace
 from functools import partial
 
@@ -17,14 +18,16 @@ from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, candidates, head_method
+from foretoken.plan.exports import ENGINES, export_config, export_lines
 from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings, timed_depths
 from foretoken.plan.replay import step_estimate, write
-from foretoken.plan.rows import PlanRow, export_config
+from foretoken.plan.rows import PlanRow
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.tally import AcceptanceEstimate, StepTally
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
+from foretoken.propose.methods import METHODS
 from foretoken.speculation import Builder
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
@@ -112,23 +115,46 @@ def test_heads_are_known_by_their_configuration(role, tiny_pair):
 
 
 def test_other_engines_words_for_it():
-    chain = {"method": "draft_model", "model": "D", "num_speculative_tokens": 5}
+    chain = {"method": "draft_model", "model": "my D", "num_speculative_tokens": 5}
     forms = export_config(chain)
     assert forms["foretoken"] == chain == forms["vllm"]
     assert "assistant_model=draft" in forms["transformers"] and "num_assistant_tokens = 5" in forms["transformers"]
     compile(forms["transformers"], "call", "exec")
-    lookup = export_config({"method": "ngram", "num_speculative_tokens": 8})
+    assert forms["tensorrt_llm"] == (
+        "speculative_config=DraftTargetDecodingConfig(max_draft_len=5, speculative_model='my D')"
+    )
+    assert shlex.split(forms["sglang"])[1::2] == ["STANDALONE", "my D", "5", "1", "6"]
+    assert shlex.split(forms["llamacpp"])[1::2] == ["draft-simple", "my D.gguf", "5", "0"]
+    assert forms["max"] is None
+    lookup = export_config({"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3})
     assert lookup["vllm"] == {
         "method": "ngram",
         "prompt_lookup_min": 1,
-        "prompt_lookup_max": 4,
+        "prompt_lookup_max": 3,
         "num_speculative_tokens": 8,
     }
     assert "prompt_lookup_num_tokens=8" in lookup["transformers"]
-    assert (
-        export_config(chain | {"tree": "sampled", "num_speculative_tokens": 14})["vllm"]["num_speculative_tokens"] == 4
-    )
-    assert export_config({"method": "recycling", "num_speculative_tokens": 8})["vllm"] is None
+    assert "max_matching_ngram_size=3" in lookup["tensorrt_llm"] and "-size-n 3 " in lookup["llamacpp"]
+    assert lookup["sglang"].endswith(" 9  # without prompt_lookup_max")
+
+
+def test_trees_become_chains_in_other_engines():
+    tree = {"method": "draft_model", "model": "D", "tree": "sampled", "num_speculative_tokens": 14}
+    for config in (tree, {"method": "eagle3", "model": "D", "num_speculative_tokens": 8}):
+        forms = export_config(config)
+        assert forms["vllm"]["num_speculative_tokens"] == 4 and "max_draft_len=4" in forms["tensorrt_llm"]
+        assert forms["sglang"].endswith(" 5  # without trees")
+        assert export_lines(config)[1].endswith("# without trees")
+
+
+def test_methods_that_an_engine_lacks_are_named():
+    recycling = {"method": "recycling", "num_speculative_tokens": 8}
+    assert [form for form in export_config(recycling).values() if form] == [recycling]
+    assert all(line.endswith("has no such method") for line in export_lines(recycling)[1:])
+    parallel = {"method": "eagle3", "model": "D", "parallel_drafting": True, "num_speculative_tokens": 4}
+    assert [engine for engine, form in export_config(parallel).items() if form] == ["foretoken", "vllm"]
+    for known in ENGINES.values():
+        assert set(known.methods) <= set(METHODS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -67,6 +67,7 @@ def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.
         card = (head / "README.md").read_text()
         assert f"foretoken train {role} h --model t" in card
         assert "mean acceptance length at temperature 1" in card
+        assert ("--speculative-draft-model-path h " in card) == (role == "eagle3") and "    llama.cpp " in card
         assert json.loads((head / "zoo.json").read_text()) == {"name": "h", "role": role}
         shutil.rmtree(head)
     with pytest.raises(InvalidRequest, match="layer numbers"):

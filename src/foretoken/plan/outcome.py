@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from foretoken.plan.exports import export_config
 from foretoken.plan.predictors import Predictor
-from foretoken.plan.rows import PlanRow, export_config
+from foretoken.plan.rows import PlanRow
 from foretoken.plan.simulation.remote_drafting import RemoteDraftingEstimate
 
 

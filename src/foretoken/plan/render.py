@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,9 +10,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from foretoken.plan.exports import export_lines
 from foretoken.plan.outcome import Choice, Plan
 from foretoken.plan.predictors import CONSTANT
-from foretoken.plan.rows import PlanRow, export_config
+from foretoken.plan.rows import PlanRow
 
 SHOWN = 3  # predictors per draft
 
@@ -34,7 +34,7 @@ def rendered(plan: Plan, pastes: Callable[[dict[str, Any]], Sequence[str]] | Non
         yield Text("\nover everything asked about: do not speculate", style="bold yellow")
         return
     yield Text("\nover everything asked about, paste", style="bold")
-    yield from map(Text, (pastes or _pastes)(plan.best))
+    yield from map(Text, (pastes or export_lines)(plan.best))
 
 
 def comparison_table(first: str, last: str, rest: str) -> Table:
@@ -114,11 +114,3 @@ def _remote_drafting(plan: Plan) -> Iterator[Table | Text]:
     yield table
     for each in estimates:
         yield Text(each.verdict, style="green")
-
-
-def _pastes(config: dict[str, Any]) -> list[str]:
-    forms = export_config(config)
-    vllm = f"speculative_config={json.dumps(forms['vllm'])}" if forms["vllm"] else "has no such method"
-    call = (forms["transformers"] or "has no such method").splitlines()
-    lines = [f"foretoken     speculative_config={json.dumps(forms['foretoken'])}", f"vLLM          {vllm}"]
-    return lines + [("transformers  " if number == 0 else " " * 14) + line for number, line in enumerate(call)]

@@ -1,4 +1,4 @@
-"""One prediction of a plan, and its configuration as other engines write it."""
+"""One prediction of a plan."""
 
 from __future__ import annotations
 
@@ -8,23 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from foretoken.plan.candidates import Candidate
+from foretoken.plan.exports import NAMES, export_config
 from foretoken.plan.statistics import around
-from foretoken.speculation import find
-
-_VLLM: Mapping[str, tuple[str, ...]] = {
-    "draft_model": ("model",),
-    "eagle3": ("model",),
-    "eagle": ("model",),
-    "dflash": ("model",),
-    "dspark": ("model",),
-    "mtp": ("model",),
-    "medusa": ("model",),
-    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
-    "suffix": (),
-}
-"""Keys that vLLM's configuration shares with ours, by method."""
-_CHAIN_OF_TREE = 4  # greatest draft length of the chain that replaces a tree in an engine without trees
-_NGRAM = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,60 +101,9 @@ class PlanRow:
         facts = asdict(self) | {
             "num_speculative_tokens": self.num_speculative_tokens,
             "interval": [_finite(self.tokens_per_pass_low), _finite(self.tokens_per_pass_high)],
-            "paste": {"vLLM": forms["vllm"], "transformers": forms["transformers"]} if self.best else None,
+            "paste": {name: forms[engine] for engine, name in NAMES.items()} if self.best else None,
         }
         return {key: _finite(value) for key, value in facts.items()}
-
-
-def vllm(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns vLLM's ``speculative_config``, None if vLLM lacks the method. A tree becomes a chain."""
-    method = "dflash" if config["method"] == "jetspec" else config["method"]
-    if method not in _VLLM:
-        return None
-    defaults = _NGRAM if method == "ngram" else {}
-    kept = {key: config.get(key, defaults.get(key)) for key in _VLLM[method]}
-    own = {key: value for key, value in kept.items() if value is not None}
-    return {"method": method, **own, "num_speculative_tokens": _chain_length(config)}
-
-
-def transformers(config: Mapping[str, Any]) -> str | None:
-    """Returns a call of transformers' ``generate``, None if transformers lacks the method.
-
-    The defaults of transformers end a draft early at low confidence and adapt its length. Both are switched off.
-    """
-    method, depth = config["method"], config["num_speculative_tokens"]
-    if method == "ngram":
-        size = config.get("prompt_lookup_max", _NGRAM["prompt_lookup_max"])
-        return f"model.generate(**inputs, prompt_lookup_num_tokens={depth}, max_matching_ngram_size={size})"
-    if method == "early_exit" and config.get("exit_layer"):
-        return f"model.generate(**inputs, assistant_early_exit={config['exit_layer']})"
-    if method != "draft_model":
-        return None
-    lines = [
-        f"draft = AutoModelForCausalLM.from_pretrained({config['model']!r})",
-        f"draft.generation_config.num_assistant_tokens = {_chain_length(config)}",
-        'draft.generation_config.num_assistant_tokens_schedule = "constant"',
-        "draft.generation_config.assistant_confidence_threshold = 0",
-        "model.generate(**inputs, assistant_model=draft)",
-    ]
-    return "\n".join(lines)
-
-
-def is_chain(config: Mapping[str, Any]) -> bool:
-    """Whether drafts are chains, so that their size is their depth."""
-    method = find(config["method"])
-    trees = method is not None and method.drafts_trees
-    return config.get("tree", "chain") == "chain" and (not trees or config.get("top_k") == 1)
-
-
-def _chain_length(config: Mapping[str, Any]) -> int:
-    depth: int = config["num_speculative_tokens"]
-    return depth if is_chain(config) else min(depth, _CHAIN_OF_TREE)
-
-
-def export_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration in the form of each engine, by the engine's name."""
-    return {"foretoken": dict(config), "vllm": vllm(config), "transformers": transformers(config)}
 
 
 def _finite(value: Any) -> Any:

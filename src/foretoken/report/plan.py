@@ -14,7 +14,15 @@ from foretoken.report.prediction import against
 from foretoken.report.records import PageRecord, records, shown
 
 SHOWN = 12  # rows of a table outside of its fold
-ENGINES = {"foretoken": "Foretoken", "vllm": "vLLM, as its speculative_config", "transformers": "transformers"}
+ENGINES = {
+    "foretoken": "Foretoken",
+    "vllm": "vLLM, as its speculative_config",
+    "sglang": "SGLang",
+    "llamacpp": "llama.cpp",
+    "tensorrt_llm": "TensorRT-LLM",
+    "max": "Modular MAX",
+    "transformers": "transformers",
+}
 Setting = tuple[float, int]  # temperature, batch
 
 

@@ -21,6 +21,7 @@ from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.params import SamplingParams
+from foretoken.plan.exports import export_lines
 from foretoken.speculation import SpeculativeConfig
 from foretoken.train.config import HEADS, DistillConfig, TrainConfig
 from foretoken.train.data import Corpus, encode, held_out_batches
@@ -296,7 +297,16 @@ def write_head_card(target: Path, head: Path, corpus: Corpus) -> Path:
         f"{_PROMPTS} continuations of {_TOKENS} tokens of such prefixes, with the method's default settings.",
     ]
     about = [f"{title} for `{target.name}`, of no use with other models."]
-    return write_card(head, facts["role"], about, table(rows), note, *trained_by([run["command"] for run in runs]))
+    engines = other_engines(head.name, facts["role"], int(figures["nodes"]))
+    trained = trained_by([run["command"] for run in runs])
+    return write_card(head, facts["role"], about, table(rows), note, *engines, *trained)
+
+
+def other_engines(name: str, role: str, tokens: int) -> list[list[str]]:
+    """Returns the paragraphs about a head in other engines. tokens: those that it drafts per step here."""
+    config = {"method": HEADS[role].method, "model": name, "num_speculative_tokens": tokens}
+    lines = export_lines(config | ({"parallel_drafting": True} if role == "peagle" else {}))[1:]
+    return [["In other engines, in the layout that `foretoken convert` writes for them"], [f"    {s}" for s in lines]]
 
 
 def _runs(facts: dict[str, Any]) -> list[dict[str, Any]]:

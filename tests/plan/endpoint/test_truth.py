@@ -103,6 +103,8 @@ def test_the_engines_own_words_are_ready_to_paste(monkeypatch):
     assert '"method": "draft_model"' in line
     lines = planned(monkeypatch, SimulatedEngine(), ServerKind.LLAMACPP).paste
     assert any("--spec-draft-n-max" in line for line in lines)
+    (hint, length) = planned(monkeypatch, SimulatedEngine(), ServerKind.SGLANG).paste
+    assert hint.startswith("# beside") and length.startswith("--speculative-num-steps ")
     useless = planned(monkeypatch, SimulatedEngine(rate=0.0, spread=0.0, draft=0.01), ServerKind.LLAMACPP)
     assert useless.choice.row is None and useless.paste == ("--spec-type none",) and useless.choice.sure
 

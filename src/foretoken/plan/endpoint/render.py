@@ -10,12 +10,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from foretoken.plan.endpoint.drafters import NGRAM_TOKENS
 from foretoken.plan.endpoint.outcome import OWN, EndpointChoice, EndpointPlan, EndpointRow, Limit
+from foretoken.plan.exports import ENGINES, settings
 from foretoken.plan.render import comparison_table
 from foretoken.probe.server import ServerKind
-
-_SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
 def rendered(plan: EndpointPlan) -> Iterator[Table | Text]:
@@ -112,9 +110,9 @@ def paste(
         case ServerKind.VLLM:
             return _vllm(keys, depth, limit)
         case ServerKind.LLAMACPP:
-            return _llamacpp(keys, depth)
+            return _options("llamacpp", "--spec-type none", keys, depth)
         case ServerKind.SGLANG:
-            return _sglang(keys, depth)
+            return _options("sglang", "# leave the --speculative-* options out", keys, depth)
         case ServerKind.FORETOKEN:
             return _json(keys | {"num_speculative_tokens": depth}) if depth else _json({"method": "none"})
         case _:
@@ -137,26 +135,14 @@ def _json(keys: Mapping[str, Any]) -> list[str]:
     return [*hint, f"--speculative-config '{json.dumps(keys)}'"]
 
 
-def _llamacpp(keys: Mapping[str, Any], depth: int) -> list[str]:
+def _options(engine: str, off: str, keys: Mapping[str, Any], depth: int) -> list[str]:
+    """Returns options of llama.cpp or SGLang. off: the line that switches speculation off."""
     if not depth:
-        return ["--spec-type none"]
-    if keys.get("method") == "ngram":
-        size = keys.get("prompt_lookup_max", NGRAM_TOKENS)
-        return [f"--spec-type ngram-simple --spec-ngram-simple-size-n {size} --spec-ngram-simple-size-m {depth}"]
-    model = f"--spec-type draft-simple --spec-draft-model {keys['model']} " if keys.get("model") else ""
-    hint = [] if model else ["# beside --spec-type and the draft that the server has now"]
-    return [*hint, f"{model}--spec-draft-n-max {depth} --spec-draft-p-min 0"]
-
-
-def _sglang(keys: Mapping[str, Any], depth: int) -> list[str]:
-    if not depth:
-        return ["# leave the --speculative-* options out"]
-    if keys.get("method") == "ngram":
-        return [f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {depth + 1}"]
-    algorithm = _SGLANG.get(str(keys.get("method")))
-    model = ""
-    if algorithm is not None:
-        model = f"--speculative-algorithm {algorithm} --speculative-draft-model-path {keys.get('model', 'DRAFT')} "
-    hint = [] if model else ["# beside the algorithm and draft that the server has now"]
-    chain = f"--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
-    return [*hint, model + chain]
+        return [off]
+    if line := settings(engine, keys, depth):
+        return [line]
+    forms = ENGINES[engine]
+    if method := keys.get("method"):
+        return [f"# {forms.name} has no method {method!r}"]
+    length = " ".join(forms.length).format(depth=depth, rows=depth + 1)
+    return ["# beside the algorithm and draft that the server has now", length]
