@@ -7,7 +7,7 @@ use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from foretoken.core.draft import Draft
@@ -68,7 +68,7 @@ class ParallelEagle(Eagle):
         net.foresees = True
         super().__init__(net, taps, config, reading)
 
-    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Sequence[int]) -> None:
+    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> None:
         if draft_at_once(self.net, active, self.net.vocab_size):
             return
         token, feature = self._mask

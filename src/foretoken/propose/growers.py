@@ -103,6 +103,7 @@ class RankedTreeGrower:
     Attributes:
         temperature: The one at which ``rank`` takes the likeliest tokens; None if it ranks otherwise.
         drafted: The draft, if a model drafted it at once.
+        whole: The request to that model.
     """
 
     budget: int
@@ -112,13 +113,14 @@ class RankedTreeGrower:
     tree: Tree
     temperature: float | None = None
     drafted: Draft | None = None
+    whole: ChainRequest | None = None
 
     def request(self) -> ChainRequest | None:
         """Returns the request to a model that drafts the tree at once; None if it cannot rank as ``rank`` does."""
-        if self.temperature is None:
-            return None
-        shape = TreeShape(self.width, self.steps, self.temperature, self.tree.floor)
-        return ChainRequest(self.budget, tree=shape)
+        if self.whole is None and self.temperature is not None:
+            shape = TreeShape(self.width, self.steps, self.temperature, self.tree.floor)
+            self.whole = ChainRequest(self.budget, tree=shape)
+        return self.whole
 
     def take(self, chain: ModelChain) -> None:
         """Takes over a tree that a model drafted at once."""

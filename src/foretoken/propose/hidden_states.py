@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from foretoken.models.heads.feature_net import DraftNet, FeatureNet, HeadHandle
 from foretoken.models.runners.pass_plan import TapRows, tapped_rows
 from foretoken.propose.base import Needs, Observation, Proposer
 from foretoken.propose.chain import draft_at_once
-from foretoken.propose.growers import Grower, GrowthConfig, TreeKind, begin, is_drawn
+from foretoken.propose.growers import Grower, GrowthConfig, RankedTreeGrower, TreeKind, begin, is_drawn
 from foretoken.propose.scores import DraftStop
 from foretoken.propose.tree import Candidates, Tree, likeliest
 
@@ -63,6 +63,7 @@ class HiddenStateProposer(Proposer):
         self.needs = Needs(tuple(sorted(set(taps))))
         self._handles: dict[int, HeadHandle] = {}
         self._known: dict[int, int] = {}  # by sequence: number of positions whose states were seen
+        self._growers: dict[int, RankedTreeGrower] = {}  # by sequence: the last one, which may serve again
         self._drafting = True  # whether the last step drafted for any sequence
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
@@ -74,7 +75,7 @@ class HiddenStateProposer(Proposer):
         }
         active = list(growers.values())
         if active:
-            self._grow(active, [self.config.steps(budgets[i], is_drawn(contexts[i], contexts[i].law)) for i in growers])
+            self._grow(active, (self.config.steps(budgets[i], is_drawn(contexts[i], contexts[i].law)) for i in growers))
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
     def ends_early(self, context: Context) -> bool:
@@ -108,7 +109,7 @@ class HiddenStateProposer(Proposer):
             # The rows of committed tokens come first, those of the draft follow.
             known = tapped_rows(scores.taps) - len(step.draft)
             path = step.verdict.path[: max(0, len(step.tokens) - 1)]
-            self._keep(context, scores, [*range(known), *(known + node for node in path)])
+            self._keep(context, scores, [*range(known), *[known + node for node in path]] if path else range(known))
             if step.finish_reason is not None:
                 self._cache_end(context)
 
@@ -127,13 +128,14 @@ class HiddenStateProposer(Proposer):
 
     def forget(self, context: Context) -> None:
         self._known.pop(context.id, None)
+        self._growers.pop(context.id, None)
         handle = self._handles.pop(context.id, None)
         if handle is not None:
             self.net.close(handle)
 
     # drafting
 
-    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Sequence[int]) -> None:
+    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> None:
         """Grows the drafts of all sequences, a level with each pass.
 
         Args:
@@ -154,7 +156,10 @@ class HiddenStateProposer(Proposer):
         return complete and fits and self._handles[context.id].num_pending > 0
 
     def _grower(self, context: Context, budget: int, stop: DraftStop | None = None) -> Grower:
-        return begin(
+        kept = self._growers.get(context.id)
+        if kept is not None and kept.budget == budget and not kept.tree.level and context.end is None:
+            return kept
+        grower = begin(
             self.config,
             context,
             budget,
@@ -164,6 +169,9 @@ class HiddenStateProposer(Proposer):
             greedy_temperature=SHARPER.temperature,
             stop=stop,
         )
+        if isinstance(grower, RankedTreeGrower) and grower.rank == self._greedy_rank and context.end is None:
+            self._growers[context.id] = grower
+        return grower
 
     def _greedy_rank(self, logits: Tensor, tree: Tree) -> Candidates:
         """Ranks the draft's own tokens; no distribution over the target's whole vocabulary is needed."""
@@ -180,13 +188,13 @@ class HiddenStateProposer(Proposer):
         """
         if len(context.tokens) > self.net.max_length:
             return
-        if context.id not in self._handles:
-            self._handles[context.id] = self.net.open()  # after a step that was abandoned: earlier states are missing
+        handle = self._handles.get(context.id)
+        if handle is None:  # after a step that was abandoned: earlier states are missing
+            handle = self._handles[context.id] = self.net.open()
         known = self._known.get(context.id, scores.first)
         # Where prompt tokens were scored as a draft, the last row is the newest token's: the token after it is unknown.
-        own = list(rows[known - scores.first : len(context.tokens) - 1 - scores.first])
+        own = rows[known - scores.first : len(context.tokens) - 1 - scores.first]
         if own:
-            handle = self._handles[context.id]
             if handle.num_pending > MAX_PENDING:
                 self.net.prefill(handle)
             tokens = context.tokens[known + 1 : known + 1 + len(own)]

@@ -248,11 +248,11 @@ class FeatureNet(DraftNet):
 
     def prefill(self, handle: HeadHandle, left: int = 0) -> None:
         """Computes pending rows without logits, in passes of bounded size, until at most ``left`` are pending."""
-        if len(handle.pending) <= left:
+        if handle.num_pending <= left:
             return
         fed = self._fed([handle])
-        while len(handle.pending) > left:
-            rows = min(PREFILL_ROWS, len(handle.pending) - left)
+        while handle.num_pending > left:
+            rows = min(PREFILL_ROWS, handle.num_pending - left)
             part = Handle(handle.slot, handle.tokens[: handle.cached + rows], handle.cached)
             now, fed = fed.split(rows) if isinstance(fed, TapRows) else (fed[:rows], fed[rows:])
             result = self._run(PassPlan.of([part], [Draft.empty()], [0], now), handle.outputs is not None)
@@ -270,9 +270,9 @@ class FeatureNet(DraftNet):
             between: features of rows behind those of each sequence.
         """
         taps = [rows for handle in handles for rows in handle.taps]
-        whole = self._runner.fuses and not between and all(rows.addressable for rows in taps)
-        if whole and not any(handle.fresh for handle in handles):
-            return TapRows.joined(taps)
+        whole = self._runner.fuses and not between and all([rows.addressable for rows in taps])
+        if whole and not any([handle.fresh for handle in handles]):
+            return taps[0] if len(taps) == 1 else TapRows.joined(taps)
         self._make_features(handles)
         parts = [[*handle.fresh, *between[i : i + 1]] for i, handle in enumerate(handles)]
         return torch.cat([rows for part in parts for rows in part])
@@ -322,7 +322,8 @@ class FeatureNet(DraftNet):
     def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
         assert self.vocabulary is not None
         for handle in handles:
-            self.prefill(handle, JOINT_ROWS)
+            if handle.num_pending > JOINT_ROWS:
+                self.prefill(handle, JOINT_ROWS)
         drafts, mask = [Draft.empty()] * len(handles), self.mask
         if mask is not None:
             drafts = [Draft.chain([mask[0]] * (request.levels - 1)) for request in requests]

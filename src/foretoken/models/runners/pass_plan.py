@@ -137,7 +137,7 @@ class TapRows:
     @property
     def addressable(self) -> bool:
         """Whether all states are float32 on the host."""
-        return all(isinstance(states, Tapped) or all(map(_addressable, states)) for states, _ in self.chunks)
+        return all([isinstance(states, Tapped) or all(map(_addressable, states)) for states, _ in self.chunks])
 
 
 def _addressable(states: Tensor) -> bool:

@@ -89,10 +89,16 @@ class ChainArrays:
         requests: The chains. Their ends have the same bounds.
         vocabulary: The tokens that may be drafted.
         foreseen: Whether the pass has the logits of all levels.
+
+    Attributes:
+        further: Number of rows behind those of each sequence; None for none.
+        widest: Number of rows of a level of all requests.
     """
 
     def __init__(self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, foreseen: bool) -> None:
-        count, self._vocabulary, self._foreseen = len(requests), vocabulary, foreseen
+        count, self.requests, self.vocabulary, self.foreseen = len(requests), requests, vocabulary, foreseen
+        self.further = None if foreseen else [request.rows + 1 for request in requests]
+        self.widest = sum([request.widest for request in requests])
         self._limits = array("i", [request.limit for request in requests])
         longest = self._longest = max(self._limits)
         self._end(requests)
@@ -130,7 +136,7 @@ class ChainArrays:
         """The specification, which points to arrays of this object."""
         inputs = (self._limits, self._floors, self._bases, self._slopes, self._bounds)
         results = (self._tokens, self._probabilities, self._parents, self._counts, self._tried)
-        ids, successors = self._vocabulary.ids, self._vocabulary.successors
+        ids, successors = self.vocabulary.ids, self.vocabulary.successors
         return ChainSpec(
             *(values.buffer_info()[0] for values in (*inputs, *results)),
             ctypes.addressof(self._samplers),
@@ -140,9 +146,9 @@ class ChainArrays:
             *((None, None) if successors is None else successors.addresses),
             self._longest,
             len(self._bounds) + 1,
-            self._vocabulary.size,
-            self._vocabulary.width,
-            self._foreseen,
+            self.vocabulary.size,
+            self.vocabulary.width,
+            self.foreseen,
         )
 
     def results(self) -> list[ModelChain]:
@@ -169,10 +175,10 @@ class ChainArrays:
 
     def _sampler(self, number: int, limit: int, draws: Draws) -> SamplerSpec:
         noise = array("Q", draws.keys) if draws.keys else array("d", draws.uniforms)
-        kept, rows = draws.kept.spec(self._vocabulary.size), None
+        kept, rows = draws.kept.spec(self.vocabulary.size), None
         self._held += [noise, kept]
         if draws.rows:
-            self._rows[number] = rows = torch.empty(limit, self._vocabulary.width)
+            self._rows[number] = rows = torch.empty(limit, self.vocabulary.width)
         return SamplerSpec(
             kept=ctypes.addressof(kept),
             noise=noise.buffer_info()[0],

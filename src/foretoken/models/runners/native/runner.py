@@ -133,8 +133,10 @@ class NativeRunner(Runner):
         self.computes_chains = self._state_shape() is None  # recurrent layers need a plan of every pass
         self.fuses = bool(self._spec.fused_layers)
         self._width = padded(self._architecture.vocab, UNIT)  # of rows of logits
-        self._chain_logits = torch.empty(0)  # memory of ``chains``
+        self._chain_logits = LogitRows(np.empty((0, 0), np.float32), 0, 0)  # memory of ``chains``
+        self._chain_taps: dict[int, BatchSpec] = {}  # passes whose memory for a layer's states ``chains`` uses
         self._kept_arrays: dict[tuple[object, ...], ChainArrays] = {}
+        self._last_arrays: ChainArrays | None = None
         self.threads = torch.get_num_threads()
 
     # the runner's interface
@@ -210,7 +212,7 @@ class NativeRunner(Runner):
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         outputs = len(plan.outputs) if logits else 0
         batch = self._batch(plan)
-        tapped = self._tapped(plan, batch, taps)
+        tapped = self._tapped(batch, taps)
         argmax = ranked = rows = None
         if outputs and plan.argmax_only:
             argmax = array("i", bytes(4 * outputs))
@@ -237,13 +239,15 @@ class NativeRunner(Runner):
         state: int | None = None,
         foreseen: bool = False,
     ) -> list[ModelChain]:
-        rows = max(len(plan.outputs), sum([request.widest for request in requests]))
-        if len(self._chain_logits) < rows:
-            self._chain_logits = torch.empty(rows, self._width)
-        batch = self._batch(plan, None if foreseen else [request.rows + 1 for request in requests])
-        batch.logits = self._chain_logits.data_ptr()
         chains = self._chain_arrays(requests, vocabulary, foreseen)
-        self._tapped(plan, batch, () if state is None else (state,))
+        rows, logits = max(len(plan.outputs), chains.widest), self._chain_logits
+        if len(logits.values) < rows:
+            values = np.empty((rows, self._width), np.float32)
+            logits = self._chain_logits = LogitRows(values, address(values), self._architecture.vocab)
+        batch = self._batch(plan, chains.further)
+        batch.logits = logits.address
+        if state is not None:
+            self._tap_again(batch, state)
         self._library.foretoken_chains(self._spec, batch, chains.spec, self._workspace, self.threads)
         return chains.results()
 
@@ -251,6 +255,9 @@ class NativeRunner(Runner):
         self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, foreseen: bool
     ) -> ChainArrays:
         """Returns the arrays of a call; those of drafts that only differ in their text are kept."""
+        last = self._last_arrays
+        if last is not None and last.vocabulary is vocabulary and last.foreseen is foreseen and last.requests == requests:
+            return last
         if any(request.draws or request.end for request in requests):
             return ChainArrays(requests, vocabulary, foreseen)
         shape = vocabulary.size, vocabulary.width, id(vocabulary.ids), foreseen
@@ -259,14 +266,24 @@ class NativeRunner(Runner):
             if len(self._kept_arrays) >= KEPT_ARRAYS:
                 self._kept_arrays.clear()
             self._kept_arrays[key] = ChainArrays(requests, vocabulary, foreseen)
-        return self._kept_arrays[key]
+        self._last_arrays = self._kept_arrays[key]
+        return self._last_arrays
 
-    def _tapped(self, plan: PassPlan, batch: BatchSpec, taps: Sequence[int]) -> Mapping[int, Tensor]:
+    def _tap_again(self, batch: BatchSpec, layer: int) -> None:
+        """Lets a pass write the states of a layer where the last such pass wrote them."""
+        kept = self._chain_taps.get(layer)
+        if kept is None or kept.rows < batch.rows:
+            kept = self._chain_taps[layer] = BatchSpec(rows=batch.rows)
+            kept.held = []
+            self._tapped(kept, (layer,))
+        batch.tap_layers, batch.taps, batch.tap_count = kept.tap_layers, kept.taps, 1
+
+    def _tapped(self, batch: BatchSpec, taps: Sequence[int]) -> Mapping[int, Tensor]:
         """Returns the hidden states that a pass will write."""
         if not taps:
             return {}
         layers = tuple(dict.fromkeys(taps))
-        tapped = Tapped(layers, np.empty((len(layers), len(plan.tokens), self._architecture.hidden), np.float32))
+        tapped = Tapped(layers, np.empty((len(layers), batch.rows, self._architecture.hidden), np.float32))
         batch.hold(tap_layers=array("i", layers), taps=array("Q", tapped.starts))
         batch.held.append(tapped)
         batch.tap_count = len(layers)
