@@ -46,7 +46,9 @@ class Rates:
         rates: Rates | None = self
         while rates is not None:
             for key in (cell,) if group is None else (cell, group):
-                counts = rates._counts.setdefault(key, [0.0, 0.0])
+                counts = rates._counts.get(key)
+                if counts is None:
+                    counts = rates._counts[key] = [0.0, 0.0]
                 if counts[1] >= rates._memory:
                     counts[0] *= 0.5
                     counts[1] *= 0.5
@@ -111,8 +113,8 @@ class PendingDraft:
 
     def follow(self, tokens: Sequence[int], rates: Rates | None = None) -> bool:
         """Follows the text as it is now and updates ``rates``. Returns whether nothing is left to learn."""
-        ids, children = self.draft.ids, self.draft.children
-        while below := children[self.at + 1]:
+        ids = self.draft.ids
+        while below := self.draft.below(self.at):
             if self.start + self.depth >= len(tokens):
                 return False
             token, match = tokens[self.start + self.depth], None
@@ -128,7 +130,7 @@ class PendingDraft:
 
     def missed(self, tokens: Sequence[int]) -> bool:
         """Returns whether the text left the draft before the draft's end. Valid after ``follow``."""
-        return bool(self.draft.children[self.at + 1]) and self.start + self.depth < len(tokens)
+        return bool(self.draft.below(self.at)) and self.start + self.depth < len(tokens)
 
 
 @dataclass(eq=False, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -79,32 +79,36 @@ class Worst:
         return length
 
 
-@dataclass(slots=True)
-class _Prefix:
-    """The first nodes in their order: expected accepted tokens, seconds of the step and of drafting, loss at worst."""
-
-    gain: float
-    seconds: float
-    worst: float
-
-
-def _prefixes(
-    candidates: LengthCandidates, nodes: Sequence[tuple[int, int]], batch: int, costs: CostModel
-) -> Iterator[_Prefix]:
-    """Yields the first 1, 2, ... nodes."""
-    worst, step, horizon = Worst(costs, batch), costs.step_seconds(batch), costs.tuning.horizon_steps
-    gain = rows = missed = 0.0
-    deepest = drafting_requests = 0
+def _best(
+    candidates: LengthCandidates,
+    nodes: Sequence[tuple[int, int]],
+    batch: int,
+    costs: CostModel,
+    allowed: float,
+    constant: bool,
+) -> tuple[int, float, float, float, float]:
+    """Returns the best number of nodes (0: none is affordable), accepted tokens, seconds, loss at worst, tokens/s."""
+    plain, step, between = costs.plain_seconds(batch), costs.step_seconds(batch), costs.drafting.between
+    horizon, best = costs.tuning.horizon_steps, (0, 0.0, 0.0, 0.0, -1.0)
+    gain = rows = missed = drafting = 0.0
+    deepest = requests = 0
     for number, (owner, rank) in enumerate(nodes, 1):
         gain += candidates.accepted[owner][rank]
         rows += candidates.exists[owner][rank]
-        deepest = max(deepest, rank + 1)
         if rank == 0:
-            drafting_requests += 1
+            requests += 1
             missed += candidates.missed[owner]
-        drafting = costs.drafting.between(deepest, drafting_requests)
+        if rank == 0 or rank >= deepest:
+            deepest = max(deepest, rank + 1)
+            drafting = between(deepest, requests)
+        worst = drafting + missed + max(0.0, step(batch + number) - plain)
+        if worst > allowed:
+            break
         seconds = drafting + missed / horizon + step(batch + rows)
-        yield _Prefix(gain, seconds, worst.seconds(number, drafting + missed))
+        rate = (batch + gain) / seconds if seconds else 0.0
+        if constant or rate > best[-1]:
+            best = number, gain, seconds, worst, rate
+    return best
 
 
 def allocate(
@@ -124,26 +128,18 @@ def allocate(
         early: Whether each request's drafts end early, so that they get the largest length that may be lost.
     """
     nodes, plain = candidates.nodes(), costs.plain_seconds(batch)
-    best, count, rate = None, 0, -1.0
-    for number, prefix in enumerate(_prefixes(candidates, nodes, batch, costs), 1):
-        if prefix.worst > allowed:
-            break
-        value = (batch + prefix.gain) / prefix.seconds if prefix.seconds else 0.0
-        if constant or value > rate:
-            best, count, rate = prefix, number, value
+    count, gain, seconds, worst, rate = _best(candidates, nodes, batch, costs, allowed, constant)
     none = [0.0] * len(candidates.caps)
-    if best is None:
+    added = (seconds - plain) / plain if plain else 0.0  # in plain steps
+    if not count or (not constant and gain < batch * (added + costs.tuning.margin_tokens)):
         return Allocation([0] * len(candidates.caps), none, none)
-    added = (best.seconds - plain) / plain if plain else 0.0  # in plain steps
-    if not constant and best.gain < batch * (added + costs.tuning.margin_tokens):
-        return Allocation([0] * len(candidates.caps), none, none)
-    lengths, worst = [0] * len(candidates.caps), best.worst
+    lengths = [0] * len(candidates.caps)
     for owner, _ in nodes[:count]:
         lengths[owner] += 1
     if any(early) and not constant:
         lengths, worst = _lengthened(lengths, candidates, early, batch, costs, allowed, worst)
     drafting = max(1, sum(length > 0 for length in lengths))
-    gain, price = best.gain / drafting, batch * added / drafting
+    gain, price = gain / drafting, batch * added / drafting
     gains = [gain if length else 0.0 for length in lengths]
     return Allocation(lengths, gains, [gain - price if length else 0.0 for length in lengths], worst, rate)
 

@@ -112,6 +112,10 @@ class Draft:
             lists[parent + 1].append(node)
         return tuple(map(tuple, lists))
 
+    def below(self, node: int) -> list[int]:
+        """Returns the children of one node in order, -1 for the root's."""
+        return [child for child in range(node + 1, len(self.parents)) if self.parents[child] == node]
+
     @cached_property
     def ancestors(self) -> Tensor:
         """The tree's attention mask, bool [n, n]: entry (i, j) is whether node j is node i or its ancestor."""

@@ -82,6 +82,13 @@ class Suffix(Proposer):
         )
         self._texts = ContextTexts()
         self._kernels = None if config.suffix_decoding_max_cached_requests else native.kernels()
+        self._search = CopySearch(
+            factor=config.suffix_decoding_max_spec_factor,
+            min_prob=config.suffix_decoding_min_token_prob,
+            depth=config.suffix_decoding_max_tree_depth,
+            limit=LIMIT,
+            top_k=config.top_k,
+        )
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
@@ -96,19 +103,11 @@ class Suffix(Proposer):
         self._texts.forget(context)
 
     def _draft(self, context: Context, budget: int) -> Draft:
-        config, depth = self.config, self.config.suffix_decoding_max_tree_depth
+        depth = self.config.suffix_decoding_max_tree_depth
         text = self._texts.of(context)
         if self._kernels is not None:
-            search = CopySearch(
-                text.address,
-                len(text),
-                config.suffix_decoding_max_spec_factor,
-                config.suffix_decoding_min_token_prob,
-                depth,
-                LIMIT,
-                budget,
-                config.top_k,
-            )
+            search = self._search
+            search.text, search.count, search.budget = text.address, len(text), budget
             tokens, parents, probs, length = self._kernels.copies(search)
             return CandidateTree(tokens, parents, probs).draft(length)
         tail, steps = text.tail(depth), min(budget, depth)

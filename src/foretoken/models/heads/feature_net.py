@@ -270,8 +270,8 @@ class FeatureNet(DraftNet):
             between: features of rows behind those of each sequence.
         """
         taps = [rows for handle in handles for rows in handle.taps]
-        whole = self._runner.fuses and not between and all([rows.addressable for rows in taps])
-        if whole and not any([handle.fresh for handle in handles]):
+        whole = self._runner.fuses and not between and all(rows.addressable for rows in taps)
+        if whole and not any(handle.fresh for handle in handles):
             return taps[0] if len(taps) == 1 else TapRows.joined(taps)
         self._make_features(handles)
         parts = [[*handle.fresh, *between[i : i + 1]] for i, handle in enumerate(handles)]

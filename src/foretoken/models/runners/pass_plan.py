@@ -128,7 +128,7 @@ class TapRows:
         for states, rows in self.chunks:
             if isinstance(states, Tapped):
                 step, starts = states.states.strides[1], states.starts
-                result.extend(start + row * step for row in rows for start in starts)
+                result.extend([start + row * step for row in rows for start in starts])
             else:
                 placed = [(state.data_ptr(), 4 * state.stride(0)) for state in states]
                 result.extend(start + row * step for row in rows for start, step in placed)
@@ -137,7 +137,7 @@ class TapRows:
     @property
     def addressable(self) -> bool:
         """Whether all states are float32 on the host."""
-        return all([isinstance(states, Tapped) or all(map(_addressable, states)) for states, _ in self.chunks])
+        return all(isinstance(states, Tapped) or all(map(_addressable, states)) for states, _ in self.chunks)
 
 
 def _addressable(states: Tensor) -> bool:

@@ -156,7 +156,7 @@ class ChainArrays:
         chains = []
         for number, (limit, count, tried) in enumerate(zip(self._limits, self._counts, self._tried, strict=True)):
             start = number * self._longest
-            if self._trees[number].width:
+            if self.requests[number].tree is not None:
                 nodes = slice(start, start + count)
                 chains.append(
                     ModelChain(
