@@ -256,7 +256,7 @@ class NativeRunner(Runner):
     ) -> ChainArrays:
         """Returns the arrays of a call; those of drafts that only differ in their text are kept."""
         last = self._last_arrays
-        if last is not None and last.vocabulary is vocabulary and last.requests == requests:
+        if last and last.vocabulary is vocabulary and last.foreseen is foreseen and last.requests == requests:
             return last
         if any(request.draws or request.end for request in requests):
             return ChainArrays(requests, vocabulary, foreseen)
