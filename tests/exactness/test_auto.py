@@ -91,7 +91,8 @@ def law(learned: Auto) -> tuple[dict[Text, float], set[str]]:
     seen: set[str] = set()
     suffix = learned.copies[0].proposer
     assert isinstance(suffix, Suffix)
-    kept = {id(part): part for part in (suffix.store, suffix._kernels)}  # empty with a thread of its own; code
+    shared = suffix.store, suffix._kernels, suffix._search  # the store is empty, each search sets its arguments
+    kept = {id(part): part for part in shared}
 
     def run(streams: Branching) -> Text:
         text, drafts = generate(deepcopy(learned, dict(kept)), streams, LENGTH)
