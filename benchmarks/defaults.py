@@ -100,7 +100,11 @@ def watches(llm: LLM) -> dict[str, Stopwatch]:
 
 
 def begun(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[Iterator[StreamPiece], int]:
-    """Starts completions. Returns what they write once each has its first tokens, and the number of unfinished ones."""
+    """Starts completions, and waits until each has its first tokens.
+
+    Returns:
+        The pieces that follow, and the number of unfinished completions.
+    """
     pieces, first, finished = llm.stream(list(prompts), params), set[int](), 0
     for piece in pieces:
         first.add(piece.request_id)

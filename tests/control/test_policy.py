@@ -377,6 +377,21 @@ def test_most_steps_of_a_request_that_drafts_nothing_are_not_observed() -> None:
     assert sum(map(bool, made.drafted)) <= 6 and observed < 0.4 * 512
 
 
+@pytest.mark.parametrize(("requests", "least", "most"), [(1, 64, 64), (8, 16, 16)])
+def test_an_idle_batch_decides_in_one_of_four_steps(requests: int, least: int, most: int) -> None:
+    made, decided = world(chance(0.0), step=PLAIN), set[int]()
+    for _ in range(requests):
+        made.add()
+    for _ in range(64):  # the first trials
+        made.decode()
+    due = made.controller._due
+    made.controller._due = lambda context: decided.add(made.controller.step) or due(context)
+    made.controller._drafted, trials = False, sum(map(bool, made.drafted))
+    for _ in range(64):
+        made.decode()
+    assert least <= len(decided) <= most + 4 * (sum(map(bool, made.drafted)) - trials)
+
+
 def test_the_slowdown_budget_fills_while_steps_are_not_observed() -> None:
     made = World(policy(8, 0.005, constant=True), chance(0.0))
     made.warm_up(made.controller.costs)
@@ -386,11 +401,13 @@ def test_the_slowdown_budget_fills_while_steps_are_not_observed() -> None:
     assert sum(map(bool, made.drafted)) > 4 and made.elapsed < 1.01 * made.plain
 
 
-def test_memory_is_watched_in_every_step() -> None:
+@pytest.mark.parametrize("requests", [1, 4])
+def test_memory_is_watched_in_every_step(requests: int) -> None:
     clock: list[int] = []
     watch = MemoryWatch(16, lambda: Memory(free=0, limit=2**30), clock=lambda: clock.append(1) or 0.0)
     made = World(policy(memory=watch), chance(0.0))
-    made.add()
+    for _ in range(requests):
+        made.add()
     for _ in range(64):
         made.decode()
     assert len(clock) == 64 and not any(made.drafted)

@@ -179,14 +179,13 @@ class DraftPolicy(Controller):
 
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         self.step += 1
-        budgets, due = [0] * len(contexts), not self.costs.plain_due(len(contexts))
-        held = due and self._holds(contexts)
-        if not held:
-            limits = caps(contexts, max_draft_tokens, self.max_tokens, self.memory)
-            budgets = requested(contexts, limits)
-            for i, context in enumerate(contexts) if due else ():
-                if context.depth is None and self._due(context):
-                    budgets[i] = limits[i]
+        limits = caps(contexts, max_draft_tokens, self.max_tokens, self.memory)
+        budgets, due = requested(contexts, limits), not self.costs.plain_due(len(contexts))
+        # One request's decision delays all requests, so a batch without drafts decides in one of a few steps.
+        held = not self._drafted and len(contexts) > 1 and self.step % self.tuning.hold_steps != 0
+        for i, context in enumerate(contexts) if due and not held else ():
+            if context.depth is None and self._due(context):
+                budgets[i] = limits[i]
         self.resting = due and not any(budgets) and (held or self.step % self.tuning.wait_steps != 0)
         if self.resting and self.ledger:
             self.ledger.add(self.ledger.income(self.costs, len(contexts)))
@@ -384,13 +383,6 @@ class DraftPolicy(Controller):
         if state is None:
             state = self._requests[context.id] = RequestDrafts(search_values=[*self._search_values])
         return state
-
-    def _holds(self, contexts: Sequence[Context]) -> bool:
-        """Returns whether nothing is decided in this step: a batch without drafts waits a few steps between decisions,
-        since the time of one request's decision delays all requests.
-        """
-        idle = not self._drafted and len(contexts) > 1 and self.step % self.tuning.hold_steps != 0
-        return idle and all(context.depth is None for context in contexts)
 
     def _due(self, context: Context) -> bool:
         """Returns whether any source may draft for a request in this step, after reading its new tokens."""

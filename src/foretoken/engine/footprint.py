@@ -246,7 +246,7 @@ def _drafters(config: SpeculativeConfig, target: Path) -> Iterator[tuple[str, Pa
             yield name, resolve(config.model), None
     elif method.takes_draft_model and name not in ("auto", "draft_model", "early_exit", "vocabulary"):
         yield name, _heads(name, None, target), None
-    elif config.method is None and target.is_dir():
+    elif config.method is None:
         for default in default_drafters(target)[:1]:
             yield default.method, _heads(default.method, default.model, target), None
 

@@ -22,7 +22,6 @@ Ids = NDArray[np.int32]
 BREAK = -1  # separates documents and pads both ends of a text; equals no token
 PAD = 64  # breaks beyond each end, so that no window has to be clipped
 LIMIT = 32  # maximum number of occurrences that are counted
-_FEW = 16  # tokens that are appended one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +128,7 @@ class GrowingText:
             grown = np.full(end + PAD + end // 2, BREAK, np.int32)
             grown[:start] = self._buffer[:start]
             self._hold(grown)
-        if len(tokens) > _FEW:
-            self._buffer[start:end] = tokens
-        else:  # without an array of these tokens
-            for place, token in enumerate(tokens, start):
-                self._buffer[place] = token
+        self._buffer[start:end] = tokens
         self._count += len(tokens)
 
     def find_matches(self, tail: Ids, steps: int, limit: int = LIMIT, min_length: int = 1) -> Matches:
