@@ -1,7 +1,5 @@
 """Fixtures that several rooms share: a tiny random pair with a real tokenizer."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """The proposer that drafts in an ``LLM``, inside of what bounds its drafts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from foretoken import LLM

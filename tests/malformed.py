@@ -1,7 +1,5 @@
 """Checkpoints of every kind that is loaded, small and whole, and changes that make their JSON files malformed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -9,8 +9,6 @@ It is for tests of what a process does. What it imports, how much memory it take
 with ``sys.executable``.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import gc

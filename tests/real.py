@@ -1,7 +1,5 @@
 """Real pretrained models in tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The bundled pair on real prompts: one text per seed, whatever the proposer, depth, batch or precision."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

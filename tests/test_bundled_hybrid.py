@@ -1,7 +1,5 @@
 """The bundled hybrid mixture of experts: one text per seed whatever drafts, and that of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The bundled encoder-decoders: one text per seed whatever drafts, and transformers' greedy text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

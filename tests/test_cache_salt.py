@@ -1,7 +1,5 @@
 """``SamplingParams.cache_salt`` from end to end: a request finds nothing of another salt's requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

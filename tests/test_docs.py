@@ -1,7 +1,5 @@
 """The documentation is run: its Python, its commands, its links, its list of packages."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Encoder-decoders through the facade: every proposer, both grades, ragged batches, and the target's law."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A failure planted in any member of a proposer changes no text: in ``LLM``, and in the server."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Our proposers behind vLLM's custom proposer class, called as vLLM calls it, by a small stand-in for its runner."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace

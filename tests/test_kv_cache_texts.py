@@ -1,7 +1,5 @@
 """Every text is that of plain decoding with the same KV cache, however it is written; int8 is a target of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

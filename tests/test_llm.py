@@ -1,7 +1,5 @@
 """The facade, on a tiny random pair with a real tokenizer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

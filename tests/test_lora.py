@@ -1,7 +1,5 @@
 """LoRA adapters through the facade: one text per request, whatever drafts and whatever shares the batch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ FORETOKEN_FUZZ_VALUES sets how many values every field takes, 1 by default; 100 
 chooses others.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

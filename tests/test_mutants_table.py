@@ -1,7 +1,5 @@
 """The mutants of benchmarks/mutants.toml fit the source, and planting one works. The benchmark runs all of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections import Counter

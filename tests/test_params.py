@@ -1,7 +1,5 @@
 """Sampling parameters: whatever is given is understood or refused, with one clear error."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A short form of ``benchmarks/request_fuzz.py``: random requests, drafted in a crowd and plain alone, are the same."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections import Counter

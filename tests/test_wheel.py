@@ -1,7 +1,5 @@
 """The wheel and the sdist: what is in them, and that an installed wheel runs where there is no compiler."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Omitted are those that no sample of texts shows, as roundings, and those that ot
 and parameters that a verifier never sees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

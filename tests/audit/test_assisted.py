@@ -1,7 +1,5 @@
 """transformers' assisted generation, as it comes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from time import monotonic
 

@@ -1,7 +1,5 @@
 """Audits of a toy: an engine whose law anyone can compute, honest or with an error planted."""
 
-from __future__ import annotations
-
 from time import monotonic
 
 from foretoken.audit.ours import Foretoken

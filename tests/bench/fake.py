@@ -1,7 +1,5 @@
 """A peer that counts: started like a real one, with no library behind it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

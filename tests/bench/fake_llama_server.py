@@ -1,7 +1,5 @@
 """Answers like ``llama-server``, counting upwards; speculation accepts two of three tokens."""
 
-from __future__ import annotations
-
 import json
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -1,7 +1,5 @@
 """The table of benchmarks: which cells run, what is kept, and what the table says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The order of the turns, the contents of the rows, and which systems are skipped with which reason."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The peers' processes: they answer, sleep between turns, fail in one line, and leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

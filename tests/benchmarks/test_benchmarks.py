@@ -1,7 +1,5 @@
 """Every benchmark runs for a few seconds on the bundled pair, so that none breaks unseen. Figures mean nothing here."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

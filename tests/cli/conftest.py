@@ -1,7 +1,5 @@
 """The command line in this process: arguments in; exit code, standard output and error out."""
 
-from __future__ import annotations
-
 import io
 import shlex
 import sys

@@ -1,12 +1,15 @@
-"""``foretoken audit`` on the tiny pair."""
-
-from __future__ import annotations
+"""``foretoken audit`` on the tiny pair, on a fake server, and on an engine that a fake server plays."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
+from tests.audit.endpoint.fake import Behaviour, serving
+from tests.audit.endpoint.tasks import PROMPTS
+from tests.audit.endpoint.test_engines import Fake, through
 
 from foretoken.audit import Audit, Check, CheckOutcome
+from foretoken.audit.endpoint.engines import EnginePair
 from foretoken.audit.subject import AuditSpeed
 from foretoken.cli.options import ModelOptions
 
@@ -71,3 +74,93 @@ def test_without_drafts_there_is_nothing_to_audit(run, pair):
 
 def test_help_names_the_exit_codes(run):
     assert "0 passed, 1 failed, 3 inconclusive" in " ".join(run("audit", "--help").out.split())
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return file
+
+
+@pytest.mark.slow
+def test_an_audit_writes_its_record_and_page(run, prompts, tmp_path):
+    output, page = tmp_path / "audit.json", tmp_path / "audit.html"
+    with serving(Behaviour()) as url:
+        files = ("--prompts", str(prompts), "--output", str(output), "--html", str(page))
+        result = run("audit", "--endpoint", url, "--model", "table", "--budget", "8ktokens", *files)
+    assert result.code == 0, result.out + result.err
+    record = json.loads(output.read_text())
+    assert record["outcome"] == "passed" and record["summary"] in result.out
+    assert "requests" in result.err and "(power 0.9)" in result.err  # before
+    assert record["subject"]["spent"]["speculative"]["requests"] > 0
+    spent = sum(side["tokens"] for side in record["subject"]["spent"].values())
+    assert spent == pytest.approx(record["subject"]["plan"]["tokens"], rel=0.2)
+    assert "structured output" in page.read_text() and "honoured" in page.read_text()
+    assert not output.with_name("audit.json.partial").exists()
+
+
+def test_costs_alone(run, prompts):
+    behaviour = Behaviour()
+    with serving(behaviour) as url:
+        dry = ("--endpoint", url, "--model", "table", "--budget", "20ktokens", "--prompts", str(prompts))
+        result = run("audit", *dry, "--dry-run", "--json")
+    assert result.code == 0 and json.loads(result.out)["plan"]["tokens"] == pytest.approx(20_000, rel=0.1)
+    assert len(behaviour.seen) < 10
+    assert f"{len(behaviour.seen)} requests and" in result.err and "are spent already" in result.err
+    assert json.loads(result.out)["plan"]["sent"]["requests"] == len(behaviour.seen)
+
+
+@pytest.mark.slow
+def test_an_audit_goes_on_where_it_stopped(run, prompts, tmp_path):
+    output = tmp_path / "audit.json"
+    with serving(Behaviour(trouble="fails", healthy=20)) as url:
+        words = ("--endpoint", url, "--model", "table", "--budget", "4ktokens", "--prompts", str(prompts))
+        first = run("audit", *words, "--output", str(output), "--retries", "0")
+        assert first.code == 3 and "inconclusive, because" in first.out
+        second = run("audit", *words, "--output", str(output), "--retries", "0")
+    assert second.code == 3
+    spent = json.loads(output.read_text())["subject"]["spent"]
+    assert sum(side["resumed"] for side in spent.values()) > 10
+    assert output.with_name("audit.json.partial").exists()
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """Options of an audit of vLLM, which a fake server plays."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    asked = []
+
+    @contextmanager
+    def started(name, model, config):
+        asked.append((name, str(model), config))
+        with serving(Behaviour()) as url:
+            yield EnginePair(name, "table", Fake(through(url, speculative_tokens=0)), Fake(through(url)))
+
+    monkeypatch.setattr("foretoken.audit.endpoint.engines.started", started)
+    return asked, ("--engine", "vllm", "--budget", "4ktokens", "--prompts", str(prompts))
+
+
+@pytest.mark.slow
+def test_an_engine_is_audited_like_a_server(run, words):
+    asked, options = words
+    result = run("audit", *options, "--model", "m", "--draft-model", "d", "--json")
+    record = json.loads(result.out)
+    assert result.code in (0, 3) and record["subject"]["server"] == "vllm", result.err
+    assert record["subject"]["endpoint"] == "vllm 1.0"
+    ((name, model, config),) = asked
+    assert (name, model, config.model, config.method_in_force) == ("vllm", "m", "d", "draft_model")
+    assert "generated tokens" in result.err
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ((), "vllm is audited with draft_model or ngram, not with 'auto'; name one"),
+        (("--speculative-config", '{"method": "none"}'), "there is nothing to audit: the method is 'none'"),
+    ],
+)
+def test_an_engine_needs_a_way_to_speculate(run, args, said):
+    result = run("audit", "--engine", "vllm", "--model", "m", *args)
+    assert result.code == 1 and said in result.err

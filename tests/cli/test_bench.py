@@ -1,13 +1,21 @@
-"""``foretoken bench`` on the tiny pair."""
-
-from __future__ import annotations
+"""``foretoken bench`` on the tiny pair; ``bench serve``: a server of ours under load, and its refusals."""
 
 import json
+import os
+import sys
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
+from foretoken.bench.http_load import LoadedServer, LoadResult, Percentiles
+from foretoken.bench.http_page import load_page, load_table, speedup_lines
+from foretoken.bench.http_workloads import filler, own
 from foretoken.bench.peers import registry
+from foretoken.bench.public_load import VllmLoadedServer
+from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.probe.answers import Arrival, Failed, ServerAnswer
 from foretoken.quantize import quantize_checkpoint
 
 REQUIRED = {
@@ -138,3 +146,137 @@ def test_a_tiny_cell_of_the_table(run, tiny_pair, nowhere, tmp_path):
     assert files[2].read_text().startswith("<!DOCTYPE html>")
     wrong = run("bench", "table", *short(tiny_pair), "--only", "telepathy")
     assert wrong.code and "the cells are: completion" in wrong.err
+
+
+def answered(began: float, times: list[float], tokens: int, **more: int) -> ServerAnswer:
+    arrivals = tuple(Arrival(time - began, None, 1) for time in times)
+    return ServerAnswer("", began=began, arrivals=arrivals, prompt_tokens=10, tokens=tokens, **more)
+
+
+def test_figures_of_answers() -> None:
+    answers = [answered(0, [1, 2, 4], 7, cached_tokens=5), answered(1, [4], 1), Failed("429: no")]
+    result = LoadResult.of("short", 2, answers, 4.0)
+    assert (result.requests, result.failed, result.error) == (3, 1, "429: no")
+    assert result.output_tokens_per_second == 2 and result.requests_per_second == 0.5
+    assert result.prompt_tokens == 10 and result.cached_share == 0.25
+    assert result.ttft is not None and result.ttft.p50 == 2 and result.itl is not None and result.itl.p50 == 1.5
+    assert result.tpot == Percentiles(0.5, 0.5, 0.5)
+    nothing = LoadResult.of("short", 2, [ServerAnswer("")], 1.0)
+    assert nothing.ttft is None and nothing.failed == 1 and nothing.error == "an answer had no text"
+    page = load_page({"date": "today"}, [result, nothing])
+    assert page.startswith("<!DOCTYPE html>") and "<svg" in page and "http" not in page.split("</style>")[1]
+    assert load_table([result, nothing]).row_count == 2
+
+
+def test_what_a_shared_beginning_gains() -> None:
+    def result(name: str, first: float) -> LoadResult:
+        return LoadResult.of(f"agents, {name}", 8, [answered(0, [first, 9], 3)], 9.0)
+
+    (line,) = speedup_lines([result("cold", 4.0), result("warm", 0.5)])
+    assert "8 at once: first token 8.0x sooner" in line and speedup_lines([result("cold", 1.0)]) == []
+
+
+def test_no_prompt_repeats_another() -> None:
+    assert own("x") != own("x") and own("") == "" and len(filler(1000)) == 3200
+
+
+@pytest.mark.parametrize("line", ["data: {", 'data: {"usage": {}}', "data: 3"])
+def test_an_event_that_is_not_openais_is_an_error_of_its_request(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.bench.http_load.listed_models", lambda url, key: [{"id": "m"}])
+    answering = httpx.MockTransport(lambda request: httpx.Response(200, text=f"{line}\n\n"))
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=answering))
+    result = LoadedServer("http://x", None, None, {}).run("short", ["a", "b"], 2)
+    assert (result.requests, result.failed) == (2, 2) and result.error
+
+
+def test_requests_take_the_lengths_of_answers_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.bench.http_load.listed_models", lambda url, key: [{"id": "m"}])
+    asked: list[int | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content).get("max_tokens"))
+        return httpx.Response(200, text="data: [DONE]\n\n")
+
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=httpx.MockTransport(answer)))
+    LoadedServer("http://x", None, None, {}, (8, 9)).run("short", ["a", "b", "c"], 1)
+    LoadedServer("http://x", None, None, {"max_tokens": 5}).run("short", ["a"], 1)
+    assert asked == [8, 9, 8, 5]
+
+
+PROGRAM = """#!{python}
+import json, sys
+words = sys.argv[1:]
+value = lambda name: words[words.index(name) + 1]
+prompts = [json.loads(line)["prompt"] for line in open(value("--dataset-path"), encoding="utf-8")]
+if "fail" in prompts:
+    sys.exit("cannot reach the server")
+assert words[:2] == ["bench", "serve"] and value("--num-prompts") == str(len(prompts)) and "--ignore-eos" in words
+record = {{"duration": 4.0, "ttfts": [1.0, 0.0], "itls": [[0.5, 0.5], []], "input_lens": [10, 10],
+           "output_lens": [6, 0], "errors": ["", "refused"]}}
+json.dump(record, open(value("--result-dir") + "/" + value("--result-filename"), "w"))
+"""
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path) -> VllmLoadedServer:
+    """A server that a program in the place of vLLM's loads."""
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("foretoken.bench.http_load.listed_models", lambda *_: [{"id": "m"}])
+    return VllmLoadedServer("http://x", None, None, {"max_tokens": 6, "temperature": 0.0}, "tokenizer")
+
+
+def test_figures_of_vllms_load_generator(loaded: VllmLoadedServer) -> None:
+    result = loaded.run("short", ["a", "b"], 2)
+    assert (result.requests, result.failed, result.error) == (2, 1, "refused")
+    assert result.output_tokens_per_second == 1.5 and result.ttft is not None and result.ttft.p50 == 1
+    assert result.itl is not None and result.itl.p99 == 0.5 and result.prompt_tokens == 10
+
+
+def test_a_generator_that_fails_or_is_missing(loaded: VllmLoadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ForetokenError, match="vllm bench serve failed: cannot reach the server"):
+        loaded.run("short", ["fail"], 1)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(InvalidRequest, match="no vllm program"):
+        VllmLoadedServer("http://x", None, None, {}, "tokenizer")
+
+
+@pytest.mark.usefixtures("preloaded_python")
+@pytest.mark.slow
+def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
+    files = tmp_path / "load.json", tmp_path / "load.html"
+    options = f"--model {tiny_pair.target} --draft-model {tiny_pair.draft} --dtype float32"
+    sizes = ("--long-tokens", "40", "--shared-tokens", "30", "--agents", "2", "--max-tokens", "4", "--requests", "1")
+    places = ("--output", str(files[0]), "--html", str(files[1]))
+    result = run("bench", "serve", "--server-options", options, "--concurrency", "1,2", *sizes, *places, "--json")
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
+    assert record == json.loads(files[0].read_text()) and "<svg" in files[1].read_text()
+    runs = [(each["workload"], each["concurrency"]) for each in record["results"]]
+    assert runs == [
+        *(("short", 1), ("short", 2), ("long", 1), ("long", 2), ("shared", 1), ("shared", 2)),
+        *(("agents, cold", 1), ("agents, warm", 1), ("agents, cold", 2), ("agents, warm", 2)),
+    ]
+    assert not any(each["failed"] for each in record["results"])
+    assert all(each["ttft"]["p50"] > 0 and each["output_tokens_per_second"] > 0 for each in record["results"])
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--workloads", "tiny"), "unknown workload 'tiny'; known: short"),
+        (("--generator", "wrk"), "unknown --generator 'wrk'; known: foretoken, vllm"),
+        (("--concurrency", "0"), "--concurrency must be positive integers"),
+        (("--url", "http://127.0.0.1:1"), "does not answer as OpenAI's API does"),
+        (("--url", "http://x", "--server-options", "-h"), "omit --url"),
+        (("--server-options", "--model /no/such"), "the server did not start: foretoken: error:"),
+    ],
+)
+@pytest.mark.usefixtures("preloaded_python")
+@pytest.mark.slow
+def test_what_it_refuses(run, arguments: tuple[str, ...], words: str) -> None:
+    result = run("bench", "serve", *arguments)
+    assert result.code == 1 and words in result.err and "Traceback" not in result.err

@@ -1,7 +1,5 @@
 """``foretoken chat``: lines through a pipe, commands, the conversation as a prompt, and keys at a terminal."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``foretoken demo`` on a tiny pair, and its two kinds of stage."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """``foretoken drafts``, and ``--draft-model auto``."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

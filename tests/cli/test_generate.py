@@ -1,7 +1,5 @@
 """``foretoken generate`` on a tiny pair."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

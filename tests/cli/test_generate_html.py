@@ -1,7 +1,5 @@
 """``foretoken generate --html``: the page of what was streamed."""
 
-from __future__ import annotations
-
 import json
 from html import unescape
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``foretoken info``: the facts that a bug report needs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """Exits of the command: help, version, usage, errors, signals."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Commands never write over their inputs or over artifacts of another kind, and replace their own only with --force."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

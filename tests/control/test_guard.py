@@ -1,7 +1,5 @@
 """The slowdown budget: whatever a proposer does, text takes hardly longer than without it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

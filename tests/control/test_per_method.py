@@ -1,7 +1,5 @@
 """Each request has the draft length of its method, settled when it is queued."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The draft policy: acceptance, lengths, minimum acceptance, copied text, trials."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Steps without models: their seconds and the outcome of drafts are functions, and a controller decides in them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,9 @@
-"""The choice of an instruction-set level."""
+"""Features of processors, and the choice of an instruction-set level."""
 
-from __future__ import annotations
-
+import ctypes
+import mmap
 import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native import cpu, processor
 from foretoken.core.native.build import KernelsUnavailable, require
+from foretoken.core.native.processor import Leaf, cpuid_at, from_cpuid, from_cpuinfo, from_sysctl, read_features
 
 
 @pytest.fixture
@@ -91,3 +93,68 @@ def test_the_reason_is_reported_without_levels(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cpu, "features", frozenset)
     with pytest.raises(KernelsUnavailable, match="avx2"):
         require()
+
+
+M1 = {"hw.optional.neon": 1, "hw.optional.arm.FEAT_DotProd": 1, "hw.optional.arm.FEAT_I8MM": 0}
+INTEL_MAC = {
+    **dict.fromkeys(("hw.optional.avx2_0", "hw.optional.fma", "hw.optional.f16c"), 1),
+    **{f"hw.optional.avx512{part}": 0 for part in ("f", "cd", "dq", "bw", "vl", "ifma", "vbmi")},
+}
+ZEN_4 = {  # an AMD EPYC
+    (0, 0): Leaf(0x10, 0x68747541, 0x444D4163, 0x69746E65),
+    (1, 0): Leaf(0xA10F11, 0x20800, 0xFFFA3203, 0x178BFBFF),
+    (7, 0): Leaf(0x1, 0xF1BF07AB, 0x405FC6, 0x10),
+    (7, 1): Leaf(0x20, 0, 0, 0),
+}
+WITH_AVX512, WITH_AVX, WITHOUT = 0xE7, 0x7, 0x3  # registers that the system saves
+
+
+def best(features: frozenset[str], machine: str) -> str:
+    """Returns the level that such a processor takes."""
+    return next(level.name for level in cpu.LEVELS if machine in level.machines and features >= level.features)
+
+
+@pytest.mark.parametrize(
+    ("answers", "machine", "level"), [(M1, "arm64", "neon-dotprod"), (INTEL_MAC, "x86_64", "avx2")]
+)
+def test_features_of_macos_are_read_by_sysctl(answers: dict[str, int], machine: str, level: str) -> None:
+    assert best(from_sysctl(answers.get), machine) == level
+
+
+@pytest.mark.parametrize(
+    ("saved", "level"), [(WITH_AVX512, "avx512-bf16"), (WITH_AVX, "avx2"), (WITHOUT, "generic")], ids=str
+)
+def test_on_windows_a_level_needs_the_registers_that_the_system_saves(saved: int, level: str) -> None:
+    assert best(from_cpuid(lambda *place: ZEN_4[place], saved), "AMD64") == level
+
+
+def test_old_processors_are_not_asked_for_unknown_leaves() -> None:
+    known = {(0, 0): Leaf(2, 0, 0, 0), (1, 0): Leaf(0, 0, 0, 0)}
+    assert from_cpuid(lambda *place: known[place], WITH_AVX) == frozenset()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="compares with Linux's list")
+def test_cpuid_reports_the_features_that_linux_lists() -> None:
+    try:
+        memory = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except OSError:
+        pytest.skip("no executable memory here")
+    listed = from_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), "x86_64")
+    saved = WITH_AVX512 if "avx512f" in listed else WITH_AVX if "avx" in listed else WITHOUT
+    found = from_cpuid(cpuid_at(ctypes.addressof(ctypes.c_char.from_buffer(memory))), saved)
+    assert found == {name for name in listed if name in processor._CPUID}
+
+
+@pytest.mark.parametrize(
+    ("system", "features"), [("darwin", {"asimd", "asimddp"}), ("win32", set()), ("linux", {"fp", "asimd"})]
+)
+def test_features_are_read_in_the_way_of_each_system(
+    system: str, features: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nFeatures\t: fp asimd\n", encoding="utf-8")
+    monkeypatch.setattr(processor, "Path", lambda _: info)
+    monkeypatch.setattr(processor, "sysctl", M1.get)
+    monkeypatch.setattr(platform, "machine", lambda: "ARM64" if system == "win32" else "arm64")
+    monkeypatch.setattr(sys, "platform", system)
+    assert read_features() == features

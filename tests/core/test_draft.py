@@ -1,7 +1,5 @@
 """Drafts as trees: what is derived from tokens and parents, and what is refused; acceptance by position."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A file or folder that is written atomically is there whole, or as it was before."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

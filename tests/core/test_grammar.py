@@ -1,7 +1,5 @@
 """Grammars of a sampling law: masked logits, distributions and refusals of single rows; schemas within schemas."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 

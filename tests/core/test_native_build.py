@@ -1,7 +1,5 @@
 """Compiling kernels: what is cached, what libraries share, and processes that need the same file at once."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -1,7 +1,5 @@
 """The sampling kernels compared with torch and numpy on the same numbers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

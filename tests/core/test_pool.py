@@ -1,14 +1,14 @@
-"""The pool of threads: each item once, loops in order, whatever the threads, callers and forks."""
-
-from __future__ import annotations
+"""The pool of threads: each item once, loops in order, whatever the threads, callers and forks; forked processes."""
 
 import ctypes
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from foretoken.core.forking import ForkServer
 from foretoken.core.native import build, status
 from foretoken.core.native.status import Status
 
@@ -93,3 +93,18 @@ def test_a_forked_process_has_a_pool_of_its_own(cases):
 def test_many_short_teams(cases):
     """A thread that comes late to a team finds it closed, or another one in its place."""
     assert all(cases.sums(2 + i % 3, 1 + i % 3, 6, 1, 0) == 0 for i in range(3000))
+
+
+SECONDS = 60.0  # of the program, unless it is ended
+
+
+@pytest.mark.slow
+def test_closing_does_not_wait_for_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still be importing, and has nothing to save."""
+    (tmp_path / "sleeping_program.py").write_text(f"import time\ntime.sleep({SECONDS})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = ForkServer("sleeping_program", lambda: None)
+    server.fork()
+    began = time.monotonic()
+    server.close()
+    assert time.monotonic() - began < SECONDS / 2 and server.pid is None

@@ -1,7 +1,5 @@
 """Random numbers: equal for equal addresses, independent for different ones, with the right distributions."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The number of threads and the free memory, from affinity, control groups, hybrid processors and the environment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

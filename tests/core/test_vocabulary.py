@@ -1,7 +1,5 @@
 """Work over a whole vocabulary: the kernels against torch operators, bit for bit where both compute the same."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

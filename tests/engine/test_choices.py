@@ -1,7 +1,5 @@
 """Choices: the tokens that can come, against a search through all of them and against llguidance."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """A failure in one request's own work ends that request alone; the others' texts are what they would have been."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

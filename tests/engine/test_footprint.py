@@ -1,7 +1,5 @@
 """Memory before loading: predicted against measured, and refused where it does not fit."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Grammars that take too much: they end their own request, and no other."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Shares of the memory for keys and values."""
 
-from __future__ import annotations
-
 import pytest
 
 from foretoken.core.errors import InvalidRequest

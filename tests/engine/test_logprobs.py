@@ -1,11 +1,12 @@
-"""Recorded log-probabilities are those of the target at each token's own place, whatever was drafted."""
-
-from __future__ import annotations
+"""Recorded log-probabilities are the target's at each token's position, and of its request alone."""
 
 from collections.abc import Sequence
+from math import log
+from typing import Any
 
 import pytest
 
+from foretoken import LLM, SamplingParams
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
@@ -82,3 +83,23 @@ def test_every_token_of_a_prompt_has_the_row_before_it(length: int) -> None:
     assert len(sequence.prompt_recorded) == length - 1
     for place, recorded in enumerate(sequence.prompt_recorded, start=1):
         check(recorded, prompt[:place], prompt[place], 2)
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_pieces_hold_the_log_probabilities_of_their_own_tokens(tiny_pair: Any, depth: int) -> None:
+    llm = LLM(tiny_pair.target, tiny_pair.target, dtype="float32")  # drafts for itself, so that blocks are accepted
+    params = SamplingParams(
+        max_tokens=20, seed=3, logprobs=2, explain=True, ignore_eos=True, speculative_tokens=depth, n=2
+    )
+    pieces = list(llm.stream("def greet(name):\n", params))
+    assert not depth or max(piece.step.accepted for piece in pieces) > 1
+    for piece in pieces:
+        assert piece.logprobs is not None and piece.explained is not None
+        assert len(piece.explained.emitted_prob) == len(piece.token_ids) or piece.output is not None
+        for token, entries, came in zip(piece.token_ids, piece.logprobs, piece.explained.emitted_prob, strict=False):
+            assert entries[token].logprob == pytest.approx(log(came), abs=1e-4)
+    for index in range(2):
+        own = [piece for piece in pieces if piece.index == index]
+        output = own[-1].output
+        assert output is not None
+        assert tuple(entries for piece in own for entries in piece.logprobs or ()) == output.logprobs

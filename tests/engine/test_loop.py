@@ -1,7 +1,5 @@
 """The loop's invariants, on exact toys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 

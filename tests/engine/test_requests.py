@@ -1,7 +1,5 @@
 """From sampling parameters to contexts: predictions, bad words and random numbers."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """The order of requests: pieces of prompts, bounds on memory, priorities, and texts that never change for any of it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

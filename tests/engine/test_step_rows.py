@@ -1,7 +1,5 @@
 """Steps have the tokens and log-probabilities that the verifier would choose, whatever fixed candidates are drafted."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Structured outputs: masks along drafted trees, and what is refused."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import re

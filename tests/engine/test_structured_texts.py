@@ -1,7 +1,5 @@
 """Texts of the bundled pair under schemas: valid, and the same with every proposer."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

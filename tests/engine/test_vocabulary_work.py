@@ -1,7 +1,5 @@
 """A step's work over a large vocabulary: kernels do it, torch operators only pass tensors on."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

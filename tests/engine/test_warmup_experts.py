@@ -1,7 +1,5 @@
 """The warm-up of a model with experts times passes over tokens that differ."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

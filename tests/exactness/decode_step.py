@@ -4,8 +4,6 @@ Distributions come from ``SamplingLaw`` with each node's own history, the verifi
 ``stream_for``. Only the networks are tables and the proposers a few lines each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache

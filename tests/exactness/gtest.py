@@ -5,8 +5,6 @@ n draws from a law at total variation delta have noncentrality at least 4 n delt
 that distance, not for a chosen one: about 18/delta^2 for 80 degrees of freedom, alpha 1e-3 and power 0.9.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from math import ceil, log

@@ -4,8 +4,6 @@ Each stands in for one part of a ``Pair``: its proposer, its target rows, its ve
 ``test_mutants`` shows that each is caught. An audit of another implementation should fail on them too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

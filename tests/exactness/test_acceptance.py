@@ -1,7 +1,5 @@
 """Every verifier's acceptance, by enumeration, is that of the papers' formula: p of the target, q of the draft, [V]."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The output distribution is the target's under the default method and its policy, and a late decision is caught."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Block drafters keep the target's law, enumerated: chains, trees and confidence stops. Planted mistakes do not."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """The output distribution is the target's with every controller; a controller that sees the coming draw biases it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The whole loop, enumerated: engine, proposer, models' caches, stopping and streams as a request meets them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

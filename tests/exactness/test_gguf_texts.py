@@ -1,7 +1,5 @@
 """GGUF files in four bits through the whole engine: every text is that of plain decoding, byte for byte."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The test's power is stated and held: with the draws made here, any law at total 
 the target's is found with probability 0.9 at alpha 1e-3.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 

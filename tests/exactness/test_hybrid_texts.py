@@ -1,7 +1,5 @@
 """Models with recurrent layers through the whole engine: every text is that of plain decoding, byte for byte."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

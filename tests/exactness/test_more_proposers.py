@@ -1,7 +1,5 @@
 """Token recycling, drafts with another tokenizer and mixtures: enumerated through the whole loop, and sampled."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Every planted mistake is detected, and the honest decode step beside it is not rejected."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from unittest import mock

@@ -3,8 +3,6 @@
 Enumerated through the whole engine. The end by an error counts as one more symbol, ``ERROR``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Sampling parameters and stop rules under speculation: each node has its own history, each text its end."""
 
-from __future__ import annotations
-
 import pytest
 
 from foretoken.core.sampling import SamplingLaw

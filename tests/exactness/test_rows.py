@@ -1,7 +1,5 @@
 """Rows that are computed when read: every verifier decides as it does over the whole tensor, and reads no more."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

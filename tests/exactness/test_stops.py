@@ -1,7 +1,5 @@
 """Drafts that end early keep the target's law, enumerated; a rule that looks at what it drew does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from unittest import mock

@@ -1,7 +1,5 @@
 """A grammar in the sampling distribution, enumerated: each node has its own restrictions, with every proposer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The trajectory grade: one text per seed, whatever was proposed, with the target's law."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Every verifier, enumerated through the production code: the law of the first tokens is the target's."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

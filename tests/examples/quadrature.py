@@ -1,7 +1,5 @@
 """Steps of one draft value, by quadrature: each decision of the verifier is taken both ways."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

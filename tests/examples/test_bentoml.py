@@ -1,7 +1,5 @@
 """The BentoML recipe as users start it: OpenAI's API by its own client, and the typed endpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

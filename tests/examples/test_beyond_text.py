@@ -1,7 +1,5 @@
 """The examples beyond text: their distribution is the target's, and a seed's image is the same with any draft."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

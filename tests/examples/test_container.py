@@ -1,7 +1,5 @@
 """The Containerfile against what it speaks of: files, pins, options, addresses. Running its steps takes minutes."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

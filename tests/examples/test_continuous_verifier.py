@@ -4,8 +4,6 @@ A stand-in stream answers each question both ways and notes the chances, so that
 without drawing anything. What is wrong on purpose must be found by the same checks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

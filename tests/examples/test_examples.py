@@ -1,7 +1,5 @@
 """Every example runs on the bundled pair and prints what it promises."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

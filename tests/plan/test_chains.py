@@ -1,7 +1,5 @@
 """Steps of a draft model's chains, given a text, against production verifiers; and the papers' printed tables."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

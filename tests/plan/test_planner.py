@@ -1,7 +1,5 @@
 """The planner as a whole on the tiny pair and on toys, and the parts of it that are arithmetic."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

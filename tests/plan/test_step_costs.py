@@ -1,7 +1,5 @@
 """Step times of the real engine on toys, whose clock is a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans for vLLM: what follows from runs, and the runs themselves with a stand-in for vLLM's process."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Requests: what is tried again, what is kept, what is distinguished."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """An acceptance head of random weights in the folder that ``foretoken train acceptance`` would write."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

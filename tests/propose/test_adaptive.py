@@ -1,7 +1,5 @@
 """Drafts and heads that learn from verified tokens: worse versions are rolled back, and no text changes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

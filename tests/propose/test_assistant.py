@@ -1,7 +1,5 @@
 """Assistants of Gemma 4 through the whole engine: every text is that of plain decoding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

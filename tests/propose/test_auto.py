@@ -1,7 +1,5 @@
 """The method "auto": what it drafts, what requests may choose, and that no text changes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

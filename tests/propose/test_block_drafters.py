@@ -1,7 +1,5 @@
 """DFlash and DSpark as proposers: one pass for each draft, and texts that do not depend on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A proposer's knowledge of one request shows in drafts of requests with the same ``cache_salt``, and in no others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chains that end where a token is reached with less than the minimum acceptance."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

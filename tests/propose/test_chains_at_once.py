@@ -1,7 +1,5 @@
 """A draft model drafts the same chains at once and level by level, whatever shares the step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

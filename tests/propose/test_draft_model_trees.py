@@ -1,7 +1,5 @@
 """Trees on the bundled pair: one text per seed, and more accepted than by chains of as many nodes."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

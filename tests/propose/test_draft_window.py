@@ -1,7 +1,5 @@
 """Drafters whose attention sees the newest tokens alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """EAGLE as a proposer: its input, its drafts, and that the text does not depend on them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

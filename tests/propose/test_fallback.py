@@ -1,7 +1,5 @@
 """Every member of a proposer may fail, and wrappers forward all of them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The same text whatever is proposed out of text: suffix, lookup, retrieval and prediction through the whole loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

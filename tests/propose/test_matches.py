@@ -1,14 +1,19 @@
-"""Occurrences against a plain search, in growing and in sorted text."""
-
-from __future__ import annotations
+"""Occurrences in text against a plain search, trees of their continuations, and drafts by lookup."""
 
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.core.context import Context
+from foretoken.core.law import PointMass
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.propose.continuations import candidate_tree
+from foretoken.propose.lookup import Lookup, LookupConfig
 from foretoken.propose.matches import BREAK, GrowingText, Matches
 from foretoken.propose.suffix_array import SuffixArray, sort_suffixes
 
@@ -129,3 +134,102 @@ def test_the_best_matches_of_several_texts():
     best = Matches.best([t.find_matches(ids([1, 2, 3]), 1) for t in (a, b)], 2)
     assert pairs(best) == [(3, (9,)), (2, (8,))]
     assert not len(Matches.best([], 4).lengths)
+
+
+ROWS = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=12)
+
+
+def node_paths(drafted) -> dict[tuple[int, ...], float]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(drafted.tokens, drafted.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return dict(zip(paths, drafted.probs, strict=True))
+
+
+def probabilities(rows) -> dict[tuple[int, ...], float]:
+    return {
+        path: share
+        for depth in (1, 2, 3)
+        for path in product(range(3), repeat=depth)
+        if (share := sum(row[:depth] == path for row in rows) / len(rows)) > 0
+    }
+
+
+@given(ROWS, st.integers(1, 20), st.integers(1, 3))
+def test_the_likeliest_nodes_with_their_shares(rows, budget, steps):
+    drafted = candidate_tree(Counter(rows), budget, steps, top_k=3)
+    every = {path: p for path, p in probabilities(rows).items() if len(path) <= steps}
+    chosen = node_paths(drafted)
+    assert len(chosen) == len(drafted.tokens) == min(budget, len(every))
+    assert all(p == pytest.approx(every[path]) for path, p in chosen.items())
+    assert sorted(chosen.values()) == pytest.approx(sorted(every.values())[-len(chosen) :])
+    assert isinstance(drafted.draft().law, PointMass)
+
+
+@given(ROWS)
+def test_one_child_each_makes_a_chain_of_commonest_tokens(rows):
+    drafted = candidate_tree(Counter(rows), 10, 3, top_k=1)
+    assert drafted.draft().is_chain
+    matching = rows
+    for depth, token in enumerate(drafted.tokens):
+        counts = Counter(row[depth] for row in matching)
+        assert counts[token] == max(counts.values())
+        matching = [row for row in matching if row[depth] == token]
+
+
+def test_ended_continuations_count_but_are_not_drafted():
+    drafted = candidate_tree({(1, -1): 3.0, (1, 2): 1.0}, 8, 8, 4)
+    assert (drafted.tokens, drafted.probs) == ([1, 2], [1.0, 0.25])
+    assert candidate_tree({(1, -1): 3.0, (1, 2): 1.0}, 8, 8, 4, min_prob=0.3).tokens == [1]
+
+
+def test_no_continuations_make_an_empty_tree():
+    assert len(candidate_tree({}, 4, 4, 4).draft()) == 0
+    assert len(candidate_tree({(-1,): 1.0}, 4, 4, 4).draft()) == 0
+
+
+def context(tokens: list[int]) -> Context:
+    return Context(0, tokens, len(tokens), SamplingLaw(), Streams(0))
+
+
+def drafted(tokens: list[int], budget: int, config: LookupConfig | None = None) -> tuple[int, ...]:
+    return Lookup(config).propose([context(tokens)], [budget])[0].ids
+
+
+def test_the_longest_match_wins_over_a_later_short_one() -> None:
+    assert drafted([1, 2, 3, 9, 9, 3, 7, 1, 2, 3], 2) == (9, 9)
+
+
+def test_the_latest_occurrence_wins() -> None:
+    assert drafted([5, 1, 5, 2, 5], 1) == (2,)
+
+
+def test_periodic_text_continues_its_period() -> None:
+    assert drafted([1, 2, 1, 2], 5) == (1, 2, 1, 2, 1)
+
+
+def test_texts_without_a_match_are_not_drafted_for() -> None:
+    assert drafted([1, 2, 3], 4) == ()
+    assert drafted([1], 4) == ()
+    assert drafted([1, 1], 0) == ()
+
+
+def test_the_minimum_match_length_holds() -> None:
+    assert drafted([4, 1, 5, 1], 2, LookupConfig(2, 3)) == ()
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8))
+def test_incremental_equals_from_scratch_and_a_plain_search(tokens: list[int], budget: int) -> None:
+    lookup = Lookup()
+    live = context([])
+    for token in tokens:
+        live.tokens.append(token)
+        draft = lookup.propose([live], [budget])[0]
+    assert isinstance(draft.law, PointMass)
+    assert draft.ids == drafted(tokens, budget)
+    for length in range(min(4, len(tokens)), 0, -1):
+        ends = [e for e in range(length, len(tokens)) if tokens[e - length : e] == tokens[-length:]]
+        if ends:
+            assert draft.ids[0] == tokens[ends[-1]]
+            return
+    assert draft.ids == ()

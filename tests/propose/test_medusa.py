@@ -1,7 +1,5 @@
 """Medusa and blockwise heads: the nets against plain torch, their drafts, and that nothing they draft shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

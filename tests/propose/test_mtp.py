@@ -1,7 +1,5 @@
 """MTP layers as a proposer: no text depends on them, whatever is cached, preempted or batched."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

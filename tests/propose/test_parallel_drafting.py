@@ -1,7 +1,5 @@
 """Draft models that predict all positions in one pass (PARD): what they draft, and that texts stay the target's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Each request uses the method that it names; a failing one does not affect the text."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 

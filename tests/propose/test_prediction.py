@@ -1,7 +1,5 @@
 """Following a reference text through edits."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafting in a thread, a process and a Ray actor through the configuration, and the messages in between."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafting on another worker, ahead of verdicts: the same drafts and the same text as one worker, whatever happens."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

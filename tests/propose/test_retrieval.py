@@ -1,7 +1,5 @@
 """A datastore on disk, and drafts out of it."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scores of draft tokens: their names, their values, and the chains that they end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

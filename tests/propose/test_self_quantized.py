@@ -1,7 +1,5 @@
 """The target's own weights at fewer bits draft from the target's KV cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The union of several sources: one tree of fixed candidates, or a model's sampled chain in its place."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens that a model has no embedding for: a draft model skips their sequence, a target refuses them by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

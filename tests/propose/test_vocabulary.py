@@ -1,7 +1,5 @@
 """Tokenizers as bytes, and drafts that have another one."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A draft model must have the target's tokens, whatever the formats of both checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models whose use a test can observe."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

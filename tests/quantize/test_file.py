@@ -1,7 +1,5 @@
 """GGUF files that are written: the same model, tokenizer and types as llama.cpp's own tools make."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

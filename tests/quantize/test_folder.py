@@ -1,7 +1,5 @@
 """Folders of quantized checkpoints: compressed-tensors reads the same numbers, and our loader the same model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

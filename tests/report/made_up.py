@@ -1,7 +1,5 @@
 """Invented records in the form of plan, audit and benchmark, and steps of an invented text."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A page as a browser would show it, and a check that it fetches nothing."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 

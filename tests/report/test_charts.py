@@ -1,7 +1,5 @@
 """Charts: points are at their values, and no value breaks a chart."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """The pages of a plan, an audit and a benchmark: whole, offline, escaped, and saying what the records say."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from xml.etree import ElementTree

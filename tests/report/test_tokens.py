@@ -1,7 +1,5 @@
 """A text token by token: origins, probabilities and steps are those of the engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The script that trained the bundled encoder-decoder pair, loaded once for all tests."""
 
-from __future__ import annotations
-
 from foretoken.cli.train import repair_script
 
 repair = repair_script()

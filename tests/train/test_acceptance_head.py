@@ -1,7 +1,5 @@
 """The acceptance head: what it is taught, trained and stored at a tiny size, in the form that the stop loads."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import count

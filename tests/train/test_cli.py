@@ -1,7 +1,5 @@
 """The commands, through the command line's own parser."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Text that a target writes from nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """GGUF files as targets of training, widening and conversion: a bfloat16 copy in the cache takes their place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads, end to end at a tiny size: trained, resumed, stored in the form that proposers load."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

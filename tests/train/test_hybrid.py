@@ -1,7 +1,5 @@
 """The hybrid mixture of experts: its parts are those of transformers, and what is trained loads there and here."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trained MTP layer is put into its target's checkpoint, and the whole then drafts with it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

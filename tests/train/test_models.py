@@ -1,7 +1,5 @@
 """Target, draft and cards, end to end at a tiny size."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import islice

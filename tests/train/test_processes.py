@@ -1,7 +1,5 @@
 """Two processes that train together, over gloo."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Heads for a widened target guess there what the narrow ones guess on the narrow target."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

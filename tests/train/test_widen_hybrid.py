@@ -1,7 +1,5 @@
 """A widened hybrid computes what the source computes, its MTP layer drafts the same, and routers choose as before."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

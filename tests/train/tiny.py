@@ -1,7 +1,5 @@
 """Sizes that train in a blink."""
 
-from __future__ import annotations
-
 from foretoken.train.config import TrainConfig
 from foretoken.train.shapes import LlamaShape
 

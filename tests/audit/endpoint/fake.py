@@ -3,8 +3,6 @@
 Tokens are characters. A request with ``"speculative_tokens": 0`` is decoded plainly and never wrong.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

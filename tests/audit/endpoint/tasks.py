@@ -1,7 +1,5 @@
 """Tasks on the fake server, without a whole audit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

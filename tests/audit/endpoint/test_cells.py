@@ -1,7 +1,5 @@
 """Audits of a server without one: cells of distributions, two hypotheses of a parameter, sizes of samples."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

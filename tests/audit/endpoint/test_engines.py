@@ -1,7 +1,5 @@
 """Engines in processes of their own, asked like servers."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine of known cost and acceptance: as waves on a clock of its own, and as a server that streams."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

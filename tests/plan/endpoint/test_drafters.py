@@ -1,7 +1,5 @@
 """Other drafters on a server's texts: those that copy, and models from checkpoints here."""
 
-from __future__ import annotations
-
 import pytest
 
 from foretoken import zoo

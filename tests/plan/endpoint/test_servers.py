@@ -1,7 +1,5 @@
 """Plans of a server that streams: what fails, stalls or limits gives no plan but a reason, and a plan goes on later."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A plan recovers the truth of a simulated engine of known cost and acceptance, and refuses to guess."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafting on another machine, predicted from the rows of a plan."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

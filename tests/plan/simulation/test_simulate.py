@@ -1,7 +1,5 @@
 """Simulated workers against the closed forms, and against what the papers say of their strategies."""
 
-from __future__ import annotations
-
 import math
 import sys
 from itertools import product

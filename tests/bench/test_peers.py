@@ -1,17 +1,18 @@
-"""llama.cpp as a peer: the server's arguments, its answers, its end; and the files that are made for it."""
-
-from __future__ import annotations
+"""llama.cpp and vLLM as peers: arguments, environment, answers, end, and converted files. Neither is needed."""
 
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from foretoken.bench.peers import export, llamacpp, registry
-from foretoken.bench.peers.protocol import PeerRequest, Setup
+from foretoken.bench.peers import vllm as vllm_peer
+from foretoken.bench.peers.protocol import ApiRequest, PeerRequest, Setup
+from foretoken.bench.peers.vllm import speculation
 from foretoken.core.errors import ModelLoadError
 
 FAKE = Path(__file__).with_name("fake_llama_server.py")
@@ -135,3 +136,48 @@ def test_gguf_files_are_made_once(tools, tiny_pair):
 def test_missing_tools_are_named(tiny_pair, own_cache):
     with pytest.raises(ModelLoadError, match=r"llama.cpp's tools.*`make peers`"):
         export.gguf(tiny_pair.target, "Q4_0")
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (Setup("vllm", "plain", "t"), None),
+        (
+            Setup("vllm", "draft_model", "t", "d", depth=4, options=(("tree", '"ranked"'),)),
+            {"method": "draft_model", "model": "d", "num_speculative_tokens": 4},
+        ),
+        (
+            Setup("vllm", "ngram", "t", depth=2, options=(("prompt_lookup_max", "3"),)),
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        ),
+        (
+            Setup("vllm", "eagle3", "t", "h", depth=8, options=(("parallel_drafting", "true"),)),
+            {"method": "eagle3", "model": "h", "num_speculative_tokens": 8, "parallel_drafting": True},
+        ),
+    ],
+    ids=lambda value: value.method if isinstance(value, Setup) else "",
+)
+def test_a_method_has_vllms_keys(setup: Setup, expected: dict[str, object] | None) -> None:
+    assert speculation(setup) == expected
+
+
+@pytest.mark.parametrize("left, ends", [(True, SystemExit), (False, RuntimeError)])
+def test_a_step_that_fails_ends_the_process_if_requests_are_left(
+    monkeypatch: pytest.MonkeyPatch, left: bool, ends: type[BaseException]
+) -> None:
+    """They would never finish, and every later request would wait for them."""
+
+    class Broken:
+        llm_engine = SimpleNamespace(has_unfinished_requests=lambda: left)
+
+        def get_metrics(self) -> list[object]:
+            return []
+
+        def generate(self, *arguments: object, **options: object) -> None:
+            raise RuntimeError("max(): expected a dimension")
+
+    vllm = SimpleNamespace(__version__="0", SamplingParams=dict)
+    monkeypatch.setattr(vllm_peer, "engine", lambda setup, config, **options: (Broken(), vllm))
+    complete, _ = vllm_peer.load_api(Setup("vllm", "plain", "t"))
+    with pytest.raises(ends, match="expected a dimension"):
+        complete(ApiRequest([{"prompt": "a"}]))
