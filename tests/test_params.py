@@ -86,6 +86,8 @@ def test_numbers_out_of_bounds_are_refused_by_name(name: str) -> None:
         ("stop_token_ids", [None]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [2**32]),
+        ("acceptance_stop", ["loop"]),
+        ("acceptance_stop", "repetition"),
         ("allowed_token_ids", 5),
         ("allowed_token_ids", []),
         ("allowed_token_ids", [-1]),

@@ -141,6 +141,10 @@ class GenerationRow:
             return "length" if self.tokens_left <= 0 else "stop"
         return None
 
+    def alarmed(self, kind: str) -> str | None:
+        """See ``Stopping``."""
+        return None
+
 
 # running
 

@@ -96,7 +96,7 @@ class CompletionOutput:
         index: Number of the completion in its request.
         text: The generated text.
         token_ids: The generated tokens.
-        finish_reason: "stop", "length" or "abort".
+        finish_reason: "stop", "length", "abort", or a kind of ``SamplingParams.acceptance_stop``.
         stop_reason: The stop string or stop id that ended the text, if any.
         logprobs: Log-probabilities of ``token_ids`` by token id, if requested.
         stats: Statistics of speculation.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from foretoken.core.acceptance_run import KINDS
 from foretoken.core.checks import MAX_SEED, MIN_SEED, integer, is_integer, is_number, shown
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.exactness import Exactness
@@ -60,6 +61,9 @@ class SamplingParams:
         cache_salt: Requests share the prefix cache and the proposers' stores only with requests of the same salt, as in
             vLLM. Requests without a salt share among themselves.
         lora: Name of the loaded LoRA adapter that computes the request. None is the model without an adapter.
+        acceptance_stop: Kinds of improbable runs of acceptance that end the output, with the kind as its finish reason:
+            ``"repetition"`` (512 draft tokens accepted in a row, in text that repeats itself), ``"all_accepted"`` (the
+            same in other text), ``"none_accepted"`` (256 rejected drafts in a row). The length then depends on drafts.
         explain: Whether every piece has the target's and the draft's probability of each draft token. See
             ``StreamPiece``.
 
@@ -95,6 +99,7 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = None
     cache_salt: str | None = None
     lora: str | None = None
+    acceptance_stop: Sequence[str] | None = None
     explain: bool = False
 
     def __post_init__(self) -> None:
@@ -248,6 +253,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prediction": (lambda v: isinstance(v, Sequence) and not isinstance(v, bytes), "a text or a list of token ids"),
     "speculative_method": (lambda v: isinstance(v, str), "the name of a method that was loaded"),
     "lora": (lambda v: isinstance(v, str), "the name of an adapter that was loaded"),
+    "acceptance_stop": (lambda v: _texts(v) and {*v} <= {*KINDS}, f"a list of {', '.join(map(repr, KINDS))}"),
 }
 _STRUCTURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "json": ("a JSON schema: a dict, True, or its JSON", lambda v: isinstance(v, Mapping | str | bool)),

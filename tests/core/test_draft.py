@@ -1,21 +1,27 @@
-"""Drafts as trees: what is derived from tokens and parents, and what is refused; acceptance by position."""
+"""Drafts as trees: what is derived from tokens and parents, and what is refused; acceptance by position,
+and runs of it."""
+
+import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.core.acceptance_run import AcceptanceRun
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass, Sampled
 from foretoken.core.positions import PositionCounts
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
+from foretoken.core.verdict import Verdict
 
 # 0 ─ 1 ─ 3
 #   └ 2   5
 # 4
 TREE = Draft.tree([10, 11, 12, 13, 14, 15], (-1, 0, 0, 1, -1, 2))
+LOOP, COPY = [7, 8, 9] * 200, [*range(600)]  # texts
 
 
 @st.composite
@@ -112,3 +118,32 @@ def test_sums_are_of_any_lengths():
     one.merge(other)
     assert one == PositionCounts([2, 1], [2, 0])
     assert PositionCounts([0.0], [0.0]).rates == (0.0,)
+
+
+def alarms(accepted: list[int], text: list[int], drafted: int = 4) -> list[tuple[int, str]]:
+    """Returns the steps that end with an alarm. accepted: number of accepted tokens of each step's chain."""
+    run, draft = AcceptanceRun(), Draft.chain(range(drafted))
+    kinds = [run.add(draft, Verdict(tuple(range(count)), 9), text) for count in accepted]
+    return [(step, kind) for step, kind in enumerate(kinds) if kind]
+
+
+def test_long_runs_are_found_once() -> None:
+    assert alarms([4] * 300, LOOP) == [(127, "repetition")]  # 512 tokens
+    assert alarms([4] * 300, COPY) == [(127, "all_accepted")]
+    assert alarms([0] * 300, COPY) == [(255, "none_accepted")]
+    assert alarms([*[4] * 127, 3, *[4] * 127, 0, *[0] * 254], LOOP) == []
+    assert alarms([*[0] * 256, 4, *[0] * 256], COPY) == [(255, "none_accepted"), (512, "none_accepted")]
+
+
+def test_a_path_that_ends_above_a_leaf_ends_a_run() -> None:
+    run, tree = AcceptanceRun(), Draft.tree([1, 2, 3], (-1, -1, 0))
+    paths = itertools.chain([(0, 2)] * 255, [(0,)], [(1,)] * 511)
+    assert not any(run.add(tree, Verdict(path, 9), LOOP) for path in paths)
+    assert run.add(tree, Verdict((1,), 9), LOOP) == "repetition"
+
+
+def test_steps_without_a_draft_do_not_end_a_run() -> None:
+    run, draft, empty = AcceptanceRun(), Draft.chain([1] * 256), Draft.empty()
+    assert run.add(draft, Verdict(tuple(range(256)), 9), COPY) is None
+    assert run.add(empty, Verdict((), 9), COPY) is None
+    assert run.add(draft, Verdict(tuple(range(256)), 9), COPY) == "all_accepted"

@@ -34,6 +34,9 @@ class Length:
         self.tokens_left -= 1
         return "stop" if token == self.end else "length" if self.tokens_left == 0 else None
 
+    def alarmed(self, kind: str) -> str | None:
+        return None
+
 
 def context(
     identifier: int, seed: int, grade: Exactness, depth: int | None = None, temperature: float = 1.0

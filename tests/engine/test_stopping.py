@@ -204,3 +204,12 @@ def test_an_unfinished_character_comes_out_at_the_end(tokenizer: Any) -> None:
     got = pieces(tokenizer, ids, prompt=[])
     assert set(got[:-1]) == {""}
     assert got[-1] == tokenizer.decode(ids)
+
+
+def test_alarms_end_the_text_as_the_request_says(tokenizer: Any) -> None:
+    stopping = make(tokenizer, acceptance_stop=("repetition",), min_tokens=2)
+    stopping.push(5)
+    assert stopping.alarmed("repetition") is None  # min_tokens
+    stopping.push(6)
+    assert stopping.alarmed("none_accepted") is None
+    assert stopping.alarmed("repetition") == stopping.finish_reason == "repetition"

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as strict_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from foretoken.core.acceptance_run import KINDS
 from foretoken.core.draft import Draft
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
@@ -157,23 +158,10 @@ def test_a_rejected_leaf_was_not_verified_further(metrics: Metrics) -> None:
     assert "foretoken:spec_decode_num_verified_tokens_per_pos_total{position=1}" not in values
 
 
-def test_long_runs_of_accepted_and_of_rejected_drafts_are_counted_once(metrics: Metrics) -> None:
-    def counted() -> tuple[float, ...]:
-        name = "foretoken:spec_decode_alarms_total"
-        return tuple(shown(metrics)[key] for key in sorted(shown(metrics)) if key.startswith(name))
-
-    for number in range(200):
-        metrics.on_steps([chain(4, 4, sequence=1), chain(4, 0, sequence=2), chain(4, 4 - number % 2, sequence=3)])
-        metrics.on_steps([chain(0, 0, sequence=1)])
-        if number == 62:
-            assert counted() == (0, 0)
-        if number == 63:
-            assert counted() == (0, 1)  # 256 tokens rejected in a row
-    assert counted() == (1, 1)
-    metrics.on_steps([chain(4, 4, sequence=2)])
-    for _ in range(64):
-        metrics.on_steps([chain(4, 0, sequence=2)])
-    assert counted() == (1, 2)
+def test_alarms_are_counted_by_kind(metrics: Metrics) -> None:
+    metrics.on_steps([replace(chain(4, 4), alarm="repetition"), chain(4, 4)])
+    name = "foretoken:spec_decode_alarms_total{kind=%s}"
+    assert [shown(metrics)[name % kind] for kind in KINDS] == [1, 0, 0]
 
 
 def test_methods_are_told_apart() -> None:

@@ -19,8 +19,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM, zoo
+from foretoken.core.errors import InvalidRequest
 from foretoken.serve.errors import ApiError
 from foretoken.serve.prompts import FORMATS, fill_in_prompt
+from foretoken.serve.settings import ServerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
@@ -195,3 +197,33 @@ def test_ping_and_what_is_not_served(server: Running) -> None:
     assert httpx.get(f"{server.url}/ping").json() == httpx.post(f"{server.url}/ping").json() == {"status": "ok"}
     got = httpx.post(f"{server.url}/v1/embeddings", json={"input": "x", "model": "stdlib"})
     assert got.status_code == 404 and "generates text" in got.json()["error"]["message"]
+
+
+def test_acceptance_stop_ends_loops_under_its_own_finish_reason(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretoken.core.acceptance_run._ACCEPTED", 32)
+    llm = LLM(zoo.path("draft"), speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    token = llm.tokenizer.convert_tokens_to_ids("a")
+    loop = {"allowed_token_ids": [token], "speculative_method": "ngram", "temperature": 0, "ignore_eos": True}
+    messages = {"messages": [{"role": "user", "content": "def f(x):"}]}
+    body = {**PROMPT, **loop, "max_tokens": 200}
+    assert server.post(body).json()["choices"][0]["finish_reason"] == "length"
+    choice = server.post(body | {"acceptance_stop": ["repetition"]}).json()["choices"][0]
+    assert choice["finish_reason"] == "repetition" and 32 < len(choice["text"]) < 64
+    error = error_of(server.post(body | {"acceptance_stop": ["loop"]}), 400)
+    assert error["param"].startswith("acceptance_stop")
+
+    with running(llm, ServerSettings(acceptance_stop="none_accepted,repetition")) as stopping:
+        reasons = {
+            "chat/completions": lambda answer: answer["choices"][0]["finish_reason"],
+            "messages": lambda answer: answer["stop_reason"],
+            "responses": lambda answer: answer["incomplete_details"]["reason"],
+        }
+        for path, reason in reasons.items():
+            limit = "max_output_tokens" if path == "responses" else "max_tokens"
+            form = {"input": "def f(x):"} if path == "responses" else messages
+            assert reason(stopping.post({**form, **loop, limit: 200}, path).json()) == "repetition"
+            assert reason(stopping.post({**form, **loop, limit: 8}, path).json()) != "repetition"
+    with pytest.raises(InvalidRequest, match="--acceptance-stop 'loop'; expected some of repetition"):
+        ServerSettings(acceptance_stop="loop")

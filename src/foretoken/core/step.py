@@ -48,8 +48,10 @@ class StepOutput:
         verdict: The verifier's decision.
         tokens: Emitted tokens: the accepted path and the target's token, cut at EOS, stop or max_tokens.
         timings: Times of the step.
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None for an unfinished sequence.
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, one of ``acceptance_run.KINDS``, or None for
+            an unfinished sequence.
         budget: Number of draft tokens that the proposer was asked for.
+        alarm: Kind of an improbable run of acceptance that became long in this step, one of ``acceptance_run.KINDS``.
     """
 
     sequence: int
@@ -60,6 +62,7 @@ class StepOutput:
     timings: Timings
     finish_reason: str | None = None
     budget: int = 0
+    alarm: str | None = None
 
     @property
     def levels(self) -> int:

@@ -236,6 +236,7 @@ class RequestBuilder:
             stop_ids,
             params.stops,
             params.include_stop_str_in_output,
+            params.acceptance_stop or (),
         )
 
 

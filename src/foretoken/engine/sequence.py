@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foretoken.core.acceptance_run import AcceptanceRun
 from foretoken.core.context import Context
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
@@ -85,6 +86,8 @@ class Sequence:
         finish_reason: As in ``StepOutput``.
         error: The reason of the finish reason "error".
         counts: Statistics.
+        run: Its run of acceptance.
+        alarm: As in ``StepOutput``, of the last step.
         recorded: Log-probabilities of the output tokens.
         prompt_recorded: Log-probabilities of the prompt tokens.
         explained: Probabilities of each step.
@@ -101,6 +104,8 @@ class Sequence:
     finish_reason: str | None = None
     error: Exception | None = None
     counts: Counts = field(default_factory=lambda: Counts())
+    run: AcceptanceRun = field(default_factory=AcceptanceRun)
+    alarm: str | None = None
     recorded: list[TokenLogprobs] = field(default_factory=list)
     prompt_recorded: list[TokenLogprobs] = field(default_factory=list)
     explained: list[Explained] = field(default_factory=list)
@@ -136,7 +141,7 @@ class Sequence:
 
     def fail(self, error: Exception) -> None:
         """Ends the sequence with an error."""
-        self.error, self.finish_reason = error, "error"
+        self.error, self.finish_reason, self.alarm = error, "error", None
 
     def max_draft_tokens(self, max_length: int) -> int:
         """Returns the largest useful number of draft tokens: the target adds one token, and the length is limited."""
@@ -154,6 +159,7 @@ class Sequence:
             max_length: The target's context length.
             computed: What the kernels have computed of the verdict's rows, if they have chosen its tokens.
         """
+        self.alarm = None
         tokens = [*map(draft.ids.__getitem__, verdict.path), verdict.token]
         rows = [0, *(node + 1 for node in verdict.path)]
         if self.options.explain:
@@ -167,6 +173,9 @@ class Sequence:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 return tuple(tokens[:count])
+        self.alarm = self.run.add(draft, verdict, self.context.tokens)
+        if self.alarm is not None:
+            self.finish_reason = self.stopping.alarmed(self.alarm)
         return tuple(tokens)
 
 

@@ -21,6 +21,10 @@ class Stopping(Protocol):
         """Returns the finish reason if ``token`` ends the sequence, else None."""
         ...
 
+    def alarmed(self, kind: str) -> str | None:
+        """Returns the finish reason if an improbable run of acceptance of this kind ends the sequence, else None."""
+        ...
+
 
 @dataclass(slots=True)
 class Length:
@@ -45,6 +49,9 @@ class Length:
             return "stop"
         return "length" if self.tokens_left == 0 else None
 
+    def alarmed(self, kind: str) -> str | None:
+        return None
+
 
 class TextStopping:
     """Stopping by token ids, stop strings and length. It also holds the text.
@@ -59,6 +66,7 @@ class TextStopping:
         stop_ids: Ids that end the sequence and are its stop reason.
         stops: Stop strings.
         include_stop: Whether the text keeps the stop string.
+        acceptance_stop: Kinds of improbable runs of acceptance that end the sequence; they are its finish reason.
     """
 
     def __init__(
@@ -70,11 +78,13 @@ class TextStopping:
         stop_ids: Collection[int] = (),
         stops: Sequence[str] = (),
         include_stop: bool = False,
+        acceptance_stop: Collection[str] = (),
     ) -> None:
         self._detokenizer = detokenizer
         self._max, self._min = max_tokens, min_tokens
         self._eos, self._stop_ids = frozenset(eos_ids), frozenset(stop_ids)
         self._stops, self._include = tuple(stops), include_stop
+        self._acceptance_stop = acceptance_stop
         self._longest = max(map(len, self._stops), default=0)
         self._count, self._taken = 0, 0
         self.text = ""
@@ -98,6 +108,13 @@ class TextStopping:
             self.finish_reason, self.stop_reason = "stop", None if token in self._eos else token
         elif self._count >= self._max:
             self.finish_reason = "length"
+        return self.finish_reason
+
+    def alarmed(self, kind: str) -> str | None:
+        if kind in self._acceptance_stop and self._count >= self._min:
+            known = len(self.text)
+            self.text += self._detokenizer.flush()
+            self.finish_reason = "stop" if self._cut(known) else kind
         return self.finish_reason
 
     def take(self) -> str:

@@ -88,8 +88,8 @@ class VerifiedDraft:
     def output(self, position: int, tokens: tuple[int, ...], timings: Timings) -> StepOutput:
         """Returns the sequence's output of the step; ``position`` is its number of generated tokens before."""
         context, verdict = self.sequence.context, self.verdict or NO_VERDICT
-        ended, budget = self.sequence.finish_reason, self.budget
-        return StepOutput(context.id, position, self.draft, verdict, tokens, timings, ended, budget)
+        ended, budget, alarm = self.sequence.finish_reason, self.budget, self.sequence.alarm
+        return StepOutput(context.id, position, self.draft, verdict, tokens, timings, ended, budget, alarm)
 
 
 def along(draft: Draft, argmax: Many[int]) -> Verdict | None:

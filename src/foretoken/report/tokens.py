@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from foretoken.core.acceptance_run import KINDS
 from foretoken.report.charts import Axis, Bar, Point, Series, StepLap, bars, lines, missing, timeline
 from foretoken.report.document import cards, document, folded, grid, paragraph, table
 from foretoken.report.markup import Html, element, figure, join, percent
@@ -66,8 +67,9 @@ def _summary(trace: Trace) -> Html:
 
 
 def _ending(trace: Trace) -> str:
-    reasons = {
+    reasons: dict[str, str] = {
         "length": "The text reached its maximum length.",
+        **dict.fromkeys(KINDS, "The text ended because of its acceptance."),
         "stop": "The text ended at an end-of-text token or a stop string.",
     }
     grade = f" Exactness: {trace.exactness}." if trace.exactness else ""

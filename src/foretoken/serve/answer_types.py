@@ -6,7 +6,9 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+from foretoken.core.acceptance_run import Kind
+
+FinishReason = Literal["stop", "length", "tool_calls", Kind]
 
 
 class CompletionDetails(TypedDict):

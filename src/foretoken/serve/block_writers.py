@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from foretoken.core.acceptance_run import KINDS
 from foretoken.outputs import CompletionOutput, StreamPiece
 from foretoken.serve.answer_types import AnthropicMessage, AnthropicUsage, ResponseObject
 from foretoken.serve.errors import ApiError
@@ -172,7 +173,9 @@ class MessageWriter(BlockWriter):
         output, parser = self._output, self._parser
         reason = "end_turn"
         stop_sequence: str | None = None
-        if output is not None and output.finish_reason == "length":
+        if output is not None and output.finish_reason in KINDS:
+            reason = str(output.finish_reason)
+        elif output is not None and output.finish_reason == "length":
             reason = "model_context_window_exceeded" if self._cut else "max_tokens"
         elif output is not None and isinstance(output.stop_reason, str) and (parser.cut or not parser.calls):
             reason, stop_sequence = "stop_sequence", output.stop_reason
@@ -263,10 +266,11 @@ class ResponseWriter(BlockWriter):
 
     def _answer(self, generation: Generation) -> ResponseObject:
         """Returns the complete response, and stores it."""
-        cut = self._output is not None and self._output.finish_reason == "length"
+        reason = None if self._output is None else self._output.finish_reason
+        cut = reason == "length" or reason in KINDS
         response = self._response(generation, "incomplete" if cut else "completed")
         if cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            response["incomplete_details"] = {"reason": "max_output_tokens" if reason == "length" else str(reason)}
         else:
             response["completed_at"] = int(time.time())
         response["usage"] = self._usage(generation)

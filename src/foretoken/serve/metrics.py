@@ -17,13 +17,13 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from foretoken.core.acceptance_run import KINDS
 from foretoken.core.step import StepOutput
 from foretoken.engine.scheduler import SchedulerUsage
-from foretoken.serve.acceptance_alarm import AcceptanceAlarm
 from foretoken.serve.token_text import PHASES
 
 PREFIX = "foretoken:"
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", *KINDS)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 _TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
@@ -167,7 +167,7 @@ class Metrics(MetricsPage):
         self._unknown_fields: Counter[str] = Counter()  # by path
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._speculation: dict[str, _Speculation] = defaultdict(_Speculation)
-        self._alarm = AcceptanceAlarm()
+        self._alarms: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
         if method_of is None:
             self._speculation[""] = _Speculation()  # counters exist, at 0, before the first draft
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -183,7 +183,8 @@ class Metrics(MetricsPage):
             for phase in self._seconds:
                 self._seconds[phase] += getattr(timings, phase)
             for step in steps:
-                self._alarm.add(step)
+                if step.alarm is not None:
+                    self._alarms[step.alarm] += 1
                 if len(step.draft):
                     self._speculation[self._method_of(step) if self._method_of else ""].add(step)
                 if step.tokens:
@@ -297,7 +298,7 @@ class Metrics(MetricsPage):
             name + "verified_tokens_per_pos", "Drafts that were verified at this position.", verified, *labels
         )
 
-        alarms: _Values = {(kind,): count for kind, count in self._alarm.counts.items()}
+        alarms: _Values = {(kind,): count for kind, count in self._alarms.items()}
         yield self._counter("spec_decode_alarms", "Long runs of one sequence's drafts of this kind.", alarms, "kind")
 
     def _distributions(self) -> Iterator[Metric]:

@@ -262,7 +262,7 @@ class RequestPreparer:
             logprobs=0 if body.logprobs is None and candidates > n else body.logprobs,
             prompt_logprobs=max(tops) if tops else None,
         )
-        return PreparedRequest(body=_needed(body), prompts=encoded, params=self._predicted(params), max_tokens=budget)
+        return PreparedRequest(body=_needed(body), prompts=encoded, params=self._completed(params), max_tokens=budget)
 
     def _chat(self, body: Any, chat: ChatRequest) -> PreparedRequest[Any]:
         """Prepares a chat. body: the request, which is ``chat`` or was converted to it."""
@@ -296,7 +296,7 @@ class RequestPreparer:
         )
         tokenizer = self.tokenizer.tokenizer
         output, params = expect(self._format, chat, text, params, calls is not None, tokenizer)
-        params = self._predicted(params)
+        params = self._completed(params)
         return PreparedRequest(params=params, max_tokens=params.max_tokens, cut=cut, output=output, **prepared)
 
     def _encoded(self, body: CompletionRequest, prompt: str | list[int]) -> EncodedPrompt:
@@ -342,8 +342,10 @@ class RequestPreparer:
         kept = body.model_copy(update={"messages": None, "prompt": "", "tools": None, "tokens": []})
         return PreparedRequest(body=kept, prompts=[prompt], params=SamplingParams(), max_tokens=0)
 
-    def _predicted(self, params: SamplingParams) -> SamplingParams:
-        """Returns ``params`` with the predicted output in tokens."""
+    def _completed(self, params: SamplingParams) -> SamplingParams:
+        """Returns ``params`` with the server's defaults, and with the predicted output in tokens."""
+        if params.acceptance_stop is None and self.settings.acceptance_stop:
+            params = replace(params, acceptance_stop=self.settings.acceptance_stops)
         if params.prediction is None:
             return params
         return replace(params, prediction=self.tokenizer.prediction(params.prediction))

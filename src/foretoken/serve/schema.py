@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from foretoken.core.acceptance_run import Kind
 from foretoken.core.checks import MAX_SEED, MIN_SEED
 from foretoken.core.json_schema import subschemas
 from foretoken.params import LARGEST, MAX_COUNT, MAX_N, MAX_SALT, MAX_SPECULATIVE_TOKENS, SMALLEST
@@ -304,6 +305,7 @@ class Sampling(Body):
     repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     # ours
+    acceptance_stop: Annotated[list[Kind], Field(fail_fast=True)] | None = None
     exactness: Literal["distribution", "trajectory", "lossy-typical"] | None = None
     return_steps: bool = False
     speculative_method: str | None = None

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from foretoken.core.acceptance_run import KINDS
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.core.settings import named
 
@@ -188,6 +189,8 @@ class AppOptions:
         reasoning_parser: How the model writes reasoning; none if it does not. [what the template shows]
         body_timeout: Seconds in which a request's body has to arrive.
         timeout: Seconds that a request may take, including its time in the queue.
+        acceptance_stop: End requests that do not say by these runs of acceptance, comma-separated: repetition,
+            all_accepted, none_accepted.
         strict: Refuse unknown fields of requests, which are ignored with a warning header otherwise.
     """
 
@@ -198,7 +201,18 @@ class AppOptions:
     reasoning_parser: str | None = None
     body_timeout: float = named("--body-timeout", 60.0, min=0)
     timeout: float = named("--request-timeout", 600.0, min=0)
+    acceptance_stop: str = ""
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not {*self.acceptance_stops} <= {*KINDS}:
+            known = ", ".join(KINDS)
+            raise InvalidRequest(f"--acceptance-stop {self.acceptance_stop!r}; expected some of {known}, with commas")
+
+    @property
+    def acceptance_stops(self) -> tuple[str, ...]:
+        """The kinds of runs in ``acceptance_stop``."""
+        return tuple(filter(None, map(str.strip, self.acceptance_stop.split(","))))
 
 
 @dataclass(frozen=True, kw_only=True)
