@@ -20,7 +20,7 @@ from rich.table import Table
 from exactness_grid import ALL
 from foretoken import LLM, zoo
 from foretoken.audit import Audit, CheckOutcome, audit
-from foretoken.audit.assisted import Assisted
+from foretoken.audit.implementations import Assisted
 from foretoken.bench.output import figures, report
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import load_prompts

@@ -22,11 +22,10 @@ from rich.progress import track
 from foretoken import zoo
 from foretoken.bench import tables
 from foretoken.bench.costs import Loaded, pass_costs
-from foretoken.bench.entrants import Config, Pairing, own, peers
 from foretoken.bench.output import report
 from foretoken.bench.peers.registry import PEERS
 from foretoken.bench.peers.worker import start
-from foretoken.bench.race import RaceRow, RaceTask, race, ratios
+from foretoken.bench.race import Config, Pairing, RaceRow, RaceTask, own, peers, race, ratios
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import Repair, repairs
 from foretoken.models.formats.checkpoint import resolve

@@ -39,8 +39,8 @@ from foretoken.bench.peers.registry import OURS, PEERS
 from foretoken.bench.peers.worker import PeerError, start
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import prompts_or_functions
-from foretoken.cli.convert import convert
-from foretoken.cli.plan_vllm import OURS as OUR_CLASS
+from foretoken.cli.checkpoints import convert
+from foretoken.cli.plan import OURS as OUR_CLASS
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer
 from foretoken.plan.vllm import Bench, PromptCompleter, VllmCandidate
 from foretoken.quantize import quantize_checkpoint

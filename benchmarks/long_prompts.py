@@ -20,11 +20,10 @@ import typer
 from rich.progress import track
 
 from foretoken import zoo
-from foretoken.bench.entrants import Pairing, own, peers
 from foretoken.bench.output import listing, report
 from foretoken.bench.peers.registry import chosen
 from foretoken.bench.peers.worker import start
-from foretoken.bench.race import RaceTask, race
+from foretoken.bench.race import Pairing, RaceTask, own, peers, race
 from foretoken.models.formats.checkpoint import load_config
 from options import Output, Target, target_path
 

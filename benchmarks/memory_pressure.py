@@ -25,7 +25,7 @@ from foretoken.bench.output import figures, report
 from foretoken.bench.setting import cores
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.fixed import Fixed
-from foretoken.core.free_memory import FreeMemory
+from foretoken.core.devices import FreeMemory
 from options import Output
 
 PHASES = ("before", "short of memory", "after")

@@ -38,10 +38,9 @@ from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer
 from foretoken.models.heads.files import find_head
 from foretoken.models.loading import load_model
-from foretoken.plan.candidates import Candidate, candidates
+from foretoken.plan.candidates import Candidate, PlanRow, candidates
 from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings
-from foretoken.plan.rows import PlanRow
 from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from foretoken.plan.candidates import PlanRow
 from foretoken.plan.endpoint.outcome import EndpointRow
-from foretoken.plan.rows import PlanRow
 
 WITHIN = 0.1
 

@@ -30,10 +30,10 @@ from rich.table import Table
 from foretoken import zoo
 from foretoken.bench.output import listing, report
 from foretoken.bench.peers.protocol import Answer, PeerRequest
-from foretoken.cli.plan_vllm import lanes
+from foretoken.cli.plan import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.plan.candidates import PlanRow
 from foretoken.plan.outcome import Plan
-from foretoken.plan.rows import PlanRow
 from foretoken.plan.vllm import (
     PLAIN,
     Answers,

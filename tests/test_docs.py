@@ -85,7 +85,7 @@ def test_python_runs(block, capsys):
 
 @pytest.mark.parametrize("line", [c for c in commands() if re.search(r"(^|\| )foretoken ", c)])
 def test_foretoken_commands_run(line, monkeypatch, capsys):
-    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.TOKENS", 100)  # of a simulated text
+    monkeypatch.setattr("foretoken.plan.simulator.TOKENS", 100)  # of a simulated text
     *before, command = line.split(" | ")
     if before:
         words = shlex.split(before[0])

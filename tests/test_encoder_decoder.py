@@ -225,7 +225,7 @@ def test_a_plan_says_what_a_run_shows(folders: Folders) -> None:
 
 
 def test_the_audit_asks_the_target_behind_its_source(folders: Folders) -> None:
-    from foretoken.audit.ours import Foretoken
+    from foretoken.audit.implementations import Foretoken
 
     model = llm(folders, CONFIGS[0])
     ids = model.tokenizer(SOURCES[0])["input_ids"]

@@ -81,30 +81,11 @@ def custom_generate(
     target = _wrap(model, stopping_criteria.max_length)
     depth = _depth(num_speculative_tokens, call, generation_config, assistant_model)
     proposer, depth = _proposer(target, assistant_model, generation_config, depth)
-    record = bool(generation_config.return_dict_in_generate)
-    record = record and bool(generation_config.output_scores or generation_config.output_logits)
-    base = int(torch.randint(2**62, (1,)))
     engine = Engine(target, proposer, Fixed(depth), max_sequences=len(prompts))
-    sequences: list[tuple[Context, GenerationRow]] = []
-    for number, prompt in enumerate(prompts):
-        law = ProcessorLaw(
-            processors=logits_processor,
-            sample=bool(generation_config.do_sample),
-            prompt=input_ids[number].tolist(),
-            device=input_ids.device,
-            row=number,
-            batch=len(prompts),
-            record=record,
-        )
-        row = GenerationRow(law, stopping_criteria, list(law.prompt))
-        streams = Streams(derived_seed(SeedDomain.GENERATE, base, number))
-        context = Context(number, prompt, len(prompt), law, streams)
-        if row.tokens_left + len(prompt) > target.max_length:
-            warnings.warn(
-                f"generation stops at the model's {target.max_length} positions, before max_length", stacklevel=2
-            )
-        sequences.append((context, row))
+    sequences = _sequences(prompts, input_ids, logits_processor, stopping_criteria, generation_config)
     rows, pad = [row for _, row in sequences], _pad(generation_config)
+    if any(row.tokens_left + len(prompt) > target.max_length for row, prompt in zip(rows, prompts, strict=True)):
+        warnings.warn(f"generation stops at the model's {target.max_length} positions, before max_length", stacklevel=2)
     _drive(engine.run(sequences), rows, streamer, pad)
     return _result(rows, input_ids, pad, generation_config)
 
@@ -147,6 +128,29 @@ class GenerationRow:
 
 
 # running
+
+
+def _sequences(
+    prompts: Sequence[list[int]], input_ids: Tensor, processors: Any, criteria: Any, config: Any
+) -> list[tuple[Context, GenerationRow]]:
+    """Returns the context and the row of each prompt. Random numbers start from torch's generator."""
+    recorded = config.output_scores or config.output_logits
+    base = int(torch.randint(2**62, (1,)))
+    sequences = []
+    for number, prompt in enumerate(prompts):
+        law = ProcessorLaw(
+            processors=processors,
+            sample=bool(config.do_sample),
+            prompt=input_ids[number].tolist(),
+            device=input_ids.device,
+            row=number,
+            batch=len(prompts),
+            record=bool(config.return_dict_in_generate and recorded),
+        )
+        streams = Streams(derived_seed(SeedDomain.GENERATE, base, number))
+        context = Context(number, prompt, len(prompt), law, streams)
+        sequences.append((context, GenerationRow(law, criteria, list(law.prompt))))
+    return sequences
 
 
 def _drive(steps: Iterable[StepOutput], rows: Sequence[GenerationRow], streamer: Any, pad: int) -> None:

@@ -133,14 +133,7 @@ class LLM:
         check_adapters(lora or (), backend, tensor_parallel_size)
         config = SpeculativeConfig.of(speculative_config)
         config = config if adapt is False else replace(config, adapt=adapt)
-        if model is None:
-            model = zoo.path("target")
-            if draft_model is None and config.model is None and config.method in (None, AUTO, "draft_model"):
-                draft_model = zoo.path("draft")
-        path = resolve(model, gguf_file)
-        config, self.chosen_drafter = with_published(with_draft(config, draft_model), path)
-        config = with_method(config)
-        config = config if config.adapt is False else config.unmixed  # a draft model learns alone
+        path, config = self._resolve(model, draft_model, config, gguf_file)
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         load = partial(load_model, dtype=dtype, device=device, backend=backend, max_length=max_model_len)
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
@@ -158,7 +151,6 @@ class LLM:
         self.adapters = LoadedAdapters(self.target)
         for name, folder in adapters.items():
             self.load_lora(name, folder)
-        self.model, self.draft_model = str(model), config.model
         load_draft = partial(load, weight_format=drafts_format(weight_format))
         builder = Builder(self.target, self.tokenizer, path, lambda name, **other: load_draft(resolve(name), **other))
         guard = partial(guarded, vocab_size=self.target.vocab_size) if isolate_failures else _unguarded
@@ -175,6 +167,20 @@ class LLM:
             capacity=capacity,
         )
         self.requests = self._request_builder(path, seed, isolate_failures)
+
+    def _resolve(
+        self, model: str | Path | None, draft_model: str | Path | None, config: SpeculativeConfig, gguf_file: str | None
+    ) -> tuple[Path, SpeculativeConfig]:
+        """Returns the target's path and the configuration with its drafter and method; sets the models' names."""
+        if model is None:
+            model = zoo.path("target")
+            if draft_model is None and config.model is None and config.method in (None, AUTO, "draft_model"):
+                draft_model = zoo.path("draft")
+        path = resolve(model, gguf_file)
+        config, self.chosen_drafter = with_published(with_draft(config, draft_model), path)
+        config = with_method(config)
+        self.model, self.draft_model = str(model), config.model
+        return path, config if config.adapt is False else config.unmixed  # a draft model learns alone
 
     def _load_methods(
         self,

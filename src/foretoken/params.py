@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.acceptance_run import KINDS
 from foretoken.core.checks import MAX_SEED, MIN_SEED, integer, is_integer, is_number, shown
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.exactness import Exactness
+from foretoken.core.verdict import Exactness
 
 if TYPE_CHECKING:
     from foretoken.core.sampling import SamplingLaw
@@ -181,7 +181,7 @@ class SamplingParams:
         Raises:
             InvalidRequest: A token id in one of the parameters is outside the vocabulary.
         """
-        from foretoken.core.bad_words import BadWords
+        from foretoken.core.restrictions import BadWords
         from foretoken.core.sampling import SamplingLaw  # imports torch, which validation does not need
 
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from tests.exactness import mutants as rounds
 
-from foretoken.audit.controls import PLANTS, planted, sequential
+from foretoken.audit.negative import PLANTS, planted, sequential
 from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw

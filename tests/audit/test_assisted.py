@@ -6,8 +6,8 @@ from time import monotonic
 import pytest
 import torch
 
-from foretoken.audit.assisted import Assisted
 from foretoken.audit.equality import greedy
+from foretoken.audit.implementations import Assisted
 from foretoken.audit.result import CheckOutcome
 from foretoken.audit.sampled import sampled
 from foretoken.audit.subject import AuditTask, CompletionSettings, noise

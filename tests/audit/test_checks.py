@@ -7,13 +7,19 @@ import torch
 from tests.audit import mutants
 from tests.audit.toys import PROMPTS, drafting, subject, work
 
-from foretoken.audit.divergence import Divergence, explain_divergence, first_difference, parity
-from foretoken.audit.equality import greedy, self_draft, trajectory
+from foretoken.audit.equality import (
+    Divergence,
+    explain_divergence,
+    first_difference,
+    greedy,
+    parity,
+    self_draft,
+    trajectory,
+)
+from foretoken.audit.implementations import Foretoken
 from foretoken.audit.negative import find_error, negative
-from foretoken.audit.ours import Foretoken
-from foretoken.audit.prefix import prefix
 from foretoken.audit.result import CheckOutcome
-from foretoken.audit.sampled import drawn, sampled
+from foretoken.audit.sampled import drawn, prefix, sampled
 from foretoken.audit.subject import AuditSpeed, CompletionSettings, noise
 from foretoken.audit.tally import ALPHA
 from foretoken.core.context import Exactness

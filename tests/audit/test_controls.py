@@ -5,7 +5,7 @@ from scipy import stats
 from tests.exactness import gtest
 from tests.exactness.decode_step import Pair, argmax, drawn, drawn_tree, fixed_tree, table, top_plus_tree
 
-from foretoken.audit.controls import PLANTS, sequential
+from foretoken.audit.negative import PLANTS, sequential
 from foretoken.audit.tally import chi2_tail, detectable, g_test, noncentrality, normal_tail
 from foretoken.core.context import Exactness
 from foretoken.core.law import PointMass

@@ -10,7 +10,7 @@ from tests.audit.toys import drafting, subject, work
 
 from foretoken import LLM
 from foretoken.audit import Audit, Check, CheckOutcome, audit
-from foretoken.audit.ours import Foretoken
+from foretoken.audit.implementations import Foretoken
 from foretoken.audit.result import CONTROL
 from foretoken.audit.run import SHARES, measured_speed
 from foretoken.audit.subject import AuditSpeed

@@ -2,7 +2,7 @@
 
 from time import monotonic
 
-from foretoken.audit.ours import Foretoken
+from foretoken.audit.implementations import Foretoken
 from foretoken.audit.subject import AuditTask
 from foretoken.audit.tally import ALPHA
 from foretoken.control.fixed import Fixed

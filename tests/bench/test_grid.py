@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from tests.bench.test_race import Fake
 
-from foretoken.bench import entrants as entering
-from foretoken.bench.entrants import Pairing
+from foretoken.bench import race as entering
 from foretoken.bench.grid import CELLS, DEFAULT, PROMPTS, GridCell, GridRecord, GridTask, Summary, prompts_of, run
 from foretoken.bench.page import claims, grid_page, line
 from foretoken.bench.peers.protocol import OWN_CHOICE, Setup
-from foretoken.bench.race import RaceRow
+from foretoken.bench.race import Pairing, RaceRow
 
 PICKED = ({"method": "draft_model", "num_speculative_tokens": 4}, {"method": "suffix", "num_speculative_tokens": 2})
 TASK = GridTask(count=2, max_tokens=8, repeats=1, picked=PICKED)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.bench import entrants as entering
+from foretoken.bench import race as entering
 from foretoken.bench.page import label
 from foretoken.bench.peers import registry
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.worker import PeerError
-from foretoken.bench.pool import Pool
-from foretoken.bench.race import Entrant, RaceTask, mark_best, race, ratios, summarize, turns
+from foretoken.bench.race import Entrant, Pool, RaceTask, mark_best, race, ratios, summarize, turns
 from foretoken.core.errors import InvalidRequest
 
 

@@ -9,11 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from foretoken.bench.http_load import LoadedServer, LoadResult, Percentiles
-from foretoken.bench.http_page import load_page, load_table, speedup_lines
-from foretoken.bench.http_workloads import filler, own
+from foretoken.bench.http_load import LoadedServer, LoadResult, Percentiles, VllmLoadedServer, filler, own
+from foretoken.bench.page import load_page, load_table, speedup_lines
 from foretoken.bench.peers import registry
-from foretoken.bench.public_load import VllmLoadedServer
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.probe.answers import Arrival, Failed, ServerAnswer
 from foretoken.quantize import quantize_checkpoint

@@ -14,10 +14,9 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from foretoken.cli.chat import Session
-from foretoken.cli.chat_commands import ChatSettings, names, parse
+from foretoken.cli.chat_commands import ChatSettings, Conversation, names, parse
 from foretoken.cli.chat_commands import run as carry_out
 from foretoken.cli.chat_screen import TextScreen, state_folder, typed
-from foretoken.cli.conversation import Conversation
 from foretoken.cli.theme import ColorMode
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, WriteError

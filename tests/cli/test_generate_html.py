@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from foretoken.report.markup import text as escaped
+from foretoken.report.document import text as escaped
 
 LENGTH = ("--max-tokens", "12", "--dtype", "float32")
 

@@ -8,8 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from foretoken.cli.grouped import grouped
+from foretoken.core.checks import named
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.settings import named
 from foretoken.train.config import HEAD_CONFIG, DSparkTrainConfig, Eagle3Config, TrainConfig
 
 

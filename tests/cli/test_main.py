@@ -15,7 +15,7 @@ import foretoken
 from foretoken.cli import main as cli
 from foretoken.cli.bench import PairOptions
 from foretoken.cli.options import PositionalModelOptions
-from foretoken.cli.plan_options import CandidateOptions
+from foretoken.cli.plan_here import CandidateOptions
 from foretoken.cli.theme import ColorMode
 from foretoken.cli.train import app as train_app
 from foretoken.core.errors import InvalidRequest
@@ -214,7 +214,9 @@ def test_two_models_are_refused(run, args):
 
 def test_a_model_is_no_adapter(run, monkeypatch):
     loads: list[Any] = []
-    monkeypatch.setattr("foretoken.cli.serve.load", lambda *models, **options: loads.append((models, options["lora"])))
+    monkeypatch.setattr(
+        "foretoken.cli.serve_engines.load", lambda *models, **options: loads.append((models, options["lora"]))
+    )
     assert run("serve", "--port", "0", "--lora-modules", "a=x", "b=y", "org/model", "-md", "draft").code == 1
     assert loads == [(("org/model", "draft", ColorMode.AUTO), {"a": "x", "b": "y"})]
 

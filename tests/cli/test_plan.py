@@ -99,7 +99,7 @@ def test_where_no_file_can_be_is_said_before_any_work(command, run, tmp_path):
 
 @pytest.mark.slow
 def test_drafting_on_another_machine_is_predicted_beside_it(run, tiny_pair, cache, monkeypatch):
-    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.TOKENS", 100)
+    monkeypatch.setattr("foretoken.plan.simulator.TOKENS", 100)
     files = cache / "plan.json", cache / "plan.html"
     command = (short(tiny_pair), "--temperature", "0", "--rtt", "5")
     result = run(*command, "--output", str(files[0]), "--html", str(files[1]))

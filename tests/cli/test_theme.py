@@ -10,7 +10,7 @@ import pytest
 
 from foretoken.cli import theme
 from foretoken.cli.render import Origins, Span, legend, marked, styled, summary
-from foretoken.cli.serve_output import announce, start_log
+from foretoken.cli.serve_options import announce, start_log
 from foretoken.cli.theme import ColorMode, TokenOrigin, compilation_announced, console, staged, waiting, wide_console
 from foretoken.core.draft import Draft
 from foretoken.core.native.compilation import COMPILING, NOTICE, Compilation

@@ -3,7 +3,7 @@ import pytest
 from foretoken.control.fixed import Fixed
 from foretoken.control.memory import MemoryWatch
 from foretoken.core.context import Context
-from foretoken.core.free_memory import Memory
+from foretoken.core.devices import Memory
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 

@@ -11,8 +11,8 @@ from foretoken.control.allocation import Allocation, min_acceptance
 from foretoken.control.fixed import Fixed
 from foretoken.control.memory import MemoryWatch
 from foretoken.control.policy import Repetition
+from foretoken.core.devices import Memory
 from foretoken.core.draft import Draft
-from foretoken.core.free_memory import Memory
 from foretoken.core.sampling import SamplingLaw
 from foretoken.costs.model import CostModel
 

@@ -12,8 +12,8 @@ from foretoken.core.acceptance_run import AcceptanceRun
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass, Sampled
-from foretoken.core.positions import PositionCounts
 from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import PositionCounts
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 

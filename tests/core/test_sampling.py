@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from foretoken.core import filters, sampling
-from foretoken.core.bad_words import BadWords
+from foretoken.core import sampling
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
+from foretoken.core.restrictions import BadWords
 from foretoken.core.sampling import SamplingLaw
 
 VOCAB = 6
@@ -217,7 +217,7 @@ def tied_scores(vocab: int, rows: int = 3) -> torch.Tensor:
 
 
 def same_nucleus(scores: torch.Tensor, top_p: float) -> None:
-    result, ordered = filters.nucleus(scores, top_p), filters.nucleus_sorted(scores, top_p)
+    result, ordered = sampling.nucleus(scores, top_p), sampling.nucleus_sorted(scores, top_p)
     assert torch.equal(result > 0.0, ordered > -torch.inf)
     assert torch.allclose(result, ordered.softmax(-1), rtol=1e-5, atol=0.0)
 
@@ -238,14 +238,14 @@ def test_the_nucleus_of_a_large_vocabulary():
 @pytest.mark.parametrize("vocab, k", [(7, 1), (7, 6), (4096, 50), (151_936, 50)])
 def test_the_kth_largest_is_that_of_the_whole_order(vocab, k):
     scores = tied_scores(vocab)
-    assert torch.equal(filters.kth_largest(scores, k), scores.sort(descending=True).values[:, k - 1 : k])
+    assert torch.equal(sampling.kth_largest(scores, k), scores.sort(descending=True).values[:, k - 1 : k])
 
 
 @pytest.mark.parametrize("vocab, k", [(64, 2), (4096, 50), (4101, 128), (151_936, 50)])
 def test_the_largest_are_those_that_no_k_others_exceed(vocab, k):
     for row in tied_scores(vocab).numpy():
         minimum = np.sort(row)[-k]
-        assert filters.largest(row, k).tolist() == np.flatnonzero(row >= minimum).tolist()
+        assert sampling.largest(row, k).tolist() == np.flatnonzero(row >= minimum).tolist()
 
 
 def test_a_row_with_nan_stays_nan():

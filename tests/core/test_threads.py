@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretoken.core import threads
-from foretoken.core.free_memory import FreeMemory, Memory
+from foretoken.core.devices import FreeMemory, Memory
 from foretoken.core.threads import quotas, respect_limits, usable_threads
 
 

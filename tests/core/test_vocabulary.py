@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from foretoken.core.context import Context
-from foretoken.core.grammar import Grammar
 from foretoken.core.history import History, TokenCounts
 from foretoken.core.native import sampling as native
+from foretoken.core.restrictions import Grammar
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine.sequence import token_logprobs

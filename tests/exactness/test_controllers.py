@@ -14,7 +14,7 @@ from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context, Exactness
-from foretoken.core.free_memory import Memory
+from foretoken.core.devices import Memory
 from foretoken.core.history import History
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams

@@ -7,7 +7,7 @@ import pytest
 from tests.exactness.decode_step import PROMPT, Pair, constant, drawn, table
 from tests.exactness.enumerate import outcomes
 
-from foretoken.plan.chains import TextProbabilities, step_starts, survival
+from foretoken.plan.sample import TextProbabilities, step_starts, survival
 from foretoken.plan.texts import SampledText
 
 

@@ -15,14 +15,13 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
-from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, candidates, head_method
+from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, PlanRow, candidates, head_method
 from foretoken.plan.exports import ENGINES, export_config, export_lines
 from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings, timed_depths
 from foretoken.plan.replay import step_estimate, write
-from foretoken.plan.rows import PlanRow
 from foretoken.plan.sample import Proposers, Sample
-from foretoken.plan.tally import AcceptanceEstimate, StepTally
+from foretoken.plan.texts import AcceptanceEstimate, StepTally
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
 from foretoken.propose.methods import METHODS

@@ -9,7 +9,6 @@ import torch
 from scipy import stats
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.chains import text_probabilities
 from foretoken.plan.predictors import (
     CONSTANT,
     MAX_DIVERGENCE,
@@ -23,6 +22,7 @@ from foretoken.plan.predictors import (
     overlap,
     statistics,
 )
+from foretoken.plan.sample import text_probabilities
 from foretoken.plan.statistics import Interval, ratio_interval, student_quantile
 from foretoken.plan.texts import SampledText
 

@@ -26,8 +26,7 @@ from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.medusa import read_medusa
 from foretoken.models.loading import load_model
 from foretoken.quantize import folder, quantize_checkpoint
-from foretoken.quantize.rounding import Rounding
-from foretoken.quantize.schemes import Scheme
+from foretoken.quantize.rounding import Rounding, Scheme
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,8 @@ from foretoken.models.formats.gguf.blocks import LAYOUTS, PACKED, groups_of
 from foretoken.models.loading import load_model
 from foretoken.quantize import calibration, quantize_checkpoint
 from foretoken.quantize.calibration import Calibration, Losses
-from foretoken.quantize.ggml import to_blocks
-from foretoken.quantize.rounding import Curvature, Grid, Rounding, affine_scales, gptq, symmetric_scales
-from foretoken.quantize.schemes import Scheme
+from foretoken.quantize.file import to_blocks
+from foretoken.quantize.rounding import Curvature, Grid, Rounding, Scheme, affine_scales, gptq, symmetric_scales
 from foretoken.quantize.source import EMBEDDING, SourceCheckpoint
 
 # Mean squared error of llama.cpp's ggml_quantize_chunk on ``weights()``, in thousandths of the weights' mean square.

@@ -25,7 +25,7 @@ from foretoken.report.charts import (
     timeline,
 )
 from foretoken.report.document import MAX_ROWS, table
-from foretoken.report.trace import wilson
+from foretoken.report.tokens import wilson
 
 from .made_up import HOSTILE
 

@@ -10,8 +10,7 @@ from foretoken.costs.measured import PassCost, TimeSpread
 from foretoken.plan.outcome import Plan
 from foretoken.plan.predictors import Predictor
 from foretoken.report import audit, plan, prediction
-from foretoken.report.document import document
-from foretoken.report.markup import Html, compact, element, figure, join, number, percent, text, times
+from foretoken.report.document import Html, compact, document, element, figure, join, number, percent, text, times
 
 from . import made_up
 from .made_up import HOSTILE

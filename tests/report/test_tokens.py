@@ -8,8 +8,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.draft import Draft
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
-from foretoken.report.tokens import page, visible
-from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Tracer
+from foretoken.report.tokens import ACCEPTED, REJECTED, TARGET, Tracer, page, visible
 
 from .made_up import HOSTILE, SETTING, Letters, pieces
 from .parsed import read, words

@@ -19,9 +19,8 @@ from foretoken.engine.prompts import PromptTokenizer
 from foretoken.serve.chat_schema import ChatRequest
 from foretoken.serve.messages_schema import MessagesRequest
 from foretoken.serve.preparation import RequestPreparer
-from foretoken.serve.refused_fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, SAMPLING
 from foretoken.serve.responses_schema import ResponsesRequest
-from foretoken.serve.schema import CompletionRequest
+from foretoken.serve.schema import CHAT, COMPLETIONS, MESSAGES, RESPONSES, SAMPLING, CompletionRequest
 from foretoken.serve.settings import ServerSettings
 
 slow = pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.serve.conftest import Running, running
 
 from foretoken import LLM
 from foretoken.cli.main import main
-from foretoken.cli.serve_models import read_models
+from foretoken.cli.serve_engines import read_models
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.settings import ServerSettings
 

@@ -21,9 +21,9 @@ from tests.serve.test_operation import served
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli.main import main
-from foretoken.cli.serve_models import read_models
+from foretoken.cli.serve_engines import read_models
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.model_group import create_model_group
+from foretoken.serve.app import create_model_group
 from foretoken.serve.server import Server
 from foretoken.serve.settings import ServerSettings, bind
 from foretoken.serve.worker import Worker

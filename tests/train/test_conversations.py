@@ -17,7 +17,16 @@ from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.train import sampling
-from foretoken.train.data import END, Corpus, train_tokenizer
+from foretoken.train.data import (
+    END,
+    Corpus,
+    beginnings,
+    sample_continuations,
+    starts_of,
+    train_tokenizer,
+    turns_of,
+    without_duplicates,
+)
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.sampling import (
     MAX_TURN,
@@ -29,7 +38,6 @@ from foretoken.train.sampling import (
     sample_windows,
 )
 from foretoken.train.target import new_model, save
-from foretoken.train.windows import beginnings, sample_continuations, starts_of, turns_of, without_duplicates
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.formats.checkpoint import open_weights
 from foretoken.quantize import quantize_checkpoint
-from foretoken.quantize.cached import checkpoint_folder
+from foretoken.quantize.run import checkpoint_folder
 
 from .test_cli import RUN, invoke
 

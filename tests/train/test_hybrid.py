@@ -19,15 +19,14 @@ from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
 from foretoken.train.config import HeadConfig, MtpTrainConfig, RunOptions
 from foretoken.train.data import Corpus
-from foretoken.train.delta_rule import gated_delta_rule, short_convolution
 from foretoken.train.draft import train_draft
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.heads import train_head
-from foretoken.train.hybrid import HYBRID
+from foretoken.train.hybrid import HYBRID, gated_delta_rule, short_convolution
 from foretoken.train.mtp import MtpHead
-from foretoken.train.optimization import StackedMuon
 from foretoken.train.shapes import HybridShape
 from foretoken.train.target import train_target
+from foretoken.train.trainer import StackedMuon
 
 from .tiny import STEPS, TINY
 

@@ -20,9 +20,8 @@ from foretoken.train import target as targets
 from foretoken.train.cards import write_cards
 from foretoken.train.config import DistillConfig, RunOptions
 from foretoken.train.data import Corpus, encode
-from foretoken.train.dataset import TopTokens, fixed_windows, shuffled
 from foretoken.train.draft import train_draft
-from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.frozen_target import FrozenTarget, TopTokens, fixed_windows, shuffled
 from foretoken.train.losses import agreement, distillation_loss
 from foretoken.train.target import train_target
 

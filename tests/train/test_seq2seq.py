@@ -20,6 +20,7 @@ from foretoken.train.losses import distillation_loss
 from foretoken.train.shapes import T5Shape
 
 from .repair_script import repair
+from .repair_script import tasks as repair_tasks
 from .test_cli import invoke
 
 IGNORED = repair.IGNORED
@@ -162,39 +163,39 @@ TEXT = """class Clock:
 
 def test_each_bug_changes_one_position_or_nothing() -> None:
     rng = np.random.default_rng(0)
-    for bug in repair.BUGS:
+    for bug in repair_tasks.BUGS:
         spoilt = {bug(TEXT, rng) for _ in range(40)}
         assert len(spoilt - {TEXT}) > (0 if bug.__name__ == "_assign" else 1), bug.__name__
         assert all(abs(len(text) - len(TEXT)) <= 8 for text in spoilt)
         assert bug("", rng) == ""
-    assert repair.BUGS[5]("if a == b:\n    pass", rng) == "if a = b:\n    pass"
+    assert repair_tasks.BUGS[5]("if a == b:\n    pass", rng) == "if a = b:\n    pass"
 
 
 def test_planting_depends_on_the_numbers_alone() -> None:
-    texts = [repair.plant(TEXT, np.random.default_rng(seed)) for seed in (1, 1, 2)]
+    texts = [repair_tasks.plant(TEXT, np.random.default_rng(seed)) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert TEXT not in texts
-    assert repair.plant("", np.random.default_rng(0)) == ""
+    assert repair_tasks.plant("", np.random.default_rng(0)) == ""
 
 
 def test_snippets_are_whole_statements(corpus: Corpus, tokenizer: Any) -> None:
-    data = repair.snippets(corpus.train, tokenizer, 64, seed=0)
-    assert set(data.by_length) <= set(repair.lengths(64))
+    data = repair_tasks.snippets(corpus.train, tokenizer, 64, seed=0)
+    assert set(data.by_length) <= set(repair_tasks.lengths(64))
     listed = [text for texts in data.by_length.values() for text in texts]
     assert len(listed) == len(set(listed)) > 5
     for text in listed:
         ast.parse(text)
         assert len(tokenizer(text)["input_ids"]) <= 64 - 12
     assert data.tokens >= 64
-    assert repair.snippets(corpus.train, tokenizer, 64, seed=0) == data
+    assert repair_tasks.snippets(corpus.train, tokenizer, 64, seed=0) == data
     with pytest.raises(InvalidRequest, match="no Python"):
-        repair.snippets(("1 +", "prose, not code"), tokenizer, 64, seed=0)
+        repair_tasks.snippets(("1 +", "prose, not code"), tokenizer, 64, seed=0)
 
 
 def test_batches_resume_and_end_with_the_end_token(corpus: Corpus, tokenizer: Any) -> None:
-    data = repair.snippets(corpus.train, tokenizer, 64, seed=0)
-    first = list(islice(repair.batches(data, 256, seed=1), 5))
-    again = next(repair.batches(data, 256, seed=1, start=4))
+    data = repair_tasks.snippets(corpus.train, tokenizer, 64, seed=0)
+    first = list(islice(repair_tasks.batches(data, 256, seed=1), 5))
+    again = next(repair_tasks.batches(data, 256, seed=1, start=4))
     assert all(torch.equal(a, b) for a, b in zip(first[4], again, strict=True))
     end = tokenizer.eos_token_id
     for labels, source, mask in first:
@@ -207,18 +208,22 @@ def test_batches_resume_and_end_with_the_end_token(corpus: Corpus, tokenizer: An
 
 
 def test_an_input_that_exceeds_its_row_keeps_the_original(tokenizer: Any) -> None:
-    labels, source, mask = repair.task_batch(tokenizer, [repair.RepairTask("x = 1\n" * 20, "x = 1")], 16)
+    labels, source, mask = repair_tasks.task_batch(tokenizer, [repair_tasks.RepairTask("x = 1\n" * 20, "x = 1")], 16)
     assert torch.equal(source[mask], labels[labels != IGNORED])
 
 
 def test_held_out_tasks_come_from_held_out_files(corpus: Corpus, tokenizer: Any) -> None:
-    tasks = repair.held_out(8, 3, corpus, tokenizer, window=64)
-    assert tasks == repair.held_out(8, 3, corpus, tokenizer, window=64) != repair.held_out(8, 4, corpus, tokenizer, 64)
+    tasks = repair_tasks.held_out(8, 3, corpus, tokenizer, window=64)
+    assert (
+        tasks
+        == repair_tasks.held_out(8, 3, corpus, tokenizer, window=64)
+        != repair_tasks.held_out(8, 4, corpus, tokenizer, 64)
+    )
     for broken, right in tasks:
         assert broken != right
         assert right in corpus.held_out[0]
         assert all(right not in text for text in corpus.train)
-    batches = repair.held_out_batches(tokenizer, tasks, 64, 128)
+    batches = repair_tasks.held_out_batches(tokenizer, tasks, 64, 128)
     assert sum(len(labels) for labels, _, _ in batches) == len(tasks)
 
 

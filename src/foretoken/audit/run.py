@@ -18,12 +18,11 @@ from foretoken.audit.equality import (
     trajectory,
     trajectory_completions,
 )
+from foretoken.audit.implementations import Foretoken
 from foretoken.audit.negative import negative
-from foretoken.audit.ours import Foretoken
-from foretoken.audit.prefix import NAME as PREFIX
-from foretoken.audit.prefix import prefix
 from foretoken.audit.result import CONTROL, Audit, Check
-from foretoken.audit.sampled import NAMES, audited_distributions, sampled
+from foretoken.audit.sampled import NAME as PREFIX
+from foretoken.audit.sampled import NAMES, audited_distributions, prefix, sampled
 from foretoken.audit.subject import NOISE_TOKENS, Audited, AuditSpeed, AuditTask, CompletionSettings, Ids, noise
 from foretoken.audit.tally import ALPHA, TokenTally
 from foretoken.bench.workloads import FUNCTIONS

@@ -245,7 +245,7 @@ def _transformers_step(loaded: Loaded, context: int) -> TimedTask:
             f"{loaded.path.name} is an encoder-decoder; its step is compared by benchmarks/encoder_decoder.py"
         )
 
-    from foretoken.quantize.cached import checkpoint_folder
+    from foretoken.quantize.run import checkpoint_folder
 
     with quiet_transformers():
         module = AutoModelForCausalLM.from_pretrained(checkpoint_folder(loaded.path), dtype=loaded.model.dtype).eval()

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.editing import EDITS
-from foretoken.bench.entrants import UNNAMED, Config, Pairing, own, peers
 from foretoken.bench.peers.protocol import Setup
 from foretoken.bench.peers.registry import OURS, Peer
 from foretoken.bench.peers.worker import PeerWorker
-from foretoken.bench.race import RaceRow, RaceTask, race
+from foretoken.bench.race import UNNAMED, Config, Pairing, RaceRow, RaceTask, own, peers, race
 from foretoken.bench.workloads import FUNCTIONS, ragged
 from foretoken.core.errors import WriteError
 from foretoken.speculation import AUTO

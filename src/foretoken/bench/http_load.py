@@ -1,18 +1,36 @@
-"""Load on any OpenAI-compatible server: streamed completions, their times, and percentiles of them."""
+"""Load on any OpenAI-compatible server: workloads, streamed completions, their times, and percentiles of them.
+
+Prompts are short, long, with a shared beginning, or those of agents on one beginning. ``vllm bench serve`` can make the
+load in place of ours, for figures that others can check.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import accumulate, cycle
+from pathlib import Path
+from statistics import median
 from typing import Any
 
+import httpx
 import numpy as np
 
-from foretoken.core.errors import ForetokenError
+from foretoken.bench.peers.registry import PEERS
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.core.http import base_url, listed_models
-from foretoken.probe.answers import Reply, ServerAnswer
+from foretoken.probe.answers import Arrival, Failed, Reply, ServerAnswer
 from foretoken.probe.client import Ask, EndpointClient, Patience
 
 _PATIENCE = 600.0  # seconds for one answer
@@ -133,3 +151,226 @@ class LoadedServer:
         body = {"model": self.model, "prompt": prompt, "stream": True, **self._options}
         length = next(self._lengths, None)
         return body | {"stream_options": {"include_usage": True}} | ({"max_tokens": length} if length else {})
+
+
+SHORT, LONG, SHARED, AGENTS = WORKLOADS = ("short", "long", "shared", "agents")
+_CHARACTERS = 3.2  # of a token of Python, about; the server's own count is reported
+_COLD = 2  # beginnings that are sent one by one, each of which takes the whole prefill
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Numbers of requests and tokens to send.
+
+    Attributes:
+        concurrencies: Requests at once, one run for each.
+        per_client: Requests of each concurrent client.
+        long_tokens: Tokens of a long prompt, about.
+        shared_tokens: Tokens of a shared beginning, about.
+        agents: Number of agents.
+    """
+
+    concurrencies: tuple[int, ...] = (1, 4, 16, 64)
+    per_client: int = 2
+    long_tokens: int = 1500
+    shared_tokens: int = 2000
+    agents: int = 8
+
+
+def run_workload(name: str, server: LoadedServer, plan: LoadPlan) -> Iterator[LoadResult]:
+    """Yields the results of a workload. No prompt repeats an earlier one, so only what it shares is cached.
+
+    short: functions of ours. long: other text before each. shared: one beginning before each, the first time cold.
+    agents: first each with a beginning of its own (agents, cold), then all on one that was sent once (agents, warm);
+    one by one and all at once. One by one, two are cold.
+    """
+    if name == AGENTS:
+        yield from _agents(server, plan)
+        return
+    for concurrency in plan.concurrencies:
+        count = max(4, concurrency * plan.per_client)
+        beginning = "" if name == SHORT else filler(plan.shared_tokens if name == SHARED else plan.long_tokens)
+        prompts = [
+            f"{beginning if name == SHARED else own(beginning)}{own(FUNCTIONS[i % len(FUNCTIONS)])}"
+            for i in range(count)
+        ]
+        yield server.run(name, prompts, concurrency)
+
+
+def _agents(server: LoadedServer, plan: LoadPlan) -> Iterator[LoadResult]:
+    beginning = filler(plan.shared_tokens)
+    for concurrency in (1, plan.agents):
+        cold = [own(beginning) + task(i) for i in range(max(_COLD, concurrency))]
+        yield server.run(f"{AGENTS}, cold", cold, concurrency)
+        shared = own(beginning)
+        server.run(AGENTS, [shared], 1)
+        yield server.run(f"{AGENTS}, warm", [shared + task(i) for i in range(plan.agents)], concurrency)
+
+
+def filler(tokens: int) -> str:
+    """Returns text of about ``tokens`` tokens."""
+    text = "\n\n\n".join(f"{function}\n        pass" for function in FUNCTIONS)
+    size = int(tokens * _CHARACTERS)
+    return (f"{text}\n\n\n" * (size // len(text) + 1))[:size]
+
+
+def own(text: str) -> str:
+    """Returns a text with a first line that no other prompt has."""
+    return f"# {secrets.token_hex(8)}\n{text}" if text else text
+
+
+def task(number: int) -> str:
+    """Returns the text that an agent adds to the common beginning."""
+    return f"\n\n\n# agent {number}\n{FUNCTIONS[number % len(FUNCTIONS)]}"
+
+
+def prefix_speedups(results: list[LoadResult]) -> dict[int, float]:
+    """Returns by concurrency how many times shorter the median TTFT of warm agents is than that of cold ones."""
+    ttfts: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for result in results:
+        if result.ttft is not None:
+            ttfts[result.workload, result.concurrency].append(result.ttft.p50)
+    return {
+        concurrency: median(cold) / median(warm)
+        for (name, concurrency), cold in list(ttfts.items())
+        if name == f"{AGENTS}, cold" and (warm := ttfts.get((f"{AGENTS}, warm", concurrency)))
+    }
+
+
+GENERATORS = ("foretoken", "vllm")
+_RESULT = "result.json"
+# vLLM's CPU build is a package of another name, with which its command line does not start.
+_PROGRAM = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+class VllmLoadedServer(LoadedServer):
+    """A server under the load of ``vllm bench serve``, which sends the same prompts and does its own timing.
+
+    Args:
+        url: Its address, with or without ``/v1``.
+        key: An API key, if it asks for one.
+        model: Name of the model; None takes the first that the server lists.
+        options: ``max_tokens`` and ``temperature`` of every request.
+        tokenizer: Folder of the model's tokenizer, with which the generator counts tokens.
+
+    Raises:
+        ForetokenError: The server does not answer, or does not list the model.
+        InvalidRequest: vLLM is not installed here.
+    """
+
+    def __init__(self, url: str, key: str | None, model: str | None, options: dict[str, Any], tokenizer: str) -> None:
+        super().__init__(url, key, model, options)
+        self._command, self._tokenizer = _command(), tokenizer
+
+    def run(self, workload: str, prompts: Sequence[str], concurrency: int) -> LoadResult:
+        """Sends all prompts, ``concurrency`` at a time, and returns what the generator measured.
+
+        Raises:
+            ForetokenError: The generator failed; with its last words.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "prompts.jsonl"
+            file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+            command = [*self._command, *self._words(file, len(prompts), concurrency)]
+            environment = os.environ | ({"OPENAI_API_KEY": self._key} if self._key else {})
+            ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            result = Path(folder) / _RESULT
+            if ran.returncode or not result.exists():
+                raise ForetokenError(f"vllm bench serve failed: {_reason(ran.stderr or ran.stdout)}")
+            record = json.loads(result.read_text(encoding="utf-8"))
+        return LoadResult.of(workload, concurrency, answers_of(record), record["duration"])
+
+    def _words(self, file: Path, count: int, concurrency: int) -> list[str]:
+        options = {
+            "--backend": "openai",
+            "--base-url": self.url,
+            "--model": self.model,
+            "--tokenizer": self._tokenizer,
+            "--dataset-name": "custom",
+            "--dataset-path": str(file),
+            "--custom-output-len": str(self._options["max_tokens"]),
+            "--num-prompts": str(count),
+            "--max-concurrency": str(concurrency),
+            "--temperature": str(self._options["temperature"]),
+            "--result-dir": str(file.parent),
+            "--result-filename": _RESULT,
+        }
+        flags = ("skip-chat-template", "disable-shuffle", "disable-tqdm", "ignore-eos", "save-result", "save-detailed")
+        return [word for pair in options.items() for word in pair] + [f"--{flag}" for flag in flags]
+
+
+def _command() -> list[str]:
+    if not PEERS["vllm"].missing:
+        return [str(PEERS["vllm"].python), "-c", _PROGRAM]
+    if (program := shutil.which("vllm")) is not None:
+        return [program, "bench", "serve"]
+    raise InvalidRequest("no vllm program here; install vLLM, or take --generator foretoken")
+
+
+def _reason(printed: str) -> str:
+    """Returns the last line that tells of an error; libraries print other ones behind it."""
+    lines = [line for line in printed.splitlines() if line.strip()] or ["it printed nothing"]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1])
+
+
+def answers_of(record: dict[str, Any]) -> list[Reply]:
+    """Returns the requests of a detailed result of ``vllm bench serve``."""
+    fields = ("ttfts", "itls", "input_lens", "output_lens", "errors")
+    replies: list[Reply] = []
+    for first, gaps, prompt, tokens, error in zip(*(record[name] for name in fields), strict=True):
+        times = accumulate([first, *gaps]) if tokens else ()
+        arrivals = tuple(Arrival(seconds, None, 0) for seconds in times)
+        answer = ServerAnswer("", prompt_tokens=prompt, tokens=tokens, arrivals=arrivals)
+        replies.append(Failed(error) if error else answer)
+    return replies
+
+
+_START_PATIENCE = 600.0  # seconds in which a server must have loaded, and compiled where it does
+
+
+@contextmanager
+def server_process(
+    command: Sequence[str], ready: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, int]]:
+    """Runs a server within the ``with`` block. Yields its address and its process id.
+
+    Args:
+        command: The command without ``--host`` and ``--port``, which are added.
+        ready: Path that answers 200 once the server can be used.
+        environment: Environment variables besides those of this process.
+
+    Raises:
+        ForetokenError: The server does not start; with its last line.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words, variables = [*command, "--host", "127.0.0.1", "--port", str(port)], {**os.environ, **(environment or {})}
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=said, env=variables) as process,
+    ):
+        try:
+            address, end = f"http://127.0.0.1:{port}", time.monotonic() + _START_PATIENCE
+            while not _answers(f"{address}{ready}"):
+                if process.poll() is not None or time.monotonic() > end:
+                    said.seek(0)
+                    line = said.read().strip().splitlines()[-1:] or ["it said nothing"]
+                    raise ForetokenError(f"the server did not start: {line[0]}")
+                time.sleep(0.1)
+            yield address, process.pid
+        finally:
+            process.terminate()
+            process.wait(120)
+
+
+def _answers(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=5.0).status_code == 200
+    return False

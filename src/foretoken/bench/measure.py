@@ -1,18 +1,25 @@
-"""Times one completion. The clock runs only while the library works, not while the caller displays a piece."""
+"""Times of one completion, of the parts of its decode steps, and from the start of a process to the first token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import InvalidRequest
+from foretoken.bench.clock import Stopwatch
+from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.outputs import CompletionOutput, StreamPiece
 from foretoken.params import SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
+
 
 OnPiece = Callable[[StreamPiece, float], None]
 
@@ -109,3 +116,124 @@ def timed(llm: LLM, prompt: str, params: SamplingParams, on_piece: OnPiece | Non
     if output is None:
         raise RuntimeError("the stream ended without a finished completion")
     return TimedCompletion(output, seconds, first_seconds, first_tokens)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds over all steps but each prompt's first, which includes prefill.
+
+    Attributes:
+        target: Forward passes of the target, inside ``Model.score``.
+        draft: Forward passes of the draft model.
+        propose: The proposer without its passes.
+        verify: As in ``Timings``.
+        commit: As in ``Timings``.
+    """
+
+    steps: int
+    tokens: int
+    total: float
+    target: float
+    draft: float
+    propose: float
+    verify: float
+    commit: float
+
+    @property
+    def other(self) -> float:
+        """Seconds of the engine, detokenization and the stream."""
+        return self.total - self.target - self.draft - self.propose - self.verify - self.commit
+
+    @property
+    def outside(self) -> float:
+        """The share of a step outside forward passes."""
+        return 1 - (self.target + self.draft) / self.total if self.total else 0.0
+
+    def per_step(self) -> dict[str, float]:
+        """Returns the seconds of one step, by part."""
+        parts = [f.name for f in fields(self) if f.name not in ("steps", "tokens")]
+        return {name: getattr(self, name) / max(1, self.steps) for name in (*parts, "other")}
+
+
+def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> StepTimes:
+    """Times decode steps of one prompt after another through ``LLM.stream``."""
+    drafter = _draft_model(llm)
+    names = ("score", "chains") if drafter is not None else ()
+    steps, tokens, seconds = 0, 0, dict.fromkeys((f.name for f in fields(StepTimes)[2:]), 0.0)
+    with Stopwatch([(drafter, name) for name in names]) as watch:
+        for prompt in prompts:
+            pieces = iter(llm.stream(prompt, params))
+            next(pieces, None)
+            while True:
+                before, started = watch.seconds, perf_counter()
+                piece = next(pieces, None)
+                wall = perf_counter() - started
+                if piece is None:
+                    break
+                drafting, laps = watch.seconds - before, piece.step.timings
+                parts = {"target": laps.score, "draft": drafting, "propose": laps.propose - drafting}
+                parts |= {"verify": laps.verify, "commit": laps.commit, "total": wall}
+                seconds = {name: seconds[name] + value for name, value in parts.items()}
+                steps, tokens = steps + 1, tokens + len(piece.token_ids)
+    return StepTimes(steps, tokens, **seconds)
+
+
+def _draft_model(llm: LLM) -> Any:
+    """Returns the draft model of the default method; None if it has none."""
+    from foretoken.propose.union import Union
+
+    proposer: Any = llm.proposer_of(llm.methods[0])
+    if isinstance(proposer, Union):
+        proposer = proposer.model and proposer.model.proposer
+    return getattr(proposer, "model", None)
+
+
+_PROGRAM = """
+import json, sys
+from foretoken import LLM, SamplingParams
+from foretoken.bench.setting import memory
+imported = memory("VmHWM")
+llm = LLM(**json.loads(sys.argv[1]))
+for _ in llm.stream("def", SamplingParams(max_tokens=int(sys.argv[2]), temperature=0, ignore_eos=True)):
+    pass
+print(json.dumps({"imported": imported, "peak": memory("VmHWM")}), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Startup:
+    """Startup of one model. seconds: median. peak_bytes: peak resident memory. imported_bytes: peak before loading."""
+
+    name: str
+    seconds: float
+    low: float
+    high: float
+    peak_bytes: int
+    imported_bytes: int
+
+
+def startup(name: str, options: dict[str, Any], times: int = 3, tokens: int = 1) -> Startup:
+    """Times ``LLM(**options)`` and its first tokens, ``times`` times after one warm-up. Raises ForetokenError."""
+    seconds: list[float] = []
+    reported = {"peak": 0, "imported": 0}
+    for _ in range(times + 1):
+        took, reported = _run([sys.executable, "-c", _PROGRAM, json.dumps(options), str(tokens)])
+        seconds.append(took)
+    warm = seconds[1:]
+    return Startup(name, median(warm), min(warm), max(warm), reported["peak"], reported["imported"])
+
+
+def _run(command: Sequence[str]) -> tuple[float, dict[str, int]]:
+    """Returns the seconds until the process reports its token, and the report."""
+    with tempfile.TemporaryFile("w+") as errors:
+        started = perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            seconds = perf_counter() - started
+        if process.returncode or not line:
+            errors.seek(0)
+            reason = (errors.read().strip().splitlines() or ["no reason given"])[-1]
+            raise ForetokenError(f"a fresh process could not produce a token: {reason}")
+    answer: dict[str, int] = json.loads(line)
+    return seconds, answer

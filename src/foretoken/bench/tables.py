@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from foretoken.bench.costs import StepCost
+from foretoken.bench.measure import Startup, StepTimes
 from foretoken.bench.output import figures
 from foretoken.bench.page import HEADS, NAMES, cells, weights
 from foretoken.bench.race import RaceRow, ratios
-from foretoken.bench.startup import Startup
-from foretoken.bench.step_times import StepTimes
 from foretoken.costs.measured import PassCost, TimeSpread
 
 

@@ -1,11 +1,13 @@
-"""``foretoken audit``: tests whether a pair is exact."""
+"""``foretoken audit``: tests whether speculation is exact, in this process, of a server, or of another engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -14,22 +16,134 @@ from rich.table import Table
 from rich.text import Text
 
 from foretoken.bench.workloads import prompts_or_functions
-from foretoken.cli.audit_endpoint import AuditServerOptions, audit_engine, audit_server
-from foretoken.cli.audit_options import AuditOptions, duration
 from foretoken.cli.files import journal
 from foretoken.cli.grouped import ALONE, given_options, grouped, option, refuse_options
-from foretoken.cli.options import ModelOptions, PositionalModelOptions, ReportOptions
-from foretoken.cli.theme import ColorMode, staged, wide_console
+from foretoken.cli.options import (
+    Dtype,
+    ModelOptions,
+    PatienceOptions,
+    PositionalModelOptions,
+    ReportOptions,
+    ServerOptions,
+    announcing,
+    budget,
+    duration,
+)
+from foretoken.cli.theme import ColorMode, staged, waiting, wide_console
 from foretoken.core.checks import number
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.options import check_dtype
+from foretoken.propose.methods import NONE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from foretoken.audit.endpoint import Endpoint
     from foretoken.audit.result import Audit
     from foretoken.audit.subject import Audited
     from foretoken.llm import LLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """The texts that are compared."""
+
+    prompts: Path | None = option(None, 'JSON lines with a "prompt" each. [our own functions]', metavar="FILE")
+    budget: str = option(
+        "2m", "As 90s, 5m or 1h, for an endpoint also as 60ktokens; more finds smaller errors.", metavar="TIME"
+    )
+    temperature: float = option(1.0, "Of the sampled texts; above 0.")
+    seed: int = option(0, "Of all sampling.")
+    dtype: Dtype = "auto"
+    float32: bool = option(True, "Compare seeded texts in float32 as well.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditServerOptions:
+    """The server to audit."""
+
+    endpoint: str | None = option(
+        None, "Audit this OpenAI-compatible server; --model is its name for the model.", metavar="URL"
+    )
+    pair: ServerOptions
+    checkpoint: str | None = option(None, "Compute the endpoint's target distribution here, from this model.")
+    concurrency: int = option(8, "Requests to the endpoint at a time.", min=1)
+    waiting: PatienceOptions
+    dry_run: bool = option(False, "Only show what auditing the endpoint costs.", "--dry-run")
+
+
+def audit_server(
+    url: str,
+    options: AuditServerOptions,
+    models: ModelOptions,
+    compared: AuditOptions,
+    journal: Path | None,
+    notes: Console,
+) -> Audit:
+    """Audits a server, after its costs were shown. Raises InvalidRequest and ForetokenError."""
+    arguments = options.pair.arguments()
+    if models.draft_model is not None or models.speculative_config is not None:
+        raise InvalidRequest("the endpoint chooses its own draft; omit --draft-model and --speculative-config")
+    tokens, seconds = budget(compared.budget)
+    if models.model is None:
+        raise InvalidRequest("--endpoint needs --model, the model's name on that server")
+    from foretoken.audit.endpoint import Endpoint
+
+    texts = prompts_or_functions(compared.prompts)
+    endpoint = Endpoint(
+        url=url,
+        model=models.model,
+        budget=tokens,
+        seconds=seconds,
+        concurrency=options.concurrency,
+        checkpoint=options.checkpoint,
+        seed=compared.seed,
+        patience=options.waiting.patience(),
+        journal=journal,
+        **arguments,
+    )
+    return _audited(endpoint, texts, notes, options.dry_run)
+
+
+def audit_engine(
+    engine: str,
+    models: ModelOptions,
+    compared: AuditOptions,
+    checkpoint: str | None,
+    concurrency: int,
+    notes: Console,
+) -> Audit:
+    """Audits an engine in processes of its own, like a server. Raises InvalidRequest and ForetokenError."""
+    tokens, seconds = budget(compared.budget)
+    from foretoken.audit.endpoint import Endpoint
+    from foretoken.audit.endpoint.engines import started
+    from foretoken.audit.run import NOTHING
+
+    texts, (target, config) = prompts_or_functions(compared.prompts), models.pair()
+    if config.method_in_force == NONE:
+        raise InvalidRequest(NOTHING)
+    with ExitStack() as stack:
+        with waiting(notes, f"loading {engine} twice, with speculation and without"):
+            pair = stack.enter_context(started(engine, target, config))
+        endpoint = Endpoint(
+            url=f"{pair.name} {pair.version}",
+            model=pair.model,
+            budget=tokens,
+            seconds=seconds,
+            concurrency=concurrency,
+            checkpoint=checkpoint or pair.checkpoint,
+            seed=compared.seed,
+            engines=pair,
+        )
+        return _audited(endpoint, texts, notes)
+
+
+def _audited(endpoint: Endpoint, prompts: Sequence[str], notes: Console, dry_run: bool = False) -> Audit:
+    from foretoken.audit.endpoint import audit_endpoint
+
+    with staged(notes) as watch:
+        return audit_endpoint(endpoint, prompts, announcing(notes, dry_run), watch)
+
 
 CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
 STYLES = {"passed": "green", "failed": "bold red", "inconclusive": "yellow", "skipped": "dim"}
@@ -139,7 +253,7 @@ def _loader(
             dtype=compared.dtype,
             seed=compared.seed,
         )
-    from foretoken.audit.assisted import Assisted, check_assisted
+    from foretoken.audit.implementations import Assisted, check_assisted
 
     target, config = models.pair()
     check_assisted(config)

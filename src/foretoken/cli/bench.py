@@ -1,8 +1,11 @@
-"""``foretoken bench race``: Foretoken and its peers, interleaved in one run."""
+"""``foretoken bench``: races against peers, one by one or as the resumable table, and servers under load."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -10,27 +13,36 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from foretoken import __version__, zoo
 from foretoken.bench.workloads import encoded_prompts, ragged
-from foretoken.cli.bench_options import PEERS, BenchmarkModels, Peers, models_or_bundled
-from foretoken.cli.bench_serve import bench_serve
-from foretoken.cli.bench_table import bench_table
 from foretoken.cli.costs import costs, tracker
 from foretoken.cli.grouped import grouped, option
-from foretoken.cli.options import ReportOptions, speculative
+from foretoken.cli.options import (
+    MODEL,
+    PEERS,
+    BenchmarkModels,
+    Peers,
+    ReportOptions,
+    counts,
+    models_or_bundled,
+    names,
+    speculative,
+)
 from foretoken.cli.theme import note, waiting, wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.propose.methods import check_method
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.entrants import Pairing
-    from foretoken.bench.race import RaceRow, RaceTask
+    from foretoken.bench.grid import GridTask
+    from foretoken.bench.http_load import LoadedServer, LoadPlan
+    from foretoken.bench.race import Pairing, RaceRow, RaceTask
+
 
 app = typer.Typer(help="Measure: the race against other engines, the cost of a pass, a server under load.")
 
 app.command()(costs)
-app.command("serve")(bench_serve)
-app.command("table")(bench_table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +93,9 @@ def race(
 ) -> None:
     """Race plain and speculative decoding of Foretoken and its peers, each at its best draft length."""
     from foretoken.bench import tables
-    from foretoken.bench.entrants import Pairing
     from foretoken.bench.page import page
     from foretoken.bench.peers.registry import check_quantization, chosen
+    from foretoken.bench.race import Pairing
     from foretoken.bench.setting import setting
 
     configs = pair.configs
@@ -121,10 +133,9 @@ def _race(
 ) -> list[RaceRow]:
     """Runs the race. Returns its rows."""
     from foretoken.bench.costs import Loaded
-    from foretoken.bench.entrants import own, peers
     from foretoken.bench.peers.foretoken import quantization
     from foretoken.bench.peers.worker import start
-    from foretoken.bench.race import race
+    from foretoken.bench.race import own, peers, race
     from foretoken.bench.sampling_bias import with_sampling_bias
 
     say = partial(note, notes, style="yellow")
@@ -164,3 +175,179 @@ def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[li
         return ragged(encode, count or 16), "ragged prompts of 20 to 1,000 tokens"
     file = Path(name) if name else None
     return encoded_prompts(tokenizer, file, count), file.name if file else "our own functions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellOptions:
+    """Work of every cell."""
+
+    fixed: list[str] | None = option(
+        None, "A fixed speculative_config to race (repeatable). [the usual ones]", metavar="JSON"
+    )
+    count: int = option(4, "Prompts of a cell; larger batches run one batch.", min=1)
+    max_tokens: int = option(64, "Tokens for each prompt.", min=2)
+    repeats: int = option(3, "Turns of every system in a cell.", min=1)
+    peer_depth: list[int] | None = option(None, "Draft length of the peers (repeatable). [4 and 8]", min=1)
+    peer_method: list[str] | None = option(None, "Method of the peers (repeatable). [draft_model and ngram]")
+
+    def task(self) -> GridTask:
+        """Returns the task of a cell. Raises InvalidRequest."""
+        from foretoken.bench.grid import GridTask
+
+        usual = GridTask()
+        picked = tuple(speculative(text) for text in self.fixed) if self.fixed else usual.picked
+        for method in self.peer_method or ():
+            check_method(method)
+        return GridTask(
+            self.count,
+            self.max_tokens,
+            self.repeats,
+            picked,
+            tuple(self.peer_depth or usual.peer_depths),
+            tuple(self.peer_method or usual.peer_methods),
+        )
+
+
+@app.command("table")
+@grouped
+def bench_table(
+    models: BenchmarkModels,
+    only: list[str] | None = option(
+        None, 'Cells by parts of their name, "T=1, int8" (repeatable), in this order.', metavar="PARTS"
+    ),
+    *,
+    each: CellOptions,
+    peers: Peers = PEERS,
+    record: Path = option(Path("bench-table.jsonl"), "Finished cells, which the next start skips."),
+    report: ReportOptions,
+) -> None:
+    """Race the default beside fixed configurations and peers, over prompts, temperatures, weights and batches."""
+    from foretoken.bench.grid import CELLS, DEFAULT, GridRecord, run
+    from foretoken.bench.page import claims, grid_page, rich_table
+    from foretoken.bench.peers.registry import chosen
+    from foretoken.bench.peers.worker import start
+    from foretoken.bench.race import Pairing
+    from foretoken.bench.setting import setting
+    from foretoken.models.formats.checkpoint import load_tokenizer
+
+    candidates = chosen(peers)
+    cells = list(dict.fromkeys(cell for parts in only or [""] for cell in CELLS if not parts or cell.has(parts)))
+    if not cells:
+        raise InvalidRequest(f"no cell has all these parts; the cells are: {'; '.join(cell.name for cell in CELLS)}")
+    task = each.task()
+    pairing = Pairing(*models_or_bundled(models.target, models.draft, [DEFAULT, *task.picked]), ())
+    tokenizer = load_tokenizer(pairing.target)
+    facts: dict[str, Any] = {
+        "version": __version__,
+        "target": pairing.target.name,
+        "draft": pairing.draft and pairing.draft.name,
+    }
+    facts |= {"peers": [peer.name for peer in candidates], **asdict(task)}
+    kept, notes = GridRecord(record, facts), wide_console(report.color, stderr=True)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, verbose=False)["input_ids"])
+
+    results = {cell: rows for cell, rows in kept.rows().items() if cell in cells}
+    for done, rows in run(cells, pairing, candidates, encode, task, kept, start, partial(note, notes, style="yellow")):
+        results[done] = rows
+        notes.print(f"{len(results)} of {len(cells)}: {done.name}", markup=False)
+    results = {cell: results[cell] for cell in cells}
+    about = setting() | facts
+
+    def parts() -> list[Any]:
+        return [rich_table(results), *(f"The default: {claim}" for claim in claims(results))]
+
+    every = [{"cell": asdict(cell), "rows": [asdict(row) for row in rows]} for cell, rows in results.items()]
+    report.publish({"setting": about, "cells": every}, parts, lambda: grid_page(about, results))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Requests to send, and their number."""
+
+    workloads: str = option("short,long,shared,agents", "Comma-separated: short, long, shared, agents.")
+    concurrency: str = option("1,4,16,64", "Requests at once, comma-separated.")
+    requests: int = option(2, "Requests of each concurrent client.", min=1)
+    max_tokens: int = option(64, "Tokens of each answer.", min=1)
+    long_tokens: int = option(1500, "Tokens of a long prompt, about.", min=1)
+    shared_tokens: int = option(2000, "Tokens of a shared beginning, about.", min=1)
+    agents: int = option(8, "Agents on one beginning.", min=1)
+    temperature: float = option(0.0, "Of every request.", min=0)
+    generator: str = option(
+        "foretoken", "What makes the load: foretoken, or vllm for `vllm bench serve` where it is installed."
+    )
+    tokenizer: str | None = option(None, "Tokenizer with which vllm counts tokens. [the bundled target's]")
+
+    def plan(self) -> LoadPlan:
+        """Returns the numbers of requests and tokens. Raises InvalidRequest."""
+        from foretoken.bench.http_load import LoadPlan
+
+        at_once = counts("--concurrency", self.concurrency)
+        return LoadPlan(at_once, self.requests, self.long_tokens, self.shared_tokens, self.agents)
+
+    def check(self) -> None:
+        """Raises InvalidRequest for an unknown generator."""
+        from foretoken.bench.http_load import GENERATORS
+
+        names("--generator", self.generator, GENERATORS)
+
+    def server(self, address: str, api_key: str | None, model: str | None) -> LoadedServer:
+        """Returns the server under load. Raises ForetokenError if it does not answer."""
+        from foretoken.bench.http_load import LoadedServer, VllmLoadedServer
+
+        options = {"max_tokens": self.max_tokens, "temperature": self.temperature, "ignore_eos": True}
+        if self.generator == "vllm":
+            return VllmLoadedServer(address, api_key, model, options, self.tokenizer or str(zoo.path("target")))
+        return LoadedServer(address, api_key, model, options)
+
+
+@app.command("serve")
+@grouped
+def bench_serve(
+    url: str | None = option(None, "Address of a running OpenAI-compatible server. [one of our own is started]"),
+    server_options: str = option("", 'Options of the server to start, such as "TARGET".', metavar="OPTIONS"),
+    model: str | None = option(None, "Model to ask for. [the first that is listed]", *MODEL),
+    api_key: str | None = option(None, "API key of the server.", envvar="FORETOKEN_API_KEY"),
+    *,
+    load: LoadOptions,
+    report: ReportOptions,
+) -> None:
+    """Load a server with concurrent requests: throughput, TTFT and ITL percentiles, and the gain of shared prefixes."""
+    from foretoken.bench.http_load import WORKLOADS, run_workload
+    from foretoken.bench.page import load_page, load_table, speedup_lines
+    from foretoken.bench.setting import setting
+
+    if url is not None and server_options:
+        raise InvalidRequest("--server-options are for a server that is started; omit --url or them")
+    load.check()
+    chosen, plan = names("workload", load.workloads, WORKLOADS), load.plan()
+    notes, results = wide_console(report.color, stderr=True), []
+    with nullcontext((url, 0)) if url is not None else started(server_options, api_key) as (address, _):
+        server = load.server(address, api_key, model)
+        server.run("warm-up", ["import os\n"] * 2, 1)
+        for name in chosen:
+            for result in run_workload(name, server, plan):
+                results.append(result)
+                notes.print(
+                    f"{result.workload}, {result.concurrency} at once: {result.output_tokens_per_second:.1f} tokens/s",
+                    style="dim",
+                    markup=False,
+                )
+    sent = {"model": server.model, "max_tokens": load.max_tokens, "generator": load.generator}
+    facts = setting() | {"server": url or "foretoken serve"} | sent
+
+    record = {"setting": facts, "results": [asdict(result) for result in results]}
+    parts = [load_table(results), *speedup_lines(results)]
+    report.publish(record, lambda: parts, lambda: load_page(facts, results), facts)
+    if failed := [result for result in results if result.failed]:
+        count = sum(result.failed for result in failed)
+        raise ForetokenError(f"{count} requests failed; the first: {failed[0].error}")
+
+
+def started(options: str, key: str | None) -> AbstractContextManager[tuple[str, int]]:
+    """Runs a server of our own within the ``with`` block. Yields its address and process id. Raises ForetokenError."""
+    from foretoken.bench.http_load import server_process
+
+    command = [sys.executable, "-m", "foretoken", "serve", "--max-num-seqs", "64", "--log-level", "error"]
+    return server_process([*command, *shlex.split(options)], "/ready", {"FORETOKEN_API_KEY": key} if key else None)

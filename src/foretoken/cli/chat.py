@@ -23,8 +23,8 @@ from foretoken.engine.chat_template import read_template
 from foretoken.params import SamplingParams
 
 if TYPE_CHECKING:
+    from foretoken.cli.chat_commands import Conversation
     from foretoken.cli.chat_screen import Screen
-    from foretoken.cli.conversation import Conversation
     from foretoken.engine.sequence import Counts
     from foretoken.llm import LLM
     from foretoken.outputs import CompletionOutput
@@ -54,7 +54,7 @@ def chat(
     json_lines: bool = option(False, "Print one JSON object a line instead."),
 ) -> None:
     """Talk to a model. /help lists commands that change settings. Without a terminal it reads one message a line."""
-    from foretoken.cli.conversation import Conversation
+    from foretoken.cli.chat_commands import Conversation
 
     config, template = models.config, read_template(wanted.chat_template)
     settings = ChatSettings(**vars(answers), rejected=rejected)

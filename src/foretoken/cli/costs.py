@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken import zoo
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.cli.bench_options import BenchmarkModels
 from foretoken.cli.grouped import grouped, option
-from foretoken.cli.options import ResultOptions, TargetFormats, WeightFormat, counts, names
+from foretoken.cli.options import BenchmarkModels, ResultOptions, TargetFormats, WeightFormat, counts, names
 from foretoken.cli.theme import note, on_terminal, waiting, wide_console
 from foretoken.core.errors import WriteError
 
@@ -125,7 +124,7 @@ def _steps(options: dict[str, Any], max_tokens: int, notes: Console) -> tuple[An
     """Measures steps on a few prompts after one that warms up, greedy and sampled."""
     from foretoken import LLM, SamplingParams
     from foretoken.bench import tables
-    from foretoken.bench.step_times import step_times
+    from foretoken.bench.measure import step_times
 
     llm = LLM(**options)
     result = {}
@@ -140,7 +139,7 @@ def _steps(options: dict[str, Any], max_tokens: int, notes: Console) -> tuple[An
 
 def _startup(name: str, bundled: bool, options: dict[str, Any], times: int, notes: Console) -> tuple[Any, list[Any]]:
     from foretoken.bench import tables
-    from foretoken.bench.startup import startup
+    from foretoken.bench.measure import startup
 
     with waiting(notes, "starting fresh processes"):
         result = [startup("bundled pair", {}, times)] if bundled else []

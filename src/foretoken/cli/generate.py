@@ -117,7 +117,7 @@ class _Page:
     """Collects the streamed pieces and writes a page of them."""
 
     def __init__(self, llm: LLM, prompt: str, params: SamplingParams, file: Path) -> None:
-        from foretoken.report.trace import Tracer
+        from foretoken.report.tokens import Tracer
 
         self._llm, self._params, self._file = llm, params, file
         ids = llm.requests.tokenize(prompt).ids

@@ -16,8 +16,8 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import typer
 from typer.models import OptionInfo
 
+from foretoken.core.checks import option_of
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.settings import option_of
 
 _ANNOTATED: Any = Annotated  # with types that are known at runtime only
 _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
@@ -44,7 +44,7 @@ def grouped(
 
     * Options: fields are declared by ``option``, have annotations of typer's parameters, or are dataclasses again.
     * Settings, of packages that know no typer: those of ``usual``, and classes with a field that names its option (see
-      ``core.settings``). Types are plain, and the class's ``Args`` are the help. A field without a default is a
+      ``core.checks``). Types are plain, and the class's ``Args`` are the help. A field without a default is a
       required argument. An option that is not passed leaves the usual value.
 
     Args:

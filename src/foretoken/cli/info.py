@@ -1,4 +1,4 @@
-"""``foretoken info``: the machine, its kernels and the versions. ``foretoken zoo``: the bundled models."""
+"""``foretoken info``: the machine and its kernels. ``zoo``: bundled models. ``drafts``: drafters of a model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from foretoken.cli.options import Json
-from foretoken.cli.theme import ColorMode, wide_console
+from foretoken.cli.theme import ColorMode, print_parts, wide_console
 from foretoken.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from foretoken.models.heads.published import FoundDrafter
+
 
 _PACKAGES = (
     *("foretoken", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "huggingface_hub"),
@@ -182,3 +187,36 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def drafts(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Target model: a folder, GGUF file or hub name.")],
+    as_json: Json = False,
+) -> None:
+    """List the published drafters of a model, and those that are on this machine. Downloads nothing."""
+    from foretoken.models.heads.published import published_drafters
+
+    found = published_drafters(model)
+    if as_json:
+        print(json.dumps([_record(drafter) for drafter in found], indent=2))
+    else:
+        print_parts(wide_console(ColorMode.AUTO), _parts(model, found))
+
+
+def _record(drafter: FoundDrafter) -> dict[str, Any]:
+    row, path = drafter.row, None if drafter.path is None else str(drafter.path)
+    facts = {name: getattr(row, name) for name in ("target", "form", "method", "licence", "source")}
+    return {"drafter": row.name, **facts, "place": drafter.place, "path": path}
+
+
+def _parts(model: str, found: list[FoundDrafter]) -> Iterator[Any]:
+    if not found:
+        yield f"no drafter of {escape(model)} is known; any model with the same tokenizer may draft: --draft-model NAME"
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("drafter", "target", "form", "licence", "place", "source"):
+        table.add_column(title, overflow="fold")
+    for row, place in ((drafter.row, drafter.place) for drafter in found):
+        table.add_row(row.name, row.target, row.form, row.licence, place, row.source)
+    yield table
+    yield "use one: --draft-model NAME, which downloads it; the first one that is here: --draft-model auto"

@@ -17,21 +17,17 @@ from foretoken import __version__
 from foretoken.cli.audit import audit
 from foretoken.cli.bench import app as bench_app
 from foretoken.cli.chat import chat
-from foretoken.cli.convert import convert
-from foretoken.cli.datastore import build_datastore
+from foretoken.cli.checkpoints import build_datastore, convert, quantize, widen
 from foretoken.cli.demo import demo
-from foretoken.cli.drafts import drafts
 from foretoken.cli.files import check_output_files
 from foretoken.cli.generate import generate
-from foretoken.cli.info import info, zoo
+from foretoken.cli.info import drafts, info, zoo
 from foretoken.cli.keys import app as keys_app
 from foretoken.cli.plan import plan
-from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
 from foretoken.cli.serve_options import LORA_MODULES, is_adapter
 from foretoken.cli.simulate import simulate
 from foretoken.cli.theme import compilation_announced
-from foretoken.cli.widen import widen
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,15 @@ from foretoken.models import options as checks
 from foretoken.propose.methods import check_method
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from foretoken.llm import LLM
     from foretoken.probe.client import Patience
     from foretoken.speculation import SpeculativeConfig
 
+
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+THOUSANDS = {"": 1, "k": 1_000, "M": 1_000_000}
 MODEL, DRAFT_MODEL = ("--model", "-m"), ("--draft-model", "-md")  # names of options, for every command
 
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
@@ -215,6 +221,42 @@ class PatienceOptions:
         return Patience(self.timeout, self.retries)
 
 
+def announcing(notes: Console, dry_run: bool) -> Callable[[Mapping[str, Any]], bool]:
+    """Returns a function that prints the costs of measuring a server, and returns whether to spend them."""
+
+    def announce(costs: Mapping[str, Any]) -> bool:
+        sent, waves = costs["sent"], ""
+        if "waves" in costs:
+            concurrency = ", ".join(map(str, costs["concurrency"]))
+            waves = f" in {costs['waves']} waves of {concurrency} at once; about {costs['minutes']:.1f} minutes"
+        line = (
+            f"about {costs['requests']:,} requests, {costs['prompt_tokens']:,} prompt tokens and {costs['tokens']:,} "
+            f"generated tokens{waves}; {sent['requests']:,} requests and {sent['tokens']:,} generated tokens are spent "
+            "already, to find this out"
+        )
+        line += f"; {costs['power']}" if "power" in costs else ""
+        note(notes, line)
+        return not dry_run
+
+    return announce
+
+
+def budget(text: str) -> tuple[int | None, float | None]:
+    """Returns a budget in tokens or in seconds, the other is None. Raises InvalidRequest."""
+    counted = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kM]?)\s*tok(?:en)?s?", text.strip())
+    if counted is not None and float(counted[1]) > 0.0:
+        return int(float(counted[1]) * THOUSANDS[counted[2]]), None
+    return None, duration(text, "a time such as 90s, 5m or 1h, or for an endpoint tokens such as 60ktokens")
+
+
+def duration(text: str, expected: str = "a time such as 90s, 5m or 1h") -> float:
+    """Returns the seconds of ``--budget``. Raises InvalidRequest."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if match is None or float(match[1]) == 0.0:
+        raise InvalidRequest(f"--budget must be {expected}, got {text!r}")
+    return float(match[1]) * UNITS[match[2]]
+
+
 def named_once(argument: str | None, option: str | None) -> str | None:
     """Returns the model that an argument or ``--model`` names. Raises InvalidRequest if both do."""
     if argument is not None and option is not None:
@@ -290,3 +332,53 @@ def load(model: str | None, draft_model: str | None, color: ColorMode, **options
         if llm.target.device.type == "cpu":
             kernels()  # which the first token would compile
         return llm
+
+
+PEERS = "transformers,openvino,vllm,llamacpp"
+Peers = Annotated[str, typer.Option(help="Comma-separated, or none.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkModels(PositionalTarget):
+    """The models that are measured."""
+
+    model: str | None = option(
+        None, "Target: a folder or GGUF file. [the bundled one, widened to 0.7b]", "--target", *MODEL
+    )
+    draft_model: str | None = option(None, "Draft: a folder or GGUF file. [the bundled one]", "--draft", *DRAFT_MODEL)
+
+    @property
+    def target(self) -> Path | None:
+        """The target's path, if one is named."""
+        return None if self.model is None else Path(self.model)
+
+    @property
+    def draft(self) -> Path | None:
+        """The draft's path, if one is named."""
+        return None if self.draft_model is None else Path(self.draft_model)
+
+
+def models_or_bundled(
+    target: Path | None, draft: Path | None, configs: Sequence[Mapping[str, Any]]
+) -> tuple[Path, Path | None]:
+    """Returns target and draft, the bundled pair in place of what is not given.
+
+    Args:
+        target: The target, if given.
+        draft: The draft model, if given.
+        configs: The ways to speculate. The draft is None if it was not given and none of them needs one.
+
+    Raises:
+        InvalidRequest: A target without a draft model, which a configuration needs.
+    """
+    from foretoken.bench.race import needs_draft
+    from foretoken.train.widen.checkpoint import scaled
+
+    if target is not None and draft is None:
+        if any(map(needs_draft, configs)):
+            raise InvalidRequest(
+                "--target was given without --draft; name its draft too, or a method without a draft model, such as "
+                """--speculative-config '{"method": "ngram"}'"""
+            )
+        return target, None
+    return target or scaled("0.7b"), draft or zoo.path("draft")

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.grouped import grouped, option
-from foretoken.cli.options import ModelOptions, PositionalModelOptions, following, load
-from foretoken.cli.serve_models import ModelEntry, models_app, read_models
+from foretoken.cli.options import PositionalModelOptions, following, load
+from foretoken.cli.serve_engines import ModelEntry, ReplicaOptions, models_app, read_models, replicas_app
 from foretoken.cli.serve_options import (
     AccessOptions,
     LimitOptions,
+    LogOptions,
     NameOptions,
     OfferOptions,
     ServerRuntimeOptions,
+    announce,
+    is_loopback,
     response_store,
     size_in_bytes,
+    start_log,
 )
-from foretoken.cli.serve_output import LogOptions, announce, is_loopback, start_log
-from foretoken.cli.serve_replicas import ReplicaOptions, replicas_app
 from foretoken.cli.theme import ColorMode
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.engine.chat_template import read_template
@@ -142,10 +144,9 @@ def _opened(
 ) -> AbstractContextManager[tuple[FastAPI, Sequence[Servable]]]:
     """Returns a context with the app and what answers its requests."""
     models, limits, scale = options.models, options.limits, options.replicas.scale()
-    if entries:
-        return models_app(entries, engine, settings, limits.max_waiting, tracer)
     if scale is None:
-        return _model_app(models, engine, settings, limits.max_waiting, tracer)
+        alone = ModelEntry(models.model, models.draft_model, tuple(settings.model_names))
+        return models_app(entries or [alone], engine, settings, limits.max_waiting, tracer)
     replica = {
         "model": models.model,
         "draft_model": models.draft_model,
@@ -153,25 +154,6 @@ def _opened(
         "max_waiting": limits.max_waiting,
     }
     return replicas_app(replica, scale, settings, tracer, options.log.log_level == "debug", limits.drain_timeout)
-
-
-@contextmanager
-def _model_app(
-    models: ModelOptions,
-    options: dict[str, Any],
-    settings: ServerSettings,
-    max_waiting: int,
-    tracer: RequestTracer | None,
-) -> Iterator[tuple[FastAPI, Sequence[Servable]]]:
-    """Loads the model, and yields its app and worker. Raises ForetokenError if the engine stopped working."""
-    with closing(load(models.model, models.draft_model, ColorMode.AUTO, **options)) as llm:
-        from foretoken.serve.app import create_app
-        from foretoken.serve.worker import Worker
-
-        worker = Worker(llm, max_waiting=max_waiting)
-        yield create_app(worker, settings, tracer), [worker]
-        if worker.dead is not None:
-            raise ForetokenError(f"the engine stopped working: {worker.dead}")
 
 
 def _check_packages() -> None:

@@ -17,8 +17,8 @@ from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from foretoken.plan.simulation.simulate import SimulationResult, Sweep
-    from foretoken.plan.simulation.strategies import Setting
+    from foretoken.plan.simulator import SimulationResult, Sweep
+    from foretoken.plan.strategies import Setting
 
 UNITS = {
     "rtt": (1e3, " ms round trip"),
@@ -57,7 +57,7 @@ class SimulationOptions:
     @property
     def setting(self) -> Setting:
         """Workers and a text. Raises InvalidRequest."""
-        from foretoken.plan.simulation.strategies import Setting
+        from foretoken.plan.strategies import Setting
 
         return Setting(
             self.target_ms / 1e3,
@@ -83,8 +83,8 @@ def simulate(
 
     Reports the speedup of each over plain decoding, and from which values on pipelining is profitable.
     """
-    from foretoken.plan.simulation import simulate as workers
-    from foretoken.plan.simulation.strategies import STRATEGIES
+    from foretoken.plan import simulator as workers
+    from foretoken.plan.strategies import STRATEGIES
     from foretoken.report.simulate import page
 
     setting, repeats = simulated.setting, simulated.repeats
@@ -108,7 +108,7 @@ def simulate(
 
 
 def _needed(target: float, draft: float, depth: int) -> int:
-    from foretoken.plan.simulation.strategies import servers_needed
+    from foretoken.plan.strategies import servers_needed
 
     number("--target-ms", target, 0.0)
     number("--draft-ms", draft, 0.0)
@@ -165,7 +165,7 @@ def _gains(result: Sweep) -> Table:
 
 
 def _whether(outcomes: Sequence[SimulationResult]) -> str:
-    from foretoken.plan.simulation.simulate import pays, sequential_speedup
+    from foretoken.plan.simulator import pays, sequential_speedup
 
     best = pays(outcomes)
     if best is not None:
@@ -177,7 +177,7 @@ def _whether(outcomes: Sequence[SimulationResult]) -> str:
 
 def _where(result: Sweep) -> str:
     """Returns a sentence with the ranges of values in which pipelining is profitable."""
-    from foretoken.plan.simulation.simulate import pays
+    from foretoken.plan.simulator import pays
 
     scale, unit = UNITS[result.by]
     pairs = sorted(zip(result.values, result.outcomes, strict=True), key=lambda pair: pair[0])

@@ -219,10 +219,11 @@ def repair_script() -> Any:
     """Returns the script that trained the bundled encoder-decoder pair, as a module."""
     import sys
 
-    spec = spec_from_file_location("foretoken_repair_training", zoo.path("seq2seq-target") / "train_repair.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    for name in ("repair_tasks", "train_repair"):  # the second imports the first
+        spec = spec_from_file_location(name, zoo.path("seq2seq-target") / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = module_from_spec(spec)  # dataclasses look their module up
+        spec.loader.exec_module(module)
     return module
 
 

@@ -14,8 +14,8 @@ from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.control.policy import DraftPolicy
 from foretoken.core.checks import check_keys, integer, number
+from foretoken.core.devices import FreeMemory
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.free_memory import FreeMemory
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 
 Control = str | Mapping[str, Any]

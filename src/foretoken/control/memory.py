@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from foretoken.core.free_memory import Memory
+from foretoken.core.devices import Memory
 
 _RECOVERY = 20  # readings with memory to spare before drafts grow again
 

@@ -1,11 +1,15 @@
-"""Validates user input. Each error names the parameter, the expected range and the value. Raises InvalidRequest."""
+"""Validates user input, and declares fields of dataclasses as options of the command line.
+
+Each error names the parameter, the expected range and the value. Raises InvalidRequest.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, fields
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
@@ -83,3 +87,29 @@ def check_groups(heads: int, kv_heads: int) -> None:
     """Raises InvalidRequest if query heads do not divide among key heads."""
     if heads % kv_heads:
         raise InvalidRequest(f"{heads} heads do not divide among {kv_heads} key heads")
+
+
+def named(option: str | None, default: Any, **limits: float) -> Any:
+    """Declares a field whose option has this name; None for no option. limits: ``min``, the least value."""
+    return field(default=default, metadata={"option": option, **limits})
+
+
+def option_of(name: str, metadata: Mapping[str, Any]) -> str | None:
+    """Returns the option of a field, None if it has none."""
+    option: str | None = metadata.get("option", f"--{name.replace('_', '-')}")
+    return option
+
+
+def changed_options(settings: Any, usual: Any = None) -> str:
+    """Returns the options of the fields that differ from ``usual``, by default from their defaults."""
+    usual = type(settings)() if usual is None else usual
+    changed = ((f, getattr(settings, f.name)) for f in fields(settings) if option_of(f.name, f.metadata) is not None)
+    return " ".join(
+        f"{option_of(f.name, f.metadata)}{_argument(value)}" for f, value in changed if value != getattr(usual, f.name)
+    )
+
+
+def _argument(value: object) -> str:
+    if value is True:
+        return ""
+    return " " + (",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}")

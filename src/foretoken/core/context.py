@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
-from foretoken.core.exactness import Exactness as Exactness
 from foretoken.core.history import History, TokenCounts
 from foretoken.core.streams import Streams
+from foretoken.core.verdict import Exactness as Exactness
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,18 @@
-"""Waiting for a device, and fetching from it."""
+"""Devices: waiting for them, fetching from them, and the memory that this process can still take.
+
+Memory is that of the machine, its control groups, its address space, and a GPU.
+"""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 from torch import Tensor
+
+from foretoken.core.threads import read_or_empty
 
 
 def wait_for(device: torch.device) -> None:
@@ -20,3 +29,103 @@ def on_host(tensor: Tensor) -> Tensor:
     host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return host
+
+
+if sys.platform != "win32":
+    import resource
+
+_GIB = 2**30
+_LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # version 2, version 1
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Free memory.
+
+    Args:
+        free: Bytes that can still be allocated.
+        limit: Bytes in total.
+    """
+
+    free: int
+    limit: int
+
+    @property
+    def low(self) -> float:
+        """Free bytes below which memory is short."""
+        return min(0.06 * self.limit, _GIB)
+
+
+class FreeMemory:
+    """Reads the tightest memory limit of this process.
+
+    Args:
+        device: Device of the models, whose memory counts if it is a GPU.
+        proc: The proc file system.
+        groups: The control groups.
+    """
+
+    def __init__(self, device: torch.device, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._device, self._proc = device, proc
+        self._folders = _group_folders(proc, groups)
+
+    def __call__(self) -> Memory | None:
+        """Returns the tightest limit, None if no limit is readable."""
+        limits = [m for m in (self._machine(), self._address_space(), self._cuda(), *map(_group, self._folders)) if m]
+        return min(limits, key=lambda memory: memory.free / memory.low, default=None)
+
+    def _machine(self) -> Memory | None:
+        sizes = _table(self._proc / "meminfo")
+        if "MemAvailable:" not in sizes or "MemTotal:" not in sizes:
+            return None
+        return Memory(sizes["MemAvailable:"] * 1024, sizes["MemTotal:"] * 1024)
+
+    def _address_space(self) -> Memory | None:
+        """Returns the memory that ``ulimit -v`` or the like leaves."""
+        if sys.platform == "win32":
+            return None
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit == resource.RLIM_INFINITY:
+            return None
+        pages = read_or_empty(self._proc / "self/statm").split()
+        return Memory(max(0, limit - int(pages[0]) * resource.getpagesize()), limit) if pages else None
+
+    def _cuda(self) -> Memory | None:
+        """Returns the device's free memory, with that which the allocator holds unused."""
+        if self._device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self._device)
+        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return Memory(free + idle, total)
+
+
+def group_limits(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> list[Memory]:
+    """Returns the memory limits of the control groups of this process."""
+    return [limit for limit in map(_group, _group_folders(proc, groups)) if limit is not None]
+
+
+def _group_folders(proc: Path, groups: Path) -> list[Path]:
+    """Returns the control groups of either version that limit this process: its own and all above."""
+    folders = [groups, groups / "memory"]
+    for line in read_or_empty(proc / "self/cgroup").splitlines():
+        _, kinds, name = line.split(":", 2)
+        if kinds == "" or "memory" in kinds.split(","):
+            root = groups / "memory" if kinds else groups
+            folder = root / name.strip("/")
+            folders += [folder, *(above for above in folder.parents if above.is_relative_to(root))]
+    return [f for f in dict.fromkeys(folders) if any((f / name).is_file() for name in _LIMITS)]
+
+
+def _group(folder: Path) -> Memory | None:
+    for limit_file, usage_file in _LIMITS.items():
+        limit, used = read_or_empty(folder / limit_file).strip(), read_or_empty(folder / usage_file).strip()
+        if limit.isdigit() and used.isdigit() and int(limit) < 2**60:
+            sizes = _table(folder / "memory.stat")
+            cached = sizes.get("inactive_file", sizes.get("total_inactive_file", 0))  # freed before anything fails
+            return Memory(max(0, int(limit) - int(used) + cached), int(limit))
+    return None
+
+
+def _table(file: Path) -> dict[str, int]:
+    rows = (line.split() for line in read_or_empty(file).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

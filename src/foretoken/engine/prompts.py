@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from foretoken.core.bad_words import BadWords
 from foretoken.core.checks import shown
 from foretoken.core.errors import CONTEXT_LENGTH, ContextLengthExceeded, InvalidRequest
+from foretoken.core.restrictions import BadWords
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 

@@ -8,10 +8,10 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from foretoken.core.bad_words import BadWords
 from foretoken.core.checks import shown
 from foretoken.core.context import Context
 from foretoken.core.errors import ENCODER_LENGTH, InvalidRequest
+from foretoken.core.restrictions import BadWords
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.detokenize import Detokenizer
 from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, TokenizedPrompt

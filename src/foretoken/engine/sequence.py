@@ -17,8 +17,7 @@ from foretoken.core.context import Context
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.native import sampling as native
-from foretoken.core.positions import PositionCounts
-from foretoken.core.step import StepOutput
+from foretoken.core.step import PositionCounts, StepOutput
 from foretoken.core.verdict import Verdict
 from foretoken.engine.stopping import Stopping
 from foretoken.models.base import Handle, Scores

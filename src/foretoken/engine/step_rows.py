@@ -15,11 +15,11 @@ from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.exactness import Exactness
 from foretoken.core.law import PointMass
 from foretoken.core.native import sampling as native
 from foretoken.core.native.sampling import DraftNodes, Noise, TokenRow
 from foretoken.core.streams import Purpose, Streams, purpose_key
+from foretoken.core.verdict import Exactness
 from foretoken.engine.sequence import ComputedTokens
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.models.base import Scores

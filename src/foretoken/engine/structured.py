@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.grammar import Grammar
 from foretoken.core.history import History
+from foretoken.core.restrictions import Grammar
 from foretoken.engine.choices import Choices, TokenList
 from foretoken.engine.grammar_process import GrammarLimits, GrammarServer
 from foretoken.engine.matching import CompiledGrammar, GrammarFollower, GrammarVocabulary, LocalGrammar

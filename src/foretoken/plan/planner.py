@@ -19,15 +19,13 @@ from foretoken.core.progress import Say
 from foretoken.core.sampling import SamplingLaw
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.models.base import Model
-from foretoken.plan.candidates import Candidate
+from foretoken.plan.candidates import Candidate, PlanRow
 from foretoken.plan.outcome import Plan
 from foretoken.plan.predictors import Predictor, fitted
 from foretoken.plan.replay import write
-from foretoken.plan.rows import PlanRow
 from foretoken.plan.sample import Proposers, Sample, chain_of
 from foretoken.plan.step_costs import PLAIN, StepCosts, time_prefill
-from foretoken.plan.tally import AcceptanceEstimate
-from foretoken.plan.texts import Prompt, SampledText, contexts, repeated
+from foretoken.plan.texts import AcceptanceEstimate, Prompt, SampledText, contexts, repeated
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 

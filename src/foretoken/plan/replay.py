@@ -6,7 +6,7 @@ continues its text whatever is proposed, and walk verification samples y from p 
 consists of such samples, so the paths through fixed candidates have the probabilities of any other run.
 
 Sampled trees, and proposers that learn from the target's logits, run with the target. Chains of a draft model: see
-``chains``.
+``sample``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from foretoken.core.law import PointMass, ProposalLaw
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Handle, Model, Scores, growing
-from foretoken.plan.tally import AcceptanceEstimate, StepTally
-from foretoken.plan.texts import BATCH, Prompt, SampledText, contexts, teacher_forced
+from foretoken.plan.texts import BATCH, AcceptanceEstimate, Prompt, SampledText, StepTally, contexts, teacher_forced
 from foretoken.propose.base import Proposer
 from foretoken.verify import Verifier, choose
 

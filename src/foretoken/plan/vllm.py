@@ -24,9 +24,8 @@ from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.progress import Say
-from foretoken.plan.candidates import Candidate
+from foretoken.plan.candidates import Candidate, PlanRow
 from foretoken.plan.outcome import Plan
-from foretoken.plan.rows import PlanRow
 from foretoken.plan.statistics import Interval, ratio_interval
 
 CHAIN = (1, 2, 4, 8)  # draft lengths of chains that are run

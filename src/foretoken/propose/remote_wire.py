@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core.bad_words import BadWords
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
+from foretoken.core.restrictions import BadWords
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 

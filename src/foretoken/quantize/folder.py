@@ -27,8 +27,7 @@ from foretoken.models.formats.gguf.tokenizer import special_ids
 from foretoken.models.formats.grouped import strips
 from foretoken.models.formats.quantize import Quantizer, quantize
 from foretoken.models.formats.shards import ShardWriter, copy_companions
-from foretoken.quantize.rounding import Grid, Rounding, symmetric_scales
-from foretoken.quantize.schemes import Scheme
+from foretoken.quantize.rounding import Grid, Rounding, Scheme, symmetric_scales
 
 SHARD = 2**30  # largest size of a file in bytes
 _EMBEDDINGS = ("embed", "shared", "wte", "wpe", "relative_attention_bias", "norm")

@@ -1,7 +1,8 @@
-"""Quantizes a checkpoint: reads it layer by layer, rounds, and writes another one atomically."""
+"""Quantizes a checkpoint: reads it layer by layer, rounds, and writes another one atomically, or into the cache."""
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,14 +17,14 @@ from torch import Tensor
 from foretoken.core.artifacts import GGUF, MODEL, Destination, kind_of
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
+from foretoken.core.folders import cache_folder
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.models.formats.gguf import is_gguf, parts_of
 from foretoken.models.formats.memory import give_back
 from foretoken.quantize.calibration import Calibration, Losses
 from foretoken.quantize.file import FileWriter, planned
 from foretoken.quantize.folder import FolderWriter, copy_files, exported_config, save_tokenizer
-from foretoken.quantize.rounding import Rounding
-from foretoken.quantize.schemes import Scheme
+from foretoken.quantize.rounding import Rounding, Scheme
 from foretoken.quantize.source import EMBEDDING, HEAD, SourceCheckpoint
 
 Progress = Callable[[float, str], None]
@@ -182,3 +183,25 @@ def _destination(out: Path, source: Path, scheme: Scheme, force: bool) -> Destin
 def _weight_bytes(path: Path) -> int:
     files = [path] if path.is_file() else path.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Returns the folder of a checkpoint; for a GGUF file the cached folder of its model in bfloat16.
+
+    Raises:
+        InvalidRequest: A folder has no form for the model of the file.
+        ModelLoadError: The file cannot be read.
+        WriteError: The folder cannot be written.
+    """
+    if not is_gguf(path):
+        return path
+    identity = [f"{part.resolve()} {part.stat().st_size} {part.stat().st_mtime_ns}" for part in parts_of(path)]
+    key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
+    folder = cache_folder() / "folders" / key / path.stem
+    if not folder.exists():
+        try:
+            quantize_checkpoint(path, folder, "bfloat16")
+        except InvalidRequest:
+            if not folder.exists():  # another process may have written it since
+                raise
+    return folder

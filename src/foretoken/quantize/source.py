@@ -26,7 +26,7 @@ from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.seq2seq.model import EncoderDecoder
 from foretoken.quantize.calibration import Calibration, calibrates
 from foretoken.quantize.file import Described
-from foretoken.quantize.schemes import Scheme
+from foretoken.quantize.rounding import Scheme
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.")

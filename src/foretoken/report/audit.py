@@ -9,20 +9,26 @@ from typing import Any
 
 from foretoken.report.charts import Bar, bars
 from foretoken.report.document import (
+    Html,
+    PageRecord,
     badge,
     cards,
     document,
+    element,
     facts,
+    figure,
     folded,
     grid,
+    join,
+    number,
     paragraph,
+    percent,
     section,
+    shown,
     table,
     verdict,
     wrapped,
 )
-from foretoken.report.markup import Html, element, figure, join, number, percent
-from foretoken.report.records import PageRecord, shown
 
 TONES = {"passed": "good", "failed": "bad", "inconclusive": "open"}
 HEADLINES = {"passed": "Exact, as far as it was tested", "failed": "Not exact", "inconclusive": "Inconclusive"}

@@ -1,4 +1,7 @@
-"""HTML page of a plan: predicted speedups with intervals, the recommendation, and the configuration to paste."""
+"""HTML pages of plans: predicted speedups with intervals, the recommendation, and the configuration to paste.
+
+``page`` is that of our engine and vLLM, ``endpoint_page`` that of a server.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
-from foretoken.report.document import bullets, document, folded, grid, paragraph, section, table, verdict
-from foretoken.report.markup import Html, element, figure, join, number
+from foretoken.report.document import (
+    Html,
+    PageRecord,
+    bullets,
+    document,
+    element,
+    facts,
+    figure,
+    folded,
+    grid,
+    join,
+    number,
+    paragraph,
+    records,
+    section,
+    shown,
+    table,
+    verdict,
+)
 from foretoken.report.prediction import against
-from foretoken.report.records import PageRecord, records, shown
 
 SHOWN = 12  # rows of a table outside of its fold
 ENGINES = {
@@ -268,3 +287,71 @@ def _errors(name: str, predictors: Sequence[PageRecord]) -> Html:
     ]
     chart = bars(name, items, "points of error", note="Error of the predicted acceptance, in points")
     return element("div", chart, folded("Correlations", table(("statistic", "correlation", "error"), rows)))
+
+
+def endpoint_page(plan: Mapping[str, Any]) -> str:
+    """Returns an HTML document. plan: ``EndpointPlan.to_dict()`` with its sentences as "verdict"."""
+    root = PageRecord.of(plan)
+    groups: dict[int, list[PageRecord]] = {}
+    for row in root.records("rows"):
+        groups.setdefault(int(row.number("concurrency") or 1), []).append(row)
+    setting = {key: value for key, value in root.record("setting").items() if not isinstance(value, Mapping)}
+    return document(
+        "Speedup of speculation on this server",
+        [
+            _endpoint_verdict(root),
+            section("Speedup by draft length", grid(*(_by_depth(rows, count) for count, rows in groups.items()))),
+            section("Speedup by concurrency", _by_concurrency(root.records("rows"))),
+            section("Configuration to paste", *(element("pre", line) for line in root.items_of("paste"))),
+            *(_endpoint_table(rows, count) for count, rows in groups.items()),
+            facts(setting, "What was measured"),
+        ],
+        lead="Speedups are over plain decoding at the same concurrency, while all requests are being decoded. "
+        "The intervals should contain 95 of 100 further runs over as many requests.",
+        footer="tokens/pass: tokens of a sequence in a pass of the model, the model's own token included. A star marks "
+        "what was measured; the other rows are predicted.",
+    )
+
+
+def _endpoint_verdict(plan: PageRecord) -> Html:
+    notes = plan.items_of("notes")
+    if because := plan.get("because"):
+        return verdict("open", f"Cannot tell, because {because}", bullets(notes))
+    headline, *details = plan.items_of("verdict") or [""]
+    sure = plan.record("choice").get("sure") is True
+    return verdict("good" if sure else "open", headline, bullets([*details, *notes]))
+
+
+def _kind(row: PageRecord) -> str:
+    return "measured" if row.get("measured") else "predicted"
+
+
+def _by_depth(rows: Sequence[PageRecord], concurrency: int) -> Html:
+    usable = [row for row in rows if row.number("speedup") is not None]
+    if not usable:
+        return Html()
+    return speedups(f"{concurrency} at once", usable, ("draft tokens per pass", "depth"), _kind)
+
+
+def _by_concurrency(rows: Sequence[PageRecord]) -> Html:
+    """The server's own drafter at the draft lengths that were measured."""
+    depths = {row.get("depth") for row in rows if row.get("measured")}
+    usable = [row for row in rows if row.get("config") is None and row.get("depth") in depths]
+    if not depths:
+        return Html()
+    across = "requests at once", "concurrency"
+    return speedups("Measured draft lengths", usable, across, _kind, lambda row: f"{row.get('depth')} draft tokens")
+
+
+def _endpoint_table(rows: Sequence[PageRecord], concurrency: int) -> Html:
+    heads = ("drafter", "drafts", "speedup", "95 %", "tokens/pass", "95 %", "tokens/s")
+    ordered, best = by_speedup(rows)
+    cells = [
+        (
+            *(name_of(row), f"{row.get('depth')}{'*' if row.get('measured') else ''}", row.times("speedup")),
+            *(row.interval(), row.figure("tokens_per_pass")),
+            *(row.interval("tokens_per_pass_low", "tokens_per_pass_high"), row.figure("tokens_per_second")),
+        )
+        for row in ordered
+    ]
+    return section(f"{concurrency} at once", folded(f"{len(cells)} rows", table(heads, cells, best), open_=True))

@@ -7,9 +7,7 @@ from statistics import median
 from typing import Any
 
 from foretoken.report.charts import Point, Series, scatter
-from foretoken.report.document import cards, document, folded, section, table
-from foretoken.report.markup import Html, join, percent
-from foretoken.report.records import PageRecord
+from foretoken.report.document import Html, PageRecord, cards, document, folded, join, percent, section, table
 
 WITHIN = 0.1  # relative error that is shaded and counted
 

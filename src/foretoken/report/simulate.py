@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
-from foretoken.report.document import document, section, table, verdict
-from foretoken.report.markup import Html
-from foretoken.report.records import PageRecord, records
+from foretoken.report.document import Html, PageRecord, document, records, section, table, verdict
 
 HEADS = ("strategy", "ms per token", "over plain", "over SI", "draft busy", "servers busy", "drafted", "wasted")
 AXES = {

@@ -9,14 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
-from foretoken.serve.refused_fields import CHAT, TOKENIZE, Refusals
 from foretoken.serve.schema import (
+    CHAT,
+    TOKENIZE,
     Body,
     Content,
     Count,
     Generate,
     Loose,
     Object,
+    Refusals,
     Sampling,
     TokenIds,
     check_strict,

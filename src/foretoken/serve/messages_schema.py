@@ -20,14 +20,15 @@ from foretoken.serve.chat_schema import (
     function_tool,
 )
 from foretoken.serve.errors import invalid
-from foretoken.serve.refused_fields import MESSAGES, Refusals
 from foretoken.serve.schema import (
+    MESSAGES,
     Body,
     Count,
     JsonSchema,
     JsonSchemaFormat,
     Loose,
     Object,
+    Refusals,
     Sampling,
     Strings,
     TextPart,

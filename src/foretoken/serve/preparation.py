@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
-from foretoken.core.bad_words import BadWords
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.restrictions import BadWords
 from foretoken.engine.prompts import PromptTokenizer
 from foretoken.params import SamplingParams
 from foretoken.serve.chat_schema import (

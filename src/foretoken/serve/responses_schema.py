@@ -30,14 +30,15 @@ from foretoken.serve.chat_schema import (
     function_tool,
 )
 from foretoken.serve.errors import invalid
-from foretoken.serve.refused_fields import RESPONSES, Refusals
 from foretoken.serve.schema import (
+    RESPONSES,
     Body,
     Count,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
     Loose,
+    Refusals,
     StreamOptions,
     TextFormat,
     field_error,

@@ -258,7 +258,7 @@ def administration_routes(service: Service) -> APIRouter:
 
 
 def listing_routes(service: Service) -> APIRouter:
-    """Returns the routes."""
+    """Returns the routes of models, metrics and the version."""
     router = APIRouter()
 
     @router.get("/v1/models", responses=error_responses(401, 403))
@@ -271,30 +271,6 @@ def listing_routes(service: Service) -> APIRouter:
         """Describe one served model."""
         service.check_allowed(name, request)
         return service.model(name)
-
-    @router.get("/health", responses=error_responses(403, 503))
-    @router.get("/ping", responses=error_responses(403, 503))
-    @router.post("/ping", include_in_schema=False)
-    async def health() -> Health:
-        """Tell whether requests are accepted."""
-        if not service.worker.alive:
-            raise ServerUnavailable("the engine is not running")
-        if service.worker.draining:
-            raise ServerUnavailable("the server is shutting down")
-        return {"status": "ok"}
-
-    @router.get("/ready", responses=error_responses(403, 503))
-    @router.get("/health/ready", responses=error_responses(403, 503))
-    async def ready() -> Health:
-        """Tell whether a load balancer should send requests: the model is loaded and the server is not ending."""
-        return await health()
-
-    @router.get("/health/live", responses=error_responses(403, 503))
-    async def live() -> Health:
-        """Tell whether the engine runs. It does while the server drains: restarting it would lose requests."""
-        if not service.worker.alive:
-            raise ServerUnavailable("the engine is not running")
-        return {"status": "ok"}
 
     @router.get(
         "/metrics",
@@ -319,5 +295,36 @@ def listing_routes(service: Service) -> APIRouter:
             "compare texts; serve an embedding model elsewhere",
             code="not_served",
         )
+
+    return router
+
+
+def health_routes(service: Service) -> APIRouter:
+    """Returns the routes of the server's health."""
+    router = APIRouter()
+
+    @router.get("/health", responses=error_responses(403, 503))
+    @router.get("/ping", responses=error_responses(403, 503))
+    @router.post("/ping", include_in_schema=False)
+    async def health() -> Health:
+        """Tell whether requests are accepted."""
+        if not service.worker.alive:
+            raise ServerUnavailable("the engine is not running")
+        if service.worker.draining:
+            raise ServerUnavailable("the server is shutting down")
+        return {"status": "ok"}
+
+    @router.get("/ready", responses=error_responses(403, 503))
+    @router.get("/health/ready", responses=error_responses(403, 503))
+    async def ready() -> Health:
+        """Tell whether a load balancer should send requests: the model is loaded and the server is not ending."""
+        return await health()
+
+    @router.get("/health/live", responses=error_responses(403, 503))
+    async def live() -> Health:
+        """Tell whether the engine runs. It does while the server drains: restarting it would lose requests."""
+        if not service.worker.alive:
+            raise ServerUnavailable("the engine is not running")
+        return {"status": "ok"}
 
     return router

@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from foretoken.control.limited import Limited
-from foretoken.core.bad_words import BadWords
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError
+from foretoken.core.restrictions import BadWords
 from foretoken.core.step import StepOutput
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.prompts import Prompt

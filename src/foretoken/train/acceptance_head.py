@@ -20,21 +20,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from foretoken.core.artifacts import ACCEPTANCE_HEAD
+from foretoken.core.checks import changed_options
 from foretoken.core.files import write_json
 from foretoken.core.progress import Reporter
-from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import load_tokenizer, vocabulary_size
 from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.propose.scores import EXTRA, MODEL_TYPE, features
-from foretoken.quantize.cached import checkpoint_folder
+from foretoken.quantize.run import checkpoint_folder
 from foretoken.train.config import ACCEPTANCE_CONFIG, AcceptanceConfig, RunOptions, TrainConfig
-from foretoken.train.data import Corpus
+from foretoken.train.data import MAX_PROMPT, Corpus, prepare_windows
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.runs import TrainingRun
 from foretoken.train.sampling import mixed_temperatures
 from foretoken.train.trainer import Trainer
-from foretoken.train.windows import MAX_PROMPT, prepare_windows
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from foretoken.core.artifacts import PROVENANCE
+from foretoken.core.checks import changed_options
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
-from foretoken.core.settings import changed_options
 from foretoken.llm import LLM
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer
@@ -24,13 +24,12 @@ from foretoken.params import SamplingParams
 from foretoken.plan.exports import export_lines
 from foretoken.speculation import SpeculativeConfig
 from foretoken.train.config import HEADS, DistillConfig, TrainConfig
-from foretoken.train.data import Corpus, encode, held_out_batches
+from foretoken.train.data import Corpus, cut_prompts, encode, held_out_batches
 from foretoken.train.draft import measure
 from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.hybrid import HYBRID
 from foretoken.train.runs import command_line
 from foretoken.train.shapes import DRAFT_SHAPE, HYBRID_TYPE, TARGET_SHAPE
-from foretoken.train.windows import cut_prompts
 
 _PROMPTS, _TOKENS = 24, 128  # of a measurement of a head
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.checks import integer, number
+from foretoken.core.checks import integer, named, number
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.settings import named
 
 _POSITIVE = 1e-12
 

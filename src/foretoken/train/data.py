@@ -1,4 +1,8 @@
-"""The corpus: Python source, split by file, tokenized once, read as seeded random windows."""
+"""The corpus (Python source or files, split by file), and windows of text to train and evaluate heads on.
+
+A head must be accurate on the target's text, not on the corpus's. A target writes text without data, too: both sides of
+conversations (Magpie, 2406.08464), or documents.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,31 @@ import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.core.files import atomic_file
+from foretoken.core.progress import Reporter
+from foretoken.engine.chat_template import apply_template, own_template
+from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer, vocabulary_size
+from foretoken.train import processes
+from foretoken.train.config import TextConfig, TrainConfig
+from foretoken.train.frozen_target import fixed_windows
+from foretoken.train.sampling import BatchDecoder, Turns, mixed_temperatures, open_decoder, sample_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
 
 END = "<|endoftext|>"
 HELD_OUT_PERCENT = 2
@@ -171,3 +187,199 @@ def held_out_batches(stream: torch.Tensor, batch: int, length: int) -> list[torc
     length = min(length, len(stream))
     rows = stream[: len(stream) // length * length].view(-1, length)
     return list(rows.split(batch))
+
+
+MIN_PROMPT, MAX_PROMPT = 30, 150  # tokens
+FILE = Path(__file__).with_name("requests.json")
+EMPTY_SHARE = 0.3
+COMPARED = 96  # windows whose first tokens are equal count as duplicates
+_MARKS = ("QXFIRST", "QXSECOND", "QXTHIRD")
+
+
+def cut_prompts(stream: Tensor, rng: np.random.Generator, count: int, shortest: int, longest: int) -> list[list[int]]:
+    """Returns prompts of one random length from random positions of ``stream`` [N]."""
+    length = min(int(rng.integers(shortest, longest, endpoint=True)), len(stream))
+    return [stream[at : at + length].tolist() for at in rng.integers(0, len(stream) - length, count, endpoint=True)]
+
+
+def sample_continuations(
+    decoder: BatchDecoder,
+    stream: Tensor,
+    temperatures: Tensor,
+    length: int,
+    seed: int,
+    limit_seconds: float | None = None,
+) -> Tensor:
+    """Samples windows that continue prompts from a corpus, which fill at most half of a window."""
+    longest = min(MAX_PROMPT, max(1, length // 2))
+    starts = partial(cut_prompts, stream, shortest=min(MIN_PROMPT, longest), longest=longest)
+    return sample_windows(decoder, Turns(()), starts, temperatures, length, seed, limit_seconds)
+
+
+def prepare_windows(
+    target: Path,
+    device: torch.device,
+    corpus: Corpus,
+    folder: Path,
+    config: TrainConfig,
+    data: TextConfig,
+    source: Path | None = None,
+) -> dict[str, Tensor]:
+    """Returns windows of text, int64 [N, T], by name.
+
+    "train" is for training. ``"greedy"`` and ``"drawn"`` are sampled by the target from prefixes of held-out files at
+    temperatures 0 and 1. "text" is cut from held-out files. Without a corpus, the target writes everything, see
+    ``conversations``. Windows in ``folder`` for the same target, corpus and settings are reused.
+
+    source: the user's own file of the target, which writes faster on a CPU than the folder ``target``.
+
+    Raises:
+        InvalidRequest: ``folder`` holds other windows, or the corpus is shorter than a window.
+        TrainingError: The windows cannot be written.
+    """
+    tokenizer = load_tokenizer(target)
+    stream, held_out = encode(corpus.train, tokenizer), encode(corpus.held_out, tokenizer)
+    if corpus != OWN_TEXT and min(len(stream), len(held_out)) < config.window:
+        raise InvalidRequest(
+            f"the corpus has {len(stream)} tokens and {len(held_out)} held out; at least one window of {config.window} "
+            "of each is needed: add text or lower --window"
+        )
+    key, file = _key(target, stream, config, data), folder / "windows.pt"
+    if processes.rank() == 0 and not file.exists():
+        with open_decoder(target, source or target, device, config.window) as decoder:
+            if corpus == OWN_TEXT:
+                windows = _own_text(target, decoder, config, data)
+            else:
+                windows = _from_corpus(decoder, stream, held_out, config, data)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic_file(file) as temporary:
+                torch.save(windows | {"key": key}, temporary)
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError on a full disk
+            with suppress(OSError):
+                folder.rmdir()  # if there is nothing else in it
+            raise TrainingError(f"cannot keep the target's text in {folder}: {error}; free some space") from error
+    processes.wait()
+    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
+    if loaded.pop("key") != key:
+        raise InvalidRequest(
+            f"{folder} holds text of another target, corpus or setting; choose another folder, or delete it"
+        )
+    return loaded
+
+
+def _from_corpus(
+    decoder: BatchDecoder, stream: Tensor, held_out: Tensor, config: TrainConfig, data: TextConfig
+) -> dict[str, Tensor]:
+    """Returns all windows. Those for training are shuffled, so that any prefix is a fair sample."""
+    windows = {
+        name: sample_continuations(
+            decoder, held_out, torch.full((data.held_out,), temperature), config.window, config.seed + 1
+        )
+        for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
+    }
+    share = data.generated_share
+    train = [fixed_windows(stream, config.window, config.seed)[: round(data.windows * (1 - share))]]
+    if count := round(data.windows * share):
+        temperatures = mixed_temperatures(np.random.default_rng([config.seed, 2]), count)
+        limit = _time_limit(config, data)
+        sampled = sample_continuations(decoder, stream, temperatures, config.window, config.seed, limit)
+        # At the time limit there are fewer, and then fewer windows of the corpus, too.
+        cut = train[0][: max(1, round(len(sampled) / share * (1 - share)))] if share < 1 else train[0][:0]
+        train = [sampled, cut]
+    rows = torch.cat(train)
+    windows["text"] = fixed_windows(held_out, config.window, config.seed)[: data.held_out]
+    return windows | {"train": rows[torch.from_numpy(np.random.default_rng(config.seed).permutation(len(rows)))]}
+
+
+def _own_text(target: Path, decoder: BatchDecoder, config: TrainConfig, data: TextConfig) -> dict[str, Tensor]:
+    """Returns all windows, written by the target alone. Half of the answers are greedy."""
+    tokenizer, size = load_tokenizer(target), vocabulary_size(target) or 0
+    turns, kind = turns_of(tokenizer, eos_ids(target, tokenizer, size))
+    mixed = mixed_temperatures(np.random.default_rng([config.seed, 5]), data.windows, 0.5, 0.25)
+    temperatures = torch.cat((torch.zeros(data.held_out), torch.ones(data.held_out), mixed))
+    starts, limit = partial(starts_of, tokenizer, turns), _time_limit(config, data)
+    windows = sample_windows(decoder, turns, starts, temperatures, config.window, config.seed + 1, limit)
+    greedy, drawn = windows[: data.held_out], windows[data.held_out : 2 * data.held_out]
+    train = without_duplicates(windows[2 * data.held_out :])
+    with Reporter(kind) as report:
+        dropped = len(windows) - 2 * data.held_out - len(train)
+        report.line(f"{kind}: {len(train):,} windows of {config.window} tokens, {dropped:,} duplicates dropped")
+    return {"train": train, "greedy": greedy, "drawn": drawn, "text": drawn}
+
+
+def _time_limit(config: TrainConfig, data: TextConfig) -> float | None:
+    return None if config.minutes is None else config.minutes * 60 * data.writing_share
+
+
+def _key(target: Path, stream: Tensor, config: TrainConfig, data: TextConfig) -> str:
+    digest = hashlib.sha256(stream.numpy().tobytes())
+    for file in sorted(target.glob("*.safetensors")):
+        with file.open("rb") as weights:
+            digest.update(hashlib.file_digest(weights, "sha256").digest())
+    digest.update(f"{config.window} {config.seed} {data.windows} {data.held_out} {data.generated_share}".encode())
+    return digest.hexdigest()
+
+
+def turns_of(tokenizer: Any, ends: list[int]) -> tuple[Turns, str]:
+    """Returns the turns of a model with these end-of-sequence ids, and its kind of text: conversations or documents.
+
+    Conversations need a chat template that keeps earlier turns and ends an answer with one of ``ends``.
+    """
+    try:
+        own_template(tokenizer, "this model", "")
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
+        rest: str = apply_template(tokenizer, messages, tokenize=False)
+        separators = []
+        for mark in _MARKS:
+            before, rest = rest.split(mark, 1)
+            separators.append(tuple(tokenizer.encode(before, add_special_tokens=False)))
+        opening, answer, request = separators
+        if request[0] in ends and opening:
+            marked = [answer[0]] if tokenizer.decode([answer[0]], skip_special_tokens=True) == "" else []
+            return Turns(opening, answer, request, tuple({*ends, *marked})), "conversations"
+    except (InvalidRequest, ValueError, IndexError):  # no template, or one that omits earlier turns
+        pass
+    start = tuple(tokenizer.encode("", add_special_tokens=True)) or tuple(ends[:1]) or (0,)
+    return Turns(start, ends=tuple(ends)), "documents"
+
+
+def starts_of(tokenizer: Any, turns: Turns, rng: np.random.Generator, count: int) -> list[list[int]]:
+    """Returns first tokens of ``count`` texts: the opening, and in a conversation the beginning of a request."""
+    if not turns.answer:
+        return [list(turns.opening)] * count
+    texts = beginnings(rng, count)
+    return [[*turns.opening, *(tokenizer.encode(text, add_special_tokens=False) if text else ())] for text in texts]
+
+
+def without_duplicates(windows: Tensor) -> Tensor:
+    """Returns the windows [N, T] whose first tokens are those of no earlier one."""
+    _, first = np.unique(windows[:, :COMPARED].numpy(), axis=0, return_index=True)
+    return windows[torch.from_numpy(np.sort(first))]
+
+
+@cache
+def _word_lists() -> dict[str, Any]:
+    return dict(json.loads(FILE.read_text(encoding="utf-8")))
+
+
+def beginnings(rng: np.random.Generator, count: int) -> list[str]:
+    """Returns beginnings of ``count`` requests, which add variety. A fraction ``EMPTY_SHARE`` of them is empty."""
+    # Most words of a vocabulary begin with a space: one at the end of a beginning would exclude them.
+    return ["" if rng.random() < EMPTY_SHARE else _beginning(rng).rstrip(" ") for _ in range(count)]
+
+
+def _beginning(rng: np.random.Generator) -> str:
+    def chosen(listed: Sequence[str]) -> str:
+        return listed[int(rng.integers(len(listed)))]
+
+    lists = _word_lists()
+    return chosen(lists["beginnings"]).format(
+        topic=chosen(lists["topics"]),
+        name=chosen(lists["names"]),
+        other=chosen(lists["names"]),
+        number=int(rng.integers(2, 200)),
+        language=chosen(lists["languages"]),
+        **{name: chosen(words) for name, words in lists["words"].items()},
+    )

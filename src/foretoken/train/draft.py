@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from foretoken.core.artifacts import MODEL
+from foretoken.core.checks import changed_options
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import resolve_device
-from foretoken.quantize.cached import checkpoint_folder
+from foretoken.quantize.run import checkpoint_folder
 from foretoken.train.config import DRAFT_CONFIG, DistillConfig, RunOptions, TrainConfig
-from foretoken.train.data import Corpus, encode, held_out_batches
-from foretoken.train.dataset import TopTokens, fixed_windows, shuffled
-from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.data import Corpus, encode, held_out_batches, sample_continuations
+from foretoken.train.frozen_target import FrozenTarget, TopTokens, fixed_windows, shuffled
 from foretoken.train.losses import acceptance_weight, agreement, distillation_loss, weighted_means
 from foretoken.train.runs import TrainingRun
 from foretoken.train.sampling import mixed_temperatures, open_decoder
 from foretoken.train.shapes import DRAFT_SHAPE, LlamaShape
 from foretoken.train.target import new_model, next_token_loss, save
 from foretoken.train.trainer import Trainer
-from foretoken.train.windows import sample_continuations
 
 
 def train_draft(

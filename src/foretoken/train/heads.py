@@ -14,29 +14,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from foretoken.core.artifacts import PROVENANCE, TRAINING_TEXT, Destination, heads_of
+from foretoken.core.checks import changed_options
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
-from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import load_tokenizer, quiet_transformers
 from foretoken.models.heads.files import TAPS_KEY, find_head, open_head, target_ids
 from foretoken.models.loading import resolve_device
-from foretoken.quantize.cached import checkpoint_folder
+from foretoken.quantize.run import checkpoint_folder
 from foretoken.train import processes
-from foretoken.train.block_heads import DFlashHead, DSparkHead, JetSpecHead
+from foretoken.train.block_heads import BlockwiseHead, DFlashHead, DSparkHead, EarlyExitHead, JetSpecHead, MedusaHead
 from foretoken.train.config import HEADS, HeadConfig, RunOptions, TrainConfig
-from foretoken.train.data import Corpus
-from foretoken.train.dataset import HiddenStateDataset
+from foretoken.train.data import MAX_PROMPT, Corpus, prepare_windows
 from foretoken.train.eagle import Eagle3Head, PEagleHead
-from foretoken.train.frozen_target import FrozenTarget, TrainBatch
+from foretoken.train.frozen_target import FrozenTarget, HiddenStateDataset, TrainBatch
 from foretoken.train.head import Head
 from foretoken.train.losses import acceptance_weight, evaluated, head_loss
 from foretoken.train.mtp import MtpHead
-from foretoken.train.parallel_heads import BlockwiseHead, EarlyExitHead, MedusaHead
 from foretoken.train.runs import TrainingRun
 from foretoken.train.target import next_token_loss
 from foretoken.train.trainer import Trainer
-from foretoken.train.windows import MAX_PROMPT, prepare_windows
 
 TARGET_RATE = 0.05  # factor of the target's learning rate, with --unfreeze
 _SIZES = {
@@ -116,22 +113,24 @@ def train_head(
         trainer = run.trainer(training.model, config, _length, scale=_rate, headline=_headline)
         trainer.shorten(time.monotonic() - started)
         trainer.run(training.batches(trainer), training.loss, training.evaluate)
-        arguments = f"{role} {run.name} --model {frozen.path.name} {changed_options(settings)} {changed_options(data)}"
-        arguments += f" --start {start.name}" if start is not None else ""
-        arguments += f" --unfreeze --hold {hold:g}" if hold is not None else ""
-        return run.write(
-            arguments,
-            corpus.name,
-            training.save,
-            "--data",
-            role=role,
-            target=frozen.path.name,
-            settings=asdict(settings),
-            data=asdict(data),
+        facts = {
+            "role": role,
+            "target": frozen.path.name,
+            "settings": asdict(settings),
+            "data": asdict(data),
             **({} if start is None else {"started_from": _provenance(start)}),
-            preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
-            parameters=sum(t.numel() for t in head.tensors(frozen).values() if t.is_floating_point()),
-        )
+            "preparing_minutes": round((time.monotonic() - started - trainer.elapsed) / 60, 1),
+            "parameters": sum(t.numel() for t in head.tensors(frozen).values() if t.is_floating_point()),
+        }
+        arguments = f"{role} {run.name} --model {frozen.path.name} {_arguments(settings, data, start, hold)}"
+        return run.write(arguments, corpus.name, training.save, "--data", **facts)
+
+
+def _arguments(settings: Any, data: HeadConfig, start: Path | None, hold: float | None) -> str:
+    """Returns the options of ``foretoken train`` for a head that differ from their defaults."""
+    arguments = f"{changed_options(settings)} {changed_options(data)}"
+    arguments += f" --start {start.name}" if start is not None else ""
+    return arguments + (f" --unfreeze --hold {hold:g}" if hold is not None else "")
 
 
 def _check_window(head: Head, config: TrainConfig) -> None:

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.train.dataset import HiddenStateDataset
-from foretoken.train.frozen_target import TrainBatch
+from foretoken.train.frozen_target import HiddenStateDataset, TrainBatch
 from foretoken.train.head import Drafted, Head
 
 _MIN_PROB = 1e-6

@@ -21,7 +21,7 @@ from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.shards import ShardReader, ShardWriter, copy_companions
 from foretoken.models.heads.layers import rotated_fraction, unroll
 from foretoken.models.heads.mtp import HIDDEN_KEY
-from foretoken.quantize.cached import checkpoint_folder
+from foretoken.quantize.run import checkpoint_folder
 from foretoken.train.config import MtpTrainConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.head import Drafted, Head, decoder_config, start_near_target

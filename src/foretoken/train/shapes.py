@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from foretoken.core.checks import check_groups
+from foretoken.core.checks import check_groups, named
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.settings import named
 from foretoken.train.config import Settings
 
 HYBRID_TYPE = "qwen3_5_moe_text"

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from foretoken.core.artifacts import MODEL
+from foretoken.core.checks import changed_options
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.settings import changed_options
 from foretoken.models.formats.checkpoint import quiet_transformers
 from foretoken.models.loading import resolve_device
 from foretoken.train.config import TARGET_CONFIG, RunOptions, TrainConfig

@@ -4,10 +4,9 @@ import math
 
 import pytest
 
-from foretoken.audit.endpoint.distribution import Cells, FalseLogprobsError, whole
+from foretoken.audit.endpoint.distribution import Cells, FalseLogprobsError, TunedSampling, TwoHypotheses, tuned, whole
 from foretoken.audit.endpoint.parameters import Treatment
 from foretoken.audit.endpoint.task import Sizes
-from foretoken.audit.endpoint.tuned import TunedSampling, TwoHypotheses, tuned
 from foretoken.probe.answers import TokenPlace
 
 TOP = tuple((name, math.log(p)) for name, p in (("a", 0.5), ("b", 0.25), ("c", 0.1)))

@@ -6,7 +6,8 @@ import pytest
 from tests.serve.conftest import running
 
 from foretoken import LLM
-from foretoken.audit.endpoint import Endpoint, audit_endpoint, tuned
+from foretoken.audit.endpoint import Endpoint, audit_endpoint
+from foretoken.audit.endpoint import distribution as checks
 from foretoken.audit.endpoint.distribution import distribution
 from foretoken.audit.endpoint.parameters import Treatment, exact_findings
 from foretoken.audit.endpoint.parity import parity
@@ -49,9 +50,9 @@ def test_greedy_texts_and_log_probabilities(fault):
 @pytest.mark.parametrize("fault", ["", *TUNED])
 def test_parameters_that_change_the_distribution(fault, monkeypatch):
     names = [TUNED[fault]] if fault else list(TUNED.values())
-    monkeypatch.setattr(tuned, "TUNINGS", {name: tuned.TUNINGS[name] for name in names})
+    monkeypatch.setattr(checks, "TUNINGS", {name: checks.TUNINGS[name] for name in names})
     with tasked(Behaviour(fault)) as task:
-        found = tuned.tuned_findings(task)
+        found = checks.tuned_findings(task)
     assert {each.plain for each in found} == {Treatment.HONOURED}, found
     for each in found:
         assert (each.speculative is Treatment.HONOURED) is not bool(fault), each
@@ -62,9 +63,9 @@ def test_parameters_that_change_the_distribution(fault, monkeypatch):
 @pytest.mark.parametrize("fault", ["", *TUNED])
 def test_parameters_of_a_server_that_has_chats_alone(fault, monkeypatch):
     names = [TUNED[fault]] if fault else [*TUNED.values(), "presence_penalty"]
-    monkeypatch.setattr(tuned, "TUNINGS", {name: tuned.TUNINGS[name] for name in names})
+    monkeypatch.setattr(checks, "TUNINGS", {name: checks.TUNINGS[name] for name in names})
     with tasked(Behaviour(fault, chat_only=True)) as task:
-        found = tuned.tuned_findings(task)
+        found = checks.tuned_findings(task)
     for each in found:
         assert each.plain is Treatment.HONOURED, found
         assert each.outcome is (CheckOutcome.FAILED if fault else CheckOutcome.PASSED), each

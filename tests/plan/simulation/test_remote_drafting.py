@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.outcome import Plan
-from foretoken.plan.render import rendered
-from foretoken.plan.rows import PlanRow
-from foretoken.plan.simulation.remote_drafting import LOCAL, STRATEGIES, check_rtt, conditional, remote_drafting
-from foretoken.plan.simulation.strategies import sequential_seconds
+from foretoken.plan.candidates import PlanRow
+from foretoken.plan.outcome import Plan, rendered
+from foretoken.plan.simulator import LOCAL, REMOTE_STRATEGIES, check_rtt, conditional, remote_drafting
+from foretoken.plan.strategies import sequential_seconds
 from foretoken.report.plan import page
 
 CHANCE = 0.8
@@ -18,7 +17,7 @@ CHANCE = 0.8
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.TOKENS", 150)
+    monkeypatch.setattr("foretoken.plan.simulator.TOKENS", 150)
 
 
 def row(depth: int, target: float, step: float, name: str = "draft_model d", **changed: Any) -> PlanRow:
@@ -63,7 +62,7 @@ def test_chances_are_those_of_each_position():
 def test_far_away_nothing_pays_and_near_by_a_slow_draft_does():
     slow = chain(0.030, 0.008)
     near, far = (remote_drafting(slow, rtt)[0] for rtt in (0.0, 0.5))
-    assert [way.strategy for way in near.options] == [LOCAL, *STRATEGIES]
+    assert [way.strategy for way in near.options] == [LOCAL, *REMOTE_STRATEGIES]
     assert near.best.strategy in ("pearl", "dsi") and near.best.speedup > near.local.speedup
     assert "draft there" in near.verdict
     assert far.best.speedup < 1.0 < far.local.speedup and "draft here" in far.verdict
@@ -72,8 +71,8 @@ def test_far_away_nothing_pays_and_near_by_a_slow_draft_does():
 
 
 def test_waiting_across_the_network_takes_what_it_takes_on_paper(monkeypatch):
-    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.STRATEGIES", ("si",))
-    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.TOKENS", 1000)
+    monkeypatch.setattr("foretoken.plan.simulator.REMOTE_STRATEGIES", ("si",))
+    monkeypatch.setattr("foretoken.plan.simulator.TOKENS", 1000)
     result = remote_drafting(chain(0.030, 0.003), 0.010)[0]
     si = next(way for way in result.options if way.strategy == "si")
     paper = max(0.030 / sequential_seconds(CHANCE, depth, 0.030, 0.003, 0.010) for depth in range(1, 9))

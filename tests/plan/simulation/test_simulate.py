@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.simulation.simulate import pays, simulate, sweep
-from foretoken.plan.simulation.strategies import (
+from foretoken.plan.simulator import pays, simulate, sweep
+from foretoken.plan.strategies import (
     STRATEGIES,
     Setting,
     best_window,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from foretoken.audit.divergence import first_difference
+from foretoken.audit.endpoint.distribution import TunedSampling
 from foretoken.audit.endpoint.task import EndpointTask, Way, inconclusive, missing, unanswered
-from foretoken.audit.endpoint.tuned import TunedSampling
+from foretoken.audit.equality import first_difference
 from foretoken.audit.result import Check, CheckOutcome
 from foretoken.probe.answers import ServerAnswer, TokenPlace
 from foretoken.probe.server import Side

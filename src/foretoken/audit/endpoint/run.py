@@ -9,12 +9,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from foretoken.audit.endpoint.distribution import detectable, distribution
+from foretoken.audit.endpoint.distribution import detectable, distribution, tuned_findings
 from foretoken.audit.endpoint.engines import EnginePair
 from foretoken.audit.endpoint.parameters import exact_findings, findings_check
 from foretoken.audit.endpoint.parity import parity
 from foretoken.audit.endpoint.task import MIN_BUDGET, CheckpointReference, EndpointTask, Sizes, inconclusive
-from foretoken.audit.endpoint.tuned import tuned_findings
 from foretoken.audit.result import Audit, Check, CheckOutcome
 from foretoken.audit.tally import ALPHA
 from foretoken.bench.workloads import FUNCTIONS

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from foretoken.core.devices import group_limits
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.free_memory import group_limits
 
 CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30

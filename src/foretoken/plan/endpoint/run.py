@@ -13,8 +13,7 @@ from foretoken.core.checks import integer
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.core.progress import Say
 from foretoken.plan.endpoint.drafters import LocalModels, PredictedDrafter, copying, predicted_drafters, texts_of
-from foretoken.plan.endpoint.outcome import EndpointPlan, EndpointPredictor
-from foretoken.plan.endpoint.render import paste
+from foretoken.plan.endpoint.outcome import EndpointPlan, EndpointPredictor, paste
 from foretoken.plan.endpoint.statistics import (
     AGREE,
     EndpointAcceptance,

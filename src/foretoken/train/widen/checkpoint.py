@@ -19,7 +19,7 @@ from foretoken.core.files import write_json
 from foretoken.core.progress import Reporter
 from foretoken.models.formats.checkpoint import load_config
 from foretoken.models.formats.shards import ShardReader, ShardWriter, copy_companions, weights_sha256
-from foretoken.quantize.cached import checkpoint_folder
+from foretoken.quantize.run import checkpoint_folder
 from foretoken.train.shapes import HYBRID_TYPE, HybridShape, T5Shape
 from foretoken.train.widen import hybrid, llama, seq2seq
 from foretoken.train.widen.heads import scale_bundled, widen_head

@@ -19,6 +19,7 @@ from foretoken.core.errors import InvalidRequest
 if TYPE_CHECKING:
     import simpy
 
+
 Steps = Generator[Any, Any, Any]
 MAX_WINDOW = 32  # greatest draft length that ``best_window`` considers
 MAX_TOKENS = 1_000_000

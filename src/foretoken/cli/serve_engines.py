@@ -1,18 +1,21 @@
-"""``foretoken serve --model-config``: several models behind one address."""
+"""Engines that ``foretoken serve`` answers with: several models (``--model-config``), or replicas on Ray Serve."""
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from foretoken.cli.grouped import option
 from foretoken.cli.options import load
 from foretoken.cli.serve_options import LimitOptions, ServerRuntimeOptions, checked_adapters, size_in_bytes
-from foretoken.cli.theme import ColorMode
+from foretoken.cli.theme import ColorMode, console, waiting
 from foretoken.core.checks import check_keys, integer, shown
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.engine.chat_template import read_template
@@ -25,11 +28,12 @@ if TYPE_CHECKING:
     from foretoken.serve.request_log import RequestTracer
     from foretoken.serve.server import Servable
 
+
 _log = logging.getLogger(__name__)
 
 _ENGINE = (
     *("speculative_config", "methods"),
-    *(field.name for field in fields(ServerRuntimeOptions) if field.name != "tensor_parallel_size"),
+    *(option.name for option in fields(ServerRuntimeOptions) if option.name != "tensor_parallel_size"),
     *LimitOptions().engine(),
 )
 _SETTINGS = ("chat_template", "tool_call_parser", "reasoning_parser")
@@ -38,7 +42,7 @@ _KEYS = ("model", "draft_model", "served_model_name", "max_waiting", "lora_modul
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model of the file.
+    """One served model.
 
     Attributes:
         model: See ``LLM``.
@@ -49,12 +53,12 @@ class ModelEntry:
         settings: Settings that differ from the options.
     """
 
-    model: str
+    model: str | None
     draft_model: str | None
     names: tuple[str, ...]
-    max_waiting: int | None
-    options: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    max_waiting: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_models(file: Path) -> list[ModelEntry]:
@@ -88,21 +92,28 @@ def models_app(
     tracer: RequestTracer | None,
 ) -> Iterator[tuple[FastAPI, Sequence[Servable]]]:
     """Loads all models, and yields their app and workers. Raises ForetokenError if an engine stopped working."""
-    from foretoken.serve.model_group import create_model_group
-    from foretoken.serve.worker import Worker
-
-    tell_memory(entries)
+    if len(entries) > 1:
+        tell_memory(entries)
     with ExitStack() as stack:
-        workers, each = [], []
-        for entry in entries:
-            own = {**options, **entry.options}
-            llm = stack.enter_context(closing(load(entry.model, entry.draft_model, ColorMode.AUTO, **own)))
-            waiting = max_waiting if entry.max_waiting is None else entry.max_waiting
-            workers.append(Worker(llm, max_waiting=waiting))
-            each.append(
-                replace(settings, model_names=entry.names, lora_modules=own["lora"], **entry.settings),
-            )
-        yield create_model_group(workers, each, settings, tracer), workers
+        every = [{**options, **entry.options} for entry in entries]
+        llms = [
+            stack.enter_context(closing(load(entry.model, entry.draft_model, ColorMode.AUTO, **own)))
+            for entry, own in zip(entries, every, strict=True)
+        ]
+        from foretoken.serve.app import create_app, create_model_group
+        from foretoken.serve.worker import Worker
+
+        limits = (max_waiting if entry.max_waiting is None else entry.max_waiting for entry in entries)
+        workers = [Worker(llm, max_waiting=limit) for llm, limit in zip(llms, limits, strict=True)]
+        each = [
+            replace(settings, model_names=entry.names, lora_modules=own["lora"], **entry.settings)
+            for entry, own in zip(entries, every, strict=True)
+        ]
+        if len(workers) > 1:
+            app = create_model_group(workers, each, settings, tracer)
+        else:
+            app = create_app(workers[0], each[0], tracer)
+        yield app, workers
         for worker in workers:
             if worker.dead is not None:
                 raise ForetokenError(f"an engine stopped working: {worker.dead}")
@@ -112,7 +123,7 @@ def tell_memory(entries: list[ModelEntry]) -> None:
     """Logs the size of all weights beside the free memory, before any is read."""
     import torch
 
-    from foretoken.core.free_memory import FreeMemory
+    from foretoken.core.devices import FreeMemory
     from foretoken.models.formats.checkpoint import resolve
 
     sizes = {}
@@ -156,3 +167,77 @@ def _entry(given: Any, folder: Path) -> ModelEntry:
     return ModelEntry(
         given["model"], given.get("draft_model"), tuple(names), given.get("max_waiting"), options, settings
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """Engines behind one address."""
+
+    replicas: int | None = option(None, "Engines behind this address, on Ray Serve. [one, in this process]", min=1)
+    max_replicas: int | None = option(None, "Start up to this many under load. [--replicas]", min=1)
+    address: str | None = option(
+        None, "Ray cluster for replicas, such as auto or HOST:6379. [one of its own]", "--ray-address"
+    )
+    cpus: float | None = option(None, "Cores of each replica. [a fair share]", "--replica-cpus")
+    gpus: float | None = option(None, "GPUs of each replica. [none]", "--replica-gpus", min=0)
+
+    def scale(self) -> dict[str, Any] | None:
+        """Returns arguments of ``ReplicaScale``, None without replicas. Raises InvalidRequest for contradictions."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if self.replicas is None:
+            if given:
+                raise InvalidRequest("--max-replicas, --ray-address, --replica-cpus and --replica-gpus need --replicas")
+            return None
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidRequest(f"--max-replicas ({self.max_replicas}) must be at least --replicas ({self.replicas})")
+        return given
+
+
+@contextmanager
+def replicas_app(
+    engine: dict[str, Any],
+    scale: dict[str, Any],
+    settings: ServerSettings,
+    tracer: RequestTracer | None,
+    verbose: bool,
+    drain_timeout: float,
+) -> Iterator[tuple[FastAPI, Sequence[Servable]]]:
+    """Starts replicas, yields the app and its one worker in front of them, and ends them.
+
+    Args:
+        engine: Arguments of ``ReplicaConfig``.
+        scale: Arguments of ``ReplicaScale``.
+        settings: Settings of the server.
+        tracer: Traces requests.
+        verbose: Whether Ray's own messages are shown.
+        drain_timeout: Seconds that running requests have to finish.
+    """
+    deploy = _deploying(alone="address" not in scale)
+    from foretoken.serve.replicas.cluster import ReplicaScale
+    from foretoken.serve.replicas.front import Front, create_front
+    from foretoken.serve.replicas.replica import ReplicaConfig
+
+    made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**scale)
+    spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas", silent=True)
+    with deploy.replicas(made, size, drain_timeout, spinner, verbose) as answering:
+        settings = replace(settings, max_concurrency=size.ceiling * made.max_requests)
+        front = Front(answering, settings)
+        yield create_front(front, settings, tracer), [front]
+
+
+def _deploying(alone: bool) -> ModuleType:
+    """Imports ``foretoken.serve.replicas.deploy``. Raises ForetokenError if Ray is missing.
+
+    ``alone`` is whether Ray gets a private cluster.
+    """
+    from foretoken.serve.replicas.cluster import keep_to_itself
+
+    if alone:
+        keep_to_itself()
+    try:
+        from foretoken.serve.replicas import deploy
+    except ImportError as error:
+        raise ForetokenError(
+            f"replicas need packages that are not installed ({error.name}); pip install 'foretoken[ray]'"
+        ) from error
+    return deploy

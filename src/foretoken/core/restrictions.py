@@ -1,6 +1,7 @@
-"""Forbidden words of a request, indexed by the tokens before each word's last token.
+"""Restrictions of the output: forbidden words, and the interface of a grammar.
 
-This module must not import torch, so that the server's side process starts quickly.
+Forbidden words are indexed by the tokens before each word's last token. This module must not import torch, so that the
+server's side process starts quickly.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.history import History
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _KEY = np.dtype(">i4")  # tokens as bytes
 
@@ -122,3 +128,18 @@ class BadWords(Sequence[tuple[int, ...]]):
         longer = before > 0
         lengths = np.unique(self._tokens[self._ends[1:][longer] - 2].astype(np.int64) << 32 | before[longer])
         return BadWordsLookup(np.unique(lasts[~longer]).astype(np.int64), prefixes, lengths)
+
+
+class Grammar(Protocol):
+    """A set of permitted outputs. One object serves one sequence, whose tokens are only appended to.
+
+    The result depends on the history alone, so target, draft and plain decoding get the same one.
+    """
+
+    def allowed(self, history: History) -> Tensor | None:
+        """Returns the tokens allowed at a node, bool [V] with at least one True. None allows every token.
+
+        Only generated tokens and the draft path to the node count, not the prompt. Raises InvalidRequest if no token is
+        allowed.
+        """
+        ...

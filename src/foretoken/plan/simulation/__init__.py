@@ -1,1 +1,0 @@
-"""Speculative decoding with draft and target on different workers: a discrete-event simulation."""
