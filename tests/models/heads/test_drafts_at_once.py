@@ -65,8 +65,8 @@ def eagle1(folder: Path, config: dict[str, Any], **options: str) -> Eagle:
     )
 
 
-def mtp(folder: Path, config: dict[str, Any], family: str, chained: bool, **options: str) -> Mtp:
-    MtpReference(MTP_FAMILIES[family]).save(folder)
+def mtp(folder: Path, config: dict[str, Any], family: str, chained: bool, layers: int = 1, **options: str) -> Mtp:
+    MtpReference(MTP_FAMILIES[family], layers).save(folder)
     net = load_mtp(load_model(folder, "float32", "cpu", "native", **options), None, None, folder, True, chained).net
     return Mtp(net, (2,), MtpConfig(**config))
 
@@ -108,6 +108,10 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
     ),
     "MTP": lambda folder, config: mtp(folder, config, "qwen3.5", chained=True),
     "MTP, latent attention": lambda folder, config: mtp(folder, config, "deepseek-v3", chained=False),
+    "MTP, two layers": lambda folder, config: mtp(folder, config, "mimo", chained=True, layers=2),
+    "MTP, three layers, int8": lambda folder, config: mtp(
+        folder, config, "glm4-moe", chained=False, layers=3, quantization="int8"
+    ),
     "MTP, experts, int8": lambda folder, config: mtp(folder, config, "glm4-moe", chained=True, quantization="int8"),
 }
 
@@ -119,12 +123,12 @@ def drafts(folder: Path, config: dict[str, Any], head: str, at_once: bool) -> li
         proposer = HEADS[head](folder, config)
     net: Any = proposer.net
     assert net.drafts_chains
-    if not at_once:
-        net.vocabulary = None
+    for layer in () if at_once else getattr(net, "nets", (net,)):
+        layer.vocabulary = None
     grown: list[bool] = []
-    grow, look_ahead = net.grow, net.look_ahead
-    net.grow = lambda *arguments: (grown.append(True), grow(*arguments))[1]
-    net.look_ahead = lambda *arguments: (grown.append(True), look_ahead(*arguments))[1]
+    passes = {name: getattr(net, name) for name in ("grow", "look_ahead") if hasattr(net, name)}
+    for name, call in passes.items():
+        setattr(net, name, lambda *arguments, call=call: (grown.append(True), call(*arguments))[1])
     contexts = [context(i, list(range(1, 4 + 30 * i)), grade, **law) for i, (grade, law) in enumerate(requests)]
     found = []
     proposer.observe(contexts, [seen((3,), Draft.empty(), (), 0, len(c.tokens) - 1) for c in contexts])

@@ -19,8 +19,8 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain, TokenLogits
 from foretoken.models.heads.weights import TargetHead
-from foretoken.models.runners.base import Pass, Runner
-from foretoken.models.runners.pass_plan import PassPlan, TapRows
+from foretoken.models.runners.base import DeeperLayer, Pass, Runner
+from foretoken.models.runners.pass_plan import Part, PassPlan, TapRows
 
 PREFILL_ROWS = 256  # rows of one prefill pass
 JOINT_ROWS = 32  # a sequence with more pending rows than this is prefilled first, by passes without logits
@@ -303,12 +303,13 @@ class FeatureNet(DraftNet):
 
     def _record_computed(self, handle: HeadHandle, states: Tensor) -> None:
         """Marks all pending rows of a sequence as computed, with these outputs of the layer [rows, H]."""
-        self._mark_computed(handle)
+        self.mark_computed(handle)
         handle.states = states[-1:]
         if handle.outputs is not None:
             handle.outputs.append(states)
 
-    def _mark_computed(self, handle: HeadHandle) -> None:
+    def mark_computed(self, handle: HeadHandle) -> None:
+        """Marks all pending rows of a sequence as computed."""
         handle.fresh.clear()
         handle.taps.clear()
         handle.cached = len(handle.tokens)
@@ -319,21 +320,40 @@ class FeatureNet(DraftNet):
     def drafts_chains(self) -> bool:
         return self.vocabulary is not None and self._unembed is None and self._runner.computes_chains
 
-    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(
+        self,
+        handles: Sequence[HeadHandle],
+        requests: Sequence[ChainRequest],
+        vocab: int,
+        deeper: Sequence[DeeperLayer] = (),
+    ) -> list[ModelChain]:
         assert self.vocabulary is not None
         for handle in handles:
-            if handle.num_pending > JOINT_ROWS:
-                self.prefill(handle, JOINT_ROWS)
+            self.prefill(handle, JOINT_ROWS)
         drafts, mask = [Draft.empty()] * len(handles), self.mask
         if mask is not None:
             drafts = [Draft.chain([mask[0]] * (request.levels - 1)) for request in requests]
         fed = self._fed(handles, () if mask is None else [mask[1].expand(len(draft), -1) for draft in drafts])
         plan = PassPlan.of(handles, drafts, [0] * len(handles), fed)
         state = self._state if mask is None else None
-        chains = self._runner.chains(plan, requests, self.vocabulary, state, foreseen=mask is not None)
+        chains = self._runner.chains(plan, requests, self.vocabulary, state, mask is not None, deeper)
         for handle in handles:
-            self._mark_computed(handle)
+            self.mark_computed(handle)
         return chains
+
+    def behind(self, handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], carried: Tensor) -> DeeperLayer:
+        """Returns this layer for a call of ``chains`` of the layers before it.
+
+        Args:
+            handles: its sequences, without pending rows.
+            tokens: the new tokens of each.
+            carried: see ``DeeperLayer``.
+        """
+        parts = [
+            Part(handle.slot, handle.cached, len(new), handle.cached + len(new), Draft.empty())
+            for handle, new in zip(handles, tokens, strict=True)
+        ]
+        return DeeperLayer(self._runner, parts, carried)
 
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
         return self.grow_on(handles, drafts, handles)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
-from foretoken.models.heads.feature_net import DraftNet, HeadHandle
+from foretoken.models.chains import ChainRequest, ModelChain
+from foretoken.models.heads.feature_net import JOINT_ROWS, DraftNet, HeadHandle
 from foretoken.models.heads.mtp_net import MtpNet
+from foretoken.models.runners.base import DeeperLayer
 
 
 @dataclass(eq=False, slots=True)
@@ -93,11 +95,35 @@ class MtpStack(DraftNet):
             part.states = None
         self.nets[0].extend(handle, tokens, features)
 
-    def prefill(self, handle: HeadHandle) -> None:
+    def prefill(self, handle: HeadHandle, left: int = 0) -> None:
+        """Computes pending rows; at most ``left`` of the first layer may stay, and those of others that read them."""
         for k, (net, part) in enumerate(zip(self.nets, _layers(handle), strict=True)):
             if k:
                 self._feed(handle, k)
-            net.prefill(part)
+            net.prefill(part, 0 if k else left)
+
+    @property
+    def drafts_chains(self) -> bool:
+        return all(net.drafts_chains for net in self.nets)
+
+    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        for handle in handles:
+            self.prefill(handle, JOINT_ROWS)
+        layers = list(zip(*map(_layers, handles), strict=True))  # by layer: its sequences
+        new: list[list[list[int]]] = []  # by deeper layer and sequence: tokens
+        deeper: list[DeeperLayer] = []
+        for k, net in enumerate(self.nets[1:], 1):
+            none = torch.zeros(1, net.hidden)
+            carried = torch.cat([above.outputs[-1] if above.outputs else none for above in layers[k - 1]])
+            new.append([first.tokens[part.cached + k :] for first, part in zip(handles, layers[k], strict=True)])
+            deeper.append(net.behind(layers[k], new[-1], carried))
+        chains = self.nets[0].chains(handles, requests, vocab, deeper)
+        for k, (layer, tokens) in enumerate(zip(deeper, new, strict=True), 1):
+            for above, part, added, state in zip(*layers[k - 1 : k + 1], tokens, layer.carried.split(1), strict=True):
+                above.outputs = [state] if above.cached else []
+                self.nets[k].extend(part, added)
+                self.nets[k].mark_computed(part)
+        return chains
 
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
         logits = self.nets[0].catch_up(handles)

@@ -17,7 +17,7 @@ from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import NO_NORMS, BranchFactors
 from foretoken.models.formats.lora.tensors import AdapterLayer
-from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.pages import SlotCache
 
 
@@ -49,6 +49,22 @@ class Pass:
     def logits(self) -> Tensor | None:
         """``rows`` as a tensor."""
         return self.rows.tensor if isinstance(self.rows, LogitRows) else self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class DeeperLayer:
+    """A layer that drafts one level on the states of the layer before it (2412.19437, section 2.2).
+
+    Attributes:
+        runner: computes the layer.
+        parts: its new rows of each sequence, which has one row fewer than in the layer before.
+        carried: float32 [sequences, H], the state of the layer before at the row before the new ones, 0 for none. Replaced by
+            the state at its last row, if it computes any.
+    """
+
+    runner: Runner
+    parts: Sequence[Part]
+    carried: Tensor
 
 
 class Runner(ABC):
@@ -213,6 +229,7 @@ class Runner(ABC):
         vocabulary: DraftVocabulary,
         state: int | None = None,
         foreseen: bool = False,
+        deeper: Sequence[DeeperLayer] = (),
     ) -> list[ModelChain]:
         """Computes every row of the plan, and the chains behind it.
 
@@ -222,5 +239,6 @@ class Runner(ABC):
             vocabulary: the tokens that may be drafted.
             state: the tap that is the features of the next row, in a model that takes features.
             foreseen: whether the outputs of each sequence are all levels of its chain, so that no other pass follows.
+            deeper: layers that draft a level each, the last one also those behind; their new rows are computed, too.
         """
         raise NotImplementedError

@@ -144,6 +144,7 @@ class ChainArrays:
             sampling.chooser() if self._held else None,
             None if ids is None else ids.data_ptr(),
             *((None, None) if successors is None else successors.addresses),
+            None,  # deeper layers
             self._longest,
             len(self._bounds) + 1,
             self.vocabulary.size,

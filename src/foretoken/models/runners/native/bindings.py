@@ -319,6 +319,15 @@ class TreeSpec(Structure):
     _fields_ = [*((name, c_int32) for name in ("width", "steps")), ("temperature", c_float), ("floor", c_float)]
 
 
+class DeeperSpec(Structure):
+    """A layer that drafts one level on the states of the layer before it; see csrc/chains.hpp."""
+
+    _fields_ = [
+        ("model", POINTER(ModelSpec)),
+        *((name, c_void_p) for name in ("workspace", "pages", "page_counts", "cached", "carried")),
+    ]
+
+
 class ChainSpec(Structure):
     """Chains and trees after the sequences of a pass, for ``foretoken_chains``."""
 
@@ -326,14 +335,16 @@ class ChainSpec(Structure):
         *((name, c_void_p) for name in ("limits", "floors", "bases", "slopes", "bounds")),
         *((name, c_void_p) for name in ("tokens", "probabilities", "parents", "counts", "tried")),
         *((name, c_void_p) for name in ("samplers", "trees", "choose", "ids", "successors", "successors_workspace")),
-        *((name, c_int32) for name in ("longest", "buckets", "vocab", "width", "foreseen")),
+        ("deeper", c_void_p),
+        *((name, c_int32) for name in ("longest", "buckets", "vocab", "width", "foreseen", "deeper_count")),
     ]
 
 
 _DECODED = (  # the structures of a decoder, as csrc/library.cpp lists them
     *(Matrix, NormSpec, AttentionSpec, CrossSpec, RecurrentSpec, MlpSpec, LayerInputSpec, RouterSpec, ExpertsSpec),
     *(LayerSpec, RopeSpec, StateSpec, LatentSpec, LayerInputsSpec, ModelSpec),
-    *(LoraPart, LoraSpec, LoraLayer, LoraWidths, LoraAdapter, ReplaySpec, BatchSpec, SamplerSpec, TreeSpec, ChainSpec),
+    *(LoraPart, LoraSpec, LoraLayer, LoraWidths, LoraAdapter, ReplaySpec, BatchSpec, SamplerSpec, TreeSpec, DeeperSpec),
+    ChainSpec,
 )
 
 

@@ -11,7 +11,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.native.bindings import BatchSpec
 from foretoken.models.runners.native.runner import NativeRunner
-from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.runners.pass_plan import Part, PassPlan
 
 
 class QueryOnlyRunner(NativeRunner):
@@ -53,8 +53,8 @@ class QueryOnlyRunner(NativeRunner):
         super()._begin(architecture, dtype, entry, kv_cache_dtype)
         self._cache_kind = self._target._cache_kind
 
-    def _page_lists(self, plan: PassPlan, further: Sequence[int]) -> tuple[array[int], array[int]]:
-        return self._target.page_lists([part.slot for part in plan.parts])
+    def _page_lists(self, parts: Sequence[Part], further: Sequence[int]) -> tuple[array[int], array[int]]:
+        return self._target.page_lists([part.slot for part in parts])
 
     def _extend(self, plan: PassPlan, batch: BatchSpec) -> None:
         batch.hold(prefix=array("i", [part.first for part in plan.parts for _ in range(part.count)]))

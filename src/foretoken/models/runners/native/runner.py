@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+import ctypes
 from copy import copy
 from dataclasses import replace
 from time import perf_counter
@@ -20,11 +21,12 @@ from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
-from foretoken.models.runners.base import Pass, Runner, injecting
+from foretoken.models.runners.base import DeeperLayer, Pass, Runner, injecting
 from foretoken.models.runners.native.arrays import ChainArrays, PositionTables, pass_batch, replay_pointer
 from foretoken.models.runners.native.bindings import (
     UNIT,
     BatchSpec,
+    DeeperSpec,
     LayerSpec,
     ModelSpec,
     NormSpec,
@@ -166,17 +168,17 @@ class NativeRunner(Runner):
         return PackedAdapter(self._architecture, layers)
 
     def add_adapter(self, name: str, adapter: PackedAdapter) -> None:
-        self._multiply_floats()
+        self._link({Kind.FLOAT32})
         self._adapters[name] = adapter
 
     def remove_adapter(self, name: str) -> None:
         del self._adapters[name]
 
-    def _multiply_floats(self) -> None:
-        """Loads the kernels of float32 matrices for adapters, unless they are loaded."""
-        if Kind.FLOAT32 in self.kinds:
+    def _link(self, kinds: set[int]) -> None:
+        """Loads the kernels of further kinds of matrices, unless they are loaded."""
+        if kinds <= self.kinds:
             return
-        kinds = {*self.kinds, Kind.FLOAT32}
+        kinds = kinds | self.kinds
         kernels = library(kinds, self._cache_kind)
         self.kinds, self._library, self._workspace = kinds, kernels, kernels.workspace(self._spec)
 
@@ -238,6 +240,7 @@ class NativeRunner(Runner):
         vocabulary: DraftVocabulary,
         state: int | None = None,
         foreseen: bool = False,
+        deeper: Sequence[DeeperLayer] = (),
     ) -> list[ModelChain]:
         chains = self._chain_arrays(requests, vocabulary, foreseen)
         rows, logits = max(len(plan.outputs), chains.widest), self._chain_logits
@@ -248,8 +251,26 @@ class NativeRunner(Runner):
         batch.logits = logits.address
         if state is not None:
             self._tap_again(batch, state)
+        if deeper:
+            self._add_deeper(batch, chains, deeper)
         self._library.foretoken_chains(self._spec, batch, chains.spec, self._workspace, self.threads)
         return chains.results()
+
+    def _add_deeper(self, batch: BatchSpec, chains: ChainArrays, deeper: Sequence[DeeperLayer]) -> None:
+        """Adds layers that draft a level each to a call."""
+        specs = (DeeperSpec * len(deeper))()
+        for layer, spec in zip(deeper, specs, strict=True):
+            runner = layer.runner
+            assert isinstance(runner, NativeRunner)
+            self._link(runner.kinds)
+            cached = array("i", [part.first for part in layer.parts])
+            pages, counts = runner._reserved(layer.parts, chains.further)
+            batch.held += [cached, pages, counts]
+            spec.model, spec.workspace = ctypes.pointer(runner._spec), runner._workspace.address
+            spec.pages, spec.page_counts, spec.cached = (a.buffer_info()[0] for a in (pages, counts, cached))
+            spec.carried = layer.carried.data_ptr()
+        batch.held.append(specs)
+        chains.spec.deeper, chains.spec.deeper_count = ctypes.addressof(specs), len(deeper)
 
     def _chain_arrays(
         self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, foreseen: bool
@@ -292,9 +313,8 @@ class NativeRunner(Runner):
     def _batch(self, plan: PassPlan, further: Sequence[int] | None = None) -> BatchSpec:
         """Returns a pass for the kernels; pages are reserved for its rows and ``further`` ones of each sequence."""
         further = further or [0] * len(plan.parts)
-        self._positions.reserve(max([part.end + rows for part, rows in zip(plan.parts, further, strict=True)]))
         batch = pass_batch(plan)
-        pages, counts = self._page_lists(plan, further)
+        pages, counts = self._reserved(plan.parts, further)
         batch.hold(pages=pages, page_counts=counts)
         if plan.features is not None:
             features = plan.features.float().contiguous()
@@ -307,12 +327,17 @@ class NativeRunner(Runner):
         self._extend(plan, batch)
         return batch
 
-    def _page_lists(self, plan: PassPlan, further: Sequence[int]) -> tuple[array[int], array[int]]:
+    def _reserved(self, parts: Sequence[Part], further: Sequence[int]) -> tuple[array[int], array[int]]:
+        """Returns the pages of each sequence, and tables that reach ``further`` rows beyond its new ones."""
+        self._positions.reserve(max([part.end + rows for part, rows in zip(parts, further, strict=True)]))
+        return self._page_lists(parts, further)
+
+    def _page_lists(self, parts: Sequence[Part], further: Sequence[int]) -> tuple[array[int], array[int]]:
         """Returns ``page_lists``; pages are reserved for new rows and ``further`` ones of each sequence."""
-        for part, rows in zip(plan.parts, further, strict=True):
+        for part, rows in zip(parts, further, strict=True):
             self._pages.reserve(part.slot, part.first, part.end + rows)
             self._pages.discard_before(part.slot, min(part.first, part.nodes_at))  # a draft's rows may be rejected
-        return self.page_lists([part.slot for part in plan.parts])
+        return self.page_lists([part.slot for part in parts])
 
     def page_lists(self, slots: Sequence[int]) -> tuple[array[int], array[int]]:
         """Returns the addresses of the slots' arrays of pages, and their lengths, for a pass that reads them."""
@@ -326,7 +351,7 @@ class NativeRunner(Runner):
 
     def _adapters_of(self, parts: Sequence[Part]) -> array[int]:
         """Returns the address of each sequence's adapter, 0 for none."""
-        self._multiply_floats()
+        self._link({Kind.FLOAT32})
         names = [self._adapted.get(part.slot) for part in parts]
         return array("Q", [0 if name is None else self._adapters[name].address for name in names])
 

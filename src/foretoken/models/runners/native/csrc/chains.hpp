@@ -4,7 +4,8 @@
 // Each level is a pass over the newest tokens of every draft that goes on. In between nothing returns to Python, whose work for
 // a pass takes longer than the pass of a small model. A head on a target's hidden states (EAGLE, MTP) reads its own tapped states
 // behind the first pass, those of the row before. A model that foresees all levels (P-EAGLE, DFlash) runs the first pass alone;
-// to its logits another model may add some that depend on the token before (DSpark, 2607.05147).
+// to its logits another model may add some that depend on the token before (DSpark, 2607.05147). Of several layers (MTP, 2412.19437,
+// section 2.2) each drafts one level, on the states of the layer before it, and the last one all levels behind.
 #pragma once
 
 #include "maximum.hpp"
@@ -25,6 +26,17 @@ struct SamplerSpec {
     int32_t races;
 };
 
+// A layer that drafts one level on the states of the layer before it. Its row of a token is computed from that token and from the
+// state at the token before, so it has one row fewer.
+struct DeeperSpec {
+    const ModelSpec* model;
+    void* workspace;             // of its passes
+    Word* const* const* pages;   // [sequences]
+    const int32_t* page_counts;  // [sequences]
+    const int32_t* cached;       // [sequences]; rows that are computed
+    float* carried;              // [sequences][hidden]; the state before its first new row; result: that before the next one
+};
+
 struct ChainSpec {
     const int32_t* limits;          // [sequences]; the largest number of tokens of each chain
     const float* floors;            // [sequences][longest]; a chain ends before a token that is reached less likely
@@ -41,9 +53,11 @@ struct ChainSpec {
     const int32_t* ids;             // [vocab], ascending; the token of each logit; null: its number
     const ModelSpec* successors;    // without layers: what it computes from a token is added to the logits behind it; or null
     void* successors_workspace;     // of its passes
+    const DeeperSpec* deeper;       // [deeper_count]; the layers behind the first one
     int32_t longest, buckets, vocab;  // vocab: logits of tokens that may be drafted
     int32_t width;                  // tokens of the distributions; vocab without ids
     int32_t foreseen;               // the last rows of each sequence in the first pass have the logits of all levels
+    int32_t deeper_count;
 };
 
 // The largest of some logits, the first of equal ones, and its softmax probability; token -1 where they are not finite.
@@ -70,32 +84,27 @@ class Chains {
             going.push_back(s), reach.push_back(1.0f), starts.push_back(s), c.counts[s] = c.tried[s] = 0;
             ranks = std::max(ranks, c.trees[s].width);
             widest += std::max(1, c.trees[s].width);
-            if (c.successors) tokens.push_back(first.tokens[first.sequence_from[s]]), numbers.push_back(s);
+            spans.push_back({first.sequence_from[s], first.sequence_from[s + 1] - 1, 0});
+            if (c.successors) tokens.push_back(first.tokens[first.sequence_from[s]]), outputs.push_back(s);
         }
         if (c.successors) conditional.resize(widest * stride);
         if (c.successors || c.vocab < m.vocab) ranked.resize(ranks);
         else if (ranks) ranked.resize(std::max<int64_t>(widest, first.output_count) * ranks), batch.ranks = ranks, batch.ranked = ranked.data();
-        if (chained()) features.resize(widest * m.hidden), tapped = features, tap = tapped.data();
     }
 
-    // Calls pass(model, batch) for each level.
+    // Calls pass(model, batch, workspace) for each level; a null workspace is that of the first model.
     template <class F>
     void run(F pass) {
-        for (level = 0; !going.empty(); level++) {
-            if (!level || !c.foreseen) pass(m, batch);
+        for (level = 0; !going.empty() || level <= c.deeper_count; level++) {
+            if (level && c.deeper_count) run_deeper(pass);
+            else if (!level || !c.foreseen) pass(m, batch, nullptr);
             if (c.successors) add_successors(pass);
-            std::vector<int> still, sources;  // sequences that go on; the row of `batch` whose child each next row is
+            std::vector<int> still;  // sequences that go on
             for (size_t i = 0; i < going.size(); i++) {
                 const int s = going[i], row = starts[i];
-                if (!(c.trees[s].width ? grow(s, row) : extend(s, logits(s, row)))) continue;
-                still.push_back(s);
-                if (!chained()) continue;
-                if (!c.trees[s].width) sources.push_back(batch.outputs[row]);
-                for (int node : trees[s].frontier) sources.push_back(batch.outputs[row + trees[s].row_of_parent(node)]);
+                if (c.trees[s].width ? grow(s, row) : extend(s, logits(s, row))) still.push_back(s);
             }
             going = still;
-            for (size_t i = 0; i < sources.size(); i++)
-                std::copy_n(batch.taps[0] + (int64_t)sources[i] * m.hidden, m.hidden, &features[i * m.hidden]);
             plan(level + 1);
         }
     }
@@ -130,6 +139,11 @@ class Chains {
             first_output.push_back(at);
         }
         if (c.successors) check_successors();
+        for (int k = 0; k < c.deeper_count; k++) {
+            const ModelSpec& other = *c.deeper[k].model;
+            if (!chained() || other.hidden != m.hidden || other.head.units != m.head.units || !other.fuses_embedding || PlanUse(other, first).states)
+                refuse("layer %d of %d numbers behind one of %d", k + 1, other.hidden, m.hidden);
+        }
     }
 
     void check_successors() const {
@@ -153,9 +167,9 @@ class Chains {
     template <class F>
     void add_successors(F pass) {
         BatchSpec after{};
-        after.tokens = tokens.data(), after.outputs = numbers.data(), after.logits = conditional.data();
+        after.tokens = tokens.data(), after.outputs = outputs.data(), after.logits = conditional.data();
         after.rows = after.output_count = (int)tokens.size();
-        pass(*c.successors, after);
+        pass(*c.successors, after, c.successors_workspace);
         for (size_t i = 0; i < going.size(); i++) {
             const float* foreseen = first.logits + (first_output[going[i]] + level) * stride;
             const int last = i + 1 < going.size() ? starts[i + 1] : (int)tokens.size();
@@ -206,36 +220,100 @@ class Chains {
         return ++c.counts[s] < c.limits[s];
     }
 
-    // Plans the pass over the newest tokens of the drafts that go on, `depth` tokens behind those of the first pass.
-    void plan(int depth) {
-        const int count = (int)going.size();
+    // The rows of a sequence in the last pass.
+    struct Span {
+        int begun;  // the first of its pending tokens, as a row of the first pass
+        int root;   // the row of its newest token; below 0: there is none, and -1 - s stands for the state that sequence s carries over
+        int nodes;  // the row of its draft's first node, if the pass had the rows of all
+    };
+
+    // Runs the pass of the layer that drafts this level.
+    template <class F>
+    void run_deeper(F pass) {
+        const DeeperSpec& layer = c.deeper[std::min(level, c.deeper_count) - 1];
+        std::vector<int32_t> rows;
+        for (int s : planned) rows.push_back(std::max(0, further[s] - scored(s)));
+        if (level <= c.deeper_count) PassCheck(*layer.model, batch).run(threads, rows.data());
+        if (batch.rows) pass(*layer.model, batch, layer.workspace);
+    }
+
+    // The number of a draft's nodes whose logits were computed or come next.
+    int scored(int s) const { return c.trees[s].width ? (int)trees[s].scored.size() : c.counts[s]; }
+
+    // Plans the pass over the newest tokens of the drafts that go on. A layer that begins there computes its rows of the pending tokens
+    // of all sequences, and of all nodes.
+    void plan(int next_level) {
+        const bool begins = next_level <= c.deeper_count;
+        const DeeperSpec* layer = c.deeper_count ? &c.deeper[std::min(next_level, c.deeper_count) - 1] : nullptr;
         tokens.clear(), positions.clear(), places.clear(), prefix.clear(), branches.clear(), pages.clear(), page_counts.clear(), adapters.clear();
-        branch_from.assign(1, 0), sequence_from.assign(1, 0), starts.clear();
+        branch_from.assign(1, 0), sequence_from.assign(1, 0), starts.clear(), outputs.clear(), sources.clear(), planned.clear(), roots.clear();
         batch.reach = 0;
-        for (int s : going) {
-            const int row = first.sequence_from[s + 1] - 1, place = first.places[row] + 1;
-            starts.push_back((int)tokens.size());
-            auto add = [&](int token, int at, int keys) {
-                tokens.push_back(token), positions.push_back(first.positions[row] + depth), places.push_back(at), prefix.push_back(keys);
-                branch_from.push_back((int32_t)branches.size());
-                batch.reach = std::max(batch.reach, at + 1);
-            };
-            if (!c.trees[s].width) add(c.tokens[(int64_t)s * c.longest + depth - 1], place + depth - 1, place + depth);
-            for (int node : trees[s].frontier) {
-                trees[s].each_above(node, [&](int above) { branches.push_back(place + trees[s].scored_as[above]); });
-                add(trees[s].tokens[node], place + trees[s].scored_as[node], place);
-            }
-            pages.push_back(first.pages[s]), page_counts.push_back(first.page_counts[s]), sequence_from.push_back((int32_t)tokens.size());
+        for (int s = 0, next = 0; s < first.sequences; s++) {
+            const Span last = spans[s];
+            roots.push_back(last.root);
+            if (begins) add_pending(s, *layer, next_level, last);
+            if (next < (int)going.size() && going[next] == s) starts.push_back((int)outputs.size()), add_nodes(s, begins, last), next++;
+            if ((int)tokens.size() == sequence_from.back()) continue;
+            pages.push_back((layer ? layer->pages : first.pages)[s]), page_counts.push_back((layer ? layer->page_counts : first.page_counts)[s]);
+            sequence_from.push_back((int32_t)tokens.size()), planned.push_back(s);
             if (first.adapters) adapters.push_back(first.adapters[s]);
         }
-        numbers.resize(tokens.size());
-        for (size_t i = 0; i < numbers.size(); i++) numbers[i] = (int32_t)i;
+        if (chained()) gather(begins ? layer->carried : nullptr);
         batch.tokens = tokens.data(), batch.positions = positions.data(), batch.places = places.data(), batch.branches = branches.data();
         batch.prefix = prefix.data(), batch.branch_from = branch_from.data(), batch.pages = pages.data(), batch.page_counts = page_counts.data();
-        batch.sequence_from = sequence_from.data(), batch.outputs = numbers.data();
+        batch.sequence_from = sequence_from.data(), batch.outputs = outputs.data();
         if (first.adapters) batch.adapters = adapters.data();
-        if (chained()) batch.features = features.data(), batch.states = nullptr, batch.taps = &tap;
-        batch.rows = batch.output_count = (int)tokens.size(), batch.sequences = count, batch.branch_count = (int)branches.size();
+        batch.rows = (int)tokens.size(), batch.output_count = (int)outputs.size(), batch.sequences = (int)planned.size();
+        batch.branch_count = (int)branches.size();
+    }
+
+    // Adds a row to the next pass. keys: cache rows that it sees before the branches that were added; source: the row of the last pass
+    // whose state it reads.
+    void add(int token, int position, int place, int keys, int source) {
+        tokens.push_back(token), positions.push_back(position), places.push_back(place), prefix.push_back(keys), sources.push_back(source);
+        branch_from.push_back((int32_t)branches.size());
+        batch.reach = std::max(batch.reach, place + 1);
+    }
+
+    // Adds a layer's rows of the pending tokens of a sequence. behind: how many rows fewer than the first layer it has.
+    void add_pending(int s, const DeeperSpec& layer, int behind, const Span& last) {
+        const int start = first.sequence_from[s], end = first.sequence_from[s + 1], from = start + layer.cached[s] + behind - first.places[start];
+        if (from < start) refuse("layer %d has %d rows of sequence %d, and the first one %d", behind, layer.cached[s], s, first.places[start]);
+        spans[s] = {from, from < end ? (int)tokens.size() + end - 1 - from : -1 - s, 0};
+        for (int row = from; row < end; row++)
+            add(first.tokens[row], first.positions[row] - behind, first.places[row] - behind, first.places[row] - behind + 1,
+                row > last.begun ? last.root - (end - row) : -1 - s);
+    }
+
+    // Adds the rows of a draft's newest nodes, which have logits, or of all.
+    void add_nodes(int s, bool all, const Span& last) {
+        const Tree& tree = trees[s];
+        const int row = first.sequence_from[s + 1] - 1, fewer = std::min(std::min(level + 1, c.deeper_count), first.places[row] + 1);
+        const int place = first.places[row] + 1 - fewer, position = first.positions[row] - fewer;
+        const int count = scored(s), newest = count - (c.trees[s].width ? (int)tree.frontier.size() : 1), from = all ? 0 : newest;
+        spans[s].nodes = (int)tokens.size() - from;
+        for (int i = from; i < count; i++) {
+            if (i >= newest) outputs.push_back((int32_t)tokens.size());
+            int token = c.tokens[(int64_t)s * c.longest + i], parent = i - 1, depth = i + 1, keys = place + depth;
+            if (c.trees[s].width) {
+                const int node = tree.scored[i];
+                tree.each_above(node, [&](int above) { branches.push_back(place + tree.scored_as[above]); });
+                token = tree.tokens[node], parent = tree.scored_parent(node), depth = (int)branches.size() - branch_from.back(), keys = place;
+            }
+            add(token, position + depth, place + i, keys, parent < 0 ? last.root : last.nodes + parent);
+        }
+    }
+
+    // Copies the states that the rows of the next pass read. carried: those of sequences before their new rows, which the newest states
+    // of the last pass replace; or null.
+    void gather(float* carried) {
+        auto state = [&](int source) { return source < 0 ? carried + (int64_t)(-1 - source) * m.hidden : batch.taps[0] + (int64_t)source * m.hidden; };
+        features.resize(sources.size() * m.hidden);
+        for (size_t i = 0; i < sources.size(); i++) std::copy_n(state(sources[i]), m.hidden, &features[i * m.hidden]);
+        for (int s = 0; carried && s < first.sequences; s++)
+            if (roots[s] >= 0) std::copy_n(state(roots[s]), m.hidden, carried + (int64_t)s * m.hidden);
+        tapped.resize(std::max(tapped.size(), features.size())), tap = tapped.data();
+        batch.features = features.data(), batch.states = nullptr, batch.taps = &tap;
     }
 
     const int threads;
@@ -254,9 +332,13 @@ class Chains {
     std::vector<int> starts;       // of each, the number of its first row with logits
     std::vector<float> reach;      // [sequences]; how likely all tokens of a chain are accepted
     std::vector<int64_t> ranked;   // [rows of a pass][ranks]; the likeliest tokens, or those of one node
-    std::vector<float> features, tapped;  // [widest][hidden]; what a pass behind the first one reads, and its tapped states
+    std::vector<float> features, tapped;  // [rows][hidden]; what a pass behind the first one reads, and its tapped states
     float* tap = nullptr;
-    std::vector<int32_t> tokens, positions, places, prefix, branch_from, branches, sequence_from, page_counts, numbers;
+    std::vector<Span> spans;       // [sequences]
+    std::vector<int> roots;        // [sequences]; `root` of the spans of the last pass
+    std::vector<int> planned;      // the sequences of a pass
+    std::vector<int> sources;      // [rows]; the row of the last pass that a row reads
+    std::vector<int32_t> tokens, positions, places, prefix, branch_from, branches, sequence_from, page_counts, outputs;
     std::vector<Word* const*> pages;
     std::vector<const LoraAdapter*> adapters;
 };

@@ -100,8 +100,8 @@ int32_t OF_CACHE(foretoken_check)(const ModelSpec* m, const BatchSpec* b, int th
 // Runs the pass `b` over pending tokens, and the passes of the chains behind them.
 int32_t OF_CACHE(foretoken_chains)(const ModelSpec* m, const BatchSpec* b, const ChainSpec* chains, void* workspace, int threads) {
     return guarded([&] {
-        Chains(*m, *b, *chains, threads).run([&](const ModelSpec& model, const BatchSpec& level) {
-            pass(model, level, *(Workspace*)(&model == m ? workspace : chains->successors_workspace), threads);
+        Chains(*m, *b, *chains, threads).run([&](const ModelSpec& model, const BatchSpec& level, void* other) {
+            pass(model, level, *(Workspace*)(other ? other : workspace), threads);
         });
     }, "chains behind a pass of %d rows over %d tokens", b->rows, b->reach);
 }

@@ -70,8 +70,9 @@ const LayoutField* foretoken_layout() {
                output_count, tap_count, branch_count, ranks, reach, source_reach)
         LAYOUT(SamplerSpec, kept, noise, rows, races)
         LAYOUT(TreeSpec, width, steps, temperature, floor)
+        LAYOUT(DeeperSpec, model, workspace, pages, page_counts, cached, carried)
         LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, parents, counts, tried, samplers, trees, choose,
-               ids, successors, successors_workspace, longest, buckets, vocab, width, foreseen)
+               ids, successors, successors_workspace, deeper, longest, buckets, vocab, width, foreseen, deeper_count)
         {},
     };
     return fields;

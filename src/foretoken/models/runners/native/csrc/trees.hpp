@@ -34,7 +34,8 @@ struct Tree {
     std::vector<int32_t> tokens, parents;
     std::vector<float> scores;    // log of the product of the probabilities down to a node
     std::vector<int> frontier;    // nodes whose logits come next; at first the root
-    std::vector<int> scored_as;   // [nodes]; the number of a node among those whose logits were computed, in their order
+    std::vector<int> scored;      // nodes whose logits were computed or come next, in their order
+    std::vector<int> scored_as;   // [nodes]; the number of a node among these
     int level = 0;                // of the frontier
 
     // Adds the children of the frontier, and finds the next frontier among them.
@@ -66,14 +67,12 @@ struct Tree {
         frontier.clear();
         for (int node : best_of(start, spec.width))
             if (scores[node] >= spec.floor && std::binary_search(all.begin(), all.end(), node)) frontier.push_back(node);
-        first_parent = scored;
-        for (int node : frontier) scored_as[node] = next_scored++;
-        scored = next_scored - (int)frontier.size();
+        for (int node : frontier) scored_as[node] = (int)scored.size(), scored.push_back(node);
         level++;
     }
 
-    // Returns the number, among the nodes of the level before, of a node's parent.
-    int row_of_parent(int node) const { return parents[node] < 0 ? 0 : scored_as[parents[node]] - first_parent; }
+    // Returns the number of a node's parent among the scored nodes, -1 for the root.
+    int scored_parent(int node) const { return parents[node] < 0 ? -1 : scored_as[parents[node]]; }
 
     // Calls f with the nodes from the root's child down to `node`.
     template <class F>
@@ -94,8 +93,6 @@ struct Tree {
     }
 
    private:
-    int next_scored = 0, scored = 0, first_parent = 0;  // nodes whose logits were computed or come next; before this level; before the last one
-
     int size() const { return (int)tokens.size(); }
 
     // Returns the `count` nodes of highest score from `start` on, ascending; of equal ones the older, so that parents are there.
