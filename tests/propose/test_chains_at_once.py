@@ -10,7 +10,7 @@ from tests.models.tiny import ARCHITECTURES, VOCAB, only_runner
 
 from foretoken.core.context import ChainEnd, Context, Exactness
 from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
@@ -88,8 +88,10 @@ CASES: dict[str, tuple[DraftModelConfig, list[Request], int, bool]] = {
     "chains beside trees": (DraftModelConfig("ranked"), PLAIN[:3], VOCAB, True),
     "trees below a temperature": (DraftModelConfig("top_k", 3), [PLAIN[0], PLAIN[2]], VOCAB, True),
     "trees of a smaller vocabulary": (DraftModelConfig("ranked"), PLAIN[:2], VOCAB - 10, True),
-    "trees with the target's noise": (DraftModelConfig("ranked"), PLAIN, VOCAB, False),
-    "trees": (DraftModelConfig("sampled"), PLAIN, VOCAB, False),
+    "trees with the target's noise": (DraftModelConfig("ranked"), PLAIN, VOCAB, True),
+    "trees of filtered tokens": (DraftModelConfig("top_k", 3), PLAIN, VOCAB, True),
+    "sampled trees": (DraftModelConfig("sampled"), PLAIN, VOCAB, True),
+    "trees with a sampled sibling": (DraftModelConfig("greedy_multi", top_k=3), PLAIN, VOCAB, True),
     "a request with a penalty": (DraftModelConfig(), [*PLAIN, *ADJUSTED], VOCAB, False),
     "a smaller target vocabulary": (DraftModelConfig(), PLAIN, VOCAB - 10, True),
     "a larger target vocabulary": (DraftModelConfig(), PLAIN, VOCAB + 10, False),
@@ -111,7 +113,7 @@ def test_the_drafts_are_those_of_levels(case: str, model: Model, monkeypatch: py
     for one, other in zip(found, expected, strict=True):
         assert (one.ids, one.parents, one.levels) == (other.ids, other.parents, other.levels)
         assert type(one.law) is type(other.law)
-        if isinstance(one.law, Sampled) and isinstance(other.law, Sampled):
+        if not isinstance(one.law, PointMass) and not isinstance(other.law, PointMass):
             assert torch.equal(one.law.probs, other.law.probs)
 
 

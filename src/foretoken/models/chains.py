@@ -12,15 +12,17 @@ from torch import Tensor
 from foretoken.core.context import ChainEnd as ChainEnd
 from foretoken.core.native.sampling import Filter
 
+TREE_KINDS = ("ranked", "sampled", "greedy_multi")
+
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Sampling of a chain's tokens.
+    """Sampling of a draft's tokens. Without random numbers, a ranked tree has the most probable ones.
 
     Attributes:
         kept: Temperature and filters of the distributions.
         uniforms: Numbers in (0, 1), one for each token, for inverse-CDF sampling.
-        keys: Keys of exponential races (``core.streams.SharedStream``) that replace ``uniforms``.
+        keys: Keys of exponential races (``core.streams.SharedStream``) that replace ``uniforms``, one for each level.
         rows: Whether the distributions are returned.
     """
 
@@ -58,19 +60,23 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a tree of fixed candidates (2406.16858, section 4).
+    """The shape of a tree.
 
     Attributes:
-        width: Candidates of a node, and nodes expanded on a level.
+        width: Children of a node, and nodes of a ranked tree that are expanded on a level.
         steps: Levels.
-        temperature: Temperature of the probabilities that candidates are ranked by, above 0.
+        temperature: Temperature of the probabilities that candidates are ranked by, above 0, unless the request has
+            ``Draws``.
         floor: Minimum score of a node that is expanded.
+        kind: One of ``TREE_KINDS``: fixed candidates (2406.16858, section 4), siblings sampled without replacement, or
+            the most probable ones and one sampled.
     """
 
     width: int
     steps: int
-    temperature: float
+    temperature: float = 1.0
     floor: float = -math.inf
+    kind: str = "ranked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class ChainRequest:
         limit: The largest number of tokens, at least 1.
         draws: Sampling of tokens; None takes the likeliest ones.
         end: Early end of a chain of likeliest tokens; None for none.
-        tree: The shape of a tree of likely tokens; None for a chain.
+        tree: The shape of a tree; None for a chain.
     """
 
     limit: int
@@ -92,7 +98,8 @@ class ChainRequest:
     @property
     def rows(self) -> int:
         """The largest number of rows that drafting computes after the sequence's."""
-        return self.limit - 1 if self.tree is None else (self.tree.steps - 1) * self.tree.width
+        ranked = self.tree is not None and self.tree.kind == "ranked"
+        return (self.tree.steps - 1) * self.tree.width if self.tree is not None and ranked else self.limit - 1
 
     @property
     def levels(self) -> int:
@@ -102,7 +109,9 @@ class ChainRequest:
     @property
     def widest(self) -> int:
         """The largest number of rows of a level."""
-        return 1 if self.tree is None else self.tree.width
+        if self.tree is None:
+            return 1
+        return self.tree.width if self.tree.kind == "ranked" else self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,8 @@ class ModelChain:
         ended: Whether the chain ended early: the next token was unlikely, or no token is possible.
         candidates: Tokens of a chain of likeliest tokens, with the one before which it ended.
         probabilities: The model's probabilities of ``candidates``; for a tree the scores of ``tokens``.
-        rows: float32 [tokens, vocabulary], the distribution of each sampled token, if requested.
+        rows: float32 [tokens, vocabulary], the distribution of each sampled token, if requested; of a tree, those of
+            the root's children and of each node's, up to the last node that has any.
         parents: Parent of each token of a tree, -1 for none.
     """
 

@@ -70,18 +70,13 @@ class Chain:
 
     def request(self) -> ChainRequest | None:
         """Returns the request to a model that drafts the chain at once; None if each token has to be inspected."""
-        law, stream, budget = self.law, self.stream, self.budget
+        law, budget = self.law, self.budget
         if not isinstance(law, SamplingLaw) or law.adjusts or self.stop is not None:
             return None
         if law.greedy:
             return ChainRequest(budget, end=self.context.end)
-        if sampling.chooser() is None:
-            return None
-        if isinstance(stream, SharedStream):
-            return ChainRequest(budget, Draws(law.kept, keys=stream.keys(budget), rows=self.sampled))
-        if isinstance(stream, PrivateStream):
-            return ChainRequest(budget, Draws(law.kept, uniforms=stream.uniforms(budget), rows=self.sampled))
-        return None
+        draws = draws_of(law, self.stream, budget, self.sampled)
+        return ChainRequest(budget, draws) if draws is not None else None
 
     def take(self, chain: ModelChain) -> None:
         """Takes over a chain that a model drafted at once."""
@@ -147,6 +142,21 @@ def _probability(logits: Tensor, token: int) -> float:
     scores = logits.float().numpy()  # torch would wake threads that then compete with those of the compiled kernels
     weights = np.exp(scores - scores.max())
     return float(weights[token] / weights.sum())
+
+
+def draws_of(law: Law, stream: Stream, count: int, rows: bool = False) -> Draws | None:
+    """Returns the sampling of ``count`` tokens or levels by ``law`` for a model; None if it cannot sample so.
+
+    Args:
+        rows: Whether the distributions are returned.
+    """
+    if not isinstance(law, SamplingLaw) or law.adjusts or law.greedy or sampling.drawing() is None:
+        return None
+    if isinstance(stream, SharedStream):
+        return Draws(law.kept, keys=stream.keys(count), rows=rows)
+    if isinstance(stream, PrivateStream):
+        return Draws(law.kept, uniforms=stream.uniforms(count), rows=rows)
+    return None
 
 
 class AtOnce(Protocol):

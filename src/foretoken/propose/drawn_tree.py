@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft, log_scores
-from foretoken.core.law import TopPlusSampled, WithoutReplacement
+from foretoken.core.law import ProposalLaw, TopPlusSampled, WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.propose.tree import Growth
 
@@ -77,8 +77,11 @@ class DrawnTree(Growth):
             return Draft.empty()
         blank = torch.zeros_like(self.rows[-1])
         rows = torch.stack([self.rows.get(node, blank) for node in range(-1, max(self.parents) + 1)])
-        law = WithoutReplacement(rows) if self.kind == "sampled" else TopPlusSampled(rows)
-        return self.subtree(range(len(self.tokens)), law, log_scores(self.reach))
+        return self.subtree(range(len(self.tokens)), self.law(rows), log_scores(self.reach))
+
+    def law(self, rows: Tensor) -> ProposalLaw:
+        """Returns the law of the tree, whose nodes were sampled from ``rows``: of the root's children first."""
+        return WithoutReplacement(rows) if self.kind == "sampled" else TopPlusSampled(rows)
 
     def _draw(self, node: int, row: Tensor, count: int) -> None:
         """Draws ``count`` children of ``node`` and estimates the probability of reaching each."""

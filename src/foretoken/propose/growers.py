@@ -20,8 +20,8 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose
-from foretoken.models.chains import ChainRequest, ModelChain, TreeShape
-from foretoken.propose.chain import AtOnce, Chain, Widen
+from foretoken.models.chains import ChainRequest, Draws, ModelChain, TreeShape
+from foretoken.propose.chain import AtOnce, Chain, Widen, draws_of
 from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
 from foretoken.propose.scores import DraftStop
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
@@ -102,6 +102,7 @@ class RankedTreeGrower:
 
     Attributes:
         temperature: The one at which ``rank`` takes the likeliest tokens; None if it ranks otherwise.
+        draws: The noise or filters by which it ranks; None if it ranks otherwise.
         drafted: The draft, if a model drafted it at once.
         whole: The request to that model.
     """
@@ -112,14 +113,15 @@ class RankedTreeGrower:
     rank: Rank
     tree: Tree
     temperature: float | None = None
+    draws: Draws | None = None
     drafted: Draft | None = None
     whole: ChainRequest | None = None
 
     def request(self) -> ChainRequest | None:
         """Returns the request to a model that drafts the tree at once; None if it cannot rank as ``rank`` does."""
-        if self.whole is None and self.temperature is not None:
-            shape = TreeShape(self.width, self.steps, self.temperature, self.tree.floor)
-            self.whole = ChainRequest(self.budget, tree=shape)
+        if self.whole is None and (self.temperature is not None or self.draws is not None):
+            shape = TreeShape(self.width, self.steps, self.temperature or 1.0, self.tree.floor)
+            self.whole = ChainRequest(self.budget, self.draws if self.temperature is None else None, tree=shape)
         return self.whole
 
     def take(self, chain: ModelChain) -> None:
@@ -146,18 +148,27 @@ class SampledTreeGrower:
 
     Attributes:
         distributions: Returns the distribution at each node of the frontier.
+        draws: The sampling of nodes, if a model can draft the tree at once.
+        drafted: The draft, if one did.
     """
 
     tree: DrawnTree
     distributions: Callable[[Tensor, Growth], Tensor]
+    draws: Draws | None = None
+    drafted: Draft | None = None
 
     def request(self) -> ChainRequest | None:
-        """Returns None: no model samples trees at once."""
-        return None
+        """Returns the request to a model that drafts the tree at once; None if it cannot."""
+        tree = self.tree
+        shape = TreeShape(tree.width, tree.steps, kind=tree.kind)
+        return None if self.draws is None else ChainRequest(tree.budget, self.draws, tree=shape)
 
     def take(self, chain: ModelChain) -> None:
-        """Never called: there is no request."""
-        raise NotImplementedError
+        """Takes over a tree that a model drafted at once."""
+        self.drafted = Draft.empty()
+        if chain.tokens and chain.rows is not None:
+            law, scores = self.tree.law(chain.rows), tuple(chain.probabilities)
+            self.drafted = Draft(tuple(chain.tokens), tuple(chain.parents), law, scores)
 
     @property
     def done(self) -> bool:
@@ -170,7 +181,7 @@ class SampledTreeGrower:
         self.tree.expand(self.distributions(logits, self.tree))
 
     def draft(self) -> Draft:
-        return self.tree.finished()
+        return self.tree.finished() if self.drafted is None else self.drafted
 
 
 def grow_at_once(grower: Grower, logits: Tensor) -> None:
@@ -229,10 +240,10 @@ def begin(
     chained = drawn or (config.tree == "at_once" and not law.greedy)
     steps, width = config.steps(budget, chained), config.top_k
 
-    def ranked(rank: Rank, temperature: float | None = None) -> Grower:
+    def ranked(rank: Rank, temperature: float | None = None, draws: Draws | None = None) -> Grower:
         floor = min(context.end.min_acceptance) if context.end and law.greedy else 0.0
         tree = Tree(floor=math.log(floor) if floor else -math.inf)
-        return RankedTreeGrower(budget, steps, width, rank, tree, temperature)
+        return RankedTreeGrower(budget, steps, width, rank, tree, temperature, draws)
 
     if law.greedy and greedy_rank and not law.needs_history and config.tree != "chain" and not config.is_chain(chained):
         return ranked(greedy_rank, greedy_temperature)
@@ -249,11 +260,13 @@ def begin(
         return drafting_probs(ranking, widen(logits), histories)
 
     if shared and not law.greedy:
-        return ranked(lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level))
+        raced = draws_of(law, stream, steps)
+        return ranked(lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level), draws=raced)
     if law.greedy or config.tree == "top_k" or config.tree == "ranked" or config.tree == "at_once":
-        return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width), _bare_temperature(ranking))
+        bare, filtered = _bare_temperature(ranking), draws_of(ranking, stream, 0)
+        return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width), bare, filtered)
     grown = DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream)
-    return SampledTreeGrower(grown, distributions)
+    return SampledTreeGrower(grown, distributions, draws_of(law, stream, budget, rows=True))
 
 
 def _bare_temperature(law: Law) -> float | None:

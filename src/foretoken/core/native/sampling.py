@@ -232,7 +232,8 @@ class Kernels:
             library,
             (FilterSpec, _Distribution, SuccessorTable, SampledChain, CopySearch, Adjustment, DraftNodes, TokenRow),
         )
-        self.chooser = ctypes.cast(library.foretoken_choose, c_void_p).value
+        functions = (library.foretoken_choose, library.foretoken_draw, library.foretoken_leaders)
+        self.drawing = tuple(ctypes.cast(function, c_void_p).value for function in functions)
         pointer, wide, number = c_void_p, c_int64, c_int32
         logits, token = (pointer, wide, wide, wide), POINTER(c_int64)
         distributions, filters = POINTER(_Distribution), POINTER(FilterSpec)
@@ -388,9 +389,11 @@ def _kernels(*_: str | None) -> Kernels | None:
     return Kernels(library)
 
 
-def chooser() -> int | None:
-    """Returns the address of the kernel that draws a token by logits, for other kernels; None without kernels."""
-    return library.chooser if (library := kernels()) else None
+def drawing() -> tuple[int | None, ...] | None:
+    """Returns the addresses of kernels that other kernels call: they draw a token by logits, draw one by weights, and
+    rank tokens. None without kernels.
+    """
+    return library.drawing if (library := kernels()) else None
 
 
 def for_rows(logits: Tensor) -> Kernels | None:

@@ -320,13 +320,13 @@ class FeatureNet(DraftNet):
     def drafts_chains(self) -> bool:
         return self.vocabulary is not None and self._unembed is None and self._runner.computes_chains
 
-    def chains(
-        self,
-        handles: Sequence[HeadHandle],
-        requests: Sequence[ChainRequest],
-        vocab: int,
-        deeper: Sequence[DeeperLayer] = (),
+    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+        return self.chains_with(handles, requests)
+
+    def chains_with(
+        self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], deeper: Sequence[DeeperLayer] = ()
     ) -> list[ModelChain]:
+        """Drafts as ``chains`` does, with ``deeper`` layers, whose new rows are computed, too."""
         assert self.vocabulary is not None
         for handle in handles:
             self.prefill(handle, JOINT_ROWS)
@@ -342,7 +342,7 @@ class FeatureNet(DraftNet):
         return chains
 
     def behind(self, handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], carried: Tensor) -> DeeperLayer:
-        """Returns this layer for a call of ``chains`` of the layers before it.
+        """Returns this layer for a call of ``chains_with`` of the first layer.
 
         Args:
             handles: its sequences, without pending rows.

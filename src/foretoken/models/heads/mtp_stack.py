@@ -117,7 +117,7 @@ class MtpStack(DraftNet):
             carried = torch.cat([above.outputs[-1] if above.outputs else none for above in layers[k - 1]])
             new.append([first.tokens[part.cached + k :] for first, part in zip(handles, layers[k], strict=True)])
             deeper.append(net.behind(layers[k], new[-1], carried))
-        chains = self.nets[0].chains(handles, requests, vocab, deeper)
+        chains = self.nets[0].chains_with(handles, requests, deeper)
         for k, (layer, tokens) in enumerate(zip(deeper, new, strict=True), 1):
             for above, part, added, state in zip(*layers[k - 1 : k + 1], tokens, layer.carried.split(1), strict=True):
                 above.outputs = [state] if above.cached else []

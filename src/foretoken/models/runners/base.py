@@ -58,8 +58,8 @@ class DeeperLayer:
     Attributes:
         runner: computes the layer.
         parts: its new rows of each sequence, which has one row fewer than in the layer before.
-        carried: float32 [sequences, H], the state of the layer before at the row before the new ones, 0 for none. Replaced by
-            the state at its last row, if it computes any.
+        carried: float32 [sequences, H], the state of the layer before at the row before the new ones, 0 for none.
+            Replaced by the state at its last row, if it computes any.
     """
 
     runner: Runner

@@ -149,6 +149,15 @@ INLINE Doubles load_wide(const T* w, int64_t count) {
     return __builtin_convertvector(numbers, Doubles);
 }
 
+// Numbers in (0, 1) of counters under one key: SplitMix64 (core/streams.py).
+INLINE Doubles fractions(Words z) {
+    z = (z ^ z >> 30) * FIRST;
+    z = (z ^ z >> 27) * SECOND;
+    z = (z ^ z >> 31) >> 12;
+    const Doubles whole = (Doubles)(z | 0x4330000000000000) - 0x1p52;  // z, which is below 2^52
+    return (whole + 0.5) * 0x1p-52;
+}
+
 // Continues a race behind the tokens that have led to `best` with n further ones, the first of which is `first`. ids: null, or
 // the tokens whose noise those of the race have.
 template <class T>
@@ -162,11 +171,7 @@ Best raced(const T* w, int64_t n, int64_t first, uint64_t key, Best best, const 
         if (!bits_of((Lanes)(weights > best.score * 0x1p-53))) continue;
         Words z = counter;
         for (int lane = 0; ids && lane < WIDE; lane++) z[lane] = ((uint64_t)ids[std::min(first + i + lane, first + n - 1)] + 1) * GOLDEN + key;
-        z = (z ^ z >> 30) * FIRST;
-        z = (z ^ z >> 27) * SECOND;
-        z = (z ^ z >> 31) >> 12;
-        const Doubles whole = (Doubles)(z | 0x4330000000000000) - 0x1p52;  // z, which is below 2^52
-        const Doubles u = (whole + 0.5) * 0x1p-52;
+        const Doubles u = fractions(z);
         // -log u >= 1 - u, so a score is at most weight / (1 - u), plus a margin for rounding.
         const Doubles bound = (1.0 - u) * (best.score * (1.0 - 1e-12));
         unsigned hit = bits_of((Lanes)(weights >= bound)) & bits_of((Lanes)(weights > 0.0));

@@ -2,6 +2,7 @@
 #include "entry.hpp"
 #include "chain_verdict.hpp"
 #include "copies.hpp"
+#include "leaders.hpp"
 #include "successors.hpp"
 #include "token_row.hpp"
 
@@ -199,18 +200,21 @@ int32_t foretoken_copies(const CopySearch* search, int32_t* tokens, int32_t* par
 }
 
 // Draws a token from the distribution of logits [n]; -1 where no token is possible. ids: the token of each logit, ascending, or
-// null. noise: the key of a race, or a number u. row: null, or [width]; receives the distribution.
+// null. noise: the key of a race, or a number u; null: nothing is drawn, and the token is 0. row: null, or [width]; receives the
+// distribution.
 int32_t foretoken_choose(const float* logits, int64_t n, const int32_t* ids, int64_t width, const FilterSpec* f, int races,
                          const void* noise, float* row, int64_t* token, int threads) {
     return guarded([&] {
         check_rows(n, 1, n);
         TokenRow request{};
-        request.logits = logits, request.filter = *f, request.noise = *(const uint64_t*)noise, request.ids = ids;
-        request.source = races ? RACE : FRACTION, request.top_count = request.position = -1;
+        request.logits = logits, request.filter = *f, request.noise = noise ? *(const uint64_t*)noise : 0, request.ids = ids;
+        request.source = !noise ? GIVEN : races ? RACE : FRACTION, request.top_count = request.position = -1;
         check_token_row(request, n);
         each_row(1, 1, n, threads, [&](Member& member, int64_t, ScratchList& list) {
             RowScratch& scratch = list.of(member, 0);
+            if (!noise) find_distribution(member, logits, n, *f, scratch);
             TokenChoice(member, request, nullptr, n, scratch).run();
+            if (!noise && !scratch.finite) request.token = -1;
             if (request.token < 0 || !row) return;
             if (ids) member.each(1, 1, [&](int64_t) { std::memset(row, 0, width * sizeof(float)); });
             member.each(chunks(n), 1, [&](int64_t c) {
@@ -223,6 +227,15 @@ int32_t foretoken_choose(const float* logits, int64_t n, const int32_t* ids, int
         });
         *token = request.token < 0 || !ids ? request.token : ids[request.token];
     }, "a draw of %lld tokens", (long long)n);
+}
+
+// Writes the likeliest children of nodes of a draft; see leader_spec.hpp.
+int32_t foretoken_leaders(const LeaderSpec* spec, int threads) {
+    return guarded([&] {
+        check_rows(spec->stride, spec->rows, spec->n);
+        if (spec->count < 1 || spec->count > spec->n) refuse("the best %lld of %lld tokens", (long long)spec->count, (long long)spec->n);
+        LeaderSearch(*spec).run(threads);
+    }, "the best children of %lld nodes among %lld tokens", (long long)spec->rows, (long long)spec->n);
 }
 
 }  // extern "C"

@@ -102,6 +102,21 @@ void write_chances(const float* x, int64_t n, int64_t first, const Distribution&
     for (int64_t v = 0; v < n; v += LANES) store_first(out + v, n - v, chances(load_first(x + v, n - v, 0.0f), first + v, dist));
 }
 
+constexpr int64_t BLOCK = GROUP * LANES;  // tokens whose groups are one vector
+
+// Calls f(probabilities, first id, number of tokens) for runs of [from, from + count) of logits x, whose distribution was found, until
+// it returns true. Runs without any probability are left out.
+template <class F>
+void each_block(const RowScratch& s, const float* x, int64_t from, int64_t count, F f) {
+    alignas(64) float p[BLOCK];
+    for (int64_t at = from; at < from + count; at += BLOCK) {
+        if (!bits(greater_or_equal(load(&s.groups[at / GROUP]), floats(s.dist.lowest)))) continue;
+        const int64_t tokens = std::min(BLOCK, from + count - at);
+        write_chances(x + at, tokens, at, s.dist, p);
+        if (f(p, at, tokens)) return;
+    }
+}
+
 // Computes all probabilities of each row. out: [rows][n].
 void write_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Distribution* distributions, float* out,
                 int threads) {
@@ -190,7 +205,6 @@ class TokenChoice {
     const Adjustment* const changes;
     const int64_t n;
     RowScratch& s;
-    static constexpr int64_t BLOCK = GROUP * LANES;  // tokens whose groups are one vector
 
     // Calls f(first id, number of tokens) for the chunks of a row.
     template <class F>
@@ -224,23 +238,10 @@ class TokenChoice {
         else draw(x);
     }
 
-    // Calls f(probabilities, first id, number of tokens) for runs of [from, from + count) until it returns true. Runs without any
-    // probability are left out.
-    template <class F>
-    void each_block(const float* x, int64_t from, int64_t count, F f) const {
-        alignas(64) float p[BLOCK];
-        for (int64_t at = from; at < from + count; at += BLOCK) {
-            if (!bits(greater_or_equal(load(&s.groups[at / GROUP]), floats(s.dist.lowest)))) continue;
-            const int64_t tokens = std::min(BLOCK, from + count - at);
-            write_chances(x + at, tokens, at, s.dist, p);
-            if (f(p, at, tokens)) return;
-        }
-    }
-
     void draw(const float* x) {
         each_chunk([&](int64_t from, int64_t count) {
             Weigher weigher;
-            each_block(x, from, count, [&](const float* p, int64_t, int64_t tokens) { return weigher.add(p, tokens), false; });
+            each_block(s, x, from, count, [&](const float* p, int64_t, int64_t tokens) { return weigher.add(p, tokens), false; });
             s.sums[from / CHUNK] = weigher.sum();
         });
         member.each(1, 1, [&](int64_t) {
@@ -248,7 +249,7 @@ class TokenChoice {
             Place place;
             if (place.find(s.sums.data(), chunks(n), fraction_of(row), total)) {
                 const int64_t from = place.chunk * CHUNK;
-                each_block(x, from, std::min(CHUNK, n - from),
+                each_block(s, x, from, std::min(CHUNK, n - from),
                            [&](const float* p, int64_t first, int64_t tokens) { return place.pass(p, tokens, first); });
             }
             row.token = place.token;
@@ -259,7 +260,7 @@ class TokenChoice {
         const uint64_t key = key_of(row);
         member.each(runs(n), 1, [&](int64_t c) {
             Best best;
-            each_block(x, c * RUN, std::min(RUN, n - c * RUN), [&](const float* p, int64_t first, int64_t tokens) {
+            each_block(s, x, c * RUN, std::min(RUN, n - c * RUN), [&](const float* p, int64_t first, int64_t tokens) {
                 return best = raced(p, tokens, first, key, best, row.ids), false;
             });
             s.races[c] = best;

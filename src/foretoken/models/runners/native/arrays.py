@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.native import sampling
-from foretoken.models.chains import ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain
+from foretoken.models.chains import TREE_KINDS, ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.runners.native.bindings import (
     BatchSpec,
@@ -111,7 +111,8 @@ class ChainArrays:
         for number, request in enumerate(requests):
             if request.tree is not None:
                 shape = request.tree
-                self._trees[number] = TreeSpec(shape.width, shape.steps, shape.temperature, shape.floor)
+                kind = TREE_KINDS.index(shape.kind)
+                self._trees[number] = TreeSpec(shape.width, shape.steps, shape.temperature, shape.floor, kind)
             if request.draws is not None:
                 self._samplers[number] = self._sampler(number, request.limit, request.draws)
 
@@ -141,7 +142,7 @@ class ChainArrays:
             *(values.buffer_info()[0] for values in (*inputs, *results)),
             ctypes.addressof(self._samplers),
             ctypes.addressof(self._trees),
-            sampling.chooser() if self._held else None,
+            *((sampling.drawing() if self._held else None) or (None,) * 3),
             None if ids is None else ids.data_ptr(),
             *((None, None) if successors is None else successors.addresses),
             None,  # deeper layers
@@ -159,12 +160,14 @@ class ChainArrays:
             start = number * self._longest
             if self.requests[number].tree is not None:
                 nodes = slice(start, start + count)
+                parents = self._parents[nodes].tolist()
                 chains.append(
                     ModelChain(
                         self._tokens[nodes].tolist(),
                         count < limit,
                         probabilities=self._probabilities[nodes].tolist(),
-                        parents=self._parents[nodes].tolist(),
+                        rows=self._rows[number][: max(parents, default=-2) + 2] if number in self._rows else None,
+                        parents=parents,
                     )
                 )
                 continue

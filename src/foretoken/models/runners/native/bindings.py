@@ -316,7 +316,11 @@ class SamplerSpec(Structure):
 class TreeSpec(Structure):
     """The shape of a tree of fixed candidates; width 0 for a chain."""
 
-    _fields_ = [*((name, c_int32) for name in ("width", "steps")), ("temperature", c_float), ("floor", c_float)]
+    _fields_ = [
+        *((name, c_int32) for name in ("width", "steps")),
+        *((name, c_float) for name in ("temperature", "floor")),
+        ("kind", c_int32),
+    ]
 
 
 class DeeperSpec(Structure):
@@ -334,7 +338,10 @@ class ChainSpec(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("limits", "floors", "bases", "slopes", "bounds")),
         *((name, c_void_p) for name in ("tokens", "probabilities", "parents", "counts", "tried")),
-        *((name, c_void_p) for name in ("samplers", "trees", "choose", "ids", "successors", "successors_workspace")),
+        *(
+            (name, c_void_p)
+            for name in ("samplers", "trees", "choose", "draw", "lead", "ids", "successors", "successors_workspace")
+        ),
         ("deeper", c_void_p),
         *((name, c_int32) for name in ("longest", "buckets", "vocab", "width", "foreseen", "deeper_count")),
     ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-import ctypes
 from copy import copy
 from dataclasses import replace
 from time import perf_counter
@@ -258,6 +258,7 @@ class NativeRunner(Runner):
 
     def _add_deeper(self, batch: BatchSpec, chains: ChainArrays, deeper: Sequence[DeeperLayer]) -> None:
         """Adds layers that draft a level each to a call."""
+        assert chains.further is not None  # a model that foresees all levels has one layer's passes
         specs = (DeeperSpec * len(deeper))()
         for layer, spec in zip(deeper, specs, strict=True):
             runner = layer.runner

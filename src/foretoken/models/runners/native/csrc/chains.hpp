@@ -1,5 +1,5 @@
 // Chains: the tokens that follow sequences, each the likeliest one after those before it or drawn, in one call; and trees of
-// likely tokens.
+// likely or drawn tokens.
 //
 // Each level is a pass over the newest tokens of every draft that goes on. In between nothing returns to Python, whose work for
 // a pass takes longer than the pass of a small model. A head on a target's hidden states (EAGLE, MTP) reads its own tapped states
@@ -8,21 +8,24 @@
 // section 2.2) each drafts one level, on the states of the layer before it, and the last one all levels behind.
 #pragma once
 
+#include "drawn_trees.hpp"
+#include "leader_spec.hpp"
 #include "maximum.hpp"
 #include "pass.hpp"
-#include "trees.hpp"
 #include "validate.hpp"
 
-// Draws a token from the distribution of logits [n], which `row` [width] receives unless it is null; -1 where none is possible
-// (core/native/sampling.cpp).
+// Draws a token from the distribution of logits [n], which `row` [width] receives unless it is null; -1 where none is possible.
+// Without noise nothing is drawn (core/native/sampling.cpp).
 using Choose = int32_t (*)(const float* logits, int64_t n, const int32_t* ids, int64_t width, const void* kept, int races, const void* noise, float* row,
                            int64_t* token, int threads);
 
-// How the tokens of a chain are drawn.
+using Lead = int32_t (*)(const LeaderSpec* request, int threads);
+
+// How the tokens of a draft are drawn. A ranked tree has the leaders of races, or without races the most probable tokens.
 struct SamplerSpec {
     const void* kept;       // temperature and filters; null: the likeliest tokens are taken
-    const uint64_t* noise;  // [limit]; the bits of uniform numbers, or the keys of races
-    float* rows;            // [limit][width], or null; result: their distributions
+    const uint64_t* noise;  // [limit]; the bits of uniform numbers, or the keys of races, of a tree one for each level
+    float* rows;            // [limit][width], or null; result: their distributions, of a tree those of a node's children
     int32_t races;
 };
 
@@ -50,6 +53,8 @@ struct ChainSpec {
     const SamplerSpec* samplers;    // [sequences]
     const TreeSpec* trees;          // [sequences]
     Choose choose;
+    Draw draw;
+    Lead lead;
     const int32_t* ids;             // [vocab], ascending; the token of each logit; null: its number
     const ModelSpec* successors;    // without layers: what it computes from a token is added to the logits behind it; or null
     void* successors_workspace;     // of its passes
@@ -82,8 +87,8 @@ class Chains {
         int ranks = 0;
         for (int s = 0; s < first.sequences; s++) {
             going.push_back(s), reach.push_back(1.0f), starts.push_back(s), c.counts[s] = c.tried[s] = 0;
-            ranks = std::max(ranks, c.trees[s].width);
-            widest += std::max(1, c.trees[s].width);
+            if (!c.samplers[s].kept) ranks = std::max(ranks, c.trees[s].width);
+            widest += c.trees[s].kind ? c.limits[s] : std::max(1, c.trees[s].width);
             spans.push_back({first.sequence_from[s], first.sequence_from[s + 1] - 1, 0});
             if (c.successors) tokens.push_back(first.tokens[first.sequence_from[s]]), outputs.push_back(s);
         }
@@ -120,11 +125,13 @@ class Chains {
         for (int s = 0; s < first.sequences; s++) {
             if (c.limits[s] < 1 || c.limits[s] > c.longest) refuse("chain %d has %d tokens, from 1 to %d are expected", s, c.limits[s], c.longest);
             const SamplerSpec& how = c.samplers[s];
-            if (how.kept && !(c.choose && how.noise)) refuse("chain %d is drawn, without what it is drawn with", s);
             const TreeSpec& tree = c.trees[s];
-            if (tree.width < 0 || tree.width > std::min(c.vocab, m.vocab) || (tree.width && (tree.steps < 1 || how.kept || !(tree.temperature > 0.0f))))
+            const bool drawn = tree.width ? tree.kind || how.races : how.kept != nullptr;
+            if (how.kept && !(c.choose && c.draw && c.lead && (how.noise || !drawn))) refuse("chain %d is drawn, without what it is drawn with", s);
+            if (tree.width < 0 || tree.width > std::min(c.vocab, m.vocab) || (tree.width && (tree.steps < 1 || !(tree.temperature > 0.0f))))
                 refuse("a tree of %d tokens a node and %d levels", tree.width, tree.steps);
-            further.push_back(c.foreseen ? 0 : tree.width ? (tree.steps - 1) * tree.width : c.limits[s] - 1);
+            if (tree.kind && !(tree.width && how.kept && how.rows && !how.races)) refuse("the drawn tree %d has no distributions", s);
+            further.push_back(c.foreseen ? 0 : tree.width && !tree.kind ? (tree.steps - 1) * tree.width : c.limits[s] - 1);
         }
         PassCheck(m, first).run(threads, further.data());
         const PlanUse use(m, first);
@@ -184,25 +191,82 @@ class Chains {
     // Adds a level to a tree, whose newest nodes have the logits from `row` on. Returns whether it goes on.
     bool grow(int s, int row) {
         Tree& tree = trees[s];
-        tree.expand(c.trees[s], c.limits[s], [&](int i) {
-            if (batch.ranks) return &ranked[scored_row(s, row + i) * batch.ranks];
-            largest_ids(logits(s, row + i), c.vocab, c.trees[s].width, ranked.data());
-            return ranked.data();
-        }, [&](int i) { return logits(s, row + i); }, c.vocab, c.ids);
+        if (c.trees[s].kind) draw_level(s, row);
+        else if (c.samplers[s].kept) lead_level(s, row);
+        else rank_level(s, row);
         if (tree.level < c.trees[s].steps && !tree.frontier.empty()) return true;
         const int64_t at = (int64_t)s * c.longest;
         c.counts[s] = tree.best(c.limits[s], c.tokens + at, c.parents + at, c.probabilities + at);
         return tree.frontier.clear(), false;
     }
 
+    // Whether all nodes of a level have the same logits.
+    bool shared() const { return c.foreseen && !c.successors; }
+
+    // Adds the likeliest tokens at a temperature.
+    void rank_level(int s, int row) {
+        const TreeSpec& spec = c.trees[s];
+        float total = 0.0f;
+        trees[s].expand(spec, c.limits[s], [&](int i, auto add) {
+            const float* x = logits(s, row + i);
+            const int64_t* best = batch.ranks ? &ranked[scored_row(s, row + i) * batch.ranks] : ranked.data();
+            if (!batch.ranks) largest_ids(x, c.vocab, spec.width, ranked.data());
+            const float top = x[best[0]];
+            if (!std::isfinite(top)) return;
+            if (!i || !shared()) total = std::log(sum_of_powers(x, c.vocab, top, spec.temperature));
+            for (int k = 0; k < spec.width; k++) {
+                const float score = (x[best[k]] - top) / spec.temperature - total;
+                if (score == -INFINITY) break;
+                add(c.ids ? c.ids[best[k]] : (int32_t)best[k], score);
+            }
+        });
+    }
+
+    // Adds the leaders of a race, or the most probable tokens.
+    void lead_level(int s, int row) {
+        const SamplerSpec& how = c.samplers[s];
+        const int width = c.trees[s].width, nodes = shared() ? 1 : (int)trees[s].open().size();
+        std::vector<int32_t> leaders(nodes * width);
+        std::vector<float> shares(nodes * width);
+        const uint64_t* key = how.races ? how.noise + level : nullptr;
+        const LeaderSpec request{logits(s, row), c.ids, how.kept, key, stride, nodes, c.vocab, width, leaders.data(), shares.data()};
+        expect(c.lead(&request, threads), s);
+        trees[s].expand(c.trees[s], c.limits[s], [&](int i, auto add) {
+            for (int at = shared() ? 0 : i * width, k = 0; k < width && shares[at + k] > -INFINITY; k++) add(leaders[at + k], shares[at + k]);
+        });
+    }
+
+    // Adds drawn siblings.
+    void draw_level(int s, int row) {
+        const SamplerSpec& how = c.samplers[s];
+        DrawnTree drawn{trees[s], c.trees[s], c.limits[s], (const double*)how.noise, how.rows, c.width, c.draw, threads};
+        const std::vector<int> nodes = trees[s].open();
+        for (size_t i = 0; i < nodes.size(); i++) {
+            float* p = drawn.row(nodes[i]);
+            if (i && shared()) std::copy_n(drawn.row(nodes[0]), c.width, p);
+            else if (choose(s, logits(s, row + (int)i), nullptr, p) < 0) std::fill_n(p, c.width, 0.0f);
+        }
+        drawn.expand();
+    }
+
+    static void expect(int32_t status, int s) {
+        if (status == NO_MEMORY) throw std::bad_alloc();
+        if (status != OK) refuse("a token of chain %d cannot be drawn", s);
+    }
+
+    // Draws a token from the distribution of logits, which `row` receives unless it is null; -1 where none is possible.
+    int64_t choose(int s, const float* logits, const uint64_t* noise, float* row) {
+        const SamplerSpec& how = c.samplers[s];
+        int64_t token;
+        expect(c.choose(logits, c.vocab, c.ids, c.width, how.kept, how.races, noise, row, &token, threads), s);
+        return token;
+    }
+
     bool draw(int s, const float* logits) {
         const SamplerSpec& how = c.samplers[s];
         const int64_t depth = c.counts[s];
         float* row = how.rows ? how.rows + depth * c.width : nullptr;
-        int64_t token;
-        const int32_t status = c.choose(logits, c.vocab, c.ids, c.width, how.kept, how.races, how.noise + depth, row, &token, threads);
-        if (status == NO_MEMORY) throw std::bad_alloc();
-        if (status != OK) refuse("token %lld of chain %d cannot be drawn", (long long)depth, s);
+        const int64_t token = choose(s, logits, how.noise + depth, row);
         if (token < 0) return false;
         c.tokens[s * (int64_t)c.longest + depth] = (int32_t)token;
         return ++c.counts[s] < c.limits[s];

@@ -8,12 +8,17 @@
 
 #include "simd.hpp"
 
+// How the nodes of a tree are chosen: its best candidates, siblings sampled without replacement, or the most probable siblings and one
+// sampled (drawn_trees.hpp).
+enum TreeKind : int32_t { RANKED = 0, SAMPLED = 1, GREEDY_MULTI = 2 };
+
 // The shape of a tree; width 0 stands for a chain.
 struct TreeSpec {
-    int32_t width;       // candidates of a node, and nodes expanded on a level
+    int32_t width;       // children of a node, and ranked nodes expanded on a level
     int32_t steps;       // levels
-    float temperature;   // of the probabilities that candidates are ranked by
+    float temperature;   // of the probabilities that candidates are ranked by, unless a sampler has their distribution
     float floor;         // score below which a node is not expanded
+    int32_t kind;        // a TreeKind
 };
 
 // Returns the sum of exp((logit - top) / temperature).
@@ -33,42 +38,41 @@ inline float sum_of_powers(const float* logits, int count, float top, float temp
 struct Tree {
     std::vector<int32_t> tokens, parents;
     std::vector<float> scores;    // log of the product of the probabilities down to a node
+    std::vector<double> reach;    // [nodes] of a sampled tree; the estimated acceptance of all tokens down to a node
     std::vector<int> frontier;    // nodes whose logits come next; at first the root
     std::vector<int> scored;      // nodes whose logits were computed or come next, in their order
     std::vector<int> scored_as;   // [nodes]; the number of a node among these
     int level = 0;                // of the frontier
 
-    // Adds the children of the frontier, and finds the next frontier among them.
-    //
-    // likely(i): the numbers of the likeliest logits of the frontier's i-th node, the likeliest first. logits(i): its `vocab` logits.
-    // ids: the token of each logit, or null.
-    template <class Likely, class Logits>
-    void expand(const TreeSpec& spec, int budget, Likely likely, Logits logits, int vocab, const int32_t* ids) {
-        const std::vector<int> parents_now = level ? frontier : std::vector<int>{-1};
-        const int start = size();
-        const float* summed = nullptr;  // the logits that `total` is of: nodes may share them
-        float total = 0.0f;
-        for (int i = 0; i < (int)parents_now.size(); i++) {
-            const float above = parents_now[i] < 0 ? 0.0f : scores[parents_now[i]], *row = logits(i);
-            const int64_t* best = likely(i);
-            const float top = row[best[0]];
-            if (!std::isfinite(top)) continue;
-            if (row != summed) total = std::log(sum_of_powers(row, vocab, top, spec.temperature));
-            summed = row;
-            for (int k = 0; k < spec.width; k++) {
-                const int64_t token = best[k];
-                const float score = (row[token] - top) / spec.temperature - total;
-                if (score == -INFINITY) break;
-                tokens.push_back(ids ? ids[token] : (int32_t)token), parents.push_back(parents_now[i]);
-                scores.push_back(above + std::min(0.0f, score)), scored_as.push_back(-1);
-            }
-        }
-        const std::vector<int> all = best_of(0, budget);
-        frontier.clear();
-        for (int node : best_of(start, spec.width))
-            if (scores[node] >= spec.floor && std::binary_search(all.begin(), all.end(), node)) frontier.push_back(node);
+    // The nodes that the next level grows below.
+    std::vector<int> open() const { return level ? frontier : std::vector<int>{-1}; }
+
+    void add(int32_t token, int parent, float score) {
+        tokens.push_back(token), parents.push_back(parent), scores.push_back(score), scored_as.push_back(-1);
+    }
+
+    // Sets the next frontier.
+    void advance(const std::vector<int>& nodes) {
+        frontier = nodes;
         for (int node : frontier) scored_as[node] = (int)scored.size(), scored.push_back(node);
         level++;
+    }
+
+    // Adds the children of the frontier, and finds the next frontier among them. children(i, add) calls add(token, score) for those of
+    // its i-th node, the best first.
+    template <class Children>
+    void expand(const TreeSpec& spec, int budget, Children children) {
+        const std::vector<int> above = open();
+        const int start = size();
+        for (int i = 0; i < (int)above.size(); i++)
+            children(i, [&](int32_t token, float score) {
+                add(token, above[i], (above[i] < 0 ? 0.0f : scores[above[i]]) + std::min(0.0f, score));
+            });
+        const std::vector<int> all = best_of(0, budget);
+        std::vector<int> next;
+        for (int node : best_of(start, spec.width))
+            if (scores[node] >= spec.floor && std::binary_search(all.begin(), all.end(), node)) next.push_back(node);
+        advance(next);
     }
 
     // Returns the number of a node's parent among the scored nodes, -1 for the root.

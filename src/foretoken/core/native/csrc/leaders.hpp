@@ -1,0 +1,105 @@
+// The likeliest children of nodes of a draft: the most probable tokens, or the leaders of a race and their shares of all scores
+// (propose/tree.py).
+#pragma once
+
+#include "leader_spec.hpp"
+#include "token_row.hpp"
+
+namespace {
+
+// Returns -log u for numbers in (0, 1), to ten digits.
+INLINE Doubles minus_log(Doubles u) {
+    constexpr uint64_t ROOT = 0x3fe6a09e667f3bcd;  // bits of sqrt(1/2)
+    const Lanes exponent = (Lanes)((Words)u - ROOT) >> 52;
+    const Doubles m = (Doubles)((Words)u - ((Words)exponent << 52));  // from sqrt(1/2) to sqrt(2)
+    const Doubles s = (m - 1.0) / (m + 1.0), q = s * s;               // log m = 2 artanh s
+    const Doubles series = 1.0 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11 + q * (1.0 / 13))))));
+    return -2.0 * s * series - __builtin_convertvector(exponent, Doubles) * 0.693147180559945309;
+}
+
+// The best of the tokens that were added, by ascending ids: the best first, lower ids first on ties.
+struct Leaders {
+    size_t count;
+    double sum = 0.0;  // of all scores
+    std::vector<Best> best;
+
+    void add(double score, int64_t id) {
+        if (best.size() == count && !(score > best.back().score)) return;
+        auto at = best.end();
+        while (at != best.begin() && score > (at - 1)->score) --at;
+        best.insert(at, {score, id});
+        if (best.size() > count) best.pop_back();
+    }
+};
+
+class LeaderSearch {
+   public:
+    LeaderSearch(const LeaderSpec& spec) : s(spec), found(spec.rows * chunks(spec.n), Leaders{(size_t)spec.count, 0.0, {}}) {
+        for (int64_t r = 0; r < s.rows; r++) rows.emplace_back(s.n);
+    }
+
+    void run(int threads) {
+        in_parallel(sharing(s.rows * s.n, threads), [&](Member& member) {
+            for (int64_t r = 0; r < s.rows; r++) find_distribution(member, s.logits + r * s.stride, s.n, *(const FilterSpec*)s.filter, rows[r]);
+            member.each(chunks(s.n), 1, [&](int64_t c) { search(c); });
+            member.each(s.rows, 1, [&](int64_t r) { write(r); });
+        });
+    }
+
+   private:
+    const LeaderSpec& s;
+    std::vector<RowScratch> rows;
+    std::vector<Leaders> found;  // [rows][chunks]
+
+    // Finds the best tokens of all rows in one chunk. They have the same noise.
+    void search(int64_t c) {
+        alignas(64) double noise[CHUNK];
+        bool known[CHUNK / BLOCK] = {};
+        const int64_t from = c * CHUNK, count = std::min(CHUNK, s.n - from);
+        for (int64_t r = 0; r < s.rows; r++) {
+            if (!rows[r].finite) continue;
+            Leaders& leaders = found[r * chunks(s.n) + c];
+            each_block(rows[r], s.logits + r * s.stride, from, count, [&](const float* p, int64_t first, int64_t tokens) {
+                double* e = noise + (first - from);
+                bool& drawn = known[(first - from) / BLOCK];
+                if (s.key && !drawn) draw_noise(first, tokens, e), drawn = true;
+                for (int64_t i = 0; i < tokens; i++) {
+                    if (!(p[i] > 0.0f)) continue;
+                    const double score = s.key ? p[i] / e[i] : p[i];
+                    leaders.sum += score, leaders.add(score, first + i);
+                }
+                return false;
+            });
+        }
+    }
+
+    // Writes the exponentials of tokens; core/streams.py.
+    void draw_noise(int64_t first, int64_t count, double* out) const {
+        for (int64_t i = 0; i < count; i += WIDE) {
+            Words z;
+            for (int lane = 0; lane < WIDE; lane++) {
+                const int64_t v = std::min(first + i + lane, s.n - 1);
+                z[lane] = (uint64_t)(s.ids ? s.ids[v] : v) + 1;
+            }
+            const Doubles e = minus_log(fractions(z * GOLDEN + *s.key));
+            std::memcpy(out + i, &e, std::min<int64_t>(WIDE, count - i) * sizeof(double));
+        }
+    }
+
+    void write(int64_t r) const {
+        Leaders all{(size_t)s.count, 0.0, {}};
+        for (int64_t c = 0; c < chunks(s.n); c++) {
+            const Leaders& chunk = found[r * chunks(s.n) + c];
+            all.sum += chunk.sum;
+            for (const Best& each : chunk.best) all.add(each.score, each.id);
+        }
+        all.best.resize(s.count, {0.0, 0});
+        for (int64_t i = 0; i < s.count; i++) {
+            const Best& each = all.best[i];
+            s.tokens[r * s.count + i] = s.ids ? s.ids[each.id] : (int32_t)each.id;
+            s.scores[r * s.count + i] = (float)std::log(s.key && each.score > 0.0 ? each.score / all.sum : each.score);
+        }
+    }
+};
+
+}  // namespace
