@@ -40,6 +40,11 @@ class TokenLogits(Protocol):
         """Addresses of its model without layers, and of the memory of its passes."""
         ...
 
+    @property
+    def kinds(self) -> set[int]:
+        """The kinds of its matrices."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftVocabulary:

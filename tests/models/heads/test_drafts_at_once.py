@@ -113,6 +113,9 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
     ),
     "JetSpec": lambda folder, config: block(folder, config, *blocks.jetspec(block=7)),
     "DSpark": lambda folder, config: block(folder, config, *blocks.dspark(rank=32, block=6)),
+    "DSpark, int8": lambda folder, config: block(
+        folder, config, *blocks.dspark(rank=32, block=6), Quantizer(8), quantization="int8"
+    ),
     "DSpark, few tokens": lambda folder, config: block(
         folder, config, *blocks.speculators(*blocks.dspark(rank=32, block=6))
     ),

@@ -54,7 +54,8 @@ class NativeProduct:
         if table is not None:
             self._spec.embedding, self._spec.embedding_kind = self._weights.keep(table), KINDS[table.dtype]
             self._spec.embedding_rows, self._spec.embedding_scale = len(table), 1.0
-        self._functions = library({matrix.kind}, KINDS[dtype])
+        self.kinds: set[int] = {matrix.kind}
+        self._functions = library(self.kinds, KINDS[dtype])
         self._workspace = self._functions.workspace(self._spec)
         self._threads, self._dtype = torch.get_num_threads(), dtype
 

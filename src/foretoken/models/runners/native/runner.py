@@ -242,6 +242,8 @@ class NativeRunner(Runner):
         foreseen: bool = False,
         deeper: Sequence[DeeperLayer] = (),
     ) -> list[ModelChain]:
+        if vocabulary.successors is not None:
+            self._link(vocabulary.successors.kinds)
         chains = self._chain_arrays(requests, vocabulary, foreseen)
         rows, logits = max(len(plan.outputs), chains.widest), self._chain_logits
         if len(logits.values) < rows:
