@@ -118,7 +118,8 @@ def test_other_engines_words_for_it():
     assert "assistant_model=draft" in forms["transformers"] and "num_assistant_tokens = 5" in forms["transformers"]
     compile(forms["transformers"], "call", "exec")
     assert forms["tensorrt_llm"] == (
-        "speculative_config=DraftTargetDecodingConfig(max_draft_len=5, speculative_model='my D')"
+        "speculative_config=DraftTargetDecodingConfig(max_draft_len=5, speculative_model='my D'), "
+        "disable_overlap_scheduler=True"
     )
     assert shlex.split(forms["sglang"])[1::2] == ["STANDALONE", "my D", "5", "1", "6"]
     assert shlex.split(forms["llamacpp"])[1::2] == ["draft-simple", "my D.gguf", "5", "0"]

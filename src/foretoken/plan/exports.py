@@ -89,13 +89,17 @@ ENGINES = {
         "1.4.0rc4",
         _each(
             "speculative_config={}DecodingConfig(max_draft_len={{depth}}, speculative_model={{model!r}})",
-            {"draft_model": "DraftTarget", "eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"},
+            {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"},
         )
         | {
+            "draft_model": (
+                "speculative_config=DraftTargetDecodingConfig(max_draft_len={depth}, speculative_model={model!r}),",
+                "disable_overlap_scheduler=True",
+            ),
             "mtp": ("speculative_config=MTPDecodingConfig(max_draft_len={depth})",),  # in the target's checkpoint
             "ngram": (
                 "speculative_config=NGramDecodingConfig(max_draft_len={depth},",
-                "max_matching_ngram_size={prompt_lookup_max})",
+                "max_matching_ngram_size={prompt_lookup_max}), disable_overlap_scheduler=True",
             ),
         },
     ),
