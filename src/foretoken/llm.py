@@ -18,7 +18,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.chat_template import apply_template, own_template
-from foretoken.engine.footprint import MemoryOptions, check_memory
+from foretoken.engine.footprint import PROMPT_ROWS, MemoryOptions, check_memory
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.prefill_pace import PromptRows
@@ -86,7 +86,7 @@ class LLM:
         kv_cache_memory_bytes: Memory of the KV cache. Requests that do not fit wait. None is no limit.
         enable_prefix_caching: Whether to reuse KV blocks of prompts with a common prefix.
         max_num_batched_tokens: Prompt tokens in one step (chunked prefill). "auto" limits the added latency of running
-            requests. None prefills prompts whole.
+            requests. None prefills prompts whole, or for heads 2,048 tokens at a time.
         tensor_parallel_size: Number of processes, started by torchrun, that share the target through transformers'
             modules. In the first process the constructor returns. In the others it serves the forward passes until the
             first process ends, and then raises SystemExit.
@@ -157,13 +157,16 @@ class LLM:
         self._methods = self._load_methods(builder, config, methods, guard)
         chosen, config = self._methods.proposer, self.speculative_config
         capacity = split_kv_memory(self.target, chosen, kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs)
+        rows = max_num_batched_tokens
+        if rows is None and self.target.chunk_invariant and chosen.needs.taps:
+            rows = PROMPT_ROWS
         self.engine = Engine(
             self.target,
             chosen,
             self._methods.controller(self.target.device, builder.policy),
             rule=partial(choose, rejection=config.rejection),
             max_sequences=max_num_seqs,
-            prompt_rows=max_num_batched_tokens,
+            prompt_rows=rows,
             capacity=capacity,
         )
         self.requests = self._request_builder(path, seed, isolate_failures)
@@ -315,12 +318,15 @@ class LLM:
         """Frees the memory of unloaded adapters that no request uses any more. Not to be called during a step."""
         self.adapters.sweep(lambda: self.engine.adapters_in_use)
 
-    def save_draft(self, folder: str | Path, force: bool = False) -> None:
-        """Writes the adapted draft model or head as a checkpoint.
+    def save_draft(self, folder: str | Path, force: bool = False) -> int:
+        """Writes the adapted draft model or head as a checkpoint. Any thread may call it.
 
         Args:
             folder: Folder to write.
             force: Whether to replace an earlier model there.
+
+        Returns:
+            The number of updates that were taken.
 
         Raises:
             InvalidRequest: The LLM was opened without ``adapt``, or ``folder`` must not be written.
@@ -330,7 +336,7 @@ class LLM:
             raise InvalidRequest("there is no adapted draft model or head; open the LLM with adapt=True")
         inputs = [Path(name) for name in (self.model, self.draft_model) if name is not None]
         with Destination.checked(Path(folder), learner.student.artifact, inputs, force).folder() as partial:
-            learner.save(partial)
+            return learner.save(partial)
 
     def use_method(self, method: str) -> None:
         """Makes one of ``methods`` the default of new requests. Open ones keep theirs. Not to be called during a step.

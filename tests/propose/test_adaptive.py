@@ -210,8 +210,15 @@ def test_a_new_version_drafts_for_running_requests(head_pair: tuple[Path, Path])
     assert learner.config.share == 0.1
 
 
-def test_a_head_is_trained_as_the_runtime_computes_it(head_pair: tuple[Path, Path]) -> None:
-    llm = LLM(*head_pair, dtype="float32", speculative_config={**CHAIN, "adapt": {"window": 32, "held_out": 2}})
+@pytest.mark.parametrize("norms", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}])
+def test_a_head_is_trained_as_the_runtime_computes_it(
+    head_pair: tuple[Path, Path], tmp_path: Path, norms: dict[str, bool]
+) -> None:
+    vocab = json.loads((head_pair[0] / "config.json").read_text())["vocab_size"]
+    written = tiny.eagle3(vocab=vocab, taps=(1, 2, 3), embedding="fc_norm" in norms, **norms)
+    head = tiny.save(tmp_path / "head", *written)
+    config = {**CHAIN, "adapt": {"window": 32, "held_out": 2}}
+    llm = LLM(head_pair[0], head, dtype="float32", speculative_config=config)
     llm.generate(PROMPTS[1], SamplingParams(max_tokens=40, ignore_eos=True))
     learner, ((sample, _), *_) = proposer(llm), proposer(llm).samples
     assert isinstance(learner.inner, Eagle) and sample.states is not None and len(sample.states) == len(sample.tokens)
@@ -221,7 +228,11 @@ def test_a_head_is_trained_as_the_runtime_computes_it(head_pair: tuple[Path, Pat
     embedded = net.embedding[torch.from_numpy(sample.tokens)][None]
     with torch.no_grad():
         (hidden,) = module(embedded, states[None], 1)
-        torch.testing.assert_close(module.lm_head(module.norm(hidden[0])), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(module.logits(hidden[0]), expected, rtol=1e-4, atol=1e-4)
+    llm.save_draft(tmp_path / "saved")
+    saved = read_eagle(tmp_path / "saved")
+    assert {name for name in ("fc_norm", "norm_output", "norm_before_fc") if getattr(saved, name)} == {*norms}
+    assert ("embed_tokens.weight" in saved.tensors) == ("fc_norm" in norms)
 
 
 def test_the_default_head_of_a_target_adapts(head_pair: tuple[Path, Path], tmp_path: Path) -> None:

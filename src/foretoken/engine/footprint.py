@@ -1,11 +1,13 @@
 """Memory of a target and its drafters: summed from their files, and compared with the free memory before loading.
 
-The sum has the weights, the KV caches and recurrent states, and the scratch memory of passes. KV caches are counted for
+The sum has the weights, the KV caches and recurrent states, and other memory: of passes, positions, hidden states that
+heads read, and the tokenizer. ``benchmarks/footprint.py`` compares it with measurements. KV caches are counted for
 ``kv_cache_memory_bytes``, else for one sequence: of ``max_model_len`` tokens if that is given, else of at most 2,048.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +30,10 @@ from foretoken.models.state.recurrent import StateShape
 from foretoken.speculation import SpeculativeConfig, find
 
 USUAL_TOKENS = 2048  # of a sequence whose maximum length is the checkpoint's
+PROMPT_ROWS = 2048  # prompt tokens of a step whose hidden states a drafter reads
 _PASS_ROWS = 512  # rows of the largest pass
+_LOGITS = 16  # rows of logits
+_TOKENIZER = 300  # bytes of a token in the tokenizer, measured at 49,152 and 262,144 tokens
 _GIB = 2**30
 
 
@@ -42,7 +47,9 @@ class Footprint:
         weights: bytes of its weights.
         kv_per_token: bytes of its KV cache for a token; 0 if unknown.
         state: bytes of a sequence's recurrent state.
-        scratch: bytes of intermediate results.
+        kv_windowed: the fraction of ``kv_per_token`` of layers with attention windows.
+        window: longest of these windows in tokens.
+        scratch: bytes of intermediate results and of the tokenizer.
         embedding: bytes of its embedding, which drafters may share.
         max_length: the checkpoint's maximum length of a sequence in tokens; 0 if unknown.
     """
@@ -52,9 +59,16 @@ class Footprint:
     weights: int
     kv_per_token: int = 0
     state: int = 0
+    kv_windowed: int = 0
+    window: int = 0
     scratch: int = 0
     embedding: int = 0
     max_length: int = 0
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Returns the bytes of the KV cache and the recurrent state of one sequence."""
+        held = min(tokens, self.window + _PASS_ROWS)  # what is out of reach is returned after each pass
+        return tokens * (self.kv_per_token - self.kv_windowed) + held * self.kv_windowed + self.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +156,9 @@ def plan_memory(
             except ForetokenError:  # loading reports it, or skips the drafter
                 continue
     models = (target, *drafters)
-    per_token = sum(model.kv_per_token for model in models)
-    longest = target.max_length or USUAL_TOKENS
-    tokens = min(longest, options.max_model_len or USUAL_TOKENS)
-    states = sum(model.state for model in models)
+    tokens = min(target.max_length or USUAL_TOKENS, options.max_model_len or USUAL_TOKENS)
     limit = options.kv_cache_memory_bytes
-    kv_bytes = tokens * per_token + states if limit is None else limit
+    kv_bytes = sum(model.kv_bytes(tokens) for model in models) if limit is None else limit
     return MemoryPlan(models, device, None if limit else tokens, kv_bytes, free_memory(device))
 
 
@@ -210,10 +221,17 @@ def _opened(path: Path, role: str, options: MemoryOptions, quantization: str | N
     if a is None:
         return Footprint(str(path), role, opened.weight_bytes)
     wide = torch.float32 if opened.dtype.itemsize == 4 else torch.bfloat16  # float16 takes as much
-    kv = token_bytes(a, cache_kind(a, wide, kv_cache_dtype))
+    kind = cache_kind(a, wide, kv_cache_dtype)
+    kv, windows = token_bytes(a, kind), [abs(layer.window) for layer in a.stack]
+    windowed = replace(a, stack=tuple(layer for layer in a.stack if layer.window)) if a.latent is None else None
+    kv_windowed = 0 if windowed is None else token_bytes(windowed, kind)
     state = 0 if a.recurrence is None else StateShape.of(a.recurrence, a.recurrent_layers).bytes
     embedding = a.vocab * a.hidden * opened.dtype.itemsize
-    return Footprint(str(path), role, opened.weight_bytes, kv, state, _scratch(a), embedding, a.max_length)
+    tokenizer = _TOKENIZER * a.vocab if role in ("target", "vocabulary") else 0
+    scratch = _scratch(a, min(a.max_length, options.max_model_len or USUAL_TOKENS)) + tokenizer
+    window = max(windows, default=0)
+    sizes = kv, state, kv_windowed, window, scratch, embedding, a.max_length
+    return Footprint(str(path), role, opened.weight_bytes, *sizes)
 
 
 def _architecture(opened: OpenedModel, max_length: int | None) -> Architecture | None:
@@ -226,10 +244,17 @@ def _architecture(opened: OpenedModel, max_length: int | None) -> Architecture |
         return None
 
 
-def _scratch(a: Architecture) -> int:
-    """Returns the bytes of a pass's intermediate results, and of the logits of a few rows."""
-    widths = 4 * a.hidden + 3 * a.intermediate + 2 * (a.heads + 2 * a.kv_heads) * a.head_dim
-    return 4 * (_PASS_ROWS * widths + 32 * a.vocab)
+def _scratch(a: Architecture, tokens: int) -> int:
+    """Returns the bytes of a pass's intermediate results, of the logits of a few rows, and of rotary tables.
+
+    Intermediate results are the residual stream, its change, queries, keys and values in float32, queries in bfloat16,
+    and four inputs of products as wide as the widest, in bfloat16.
+    """
+    queries = a.heads * a.head_dim
+    widest = max(a.intermediate, queries, a.hidden)
+    row = 8 * a.hidden + 4 * (queries + 2 * a.kv_heads * a.head_dim) + 2 * queries + 8 * widest
+    tables = 10 * sum(map(len, a.frequencies))  # bytes of a position, with a quarter in advance
+    return _PASS_ROWS * row + 4 * _LOGITS * a.vocab + tokens * tables
 
 
 def _drafters(config: SpeculativeConfig, target: Path) -> Iterator[tuple[str, Path, str | None]]:
@@ -263,7 +288,7 @@ def _drafter(method: str, path: Path, quantization: str | None, target: Footprin
     if method == "self_quantized":
         copy = _opened(path, method, replace(options, weight_format="raw"), quantization, "auto")
         kv = copy.kv_per_token if copy.state else 0
-        return replace(copy, weights=copy.weights - copy.embedding, kv_per_token=kv, scratch=0)
+        return replace(copy, weights=copy.weights - copy.embedding, kv_per_token=kv, kv_windowed=0, scratch=0)
     if "vocab_size" in config and method in ("auto", "draft_model", "vocabulary", "mixture"):
         try:
             return _opened(path, method, replace(options, max_model_len=None), None, "auto")
@@ -278,7 +303,11 @@ def _drafter(method: str, path: Path, quantization: str | None, target: Footprin
     kv = 2 * max(1, _size(config, "num_hidden_layers")) * heads * width * dtype.itemsize
     shapes = open_weights(path).shapes
     copied = 0 if any("embed" in name for name in shapes) or not kv else target.embedding
-    return Footprint(str(path), method, weight_bytes(shapes, dtype, None) + copied, kv)
+    fusion = shapes.get("fc.weight", (0, _size(config, "hidden_size")))  # held twice, and not quantized
+    states = 12 * PROMPT_ROWS * fusion[-1]  # hidden states of the target, twice in float32, and what is made from them
+    bits = 8 if kv and dtype.itemsize == 2 else None  # see ``head_quantizer``
+    weights = weight_bytes(shapes, dtype, bits) + math.prod(fusion) * dtype.itemsize + copied
+    return Footprint(str(path), method, weights, kv, scratch=states)
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:

@@ -153,9 +153,9 @@ class Adaptive(Wrapper):
         self._samples: deque[tuple[TargetSpan, bool]] = deque()  # the oldest first, with whether it is held out
         self._num_samples, self._rows, self._bytes, self._rows_since_update = 0, 0, 0, 0
         self._thread: threading.Thread | None = None
-        self._hurry = threading.Event()
+        self._hurry, self._training = threading.Event(), threading.Lock()
         self._finished: tuple[Update, Any] | None = None
-        self._broken = False
+        self._broken, self._taken = False, 0
 
     @property
     def samples(self) -> tuple[tuple[TargetSpan, bool], ...]:
@@ -202,10 +202,16 @@ class Adaptive(Wrapper):
             self._hurry.clear()
         self._take_over()
 
-    def save(self, folder: Path) -> None:
-        """Writes the current draft as an ordinary checkpoint into an existing empty ``folder``."""
-        self.wait()
-        self.student.save(folder)
+    def save(self, folder: Path) -> int:
+        """Writes the newest version as an ordinary checkpoint into an existing empty ``folder``, in any thread.
+
+        An update in progress is finished first. Returns the number of updates that were taken.
+        """
+        self._hurry.set()
+        with self._training:
+            self._hurry.clear()
+            self.student.save(folder)
+            return self._taken
 
     # samples
 
@@ -272,13 +278,15 @@ class Adaptive(Wrapper):
             torch.set_num_threads(1)
             if sys.platform == "linux":  # where threads have priorities
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-            before, old = self.student.acceptance(held_out), self.student.snapshot()
-            self.student.learn(samples, self.config.steps)
-            after = self.student.acceptance(held_out)
-            taken = after >= before
-            if not taken:
-                self.student.restore(old)
-            self._finished = Update(before, after, taken), self.student.version() if taken else None
+            with self._training:
+                before, old = self.student.acceptance(held_out), self.student.snapshot()
+                self.student.learn(samples, self.config.steps)
+                after = self.student.acceptance(held_out)
+                taken = after >= before
+                if not taken:
+                    self.student.restore(old)
+                self._taken += taken
+                self._finished = Update(before, after, taken), self.student.version() if taken else None
         except Exception as error:  # an unchanged draft still works
             self._broken = True
             _log.warning("the draft stops learning: %s: %s", type(error).__name__, error)

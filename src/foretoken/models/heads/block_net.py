@@ -25,7 +25,7 @@ from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Ends, Entry
 from foretoken.models.heads.block import BlockHead
 from foretoken.models.heads.feature_net import JOINT_ROWS, FeatureNet, HeadHandle
-from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight
+from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight, without_matrices
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.choose import build_runner
 from foretoken.models.runners.pass_plan import Part, PassPlan
@@ -87,6 +87,7 @@ class BlockNet(FeatureNet):
         super().__init__(runner, head.layers, head.vocab, max_length, borrowed)
         self._injector = runner.injector()
         self._begin_heads()
+        self.head = replace(head, tensors=without_matrices(tensors))
 
     def _begin_heads(self) -> None:
         tensors, device = self.head.tensors, self.device

@@ -84,6 +84,7 @@ class EagleHead:
         window: length of the attention window; None for none.
         mask_token: placeholder of tokens that are not yet drafted, in heads that predict all positions at once
             (P-EAGLE), which also have the tensor ``mask_hidden``; None for other heads.
+        path: folder of the checkpoint; None for a head that was made in memory.
     """
 
     version: int
@@ -101,6 +102,7 @@ class EagleHead:
     norm_output: bool = False
     window: int | None = None
     mask_token: int | None = None
+    path: Path | None = None
 
     @property
     def hidden(self) -> int:
@@ -177,6 +179,7 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path:
         vocab=vocab,
         draft_vocab=number(flat, path, "draft_vocab_size", default=vocab) if version == 3 else vocab,
         tensors=tensors,
+        path=path,
         taps=taps,
         exact=taps is None or TAPS_KEY in flat,
         window=_window(flat, layers, path),

@@ -14,7 +14,7 @@ from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Ends, Entry, NormWeight
 from foretoken.models.heads.eagle import MASK, EagleHead
 from foretoken.models.heads.feature_net import FeatureNet
-from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight
+from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight, without_matrices
 from foretoken.models.runners.choose import build_runner
 
 
@@ -66,6 +66,7 @@ class EagleNet(FeatureNet):
         borrowed = None if unembed is None or "lm_head.weight" in head.tensors else (unembed, state)
         super().__init__(runner, state, head.vocab, max_length, borrowed)
         self._draft_from(head.ids(), chained=self.joined or runner.fuses)
+        self.head = replace(head, tensors=without_matrices(head.tensors))
 
     @property
     def embedding(self) -> Tensor:

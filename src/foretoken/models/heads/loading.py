@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
+from foretoken.models.formats.grouped import GroupedWeights
+from foretoken.models.formats.memory import give_back
 from foretoken.models.formats.quantize import Quantizer
-from foretoken.models.heads.block import read_block
+from foretoken.models.heads.block import BlockHead, read_block
 from foretoken.models.heads.block_net import BlockNet
 from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
@@ -59,11 +62,13 @@ def load_eagle(
     folder = find_head("eagle3", model, path)
     head = read_eagle(folder)
     _check(head, folder, target)
-    embedding = _embedding("EAGLE head", head.tensors, (head.vocab, head.hidden), folder, path)
+    embedding = _embedding("EAGLE head", head, folder, path, target.dtype)
     quantizer = head_quantizer(target)
     net = EagleNet(
         head, embedding, target.dtype, target.device, target.max_length, TargetHead(target), quantizer, window
     )
+    head = net.head  # without its matrices
+    give_back(head.hidden)
     if head.version == 1:
         return LoadedEagle(net, (target.num_layers,))
     taps = head.taps or default_taps(target.num_layers)
@@ -103,11 +108,13 @@ def load_block(
     check_width(f"{role} head", folder, head.target_hidden, target)
     check_vocabulary(f"{role} head", folder, head.vocab, target)
     _check_taps(f"{role} head", folder, head.taps, target)
-    embedding = _embedding(f"{role} head", head.tensors, (head.vocab, head.hidden), folder, path)
+    embedding = _embedding(f"{role} head", head, folder, path, target.dtype)
     quantizer = head_quantizer(target)
     net = BlockNet(
         head, embedding, target.dtype, target.device, target.max_length, TargetHead(target), window, quantizer
     )
+    head = net.head  # without its matrices
+    give_back(head.hidden)
     return LoadedBlock(net, head.taps)
 
 
@@ -155,17 +162,16 @@ def _check_taps(what: str, folder: Path, taps: Sequence[int], target: Model) -> 
         )
 
 
-def _embedding(
-    what: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], folder: Path, target: Path | None
-) -> Tensor:
-    """Returns the head's embedding [V, H]; without one the target's, read from its checkpoint."""
-    if (embedding := tensors.get("embed_tokens.weight")) is not None:
-        return embedding
+def _embedding(what: str, head: EagleHead | BlockHead, folder: Path, target: Path | None, dtype: torch.dtype) -> Tensor:
+    """Returns the head's embedding [V, H] in ``dtype``; without one the target's, read from its checkpoint."""
+    if (embedding := head.tensors.get("embed_tokens.weight")) is not None:
+        return embedding.to(dtype)
     weights, name = ends_of(target)[:2] if target is not None else ({}, "")
-    shared = weights.get(name)
-    if shared is None or tuple(shared.shape) != shape:
+    groups = weights.grouped(name) if isinstance(weights, GroupedWeights) and name in weights else None
+    shared = weights.get(name) if groups is None else groups.dequantize(dtype)  # in parts
+    if shared is None or tuple(shared.shape) != (head.vocab, head.hidden):
         raise ModelLoadError(
             f"the {what} in {folder} has no embedding and cannot share this target's; it needs embed_tokens.weight "
-            f"of {shape[0]} x {shape[1]}"
+            f"of {head.vocab} x {head.hidden}"
         )
-    return shared
+    return shared.to(dtype)

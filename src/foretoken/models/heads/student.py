@@ -17,7 +17,7 @@ from foretoken.core.artifacts import heads_of
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.models.heads.dialects import write_eagle
-from foretoken.models.heads.eagle import EagleHead
+from foretoken.models.heads.eagle import EagleHead, read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.heads.layers import FusedLayer, RmsNorm, unroll
 from foretoken.models.learner import Learner, TargetSpan, padded_tokens
@@ -28,16 +28,20 @@ _WANTED = 2.0  # occurrences from which a token is drafted
 
 
 class FusedModule(nn.Module):
-    """The network of an EAGLE-3 head of one layer. Parameters have the checkpoint's names."""
+    """The network of an EAGLE-3 or 3.1 head of one layer. Parameters have the checkpoint's names."""
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__()
         layer = head.layer
         theta = (layer.get("rope_parameters") or layer).get("rope_theta", 10_000.0)
         shape = SimpleNamespace(**{**layer, "rope_parameters": {"rope_theta": theta}, "head_dim": head.head_dim})
-        self.fc = nn.Linear(head.tensors["fc.weight"].shape[1], head.hidden, bias=False)
+        inputs, eps = head.tensors["fc.weight"].shape[1], layer["rms_norm_eps"]
+        norms = inputs // head.target_hidden if head.fc_norm else 0
+        self.input_norm = RmsNorm(inputs, eps) if head.norm_before_fc else nn.Identity()
+        self.fc_norm = nn.ModuleList([RmsNorm(head.target_hidden, eps) for _ in range(norms)])
+        self.fc = nn.Linear(inputs, head.hidden, bias=False)
         self.layers = nn.ModuleList([FusedLayer(shape, layer["intermediate_size"])])
-        self.norm = RmsNorm(head.hidden, layer["rms_norm_eps"])
+        self.norm, self.normed = RmsNorm(head.hidden, eps), head.norm_output
         self.lm_head = nn.Linear(head.hidden, head.draft_vocab, bias=False)
 
     def forward(self, embedded: Tensor, states: Tensor, depths: int) -> list[Tensor]:
@@ -45,8 +49,20 @@ class FusedModule(nn.Module):
 
         Row i of depth j proposes token i + 2 + j.
         """
-        features = self.fc(states[:, : states.shape[1] - depths])
-        return list(unroll(self.layers[0], embedded, features, depths))
+        states = self.input_norm(states[:, : states.shape[1] - depths])
+        if self.fc_norm:
+            parts = zip(self.fc_norm, states.chunk(len(self.fc_norm), dim=-1), strict=True)
+            states = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return list(unroll(self._output, embedded, self.fc(states), depths))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of outputs [..., H]."""
+        logits: Tensor = self.lm_head(hidden if self.normed else self.norm(hidden))
+        return logits
+
+    def _output(self, *inputs: Any) -> Tensor:
+        hidden: Tensor = self.layers[0](*inputs)
+        return self.norm(hidden) if self.normed else hidden
 
 
 class HeadStudent(Learner):
@@ -68,10 +84,11 @@ class HeadStudent(Learner):
 
     def __init__(self, net: EagleNet, taps: Sequence[int], learning_rate: float, batch: int) -> None:
         check_trainable(net.head)
-        module = FusedModule(net.head)
+        head = net.head if net.head.path is None else read_eagle(net.head.path)  # a net does not keep its matrices
+        module = FusedModule(head)
         with torch.inference_mode(False):
             names = module.state_dict().keys()
-            module.load_state_dict({name: net.head.tensors[name].float().clone() for name in names})
+            module.load_state_dict({name: head.tensors[name].float().clone() for name in names})
         super().__init__(module.to(net.device), learning_rate, batch)
         self.taps = tuple(taps)
         self._net, self._ids = net, net.head.ids().clone()  # the token of each row of lm_head, in any order
@@ -83,7 +100,7 @@ class HeadStudent(Learner):
     def overlaps(self, spans: Sequence[TargetSpan]) -> Tensor:
         with torch.autocast(self._net.device.type, torch.bfloat16, enabled=self._net.dtype == torch.bfloat16):
             hidden, ids, log_p = self._rows(spans)
-            logits = self.module.lm_head(self.module.norm(hidden)).float()
+            logits = self.module.logits(hidden).float()
         columns = torch.full((self._net.head.vocab,), -1)
         columns[self._ids] = torch.arange(len(self._ids))
         chosen = columns[ids].to(hidden.device)  # of the logits; -1 for tokens that are not drafted
@@ -168,13 +185,12 @@ class HeadStudent(Learner):
 
 def check_trainable(head: EagleHead) -> None:
     """Raises InvalidRequest for heads with features that ``FusedModule`` does not compute."""
-    options = (head.norm_before_residual, head.norm_before_fc, head.fc_norm, head.norm_output)
     biased = any(name.endswith("bias") for name in head.tensors)
     rope = head.layer.get("rope_parameters") or head.layer.get("rope_scaling") or {}
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     other = head.version != 3 or head.layers != 1 or head.mask_token is not None
-    if other or any(options) or biased or scaled:
+    if other or head.norm_before_residual or biased or scaled:
         raise InvalidRequest(
-            "adapt trains EAGLE-3 heads of one layer without biases, further norms and scaled rotary positions; leave "
-            "adapt out, or take another head"
+            "adapt trains EAGLE-3 heads of one layer without biases, norm_before_residual and scaled rotary positions; "
+            "leave adapt out, or take another head"
         )

@@ -57,6 +57,11 @@ def layer_weights(
     )
 
 
+def without_matrices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a head's tensors without the matrices that a runner has packed."""
+    return {name: tensor for name, tensor in tensors.items() if tensor.ndim == 1 or name.startswith("embed_tokens")}
+
+
 def norm_weight(tensors: Mapping[str, Tensor], name: str) -> NormWeight | None:
     """Returns a norm without a bias; None if no tensor has this name."""
     weight = tensors.get(f"{name}.weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -25,6 +26,14 @@ from foretoken.models.formats.weight_files import StoredTensors, check_finite
 _FUSED = re.compile(r"blk\.([0-9]{1,5})\.attn_qkv\.(weight|bias)")
 
 
+def _packed_bytes(stored: StoredTensor) -> int:
+    """Returns the bytes of a tensor on the compiled kernels, whose codes may have more bits than those of its type."""
+    if stored.kind not in LAYOUTS:
+        return stored.nbytes
+    bits = int(re.findall(r"\d", stored.kind.name)[0])  # such as Q5_0, IQ4_NL and MXFP4
+    return stored.nbytes + math.prod(stored.shape) * max(0, LAYOUTS[stored.kind].bits - bits) // 8
+
+
 class GGUFWeights(StoredTensors):
     """The tensors of a GGUF file under the checkpoint's names, with llama.cpp's changes undone.
 
@@ -41,7 +50,7 @@ class GGUFWeights(StoredTensors):
         self.files = tuple(split_parts(header))
         self._sources = _sources(header)
         self.shapes = {name: source.shape for name, source in self._sources.items()}
-        self.nbytes = sum(source.stored.nbytes for source in self._sources.values())
+        self.nbytes = sum(_packed_bytes(source.stored) for source in self._sources.values())
 
     def __getitem__(self, name: str) -> Tensor:
         source, groups = self._sources[name], self._groups(name)
