@@ -37,6 +37,7 @@ OPERATIONS = (
     ("/v1/messages/count_tokens", "POST"),
     ("/v1/load_lora_adapter", "POST"),
     ("/v1/unload_lora_adapter", "POST"),
+    ("/v1/save_draft", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
 )

@@ -213,3 +213,19 @@ def test_a_server_without_a_drafter_drafts_once_it_has_a_method() -> None:
         assert record["num_draft_tokens"] > 0 and after == before
         change(server, {"method": "none"})
         assert text(server, **repeated)[1]["num_draft_tokens"] == 0
+
+
+def test_an_adapted_draft_is_saved_while_serving(tmp_path: Path) -> None:
+    llm = LLM(zoo.path("draft"), zoo.path("draft"), adapt={"share": 0.5})
+    with running(llm, ServerSettings(allow_admin=True)) as learning:
+        saved = learning.post({"path": str(tmp_path / "draft")}, "save_draft")
+        assert saved.json() == {"object": "draft", "path": str(tmp_path / "draft"), "updates": 0}
+        assert LLM(zoo.path("draft"), tmp_path / "draft").generate("x")[0].outputs[0].token_ids
+        assert "exists" in error_of(learning.post({"path": str(tmp_path / "draft")}, "save_draft"), 400)["message"]
+        assert learning.post({"path": str(tmp_path / "draft"), "force": True}, "save_draft").status_code == 200
+
+
+def test_a_draft_that_does_not_learn_is_not_saved(server: Running, open_server: Running, tmp_path: Path) -> None:
+    body = {"path": str(tmp_path / "draft")}
+    assert "adapt=True" in error_of(open_server.post(body, "save_draft"), 400)["message"]
+    assert server.post(body, "save_draft").status_code == 403  # no administrator

@@ -1,8 +1,9 @@
-"""Changes to a running server: ``/v1/speculation``, ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``.
+"""Administration of a running server: ``/v1/speculation``, ``/v1/save_draft`` and LoRA adapters.
 
-They happen in the engine's thread between two steps. No change of speculation depends on a token of a step, and every
-draft is verified, so texts with a seed stay the same and others keep their distribution. An adapter is read in a thread
-of its own. Requests that use an adapter when it is unloaded keep it; its memory is freed when the last of them ends.
+Changes happen in the engine's thread between two steps. No change of speculation depends on a token of a step, and
+every draft is verified, so texts with a seed stay the same and others keep their distribution. An adapter is read in a
+thread of its own. Requests that use an adapter when it is unloaded keep it; its memory is freed when the last of them
+ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.fallback import FallbackProposer
@@ -130,6 +131,28 @@ class SpeculationChange(Body):
     max_draft_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] | None = None
 
 
+class DraftToSave(Body):
+    """Body of POST /v1/save_draft.
+
+    Args:
+        path: Folder on the server to write.
+        force: Whether to replace an earlier draft model or head there.
+        model: The model whose drafter is saved, where there are several. None is the first.
+    """
+
+    path: Annotated[str, Field(min_length=1)]
+    force: bool = False
+    model: str | None = None
+
+
+class SavedDraft(TypedDict):
+    """Answer of POST /v1/save_draft. ``updates`` is the number of versions that replaced one another while serving."""
+
+    object: str
+    path: str
+    updates: int
+
+
 class SpeculationState(TypedDict):
     """Answer of /v1/speculation.
 
@@ -178,6 +201,19 @@ class SpeculationControl:
         words = "speculation was changed by %s: %s, method %s, max_draft_tokens %s"
         _log.warning(words, _by(key), switch, state["method"], bound)
         return state
+
+    async def save_draft(self, request: DraftToSave, key: str | None) -> SavedDraft:
+        """Saves the drafter that learns, while requests run. key: name of the client's key, for the log.
+
+        Raises:
+            InvalidRequest: No drafter learns, or the folder must not or cannot be written.
+        """
+        try:
+            updates = await asyncio.to_thread(self._worker.llm.save_draft, request.path, request.force)
+        except WriteError as error:
+            raise InvalidRequest(f"path: {error}", param="path") from error
+        _log.warning("the adapted draft was saved by %s to %s", _by(key), request.path)
+        return {"object": "draft", "path": request.path, "updates": updates}
 
     def _apply(self, change: SpeculationChange) -> None:
         worker = self._worker

@@ -19,6 +19,7 @@ from foretoken.serve.key_file import ADMIN, GENERATE, METRICS, KeyRecord, digest
 from foretoken.serve.request_state import Access
 
 SPECULATION = "/v1/speculation"
+SAVE_DRAFT = "/v1/save_draft"
 LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _LISTINGS = ("/v1/models", "/version", "/openapi.json")
 
@@ -50,7 +51,7 @@ def needed_scope(method: str, path: str) -> str | None:
         return METRICS
     if path.rstrip("/") == SPECULATION:
         return METRICS if method == "GET" else ADMIN
-    if path.rstrip("/") in (LOAD_LORA, UNLOAD_LORA):
+    if path.rstrip("/") in (LOAD_LORA, UNLOAD_LORA, SAVE_DRAFT):
         return ADMIN
     if method == "GET" and any(path == listing or path.startswith(f"{listing}/") for listing in _LISTINGS):
         return None

@@ -13,7 +13,14 @@ from starlette.responses import Response
 
 from foretoken import __version__
 from foretoken.core.errors import ForetokenError
-from foretoken.serve.administration import AdapterToLoad, AdapterToUnload, SpeculationChange, SpeculationState
+from foretoken.serve.administration import (
+    AdapterToLoad,
+    AdapterToUnload,
+    DraftToSave,
+    SavedDraft,
+    SpeculationChange,
+    SpeculationState,
+)
 from foretoken.serve.answer_types import (
     AnthropicError,
     AnthropicMessage,
@@ -37,7 +44,7 @@ from foretoken.serve.chat_schema import ChatRequest, DetokenizeRequest, StoredCo
 from foretoken.serve.completions_writer import ChatWriter, CompletionWriter
 from foretoken.serve.errors import ApiError, RefusedBody, ServerUnavailable, invalid
 from foretoken.serve.json_body import read_json
-from foretoken.serve.keyring import LOAD_LORA, SPECULATION, UNLOAD_LORA
+from foretoken.serve.keyring import LOAD_LORA, SAVE_DRAFT, SPECULATION, UNLOAD_LORA
 from foretoken.serve.messages_schema import CountTokensRequest, MessagesRequest
 from foretoken.serve.request_state import collect_unknown_fields, state_of
 from foretoken.serve.response_store import StoredResponse
@@ -241,6 +248,12 @@ def administration_routes(service: Service) -> APIRouter:
         """Unload a LoRA adapter. Requests that use it are finished with it."""
         await service.adapters.unload(body, state_of(request.scope).access.name)
         return {"id": body.lora_name, "object": "model", "deleted": True}
+
+    @router.post(SAVE_DRAFT, responses=change_errors)
+    async def save_draft(body: DraftToSave, request: Request) -> SavedDraft:
+        """Save the draft model or head that learned while serving."""
+        service.served_name(body.model)
+        return await service.speculation.save_draft(body, state_of(request.scope).access.name)
 
     @router.get(SPECULATION, responses=error_responses(401, 403, 503))
     async def state() -> SpeculationState:
