@@ -1,4 +1,4 @@
-"""Devices: waiting for them, fetching from them, and the memory that this process can still take.
+"""Devices: waiting for them, copying to and from them, and the memory that this process can still take.
 
 Memory is that of the machine, its control groups, its address space, and a GPU.
 """
@@ -6,6 +6,7 @@ Memory is that of the machine, its control groups, its address space, and a GPU.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,11 @@ def wait_for(device: torch.device) -> None:
     """Waits until ``device`` has finished its work, which a GPU does while the processor goes on."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Returns an int64 tensor on ``device``, to which it is copied while the host goes on."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def _head(probs: NDArray[Any], top_p: float) -> NDArray[np.int64]:
     return ids
 
 
-def nucleus_sorted(scores: Tensor, top_p: float) -> Tensor:
+def nucleus_sorted(scores: Tensor, top_p: float | Tensor) -> Tensor:
     """Returns ``scores`` with -inf outside the nucleus, by sorting whole rows, lowest id first on ties.
 
     It needs no synchronization with the device.

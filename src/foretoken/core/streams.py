@@ -191,7 +191,16 @@ def exponentials(key: int, size: int, device: torch.device | str = "cpu") -> Ten
     """Returns ``size`` standard exponentials of one key, float64. Entry i depends on (key, i) alone."""
     if torch.device(device).type == "cpu":
         return torch.from_numpy(_finished(_mixed(key, _counters(size))))
-    z = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(GOLDEN) + _signed(key)
+    return exponentials_at(_signed(key), torch.arange(size, device=device))
+
+
+def exponentials_at(key: int | Tensor, ids: Tensor) -> Tensor:
+    """Returns the exponentials of ``ids``, int64 [n], with torch's operators, which may run on a device.
+
+    Args:
+        key: A key as a signed number, or int64 [rows, 1], whose exponentials are [rows, n].
+    """
+    z = (ids + 1) * _signed(GOLDEN) + key
     for shift, multiplier in _MIX:
         z = (z ^ _shift_right(z, shift)) * _signed(multiplier)
     bits = _shift_right(z ^ _shift_right(z, 31), 12)

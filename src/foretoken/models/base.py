@@ -195,6 +195,8 @@ class Model(ABC):
         source_length: maximum number of tokens that the encoder reads; 0 for a model without an encoder.
         no_adapters: the reason that the model computes no LoRA adapters, if it computes none.
         quantized: whether its matrices are quantized, so that a head's may be, too.
+        adapts_levels: whether ``chains`` grows drafts by what was drafted before: a chain that ends early takes fewer
+            passes, and trees may be sampled.
         taps_before_norm: whether the last output before the norm is a tap: one more than the number of layers.
     """
 
@@ -210,6 +212,7 @@ class Model(ABC):
     source_length: int = 0
     quantized: bool = False
     taps_before_norm: bool = False
+    adapts_levels: bool = True
     no_adapters: str = "this model computes no LoRA adapters"
 
     def take_sizes(self, other: Model) -> None:

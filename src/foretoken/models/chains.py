@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,12 +55,14 @@ class DraftVocabulary:
         width: Number of tokens of the distributions that they are sampled from.
         ids: int32 [size], ascending; the token of each logit. None if it is the logit's index.
         successors: Logits that a token adds to those behind it; None for none.
+        after: The same where torch computes them: from tokens, int64 [n], to float32 [n, V].
     """
 
     size: int
     width: int
     ids: Tensor | None = None
     successors: TokenLogits | None = None
+    after: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

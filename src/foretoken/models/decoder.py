@@ -270,6 +270,7 @@ class Decoder(RunnerModel):
         in_file = check_prequantized(config) or isinstance(weights, GroupedWeights)
         self.quantized = quantization is not None or in_file
         self.runner = self._runner(config, source, quantization, weight_format, kv_cache_dtype)
+        self.adapts_levels = self.runner.adapts_levels
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 
     def _runner(

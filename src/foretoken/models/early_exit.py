@@ -76,6 +76,7 @@ class EarlyExit(Decoder):
         self.architecture, self.num_layers = a.first(exit_.layers), exit_.layers
         self.runner = model.runner.first(self.architecture, None if exit_.norm is None else exit_.norm.float())
         self.batch_invariant = self.runner.batch_invariant
+        self.adapts_levels = exit_.adapter is not None or self.runner.adapts_levels
         self._adapter = None
         if exit_.adapter is not None:
             self._adapter = product(exit_.adapter.to(self.device, self.dtype))

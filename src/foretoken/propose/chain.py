@@ -17,7 +17,6 @@ from foretoken.core.context import Context
 from foretoken.core.distributions import Law, NodeDistributions
 from foretoken.core.draft import Draft, log_scores
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
-from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Stream
 from foretoken.models.base import Handle
@@ -150,7 +149,7 @@ def draws_of(law: Law, stream: Stream, count: int, rows: bool = False) -> Draws 
     Args:
         rows: Whether the distributions are returned.
     """
-    if not isinstance(law, SamplingLaw) or law.adjusts or law.greedy or sampling.drawing() is None:
+    if not isinstance(law, SamplingLaw) or law.adjusts or law.greedy:
         return None
     if isinstance(stream, SharedStream):
         return Draws(law.kept, keys=stream.keys(count), rows=rows)
@@ -182,6 +181,10 @@ class DraftsChains(Protocol[Opened]):
     def drafts_chains(self) -> bool:
         """Whether ``chains`` may be called."""
 
+    @property
+    def adapts_levels(self) -> bool:
+        """See ``Model``."""
+
     def chains(self, handles: Sequence[Opened], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
         """See ``Model.chains``."""
 
@@ -204,6 +207,8 @@ def draft_at_once(model: DraftsChains[Opened], active: Sequence[tuple[Opened, At
     chains: list[tuple[AtOnce, ChainRequest]] = []
     for _, grower in active:
         if (request := grower.request()) is None:
+            return False
+        if request.tree and request.tree.kind != "ranked" and not model.adapts_levels:
             return False
         if request.draws and vocab < vocab_size:  # rows would lack tokens of the target
             return False

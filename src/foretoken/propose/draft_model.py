@@ -100,7 +100,7 @@ class DraftModel(Proposer):
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
     def ends_early(self, context: Context) -> bool:
-        return context.law.greedy or self.stop is not None
+        return self.stop is not None or (context.law.greedy and self.model.adapts_levels)
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         known = [

@@ -43,7 +43,7 @@ class GrowthConfig:
         tree: "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings
             sampled without replacement; "greedy_multi", the likeliest siblings and one sampled; "ranked", "top_k" where
             candidates are fixed, and a chain where tokens are sampled; "at_once", "top_k" for greedy requests, else a
-            chain, which a head drafts in one call on a CPU.
+            chain, which a head drafts in one call.
         num_steps: Maximum depth, hence the number of draft passes. None is the whole budget, for trees at most 8.
         top_k: Maximum number of siblings, and of nodes expanded on a level.
         draft_window: Number of tokens that the drafter's attention sees at most; None for the drafter's own windows.

@@ -31,8 +31,8 @@ class HeadGrowth(GrowthConfig):
     """Growth of a head's drafts.
 
     Attributes:
-        tree: See ``GrowthConfig``. None is "at_once" where the compiled kernels draft in one call, which takes a
-            fraction of the time, and "sampled" elsewhere, which had the highest acceptance for sampled requests.
+        tree: See ``GrowthConfig``. None is "at_once" where the runner drafts in one call, which takes a fraction of the
+            time, and "sampled" elsewhere, which had the highest acceptance for sampled requests.
     """
 
     tree: TreeKind | None = None  # type: ignore[assignment]
@@ -79,7 +79,7 @@ class HiddenStateProposer(Proposer):
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
     def ends_early(self, context: Context) -> bool:
-        return context.law.greedy and self.config.is_chain(drawn=False)
+        return context.law.greedy and self.net.adapts_levels and self.config.is_chain(drawn=False)
 
     def reusable_prefix_len(self, context: Context) -> int:
         self.forget(context)

@@ -28,6 +28,7 @@ from foretoken.models.heads.feature_net import JOINT_ROWS, FeatureNet, HeadHandl
 from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight, without_matrices
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.choose import build_runner
+from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import Part, PassPlan
 
 
@@ -101,8 +102,10 @@ class BlockNet(FeatureNet):
         if self.head.confident:
             bias = tensors.get("confidence_head.proj.bias", torch.zeros(1)).to(device, torch.float32)
             self._sure = tensors["confidence_head.proj.weight"][0].to(device, torch.float32), bias
-        successors = None if self._w2 is None else self._w2.native
-        self._draft_from(self.head.ids(), (self._w2 is None or bool(successors)) and self._gate is None, successors)
+        native = None if self._w2 is None else self._w2.native
+        fits = self._w2 is None or (native is None) != isinstance(self._runner, NativeRunner)
+        after = None if self._w2 is None else self._w2.after
+        self._draft_from(self.head.ids(), fits and self._gate is None, native, after)
 
     def features(self, taps: Tensor) -> Tensor:
         x = self._fc(taps.to(self.device, self.dtype))

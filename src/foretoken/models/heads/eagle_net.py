@@ -41,7 +41,7 @@ class EagleNet(FeatureNet):
         window: int | None = None,
     ) -> None:
         self.head, self.joined, self.dtype, self.device = head, head.version == 3, dtype, device
-        fc, bias = head.tensors["fc.weight"], head.tensors.get("fc.bias")
+        fc, bias = head.tensors["fc.weight"].to(device, dtype), head.tensors.get("fc.bias")
         self._fc = HeadProduct(fc, bias, device, dtype)
         self._norms = [head.tensors[name].to(device, torch.float32) for name in self._norm_names()]
         self._embedding, self._unembed_target, self._quantizer = embedding.to(dtype), unembed, quantizer
@@ -59,9 +59,9 @@ class EagleNet(FeatureNet):
         entry = Entry(self.joined, self._norm("layers.0.hidden_norm"), head.norm_before_residual)
         if self.joined and not self._norms:  # features are the product alone, so passes may compute them
             layers_read = fc.shape[1] // head.target_hidden
-            entry = replace(entry, fusion=fc.to(dtype), fusion_bias=bias, fused_layers=layers_read)
+            entry = replace(entry, fusion=fc, fusion_bias=bias, fused_layers=layers_read)
         if not self.joined:
-            entry = replace(entry, fusion=fc.to(dtype), fusion_bias=bias, fused_layers=2, fuses_embedding=True)
+            entry = replace(entry, fusion=fc, fusion_bias=bias, fused_layers=2, fuses_embedding=True)
         runner = build_runner(architecture, layers, ends, dtype, device, entry)
         borrowed = None if unembed is None or "lm_head.weight" in head.tensors else (unembed, state)
         super().__init__(runner, state, head.vocab, max_length, borrowed)

@@ -63,6 +63,7 @@ class DraftNet(ABC):
         batch_invariant: see ``Model``.
         vocab_size: size of the target's vocabulary.
         foresees: whether one pass has the logits of all levels of a draft.
+        adapts_levels: see ``Model``.
     """
 
     max_length: int
@@ -70,6 +71,7 @@ class DraftNet(ABC):
     batch_invariant: bool
     vocab_size: int
     foresees: bool = False
+    adapts_levels: bool = True
 
     @property
     def drafts_chains(self) -> bool:
@@ -187,22 +189,32 @@ class FeatureNet(DraftNet):
         self._runner, self._state, self.vocab_size, self._unembed = runner, state, vocab, unembed
         self.max_length, self.keeps = max_length, False
         self.batch_invariant = runner.batch_invariant
+        self.adapts_levels = runner.adapts_levels
 
     def _entering(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         """Returns the start of the residual stream [rows, H] for tokens and the features [rows, H] before them."""
         return features
 
-    def _draft_from(self, ids: Tensor, chained: bool, successors: TokenLogits | None = None) -> None:
+    def _draft_from(
+        self,
+        ids: Tensor,
+        chained: bool,
+        successors: TokenLogits | None = None,
+        after: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Sets the target's token of each logit, int64 [Vd].
 
         Args:
             chained: whether the runner can compute a level of a draft from the level before.
-            successors: logits that a token adds to those behind it.
+            successors: logits that a token adds to those behind it; see ``DraftVocabulary``.
+            after: the same where torch computes them.
         """
         whole = torch.equal(ids, torch.arange(self.vocab_size))
         self._ids = None if whole else ids
         if chained and bool((ids.diff() > 0).all()):
-            self.vocabulary = DraftVocabulary(len(ids), self.vocab_size, None if whole else ids.int(), successors)
+            self.vocabulary = DraftVocabulary(
+                len(ids), self.vocab_size, None if whole else ids.int(), successors, after
+            )
 
     def to_target(self, logits: Tensor) -> Tensor:
         if self._ids is None:

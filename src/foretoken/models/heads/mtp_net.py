@@ -46,7 +46,7 @@ class MtpNet(FeatureNet):
         self._norms = layer.embedding_norm.to(device), layer.hidden_norm.to(device)
         architecture = replace(layer.architecture, embedding_scale=1.0).windowed(window)
         unused = torch.zeros(1, architecture.hidden, dtype=dtype)
-        ends = Ends(embedding.to(dtype) if device.type == "cpu" else unused, layer.norm, unused)
+        ends = Ends(embedding.to(dtype), layer.norm, unused)
         norms = NormWeight(layer.embedding_norm), NormWeight(layer.hidden_norm)
         entry = Entry(fusion=layer.projection.to(dtype), fused_layers=2, fuses_embedding=True, fusion_norms=norms)
         runner = build_runner(architecture, [layer.weights], ends, dtype, device, entry)

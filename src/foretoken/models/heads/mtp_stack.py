@@ -104,7 +104,7 @@ class MtpStack(DraftNet):
 
     @property
     def drafts_chains(self) -> bool:
-        return all(net.drafts_chains for net in self.nets)
+        return all(net.drafts_chains and net.adapts_levels for net in self.nets)
 
     def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
         for handle in handles:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.native.build import KernelsUnavailable
@@ -99,7 +100,7 @@ class HeadProduct:
         native: the compiled product; None on torch operators.
     """
 
-    __slots__ = ("_product", "native")
+    __slots__ = ("_product", "_table", "native")
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class HeadProduct:
         weight, bias = weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
         self._product: Callable[[Tensor], Tensor]
         self.native: NativeProduct | None = None
+        self._table = table
         try:
             if device.type != "cpu":
                 raise KernelsUnavailable("the kernels run on CPUs")
@@ -125,3 +127,8 @@ class HeadProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """Multiplies x [rows, in]."""
         return self._product(x)
+
+    def after(self, tokens: Tensor) -> Tensor:
+        """Multiplies the rows of the table for tokens [n]. Returns float32 [n, out]."""
+        assert self._table is not None
+        return self(F.embedding(tokens, self._table)).float()

@@ -76,6 +76,7 @@ class Runner(ABC):
         joint_rows: a sequence with more pending rows than this is prefilled by itself.
         pass_rows: approximate maximum of rows of a pass that several sequences share.
         computes_chains: whether ``chains`` may be called.
+        adapts_levels: see ``Model``; if not, ``chains`` takes no ``deeper`` layers either.
         fuses: whether passes compute ``weights.Entry.fusion``, and take a target's states in the place of features.
         not_compiled: the reason that the compiled kernels do not compute the model.
     """
@@ -85,6 +86,7 @@ class Runner(ABC):
     joint_rows: int
     pass_rows: int
     computes_chains: bool = False
+    adapts_levels: bool = True
     fuses: bool = False
     not_compiled: str = "the kernels run on CPUs"
     _pages: SlotCache  # the KV cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretoken.core.devices import on_device
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.state.replay import ReplayPlan
@@ -93,7 +94,8 @@ class TapRows:
         states = tuple(taps[layer] for layer in layers)
         first = states[0]
         if first.untyped_storage().nbytes() > _MAX_WASTE * len(rows) * first.shape[-1] * first.itemsize:
-            states, rows = tuple(state[list(rows)] for state in states), range(len(rows))
+            index = on_device(rows, first.device)
+            states, rows = tuple(state.index_select(0, index) for state in states), range(len(rows))
         return TapRows([(states, rows)])
 
     def __len__(self) -> int:
@@ -136,12 +138,12 @@ class TapRows:
 
     @property
     def addressable(self) -> bool:
-        """Whether all states are float32 on the host."""
+        """Whether a runner on their device can read all states where they are: on the host float32 ones."""
         return all(isinstance(states, Tapped) or all(map(_addressable, states)) for states, _ in self.chunks)
 
 
 def _addressable(states: Tensor) -> bool:
-    return states.dtype is torch.float32 and states.is_cpu and states.stride(-1) == 1
+    return states.stride(-1) == 1 and (states.is_cuda or (states.is_cpu and states.dtype is torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +243,30 @@ class PassPlan:
             tokens, positions, parts, outputs, counts, reach, features, states, argmax_only=argmax_only, ranks=ranks
         )
 
+    @property
+    def fed(self) -> Tensor | None:
+        """The features, or the states that they are made from, [rows, layers * Ht]; None for a plan without."""
+        return self.features if self.states is None else self.states.concatenated()
+
+    def only(self, numbers: Sequence[int]) -> PassPlan:
+        """Returns the rows of these sequences."""
+        ends, last = list(accumulate(part.count for part in self.parts)), list(accumulate(self.output_counts))
+        outputs, rows = list[int](), list[int]()
+        for number in numbers:
+            start, count = ends[number] - self.parts[number].count, self.output_counts[number]
+            outputs += [row - start + len(rows) for row in self.outputs[last[number] - count : last[number]]]
+            rows += range(start, ends[number])
+        tokens, positions = [self.tokens[row] for row in rows], [self.positions[row] for row in rows]
+        parts, counts = [self.parts[i] for i in numbers], [self.output_counts[i] for i in numbers]
+        fed, reach = self.fed, max(part.end for part in parts)
+        fed = None if fed is None else _rows(fed, rows)
+        plan = PassPlan(tokens, positions, parts, outputs, counts, reach)
+        if fed is None or self.states is None:
+            return replace(plan, features=fed)
+        return replace(plan, states=TapRows([((fed,), range(len(rows)))]))
+
 
 def _rows(state: Tensor, rows: Sequence[int]) -> Tensor:
     if rows and rows[-1] - rows[0] + 1 == len(rows):  # nearly always: a slice needs no copy
         return state[rows[0] : rows[-1] + 1]
-    return state[list(rows)]
+    return state.index_select(0, on_device(rows, state.device))

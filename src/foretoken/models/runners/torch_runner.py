@@ -153,7 +153,7 @@ class TorchRunner(Runner):
     ) -> dict[int, Tensor]:
         """Computes all layers. Returns hidden states [R, H] by layer: those of ``taps``, and the last, not normed."""
         a = self._architecture
-        hidden = self._embed(geometry) if features is None else self._begin(features, len(geometry.tokens))
+        hidden = self._embed(geometry) if features is None else self._begin(features, geometry)
         turns = [(cos[geometry.positions], sin[geometry.positions]) for cos, sin in self._tables]
         inputs = None if self._inputs is None else self._inputs(a, geometry.tokens, hidden, any_kernel)
         states: dict[int, Tensor] = {}
@@ -176,9 +176,9 @@ class TorchRunner(Runner):
             hidden = hidden + self._positions[g.positions].to(self._dtype)
         return normalize(a, hidden, self._embedding_norm)
 
-    def _begin(self, features: Tensor, rows: int) -> Tensor:
+    def _begin(self, features: Tensor, g: Layout) -> Tensor:
         """Returns the start of a residual stream of features. A single row is doubled."""
-        hidden = features.to(self._device, self._dtype).expand(rows, -1)
+        hidden = features.to(self._device, self._dtype).expand(len(g.tokens), -1)
         return normalize(self._architecture, hidden, self._feature_norm) if self._entry.norm_first else hidden
 
     def _mixer_input(self, number: int, hidden: Tensor, g: Layout) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from foretoken.models.runners.cuda.layout import Bucket
 
 WARM_UPS = 2  # runs before a capture, in which libraries choose kernels and allocate workspaces
 
@@ -110,4 +108,4 @@ class Graphs:
     """All graphs in one pool of memory."""
 
     capture: Capture
-    known: dict[Bucket, Graph] = field(default_factory=dict)
+    known: dict[Hashable, Graph] = field(default_factory=dict)

@@ -38,6 +38,7 @@ class Bucket:
         features: whether the input is features instead of tokens alone.
         logits: whether logits are computed.
         steps: sizes of the steps of recurrent layers; None without them.
+        fused: whether the input is a target's states, which the pass makes features from.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class Bucket:
     features: bool
     logits: bool
     steps: StepSizes | None = None
+    fused: bool = False
 
     @staticmethod
     def of(plan: PassPlan, taps: Sequence[int], logits: bool) -> Bucket:
@@ -57,9 +59,10 @@ class Bucket:
             longest=doubled(plan.reach, MIN_KEYS),
             depth=doubled(depth, MIN_DEPTH) if depth else 0,
             taps=tuple(sorted(set(taps))),
-            features=plan.features is not None,
+            features=plan.features is not None or plan.states is not None,
             logits=logits,
             steps=None if plan.replay is None else StepSizes.of(plan.replay),
+            fused=plan.states is not None,
         )
 
 

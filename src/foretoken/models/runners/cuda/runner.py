@@ -7,23 +7,37 @@ number of rows (``linear.py``). So they depend neither on the chunks of a prefil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.devices import on_host
+from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, ExpertWeights, LayerWeights
-from foretoken.models.runners.base import Pass
+from foretoken.models.runners.base import DeeperLayer, Pass, Runner
+from foretoken.models.runners.cuda.drafts import (
+    DraftBucket,
+    Levels,
+    Run,
+    chain_results,
+    fill_drafts,
+    tree_results,
+)
 from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Graphs, Inputs, States
+from foretoken.models.runners.cuda.growth import grow_chains, grow_trees
 from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
 from foretoken.models.runners.functional import normalize
+from foretoken.models.runners.layout import Layout
+from foretoken.models.runners.linear import product
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_experts import by_kernels
+from foretoken.models.runners.torch_layers import moved_norm
 from foretoken.models.runners.torch_runner import TorchRunner, cached_sizes
 from foretoken.models.runners.triton_kernels.rows import rows_per_tile
 from foretoken.models.runners.triton_kernels.steps import fill_steps
@@ -67,9 +81,33 @@ class CudaRunner(TorchRunner):
         # Experts computed by products need their numbers of rows on the host.
         mlps = (layer.mlp for layer in self._layers)
         self._captured = not any(isinstance(mlp, ExpertWeights) and not by_kernels(mlp) for mlp in mlps)
+        self.computes_chains = self._captured and not architecture.recurrent_layers
+        self.adapts_levels = not self.computes_chains
         groups = [architecture.heads // size.kv_heads for size in cached_sizes(architecture) if size is not None]
         self._tile = min(map(rows_per_tile, groups), default=1)
+        self._fuse(entry or Entry())
         self._graphs: Graphs | None = None
+        self._ids: tuple[Tensor, Tensor] | None = None  # tokens of a draft vocabulary, here and on the device
+
+    def _fuse(self, entry: Entry) -> None:
+        """Prepares the product that makes features from a target's states, if there is one; see ``weights.Entry``."""
+        self.fuses, self._fuses_embedding = entry.fusion is not None, entry.fuses_embedding
+        if entry.fusion is not None:
+            bias = None if entry.fusion_bias is None else entry.fusion_bias.to(self._device, self._dtype)
+            self._fusion = product(entry.fusion.to(self._device, self._dtype), bias)
+            self._fusion_norms = [moved_norm(norm, self._device) for norm in entry.fusion_norms or (None, None)]
+
+    def _begin(self, features: Tensor, g: Layout) -> Tensor:
+        if not self._fuses_embedding:
+            return super()._begin(features, g)
+        parts = zip((F.embedding(g.tokens, self._embedding), features), self._fusion_norms, strict=True)
+        return self._fusion(torch.cat([normalize(self._architecture, x, norm) for x, norm in parts], dim=-1))
+
+    def _features(self, inputs: Inputs, bucket: Bucket) -> Tensor | None:
+        """Returns the features of a pass, which ``_begin`` takes."""
+        if inputs.features is None or not bucket.fused or self._fuses_embedding:
+            return inputs.features
+        return self._fusion(inputs.features)
 
     def _new_cache(self) -> None:
         a = self._architecture
@@ -90,6 +128,11 @@ class CudaRunner(TorchRunner):
     @torch.inference_mode()
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         self._paged.move(slot, destination, sources)
+
+    def adopt(self, other: Runner) -> None:
+        assert isinstance(other, CudaRunner)
+        super().adopt(other)
+        self._paged = other._paged
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = super().first(architecture, norm)
@@ -115,7 +158,7 @@ class CudaRunner(TorchRunner):
         self._reserve_positions(bucket.longest)
         inputs = self._inputs_of(plan, bucket, pages)
         if self._captured and bucket.rows <= MAX_ROWS:
-            graph = self._graph(bucket, inputs)
+            graph = self._graph(bucket, inputs, lambda inputs: self._compute(inputs, bucket))
             graph.inputs.overwrite(inputs)
             computed = graph.replay()
         else:
@@ -124,10 +167,99 @@ class CudaRunner(TorchRunner):
         tapped = {number: computed[number][: len(plan.tokens)].clone() for number in taps}
         return Pass(fetched(computed[LOGITS][: len(plan.outputs)]) if logits else None, tapped)
 
+    @torch.inference_mode()
+    def chains(
+        self,
+        plan: PassPlan,
+        requests: Sequence[ChainRequest],
+        vocabulary: DraftVocabulary,
+        state: int | None = None,
+        foreseen: bool = False,
+        deeper: Sequence[DeeperLayer] = (),
+    ) -> list[ModelChain]:
+        kinds: dict[int, list[int]] = {}
+        for number, request in enumerate(requests):
+            kinds.setdefault(0 if request.tree is None else request.tree.width, []).append(number)
+        drafted: dict[int, ModelChain] = {}
+        for numbers in kinds.values():
+            whole = len(kinds) == 1
+            asked = [requests[number] for number in numbers]
+            drafts = self._draft(plan if whole else plan.only(numbers), asked, vocabulary, state, foreseen)
+            drafted.update(zip(numbers, drafts, strict=True))
+        return [drafted[number] for number in range(len(requests))]
+
+    def _draft(
+        self,
+        plan: PassPlan,
+        requests: Sequence[ChainRequest],
+        vocabulary: DraftVocabulary,
+        state: int | None,
+        foreseen: bool,
+    ) -> list[ModelChain]:
+        """Drafts chains, or trees of one width; see ``chains``."""
+        rows = [
+            part.end + (0 if foreseen else request.rows) for part, request in zip(plan.parts, requests, strict=True)
+        ]
+        pages = [self._paged.reserve(part.slot, part.first, end) for part, end in zip(plan.parts, rows, strict=True)]
+        plan = replace(plan, reach=max(rows))
+        bucket = DraftBucket.of(plan, requests, vocabulary, state, foreseen)
+        self._reserve_positions(bucket.first.longest)
+        features = self._padded(plan.fed, bucket.first.rows)
+        table = fill_drafts(plan, requests, bucket, pages, self._tile, self._device.type == "cuda")
+        inputs, ids = Inputs(table, features), self._token_ids(vocabulary)
+
+        def compute(inputs: Inputs) -> States:
+            inputs = replace(inputs, features=self._features(inputs, bucket.first))
+            levels = Levels(self._level_of(bucket), inputs, bucket, self._paged, self._biases, vocabulary.after)
+            return {0: (grow_trees if bucket.kept else grow_chains)(levels, bucket, ids)}
+
+        if bucket.first.rows <= MAX_ROWS:
+            graph = self._graph(bucket, inputs, compute, (ids, vocabulary.ids, vocabulary.after))
+            graph.inputs.overwrite(inputs)
+            computed = graph.replay()
+        else:
+            computed = compute(inputs.to(self._device))
+        buffer = on_host(computed[0]).numpy()
+        return (tree_results if bucket.kept else chain_results)(buffer, requests, bucket)
+
+    def _level_of(self, bucket: DraftBucket) -> Run:
+        """Returns the function that computes the passes of drafts; see ``drafts.Run``."""
+        taps, last = bucket.first.taps, self._architecture.layers
+
+        def run(layout: RowLayout, outputs: Tensor | None, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            states = self._states(layout, taps, features=features)
+            rows = states[last] if outputs is None else states[last].index_select(0, outputs)
+            logits = self._unembed(normalize(self._architecture, rows, self._norm))
+            return logits, self._tapped(states, taps, slice(None))[taps[0]] if taps else None
+
+        return run
+
+    def _token_ids(self, vocabulary: DraftVocabulary) -> Tensor | None:
+        """Returns the target's token of each logit on the device, int64; None if it is the logit's index."""
+        if vocabulary.ids is None:
+            return None
+        if self._ids is None or self._ids[0] is not vocabulary.ids:
+            self._ids = vocabulary.ids, vocabulary.ids.to(self._device, torch.int64)
+        return self._ids[1]
+
+    def borrow_head(self, lender: Runner) -> bool:
+        if not isinstance(lender, CudaRunner) or lender._device != self._device:
+            return False
+        a = lender._architecture
+        self._architecture = replace(
+            self._architecture, vocab=a.vocab, logit_scale=a.logit_scale, final_softcap=a.final_softcap
+        )
+        self._head = lender._head
+        shared = lender._embedding
+        like = self._embedding.shape == shared.shape and self._embedding.dtype == shared.dtype
+        if like and torch.equal(self._embedding, shared):
+            self._embedding = shared  # frees the memory of the copy
+        return True
+
     def _inputs_of(self, plan: PassPlan, bucket: Bucket, pages: Sequence[Places]) -> Inputs:
         """Returns the inputs of the pass, in the host's memory."""
         pinned = self._device.type == "cuda"
-        features = None if plan.features is None else self._padded(plan.features, bucket.rows)
+        features = self._padded(plan.fed, bucket.rows)
         steps = None
         if plan.replay is not None and bucket.steps is not None:
             steps = fill_steps(plan.replay, bucket.steps, pinned)
@@ -136,21 +268,28 @@ class CudaRunner(TorchRunner):
     def _compute(self, inputs: Inputs, bucket: Bucket) -> States:
         """Computes the taps of all rows of the bucket, and logits, the plan's outputs first."""
         layout = RowLayout.of(inputs.table, bucket, self._paged, self._biases, inputs.steps)
-        states = self._states(layout, bucket.taps, features=inputs.features)
+        states = self._states(layout, bucket.taps, features=self._features(inputs, bucket))
         computed = self._tapped(states, bucket.taps, slice(None))
         if bucket.logits:
             last = states[self._architecture.layers].index_select(0, inputs.table[OUTPUTS])
             computed[LOGITS] = self._unembed(normalize(self._architecture, last, self._norm))
         return computed
 
-    def _padded(self, features: Tensor, rows: int) -> Tensor:
+    def _padded(self, features: Tensor | None, rows: int) -> Tensor | None:
         """Returns features [n, H] with zeros for the rows of padding."""
-        padded = torch.zeros((rows, features.shape[1]), dtype=self._dtype, device=self._device)
-        padded[: len(features)] = features
-        return padded
+        if features is None:
+            return None
+        return F.pad(features.to(self._device, self._dtype), (0, 0, 0, rows - len(features)))
 
-    def _graph(self, bucket: Bucket, inputs: Inputs) -> Graph:
-        """Returns the bucket's graph. It is captured on first use, with these inputs."""
+    def _graph(
+        self, bucket: Hashable, inputs: Inputs, compute: Callable[[Inputs], States], held: object = None
+    ) -> Graph:
+        """Returns the bucket's graph. It is captured on first use, with these inputs.
+
+        Args:
+            compute: the work.
+            held: tensors besides the inputs, which are kept alive.
+        """
         graphs = self._graphs
         if graphs is None or (bucket not in graphs.known and len(graphs.known) >= MAX_GRAPHS):
             self._graphs = graphs = None  # frees the memory of the old graphs first
@@ -158,8 +297,8 @@ class CudaRunner(TorchRunner):
         by_bucket = graphs.known
         if bucket not in by_bucket:
             graph_inputs = inputs.idle(self._device)
-            replay = graphs.capture.capture(lambda: self._compute(graph_inputs, bucket))
-            by_bucket[bucket] = Graph(graph_inputs, (self._tables, self._biases), replay)
+            replay = graphs.capture.capture(lambda: compute(graph_inputs))
+            by_bucket[bucket] = Graph(graph_inputs, (self._tables, self._biases, held), replay)
         return by_bucket[bucket]
 
 

@@ -1,0 +1,196 @@
+"""Drafts of all levels in one CUDA graph: those of a pass for each level, with one launch and one read-back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.models.graphed import on_graphs
+from tests.models.heads.test_drafts_at_once import CONFIGS, drafts, same_drafts
+from tests.models.plain import text
+from tests.models.test_graphs import META, Guarded, States
+from tests.models.test_model_chains import LIMITS, chains, check, opened
+from tests.models.tiny import ARCHITECTURES, VOCAB
+from tests.propose.test_chains_at_once import CASES
+from tests.propose.test_chains_at_once import drafts as model_drafts
+
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import PrivateStream, SharedStream
+from foretoken.models.base import Model
+from foretoken.models.chains import ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain, TreeShape
+from foretoken.models.decoder import Decoder
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.layers import Layers, Source, read_ends
+from foretoken.models.loading import load_model
+from foretoken.models.runners.cuda import runner
+from foretoken.models.runners.cuda.runner import CudaRunner
+
+from .test_graphs import Draft, plan
+
+pytestmark = pytest.mark.slow
+
+HEADS = ("EAGLE-3, few tokens", "EAGLE 3.1", "EAGLE-1", "P-EAGLE", "DFlash", "JetSpec", "DSpark, few tokens", "MTP")
+DRAWN = ("sampled", "greedy_multi")  # kinds of trees that are drafted level by level
+FILTERED = SamplingLaw(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ARCHITECTURES["llama"].save(tmp_path_factory.mktemp("llama"))
+
+
+def llama(folder: Path) -> Decoder:
+    model = load_model(folder, "float32", "cpu", "native")
+    assert isinstance(model, Decoder) and isinstance(model.runner, CudaRunner) and model.drafts_chains
+    return model
+
+
+def drawn(stream: PrivateStream | SharedStream, count: int, law: SamplingLaw = FILTERED) -> ChainRequest:
+    if isinstance(stream, SharedStream):
+        return ChainRequest(count, Draws(law.kept, keys=stream.keys(count)))
+    return ChainRequest(count, Draws(law.kept, uniforms=stream.uniforms(count), rows=True))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("config", ["chain", "tree", "wide tree"])
+def test_heads_draft_as_level_by_level(head: str, config: str, tmp_path: Path) -> None:
+    once, levels = (drafts(tmp_path, CONFIGS[config], head, at_once, on_graphs()) for at_once in (True, False))
+    same_drafts(once, levels, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", [name for name, (config, *_, at_once) in CASES.items() if at_once and config.tree not in DRAWN]
+)
+def test_draft_models_draft_as_level_by_level(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, requests, vocab, _ = CASES[case]
+    with on_graphs() as recorders:
+        model = llama(folder)
+        once = model_drafts(model, config, requests, vocab, rounds=5)
+        assert recorders[0].replayed > 0
+        monkeypatch.setattr(type(model), "drafts_chains", False)
+        levels = model_drafts(model, config, requests, vocab, rounds=5)
+    assert [draft.levels for draft in once] == [draft.levels for draft in levels]
+    same_drafts(once, levels, 1e-6)
+
+
+def test_a_step_is_one_launch_and_one_read_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[torch.Tensor] = []
+    monkeypatch.setattr(runner, "on_host", lambda tensor: (read.append(tensor), tensor)[1])
+    with on_graphs() as recorders:
+        model = llama(folder)
+        handles = opened(model)
+        for step in range(4):
+            chains(model, handles)
+            model.commit(handles, [[5 + step]] * len(handles))
+        tree = [ChainRequest(6, tree=TreeShape(3, 4, 1.0))] * 3
+        for _ in range(3):
+            model.chains(handles, tree, VOCAB)
+    (recorder,) = recorders
+    assert (recorder.captured, recorder.replayed, len(read)) == (2, 7, 7)
+
+
+def test_the_cache_is_left_as_drafting_by_levels_leaves_it(folder: Path) -> None:
+    with on_graphs():
+        model = llama(folder)
+        handles = opened(model)
+        check(model, handles)
+        grown = chains(model, handles)
+        assert [handle.nodes for handle in handles] == [chain.tokens[:-1] for chain in grown]
+        accepted = [chain.tokens[:count] for chain, count in zip(grown, (3, 0, 7), strict=True)]
+        model.commit(handles, [[*tokens, 5] for tokens in accepted])
+        for i, tokens in enumerate(accepted):
+            fresh = model.open([*handles[i].tokens[: -len(tokens) - 1], *tokens, 5])
+            expected = model.score([fresh], [Draft.chain([8, 9])])[0].logits
+            assert torch.equal(model.score([handles[i]], [Draft.chain([8, 9])])[0].logits, expected)
+
+
+def test_chains_end_below_their_minimum_and_where_no_token_is_possible(folder: Path) -> None:
+    with on_graphs():
+        model = llama(folder)
+        handles = opened(model)
+        whole = chains(model, handles)
+        end = ChainEnd((0.02, 0.9), (0.1, 0.2, 0.3), (0.5, 0.7, 0.6), (0.0, 0.0, 2.0))
+        grown = chains(model, handles, ends=[end, end, None])
+        assert [(len(chain.tokens), chain.ended) for chain in grown] == [(2, True), (1, False), (7, False)]
+        assert grown[0].candidates == whole[0].tokens[:3]
+        with torch.inference_mode():
+            model.runner._norm.weight.fill_(torch.nan)  # type: ignore[attr-defined]
+        assert chains(model, handles) == [ModelChain([], ended=True)] * 3
+        requests = [
+            drawn(PrivateStream(3), 4),
+            ChainRequest(4, tree=TreeShape(3, 4, 1.0)),
+            drawn(SharedStream(3, 0), 4),
+        ]
+        assert all(chain.ended and not chain.tokens for chain in model.chains(handles, requests, VOCAB))
+
+
+def test_a_draft_does_not_depend_on_its_batch(folder: Path) -> None:
+    tree = ChainRequest(9, tree=TreeShape(4, 3, 0.7))
+    requests = [tree, drawn(PrivateStream(1), 5), ChainRequest(7), drawn(SharedStream(1, 2), 4), tree, ChainRequest(2)]
+    with on_graphs():
+        model = llama(folder)
+        handles = [model.open(text(3 + 40 * i, i)) for i in range(len(requests))]
+        together = model.chains(handles, requests, VOCAB)
+        for handle, request, chain in zip(handles, requests, together, strict=True):
+            (alone,) = model.chains([handle], [request], VOCAB)
+            assert (alone.tokens, alone.parents) == (chain.tokens, chain.parents)
+            assert alone.probabilities == chain.probabilities
+            assert (alone.rows is None) == (chain.rows is None)
+            assert alone.rows is None or chain.rows is None or torch.equal(alone.rows, chain.rows)
+
+
+@pytest.mark.parametrize("rows", [64, 256])
+def test_first_passes_of_many_rows(rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_graphs() as recorders:
+        model = llama(folder)
+        expected = chains(model, opened(model))
+        monkeypatch.setattr(runner, "MAX_ROWS", rows)
+        captured = recorders[0].captured
+        handles = [model.open(text(n, i)) for i, n in enumerate((9, 30, 1))] + [model.open(text(90, 5))]
+        grown = model.chains(handles, [ChainRequest(limit) for limit in (*LIMITS, 3)], VOCAB)
+        assert (recorders[0].captured > captured) == (rows == 256)
+        for one, other in zip(grown, expected, strict=False):
+            assert one == other
+
+
+class Blank(Guarded):
+    """Results of captures on the meta device, all zero."""
+
+    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
+        states = super().capture(function)()
+        return lambda: {number: torch.zeros_like(state, device="cpu") for number, state in states.items()}
+
+
+TREE = ChainRequest(12, tree=TreeShape(4, 3, 0.7))
+CAPTURED = {
+    "greedy": [ChainRequest(5), ChainRequest(3)],
+    "sampled": [drawn(PrivateStream(1), 5, SamplingLaw()), ChainRequest(3)],
+    "filtered and raced": [drawn(PrivateStream(1), 5), drawn(SharedStream(1, 2), 4)],
+    "trees": [TREE, TREE],
+}
+
+
+@pytest.mark.parametrize("requests", CAPTURED.values(), ids=CAPTURED)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_captured_drafts_never_need_the_host(family: str, requests: list[ChainRequest], tmp_path: Path) -> None:
+    path = ARCHITECTURES[family].save(tmp_path)
+    architecture = Architecture.of(load_config(path))
+    source = Source(open_weights(path), architecture, torch.float16)
+    with on_graphs():
+        graphed = CudaRunner(architecture, Layers(source), read_ends(source), torch.float16, META, capture=Blank)
+        assert [graphed.acquire(), graphed.acquire()] == [(0, 0), (1, 0)]
+        rows = plan((0, 300, 1, Draft.empty()), (1, 7, 2, Draft.empty()))
+        ids = torch.arange(0, VOCAB, 2, dtype=torch.int32)
+        for vocabulary in (DraftVocabulary(VOCAB, VOCAB), DraftVocabulary(len(ids), VOCAB, ids)):
+            assert len(graphed.chains(rows, requests, vocabulary)) == 2
+
+
+def test_other_models_draft_level_by_level(tmp_path: Path) -> None:
+    for name in ("bamba", "qwen3-moe"):
+        ARCHITECTURES[name].save(tmp_path / name)
+        with on_graphs():
+            model: Model = load_model(tmp_path / name, "float32", "cpu", "native")
+        assert not model.drafts_chains
