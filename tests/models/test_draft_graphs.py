@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.models.graphed import on_graphs
 from tests.models.heads.test_drafts_at_once import CONFIGS, drafts, same_drafts
+from tests.models.heads.test_drafts_at_once import HEADS as HEADS_BY_NAME
 from tests.models.plain import text
 from tests.models.test_graphs import META, Guarded, States
 from tests.models.test_model_chains import LIMITS, chains, check, opened
@@ -16,8 +18,12 @@ from tests.models.tiny import ARCHITECTURES, VOCAB
 from tests.propose.test_chains_at_once import CASES
 from tests.propose.test_chains_at_once import drafts as model_drafts
 
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context, Exactness
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.streams import PrivateStream, SharedStream
+from foretoken.core.streams import PrivateStream, SharedStream, Streams
+from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.models.chains import ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain, TreeShape
 from foretoken.models.decoder import Decoder
@@ -27,6 +33,8 @@ from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.loading import load_model
 from foretoken.models.runners.cuda import runner
 from foretoken.models.runners.cuda.runner import CudaRunner
+from foretoken.propose.base import Proposer
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 
 from .test_graphs import Draft, plan
 
@@ -140,6 +148,40 @@ def test_a_draft_does_not_depend_on_its_batch(folder: Path) -> None:
             assert alone.probabilities == chain.probabilities
             assert (alone.rows is None) == (chain.rows is None)
             assert alone.rows is None or chain.rows is None or torch.equal(alone.rows, chain.rows)
+
+
+def test_many_sequences_share_a_draft(folder: Path) -> None:
+    request = ChainRequest(2)
+    with on_graphs():
+        model = llama(folder)
+        handles = [model.open(text(3 + i % 5, i)) for i in range(130)]
+        together = model.chains(handles, [request] * 130, VOCAB)
+        assert model.chains(handles[127:129], [request] * 2, VOCAB) == together[127:129]
+
+
+@pytest.mark.parametrize("tree", ["chain", "ranked", "top_k"])
+def test_texts_do_not_depend_on_the_drafts(tree: Any, folder: Path, tmp_path: Path) -> None:
+    laws = [
+        (SamplingLaw(temperature=0.0), Exactness.DISTRIBUTION),
+        (SamplingLaw(temperature=0.9), Exactness.TRAJECTORY),
+    ]
+
+    def texts(model: Model, proposer: Proposer, length: int) -> list[list[int]]:
+        engine = Engine(model, proposer, Fixed(length))
+        contexts = [Context(i, text(5 + i, i), 5 + i, law, Streams(i), grade) for i, (law, grade) in enumerate(laws)]
+        for context in contexts:
+            engine.add(context, Length(20))
+        while engine.busy:
+            engine.step()
+        return [context.tokens for context in contexts]
+
+    with on_graphs():
+        model, draft = llama(folder), llama(folder)
+        with torch.inference_mode():
+            draft.runner._embedding[: VOCAB // 2] *= 0.5  # type: ignore[attr-defined]  # drafts some other tokens
+        plain = texts(model, Proposer(), 0)
+        assert texts(model, DraftModel(draft, DraftModelConfig(tree, top_k=3)), 5) == plain
+        assert texts(model, HEADS_BY_NAME["EAGLE-3, few tokens"](tmp_path, {"tree": tree}), 6) == plain
 
 
 @pytest.mark.parametrize("rows", [64, 256])

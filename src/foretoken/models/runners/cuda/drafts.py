@@ -93,7 +93,7 @@ class DraftBucket:
         sources |= {source_of(draw) for draw in draws}
         levels = max(request.levels for request in requests)
         nodes = width + (levels - 1) * width * width
-        sequences = doubled(len(requests), 1)
+        sequences = min(doubled(len(requests), 1), padded(len(requests)))
         return DraftBucket(
             first=Bucket.of(plan, () if state is None else (state,), True),
             sequences=sequences,
