@@ -10,7 +10,6 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,14 +65,8 @@ def _registries(monkeypatch):
     FAMILIES.update(before)
 
 
-def examples() -> Iterator[Any]:
-    """All Python blocks; those that audit a pair take seconds."""
-    for block in blocks("python"):
-        yield pytest.param(block, marks=[pytest.mark.slow] if "audit(" in block.code else [])
-
-
 @pytest.mark.usefixtures("_registries", "short_audits")
-@pytest.mark.parametrize("block", list(examples()), ids=str)
+@pytest.mark.parametrize("block", list(blocks("python")), ids=str)
 def test_python_runs(block, capsys):
     code = block.code
     for name, role in STAND_INS.items():

@@ -5,9 +5,11 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
+import typer.main
 
 from foretoken.cli.main import main
 
@@ -20,11 +22,14 @@ class Result:
 
 
 Run = Callable[..., Result]
+parser = cache(typer.main.get_command)  # building the parsers of all commands takes 15 ms
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """``run("generate --json", "a text")``: a command line, and further arguments. ``stdin=`` is what ``-`` reads."""
+
+    monkeypatch.setattr(typer.main, "get_command", parser)
 
     def call(command: str = "", *args: str, stdin: str = "") -> Result:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +157,18 @@ def test_an_output_that_is_an_input_is_refused(run: Run, work: Workspace, comman
             result = run(*work.args(command, out, *force))
             assert (result.code, result.out) == (1, "")
             assert "this command uses" in result.err
-            assert work.unchanged()
+    assert work.unchanged()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_another_kind_of_artifact_is_never_replaced(run: Run, work: Workspace, command: str, tmp_path: Path) -> None:
-    for kind in ARTIFACTS.keys() - {COMMANDS[command][0]}:
-        out = ARTIFACTS[kind](tmp_path / kind, work.pair)
-        before = contents(tmp_path)
-        for force in ((), ("--force",)):
-            result = run(*work.args(command, out, *force))
-            assert (result.code, result.out) == (1, ""), kind
-            assert "is not replaced by" in result.err, kind
-            assert contents(tmp_path) == before
+    outs = [ARTIFACTS[kind](tmp_path / kind, work.pair) for kind in ARTIFACTS.keys() - {COMMANDS[command][0]}]
+    before = contents(tmp_path)
+    for out, force in product(outs, ((), ("--force",))):
+        result = run(*work.args(command, out, *force))
+        assert (result.code, result.out) == (1, ""), out.name
+        assert "is not replaced by" in result.err, out.name
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("command", COMMANDS)

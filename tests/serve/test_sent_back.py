@@ -128,15 +128,17 @@ def chats(output: ExpectedOutput, text: str, end: tuple[str, str | None]) -> Ite
 
 
 def check(tokenizer: Any, output: ExpectedOutput, text: str) -> None:
-    """Every beginning of ``text``, in tokens, goes back."""
+    """Every beginning of ``text``, in tokens, goes back. A conversation that comes again is rendered once."""
+    rendered: set[str] = set()
     offsets = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
     for length in sorted({0, *(end for _, end in offsets)} if len(offsets) < 1000 else {len(text)}):
         for end in ENDS if length == len(text) else ENDS[::2]:
             for chat in chats(output, text[:length], end):
                 roles = [message.role for message in chat.messages]
                 assert roles[:2] == ["user", "assistant"] and roles[-1] == "user", (text[:length], roles)
-                for template in (NINE, SINGLE):
+                for template in (NINE, SINGLE) if repr(chat) not in rendered else ():
                     render(tokenizer, chat, template).encode()
+                rendered.add(repr(chat))
 
 
 @pytest.mark.parametrize(

@@ -56,15 +56,16 @@ from foretoken.serve.side_process import LARGE_BODY
 STREAM: dict[str, Any] = {"text/event-stream": {}}
 
 
-def error_responses(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """Returns the description of error answers."""
-    return {code: {"model": Error} for code in codes}
+def error_responses(*codes: int, model: type = Error) -> dict[int | str, dict[str, Any]]:
+    """Returns the description of error answers. One route builds their schema; FastAPI would do so for each code."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+    return {code: {"content": content} for code in codes}
 
 
-def body_router(model: Any = Error) -> APIRouter:
+def body_router(model: type = Error) -> APIRouter:
     """Returns a router of routes with bodies. model: type of their errors."""
     codes = (400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504)
-    return APIRouter(route_class=BodyRoute, responses={code: {"model": model} for code in codes})
+    return APIRouter(route_class=BodyRoute, responses=error_responses(*codes, model=model))
 
 
 class BodyRoute(APIRoute):
@@ -218,7 +219,9 @@ def message_routes(service: Service) -> APIRouter:
     """Returns the routes of messages."""
     router = body_router(AnthropicError)
 
-    @router.post("/v1/messages", responses={200: {"model": AnthropicMessage, "content": STREAM}}, response_model=None)
+    described = {200: {"model": AnthropicMessage, "content": STREAM}, 400: {"model": AnthropicError}}
+
+    @router.post("/v1/messages", responses=described, response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Write the next message of a conversation, in Anthropic's format."""
         return await service.generate("msg_", body, lambda p: MessageWriter(p, state_of(request.scope).id), request)
@@ -294,7 +297,7 @@ def listing_routes(service: Service) -> APIRouter:
         """Return metrics for Prometheus."""
         return service.metrics.render()
 
-    @router.get("/version", responses=error_responses(401, 403))
+    @router.get("/version", responses={401: {"model": Error}, **error_responses(403)})
     async def version() -> Version:
         """Return the version of the server."""
         return {"version": __version__}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from foretoken.core.errors import InvalidRequest
@@ -47,6 +48,7 @@ def path(name: str) -> Path:
     raise InvalidRequest(f"no bundled model {name!r}; known: {names}")
 
 
+@cache
 def _read(entry: Path) -> ZooModel:
     folder, facts = entry.parent, read_json(entry, "install foretoken again")
     card = folder / "README.md"
