@@ -1,7 +1,5 @@
 """Random LoRA adapters in PEFT's format, written without PEFT, and checkpoints with one merged in."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

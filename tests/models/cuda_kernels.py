@@ -1,7 +1,5 @@
 """Triton's kernels against torch, on a CUDA device or by Triton's interpreter: ``test_cuda_kernels.py`` runs this."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny random checkpoint of every dense family beside Llama's nearest relatives, which are in ``tiny.py``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

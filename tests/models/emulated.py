@@ -1,7 +1,5 @@
 """Runs the kernels of another processor or system on cases in C++ (``cross/``), in an emulator."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """Tiny modules of transformers' causal families, and the difference of a wrapped module from the module alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Names are those of the tables of the package ``gguf``. Each architecture lists t
 all (``set_gguf_parameters``), and what it changes in tensors (``modify_tensors``).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Writes tiny checkpoints as GGUF files, with the changes that llama.cpp's converter makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

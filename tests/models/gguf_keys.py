@@ -1,7 +1,5 @@
 """The keys that llama.cpp's converter writes for tiny checkpoints, by class of its ``conversion/*.py``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Arguments: the target's folder, the number of prompts, a seed, and drafts: a nam
 GGUF file. Texts must be those of plain decoding.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Plain decoding, one row a pass: the reference of tests of bit-equal rows, with common checks and texts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

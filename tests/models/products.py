@@ -1,7 +1,5 @@
 """products.cpp, which calls the products of one number format: its flags name the folder of the headers it includes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from foretoken.core.native import build

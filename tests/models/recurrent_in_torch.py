@@ -1,7 +1,5 @@
 """A stand-in for the kernels of ``triton_kernels/recurrent.py`` on the CPU, whose addresses are those of the host."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

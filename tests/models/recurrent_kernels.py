@@ -1,7 +1,5 @@
 """Recurrent layers alone: a token's inputs are rows of a table, so that what follows is the kernels' work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

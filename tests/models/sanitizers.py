@@ -1,7 +1,5 @@
 """Kernels compiled with sanitizers, by g++: for memory and arithmetic ("address"), or races ("thread")."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@
 Only the first rank continues after the first lines of ``main``, and writes OUT.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

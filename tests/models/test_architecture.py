@@ -1,7 +1,5 @@
 """The architecture of config.json files: old and new forms, and missing fields."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

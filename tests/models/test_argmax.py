@@ -1,7 +1,5 @@
 """The argmax and likeliest tokens of a pass, and the vocabulary head on its own, agree with the logits of a pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

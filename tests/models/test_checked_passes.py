@@ -1,7 +1,5 @@
 """The boundary of the compiled kernels: a wrong argument is refused by name, and nothing is read or written."""
 
-from __future__ import annotations
-
 import ctypes
 from array import array
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints that are whole, sharded, missing, truncated or pickled; the choices of ``auto``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

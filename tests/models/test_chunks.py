@@ -1,7 +1,5 @@
 """Attention in chunks (Llama 4): trees that cross the edge of a chunk have the bits of plain decoding."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

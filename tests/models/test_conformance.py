@@ -1,7 +1,5 @@
 """Every model, whatever is scored and whatever shares the pass, equals transformers' full forward pass."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

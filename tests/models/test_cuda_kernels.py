@@ -1,7 +1,5 @@
 """Runs the tests of Triton's kernels: on the device where there is one, else by Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every dense family computes what transformers computes, on both runners, in plain passes, chains and trees."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import suppress

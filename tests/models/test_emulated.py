@@ -1,7 +1,5 @@
 """The kernels of aarch64 and of Windows in emulators: products, threads, sampling, and passes of a tiny decoder."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

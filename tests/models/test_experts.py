@@ -1,7 +1,5 @@
 """Mixtures of experts: how rows choose, every layout and kind of weights, and rows that nothing else changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

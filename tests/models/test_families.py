@@ -1,7 +1,5 @@
 """Wrapped transformers modules of all families: results equal the module alone, refusals give the reason."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """FP8 checkpoints: weights and logits equal those that transformers dequantizes, and damaged ones are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files: every type and architecture gives the weights and logits of the checkpoint it was made from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of the architectures that llama.cpp's converter changes in many ways: the same tensors and logits come back."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace

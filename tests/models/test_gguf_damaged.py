@@ -3,8 +3,6 @@
 FORETOKEN_GGUF_MUTATIONS sets the number of mutated headers.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import struct

@@ -1,7 +1,5 @@
 """Metadata of GGUF files as a configuration, and refusals with their reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files equal the ones that the files were made from, on thousands of texts."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

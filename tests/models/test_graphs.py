@@ -1,7 +1,5 @@
 """The CUDA runner. Where there is no device, a stand-in for CUDA graphs repeats the captured work on the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Matrices quantized in groups: their layouts, and the compiled product of each against float64."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

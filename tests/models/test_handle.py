@@ -1,7 +1,5 @@
 """A sequence's cached rows: which are kept when tokens are committed, and when a parked sequence is resumed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models with recurrent layers: whatever is drafted, cached or resumed, rows have the bits of plain decoding."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Recurrent layers on the CUDA runner. Where there is no device, stand-ins take the place of kernels and graphs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

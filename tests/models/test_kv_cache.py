@@ -1,7 +1,5 @@
 """KV caches of int8 and of bfloat16: what they hold, and rows with the bits of plain decoding."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Latent attention: the cache is as small as it should be, and rows have the bits of plain decoding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

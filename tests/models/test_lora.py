@@ -1,7 +1,5 @@
 """LoRA adapters: logits equal PEFT's, bits depend on no neighbour, and what does not fit is refused whole."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory of a model: estimated before loading, and never much more than its weights while loading."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

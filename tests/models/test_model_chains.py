@@ -1,7 +1,5 @@
 """Chains in one call: the tokens, probabilities and caches of drafting level by level."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The language model of a multimodal checkpoint is loaded alone, and equals the whole model on text."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The compiled kernels: all instruction sets of this machine against float64, and the fallbacks without them."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints of packed codes: values equal compressed-tensors' own and the published formulas, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """bfloat16 weights stored in 12 bits: the same bits come out, in products and in rows of an embedding."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Shared pages: a prefix hit has the right content, no page leaks, and no sequence writes into another's pages."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from array import array

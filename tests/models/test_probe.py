@@ -1,7 +1,5 @@
 """The check of a module on loading: it detects differences from the module alone at all lengths, and is cheap."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every kind of weights on every instruction set that this processor can run, against float64, bit by bit over rows."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Int8: its numbers, its limits, checkpoints that other libraries quantized, and no second rounding without a word."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

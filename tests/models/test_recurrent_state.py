@@ -1,7 +1,5 @@
 """Recurrent states: whatever is drafted, accepted, truncated, evicted or resumed, a row sees its own text's state."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from array import array

@@ -1,7 +1,5 @@
 """Rotary factors that transformers chooses in every pass: our tables are fixed, alone and in batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

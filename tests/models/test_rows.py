@@ -1,7 +1,5 @@
 """Batch invariance, bit for bit: logits do not depend on row counts, key lengths, trees or the batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ FORETOKEN_FUZZ_PROMPTS sets how many prompts are drafted for, 60 by default; fro
 format. FORETOKEN_FUZZ_MODELS sets how many random models are run, 3 by default. FORETOKEN_FUZZ_SEED chooses others.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tensor parallelism on two processes: the same logits as one process, and the same text with and without drafts."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tiny random copies: the boundaries that they cross, and the properties of the module that they keep."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

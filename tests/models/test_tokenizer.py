@@ -1,7 +1,5 @@
 """The tokenizer without transformers gives the same results as transformers' own."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files equal SentencePiece and ``tokenizers`` on generated strings, and decode as they do."""
 
-from __future__ import annotations
-
 import io
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The toy model fulfils the contract, and its distribution can be computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels compile without warnings. Users' compilers are silent (``build.QUIET``), whatever they warn about."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 import shutil

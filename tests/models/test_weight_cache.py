@@ -1,7 +1,5 @@
 """Packed weights on disk: the same logits as from the checkpoint, and never from a damaged or an old file."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every tested architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reference tokenizers, built from the metadata of GGUF files without our code, and strings to compare them on."""
 
-from __future__ import annotations
-
 import random
 import re
 import struct

@@ -1,7 +1,5 @@
 """Draft trees with repeated tokens, in which only the parent distinguishes some nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from foretoken.core.draft import Draft

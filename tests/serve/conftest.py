@@ -1,7 +1,5 @@
 """The real server in a thread, on a small model in float32: the bundled draft, with a noisy copy of it to draft."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """A short form of ``benchmarks/attacks.py``: two attacks on a server in this process, and what counts as a failure."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Scopes of texts by ``cache_salt`` and by API key, through the real server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The command: what it refuses before it starts, in one line, and what it says when it runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

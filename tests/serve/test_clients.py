@@ -1,7 +1,5 @@
 """The clients that people have, each against a running server; docs/guides/serving.md lists them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

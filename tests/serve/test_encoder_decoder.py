@@ -1,7 +1,5 @@
 """The server in front of an encoder-decoder: the prompt is what the encoder reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

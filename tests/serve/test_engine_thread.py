@@ -1,7 +1,5 @@
 """Failures in the engine's thread: an order fails alone, and no request waits for a thread that has ended."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Fields of other servers and of OpenAI's clients: applied under each of their names, refused by name, or harmless."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests that are refused, with errors in OpenAI's shape."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

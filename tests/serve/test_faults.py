@@ -1,7 +1,5 @@
 """Faults while the server runs, which other requests do not notice."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

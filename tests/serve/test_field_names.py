@@ -1,7 +1,5 @@
 """Each error names the field that is to blame as it was sent: every field of every body, with values of every kind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_origin

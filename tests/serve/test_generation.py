@@ -1,7 +1,5 @@
 """A request between the engine's thread and its client: pieces come in order, once, and end once."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

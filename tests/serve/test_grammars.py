@@ -1,7 +1,5 @@
 """Grammars and bad words of clients who mean no good: they are refused, and requests beside them do not wait."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which Host headers are served: DNS rebinding must not let web pages reach a server on loopback."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import httpx

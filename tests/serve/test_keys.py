@@ -1,7 +1,5 @@
 """API keys from a file: what each may do and how much, changes while the server runs, and that no key leaks."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Limits of what clients send before the app sees them: headers, bodies, and the time they take. With raw sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

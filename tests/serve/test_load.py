@@ -1,7 +1,5 @@
 """Many clients at once, of every kind, some of whom go away: each text is what it is alone and without speculation."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """LoRA adapters behind the API: requests choose one as their model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """/v1/messages through Anthropic's own client, against the types of its package, and event by event."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The record that load generators read, and the page that Prometheus reads."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

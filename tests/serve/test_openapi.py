@@ -1,7 +1,5 @@
 """Schemathesis on our OpenAPI: whatever is sent, answers are as described, and wrong types are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operating the server: TLS, JSON logs, traces, readiness and reloading."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import logging

@@ -1,7 +1,5 @@
 """Parameters of vLLM's and llama.cpp's clients, and vLLM's tokenizer API."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

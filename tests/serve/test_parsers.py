@@ -1,8 +1,6 @@
 """Reasoning and function calls in the text of each family, however the text is cut."""
 # ruff: noqa: E501  (transcripts stay on the lines on which models write them)
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

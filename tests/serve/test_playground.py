@@ -1,7 +1,5 @@
 """The playground in a real browser, over the real server and the bundled pair."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Four replicas on a Ray cluster of two nodes, on this machine: clients cannot tell them from one server."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Parts of the front, without Ray: what it reads of a request, whom it asks, how a stream goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """A stream repeated by another replica: the client gets each part of it once."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

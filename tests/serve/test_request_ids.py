@@ -1,7 +1,5 @@
 """Identifiers of requests, and unknown fields: named in headers, counted, refused by a strict server."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

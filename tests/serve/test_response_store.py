@@ -1,7 +1,5 @@
 """The store of responses: bounded, by key, and clear about what it does not have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """An answer that is sent back as it came is never refused: by any API, in any format, wherever it was cut."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace

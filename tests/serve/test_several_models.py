@@ -1,7 +1,5 @@
 """Several models behind one address: who answers, who is listed, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

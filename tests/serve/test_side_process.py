@@ -1,7 +1,5 @@
 """Large bodies are read in a process of their own, and answered as if the server had read them itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

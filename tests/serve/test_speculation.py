@@ -1,7 +1,5 @@
 """/v1/speculation: what it tells, who may change it, and that no change shows in a text."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Arguments of calls: written as each family writes them and read back, and demanded of a running server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Function calls: out of texts however they are cut, and through the server."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Tiny random assistants of Gemma 4, saved by transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -2,8 +2,6 @@
 (hao-ai-lab/JetSpec, jetspec/models/draft_head.py) and DSpark (deepseek-ai/DeepSpec, deepspec/modeling/dspark;
 vllm-project/speculators, models/dspark)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ The reference follows DeepSeek-V3's report (2412.19437, equations 21 to 23) with
 M [norm(embedding), norm(h)], a decoder layer, a norm, the shared head.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

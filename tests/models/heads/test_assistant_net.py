@@ -1,7 +1,5 @@
 """Assistants of Gemma 4 compute what transformers' module computes from the target's keys and values."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts of block drafters, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

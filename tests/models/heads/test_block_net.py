@@ -1,7 +1,5 @@
 """Block drafters on our runners against their equations in plain torch."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The EAGLE layer on our runners against plain torch, written from the papers, and its measured taps."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checkpoints of heads: every format is read, round trips keep every bit, and wrong files are refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """MTP layers on our runtime equal those of transformers' modules, in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Published drafters of a model: found by its names, in the hub's cache, and of every form loaded."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Small random heads on disk, for a target of any size."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoder-decoders on both runtimes: whatever shares a pass, its rows equal transformers' full forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Batch invariance of encoder-decoders, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.trees import repeating

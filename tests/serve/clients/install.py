@@ -1,7 +1,5 @@
 """Environments of clients, installed from their lists into the cache folder when a test first needs them."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

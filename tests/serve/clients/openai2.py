@@ -1,7 +1,5 @@
 """The clients of Python that need openai 2, against a running server: openai2.py URL. See ``python.py``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 The name of a check is "client | API | what"; the table of clients in docs/guides/serving.md lists the same.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Runs checks of clients and prints a line of JSON for each; in environments that have the clients alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
