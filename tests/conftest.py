@@ -22,6 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken; before torch is 
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from tests import preloaded
 
 from foretoken.core.folders import cache_folder
@@ -38,6 +39,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # `--hypothesis-profile default` generates new ones.
 settings.register_profile("same", suppress_health_check=[HealthCheck.too_slow], deadline=None, derandomize=True)
 settings.load_profile("same")
+# Constants of imported modules would enter the inputs, which then depend on other tests; parsing them takes seconds.
+providers._get_local_constants = lambda: providers._local_constants
 
 TEXT = (
     "def greet(name):\n    return f'hello {name}, größe 5 €'\n\n",

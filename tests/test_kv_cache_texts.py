@@ -58,9 +58,7 @@ def plain(cache: dict[str, str]) -> dict[float, list[Sequence[int]]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_proposer_writes_the_text_of_plain_decoding(
-    name: str, cache: dict[str, str], plain: dict[float, Any]
-) -> None:
+def test_every_proposer_writes_the_text_of_plain_decoding(name, cache, plain):
     llm = opened(cache, speculative_config=CONFIGS[name])
     batches = [1, 8]
     if list(CONFIGS).index(name) % 2:  # any two of method, temperature and batch meet

@@ -45,9 +45,7 @@ def texts(llm: LLM, names: Any = NAMES, prompts: Any = PROMPTS, **params: Any) -
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}], ids=["greedy", "sampled"])
-def test_text_with_drafts_equals_plain_decoding(
-    tiny_pair: Any, adapters: dict[str, Path], plain: LLM, drafter: str, params: dict[str, Any]
-) -> None:
+def test_text_with_drafts_equals_plain_decoding(tiny_pair, adapters, plain, drafter, params):
     expected = [texts(plain, name, prompt, **params)[0] for name, prompt in zip(NAMES, PROMPTS, strict=True)]
     draft = tiny_pair.draft if "draft_model" in DRAFTERS[drafter].values() else None
     config = {**DRAFTERS[drafter], "control": "fixed"}
@@ -82,9 +80,7 @@ OTHER_LAYERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", OTHER_LAYERS)
-def test_other_layers_change_no_text_by_drafts_caches_and_preemption(
-    architecture: str, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_other_layers_change_no_text_by_drafts_caches_and_preemption(architecture, tokenizer, tmp_path):
     tiny, path = ARCHITECTURES[architecture], tmp_path / "model"
     Tiny(tiny.family, {**tiny.config, "vocab_size": 400}).save(path)
     tokenizer.save_pretrained(path)
@@ -119,9 +115,7 @@ def test_preempted_requests_keep_their_adapter(tiny_pair: Any, adapters: dict[st
     assert llm.engine.usage.preemptions > 0
 
 
-def test_prompts_with_one_beginning_share_no_cache_across_adapters(
-    tiny_pair: Any, adapters: dict[str, Path], plain: LLM
-) -> None:
+def test_prompts_with_one_beginning_share_no_cache_across_adapters(tiny_pair, adapters, plain):
     llm = LLM(tiny_pair.target, dtype="float32", lora=adapters, enable_prefix_caching=True)
     prompt, params = "x = 'größe'\n" * 20, SamplingParams(max_tokens=12, temperature=0)
     for expected_cached in (False, True):
@@ -131,9 +125,7 @@ def test_prompts_with_one_beginning_share_no_cache_across_adapters(
             assert output.outputs[0].text == plain.generate(prompt, params, lora_request=name)[0].outputs[0].text
 
 
-def test_an_adapter_is_chosen_by_name_by_request_and_by_parameter(
-    tiny_pair: Any, adapters: dict[str, Path], plain: LLM
-) -> None:
+def test_an_adapter_is_chosen_by_name_by_request_and_by_parameter(tiny_pair, adapters, plain):
     (expected,) = texts(plain, "all", "x", temperature=0.0)
     assert expected != texts(plain, None, "x", temperature=0.0)[0]
     assert texts(plain, None, "x", temperature=0.0, lora="all") == [expected]
@@ -145,9 +137,7 @@ def test_an_adapter_is_chosen_by_name_by_request_and_by_parameter(
     assert "".join(piece.text for piece in pieces) == expected
 
 
-def test_a_name_of_an_unloaded_adapter_shares_nothing_with_the_next(
-    tiny_pair: Any, adapters: dict[str, Path], plain: LLM
-) -> None:
+def test_a_name_of_an_unloaded_adapter_shares_nothing_with_the_next(tiny_pair, adapters, plain):
     llm = LLM(tiny_pair.target, dtype="float32", enable_prefix_caching=True)
     prompt, params = "x = 'größe'\n" * 20, SamplingParams(max_tokens=12, temperature=0)
     for name in ("all", "attention", "all"):
@@ -164,9 +154,7 @@ def test_a_name_of_an_unloaded_adapter_shares_nothing_with_the_next(
         llm.unload_lora("changing")
 
 
-def test_unfinished_requests_keep_an_adapter_that_is_unloaded(
-    tiny_pair: Any, adapters: dict[str, Path], plain: LLM
-) -> None:
+def test_unfinished_requests_keep_an_adapter_that_is_unloaded(tiny_pair, adapters, plain):
     llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", lora={"all": adapters["all"]})
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
     pieces = llm.stream("x", params, lora_request="all")
@@ -180,9 +168,7 @@ def test_unfinished_requests_keep_an_adapter_that_is_unloaded(
     assert texts(llm, "all", "x", temperature=0.0) == texts(plain, "attention", "x", temperature=0.0)
 
 
-def test_the_command_generates_with_an_adapter(
-    tiny_pair: Any, adapters: dict[str, Path], plain: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_generates_with_an_adapter(tiny_pair, adapters, plain, capsys):
     options = ["--model", str(tiny_pair.target), "--dtype", "float32", "--max-tokens", "12", "--json"]
     with pytest.raises(SystemExit) as ended:
         main(["generate", "x", *options, "--lora", str(adapters["all"])])

@@ -105,9 +105,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
-def test_every_field_of_every_configuration(
-    checkpoints: dict[str, Kind], tiny_pair: Any, tmp_path: Path, name: str
-) -> None:
+def test_every_field_of_every_configuration(checkpoints, tiny_pair, tmp_path, name):
     kind = checkpoints[name]
     kind.use(kind.folder, tiny_pair.target)
     chosen = malformed.cases(kind, random.Random(f"{SEED} {name}"), VALUES)

@@ -162,9 +162,7 @@ def test_a_method_has_vllms_keys(setup: Setup, expected: dict[str, object] | Non
 
 
 @pytest.mark.parametrize("left, ends", [(True, SystemExit), (False, RuntimeError)])
-def test_a_step_that_fails_ends_the_process_if_requests_are_left(
-    monkeypatch: pytest.MonkeyPatch, left: bool, ends: type[BaseException]
-) -> None:
+def test_a_step_that_fails_ends_the_process_if_requests_are_left(monkeypatch, left, ends):
     """They would never finish, and every later request would wait for them."""
 
     class Broken:

@@ -280,9 +280,7 @@ def test_prompts_are_not_written_over(run: Run, tmp_path: Path) -> None:
     assert "x.partial holds something else" in refused.err
 
 
-def test_a_result_replaces_an_earlier_one_whole_or_not_at_all(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_replaces_an_earlier_one_whole_or_not_at_all(run, tmp_path, monkeypatch):
     out, page = tmp_path / "a.json", tmp_path / "a.html"
     for _ in range(2):
         assert run("simulate", "--output", str(out), "--html", str(page)).code in (0, 3)

@@ -55,9 +55,7 @@ def test_a_spinner_is_a_line_without_a_terminal(capsys: pytest.CaptureFixture[st
         assert capsys.readouterr() == ("", line)
 
 
-def test_a_spinner_shows_how_many_kernels_are_compiled(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, compilation: Compilation
-) -> None:
+def test_a_spinner_shows_how_many_kernels_are_compiled(capsys, monkeypatch, compilation):
     shown: list[str] = []
     notes: Any = console(ColorMode.ALWAYS, stderr=True)
     monkeypatch.setattr("foretoken.cli.theme.on_terminal", lambda console: True)
@@ -79,9 +77,7 @@ def test_a_command_that_compiles_says_so_once(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr() == ("", f"{NOTICE} ...\n")
 
 
-def test_lines_of_the_log_are_not_folded(
-    capsys: pytest.CaptureFixture[str], log: None, compilation: Compilation
-) -> None:
+def test_lines_of_the_log_are_not_folded(capsys, log, compilation):
     start_log("info", "text")
     with compilation_announced():
         compilation.begin(1)

@@ -148,9 +148,7 @@ def test_cpuid_reports_the_features_that_linux_lists() -> None:
 @pytest.mark.parametrize(
     ("system", "features"), [("darwin", {"asimd", "asimddp"}), ("win32", set()), ("linux", {"fp", "asimd"})]
 )
-def test_features_are_read_in_the_way_of_each_system(
-    system: str, features: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_features_are_read_in_the_way_of_each_system(system, features, monkeypatch, tmp_path):
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nFeatures\t: fp asimd\n", encoding="utf-8")
     monkeypatch.setattr(processor, "Path", lambda _: info)

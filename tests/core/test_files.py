@@ -134,9 +134,7 @@ def test_two_writers_of_one_folder_keep_apart(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["a"]
 
 
-def test_a_process_that_was_killed_during_the_exchange_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_was_killed_during_the_exchange_loses_nothing(tmp_path, monkeypatch):
     fill(tmp_path / "out", "old")
     real, moves = os.replace, []
 

@@ -80,9 +80,7 @@ def test_of_several_that_need_a_library_one_compiles(calls: Callable[[], list[st
     assert sorted(file.suffix for file in paths[0].parent.iterdir()) == [".o", ".so"]
 
 
-def test_a_library_of_the_wheel_is_taken_if_it_has_these_sources(
-    calls: Callable[[], list[str]], sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_of_the_wheel_is_taken_if_it_has_these_sources(calls, sources, tmp_path, monkeypatch):
     one, two, _ = sources
     few, whole = [(one, ["-DVALUE=1"])], [(one, ["-DVALUE=1"]), (two, ["-DVALUE=2"])]
     monkeypatch.setattr(build, "SHIPPED", tmp_path / "shipped")
@@ -96,9 +94,7 @@ def test_a_library_of_the_wheel_is_taken_if_it_has_these_sources(
     assert linked("x", few, build.ANY, whole) != path  # the sources were edited
 
 
-def test_compiling_is_one_line_of_the_log(
-    calls: Callable[[], list[str]], sources: list[Path], caplog: pytest.LogCaptureFixture, compilation: Compilation
-) -> None:
+def test_compiling_is_one_line_of_the_log(calls, sources, caplog, compilation):
     caplog.set_level(logging.DEBUG, logger="foretoken")
     linked("x", [(source, ["-DVALUE=1"]) for source in sources])
     linked("y", [(sources[0], ["-DVALUE=2"])])
@@ -106,9 +102,7 @@ def test_compiling_is_one_line_of_the_log(
     assert sum("-DVALUE=" in record.getMessage() for record in caplog.records) == 4  # for debugging
 
 
-def test_a_watcher_sees_every_file_and_replaces_the_line(
-    calls: Callable[[], list[str]], sources: list[Path], caplog: pytest.LogCaptureFixture, compilation: Compilation
-) -> None:
+def test_a_watcher_sees_every_file_and_replaces_the_line(calls, sources, caplog, compilation):
     caplog.set_level(logging.INFO, logger="foretoken")
     seen: list[tuple[int, int]] = []
     with compilation.watched(lambda finished, files: seen.append((finished, files))):
@@ -118,9 +112,7 @@ def test_a_watcher_sees_every_file_and_replaces_the_line(
     assert seen == [(0, 2), (1, 2), (2, 2), (2, 3), (3, 3)] and caplog.records == []
 
 
-def test_a_file_that_fails_is_finished(
-    calls: Callable[[], list[str]], sources: list[Path], compilation: Compilation
-) -> None:
+def test_a_file_that_fails_is_finished(calls, sources, compilation):
     seen: list[tuple[int, int]] = []
     sources[0].write_text("no C++")
     with (

@@ -287,9 +287,7 @@ PERIODIC = st.builds(
     min_prob=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
     top_k=st.integers(1, 4),
 )
-def test_text_to_copy_is_that_of_the_search_in_python(
-    tokens: list[int], budget: int, depth: int, factor: float, min_prob: float, top_k: int
-) -> None:
+def test_text_to_copy_is_that_of_the_search_in_python(tokens, budget, depth, factor, min_prob, top_k):
     config = SuffixConfig(depth, 0, factor, min_prob, top_k=top_k)
     drafts: list[Draft] = []
     for compiled in (True, False):

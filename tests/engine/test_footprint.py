@@ -92,9 +92,7 @@ def test_predicted_memory_is_near_the_peak(folder: Path, tmp_path: Path) -> None
         (150, {"kv_cache_dtype": "int8", "quantization": "int8"}, "without a drafter it fits, with 0.1 GiB"),
     ],
 )
-def test_too_much_is_refused_before_loading_with_an_option_that_fits(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, options: dict[str, Any], advice: str
-) -> None:
+def test_too_much_is_refused_before_loading_with_an_option_that_fits(folder, monkeypatch, free, options, advice):
     monkeypatch.setattr(memory, "machine_memory", lambda: free * 2**20)
     monkeypatch.setattr("foretoken.llm.load_model", lambda *_, **__: pytest.fail("loaded"))
     config = {"method": "draft_model", "model": str(zoo.path("target"))} if options else NONE
@@ -103,9 +101,7 @@ def test_too_much_is_refused_before_loading_with_an_option_that_fits(
     assert "for the weights of" in str(error.value) and "KV cache of 512 tokens" in str(error.value)
 
 
-def test_a_dry_run_prints_the_sum_without_loading(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_prints_the_sum_without_loading(folder, capsys, monkeypatch):
     def run(*more: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as exit_:
             main(["plan", "--dry-run", str(folder), "--draft-model", str(zoo.path("draft")), *more])

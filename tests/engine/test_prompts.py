@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM
-from foretoken.core.errors import ContextLengthExceeded, ForetokenError, InvalidRequest, ModelLoadError
+from foretoken.core.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from foretoken.engine.chat_template import apply_template, check_template, own_template, read_template
 from foretoken.engine.prompts import ContextLimit, PromptTokenizer
 from foretoken.engine.requests import RequestBuilder
@@ -51,9 +51,7 @@ def longest(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def test_a_text_beyond_the_longest_tokens_is_refused_untokenized(
-    builder: RequestBuilder, counting: Counting, longest: int
-) -> None:
+def test_a_text_beyond_the_longest_tokens_is_refused_untokenized(builder, counting, longest):
     text = "é" * (CONTEXT * longest + 1)
     words = (
         f"has {len(text)} characters; the model's context length is {CONTEXT} tokens, which are {len(text) - 1} char"
@@ -89,9 +87,7 @@ def test_ids_beyond_the_context_are_refused_unchecked(builder: RequestBuilder) -
 
 
 @pytest.mark.parametrize("max_model_len", [16, 40])
-def test_prompts_that_fill_the_context_and_that_exceed_it_raise_the_same_error(
-    tiny_pair: Any, max_model_len: int
-) -> None:
+def test_prompts_that_fill_the_context_and_that_exceed_it_raise_the_same_error(tiny_pair, max_model_len):
     llm = LLM(tiny_pair.target, dtype="float32", max_model_len=max_model_len)
     letters = ((id, llm.tokenizer.decode([id])) for id in range(400))
     token = next(id for id, text in letters if len(text) == 1 and llm.tokenizer.encode(text * 3) == [id] * 3)
@@ -188,9 +184,7 @@ def test_files_that_are_not_utf_8_are_refused(content: bytes | None, tmp_path: P
         (b"", InvalidRequest, r"target has no chat template; use generate\(\)"),
     ],
 )
-def test_templates_of_checkpoints_are_checked(
-    content: bytes, error: type[ForetokenError], words: str, tiny_pair: Any, tmp_path: Path
-) -> None:
+def test_templates_of_checkpoints_are_checked(content, error, words, tiny_pair, tmp_path):
     folder = shutil.copytree(tiny_pair.target, tmp_path / "model")
     (folder / "chat_template.jinja").write_bytes(content)
     with pytest.raises(error, match=words):

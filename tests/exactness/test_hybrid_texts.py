@@ -72,9 +72,7 @@ def wanted(target: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_proposer_and_batch(
-    method: str, target: Path, wanted: dict[str, list[str]], saved: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_every_proposer_and_batch(method, target, wanted, saved, tmp_path):
     """The draft model has recurrent layers of its own: the target's first layers would agree, these seldom do."""
     config = dict(METHODS[method])
     if config["method"] in ("auto", "draft_model"):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -160,9 +159,7 @@ IDS = [5, 9, 3, 77, 20]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2"])
-def test_the_head_alone_gives_the_logits_of_a_pass(
-    name: str, runner: str, dtype: str, quantization: Any, tmp_path: Path
-) -> None:
+def test_the_head_alone_gives_the_logits_of_a_pass(name, runner, dtype, quantization, tmp_path):
     with only_runner(runner):
         model = load_model(ARCHITECTURES[name].save(tmp_path), dtype, "cpu", quantization=quantization)
     tolerance = 0.0 if runner == "compiled" else 1e-5 if dtype == "float32" and not quantization else 0.1

@@ -278,9 +278,7 @@ def test_dtypes_are_named_or_chosen_by_the_cpu() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kernels", [True, False])
-def test_compiled_kernels_take_bfloat16_on_every_cpu(
-    compiled: bool, kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_kernels_take_bfloat16_on_every_cpu(compiled, kernels, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     monkeypatch.setattr(loading, "kernels_available", lambda: kernels)
     expected = torch.bfloat16 if compiled and kernels else torch.float32

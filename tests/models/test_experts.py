@@ -222,9 +222,7 @@ def apart(path: Path) -> dict[str, Tensor]:
 @needs_kernels
 @pytest.mark.parametrize("layout", [joined, apart])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_every_layout_of_experts_gives_the_same_bits(
-    layout: Any, quantization: str | None, checkpoints: dict[str, Path]
-) -> None:
+def test_every_layout_of_experts_gives_the_same_bits(layout, quantization, checkpoints):
     path, config = checkpoints["qwen3-moe"], load_config(checkpoints["qwen3-moe"])
     logits = []
     for weights in (open_weights(path), layout(path)):
@@ -278,9 +276,7 @@ def packed_gpt_oss(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, Ten
 
 
 @needs_kernels
-def test_packed_experts_of_gpt_oss_are_those_that_transformers_unpacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_experts_of_gpt_oss_are_those_that_transformers_unpacks(tmp_path, monkeypatch):
     path, packed, floats = packed_gpt_oss(tmp_path)
     shapes = {name: tuple(tensor.shape) for name, tensor in packed.items()}
     weights = PackedWeights(packed, shapes, PackedSettings("mxfp4", group=32))

@@ -76,9 +76,7 @@ def test_logits_equal_those_of_transformers_dequantized_module(architecture: str
 @pytest.mark.parametrize("block", [(128, 128), (16, 40), (2**30, 2**30)])
 @pytest.mark.parametrize("stack", [(), (3,)])
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
-def test_blocks_need_not_divide_a_matrix(
-    block: tuple[int, int], stack: tuple[int, ...], scales: torch.dtype, tmp_path: Path
-) -> None:
+def test_blocks_need_not_divide_a_matrix(block, stack, scales, tmp_path):
     """576 rows, as DeepSeek-V3's ``kv_a_proj_with_mqa`` has, are four and a half blocks."""
     numbers = torch.randn(*stack, 576, 200, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     grid = (*stack, -(-576 // block[0]), -(-200 // block[1]))

@@ -67,9 +67,7 @@ def test_all_types_of_the_issue_are_read() -> None:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("kinds", [K.F32, MIXED], ids=["F32", "mixed"])
-def test_logits_equal_those_of_the_dequantized_checkpoint(
-    architecture: str, kinds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_equal_those_of_the_dequantized_checkpoint(architecture, kinds, tmp_path, monkeypatch):
     """With torch's operators, which dequantize the matrices; compiled kernels also quantize activations."""
     monkeypatch.setenv(SWITCH, "0")
     module = tiny_checkpoint(architecture)
@@ -104,9 +102,7 @@ PLAIN = {"attention_bias": False, "rope_parameters": {"rope_type": "default", "r
 
 
 @pytest.mark.parametrize("architecture, settings", [("llama", PLAIN), ("qwen2", {})])
-def test_transformers_reads_the_same_model_from_the_file(
-    architecture: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_reads_the_same_model_from_the_file(architecture, settings, tmp_path, monkeypatch):
     monkeypatch.setenv(SWITCH, "0")
     module = tiny_checkpoint(architecture, **settings)
     file, _ = write_both(module, architecture, tmp_path, K.Q8_0)

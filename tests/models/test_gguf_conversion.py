@@ -289,9 +289,7 @@ def test_four_bit_matrices_are_read_as_they_are(name: str, saved: Callable[..., 
 @needs_kernels
 @pytest.mark.parametrize("kind", [K.F32, K.Q4_0])
 @pytest.mark.parametrize("name", ["qwen35moe", "glm4moe", "llama, yarn", "llama4", "lfm2moe"])
-def test_joined_queries_keys_and_values_are_those_of_the_checkpoint(
-    name: str, kind: K, saved: Callable[..., Saved]
-) -> None:
+def test_joined_queries_keys_and_values_are_those_of_the_checkpoint(name, kind, saved):
     s = saved(CASES[name], kind, fuse_qkv=True)
     assert any("attn_qkv" in part for part in Header.read(s.file).tensors)
     file, reference = open_weights(s.file), open_weights(s.folder)

@@ -130,9 +130,7 @@ def tensor(name: str, kind: K = K.F32, shape: tuple[int, ...] = (4,)) -> Change:
         ),
     ],
 )
-def test_a_configuration_that_is_not_computed_is_refused(
-    architecture: str, change: Change, message: str, tmp_path: Path
-) -> None:
+def test_a_configuration_that_is_not_computed_is_refused(architecture, change, message, tmp_path):
     with pytest.raises(ModelLoadError, match=message):
         load_config(written(tmp_path / "model.gguf", architecture, change))
 

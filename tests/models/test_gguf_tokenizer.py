@@ -295,9 +295,7 @@ def test_texts_end_with_the_tokens_that_the_file_names(tmp_path: Path) -> None:
         (["<eos>", "<bos>", "<unused0>", "<start_of_turn>"], "eccc", ["<eos>"]),
     ],
 )
-def test_texts_end_with_control_tokens_that_end_a_turn(
-    tokens: list[str], kinds: str, ends: list[str], tmp_path: Path
-) -> None:
+def test_texts_end_with_control_tokens_that_end_a_turn(tokens, kinds, ends, tmp_path):
     """kinds: e the file's eos, c a control token, u a user-defined one."""
     of = {"e": TokenType.CONTROL, "c": TokenType.CONTROL, "u": TokenType.USER_DEFINED}
     settings: dict[str, Any] = {"pre": "gpt-2", "merges": ["a b"], "eos_token_id": 3}
@@ -331,9 +329,7 @@ def test_ids_outside_the_vocabulary_count_as_absent(tmp_path: Path) -> None:
         ("llama", {"eos_token_id": 3, "scores": [0.0, 0.0, 0.0]}, "eos_token_id = 3 of 3 tokens"),
     ],
 )
-def test_damaged_vocabularies_and_unknown_kinds_are_refused(
-    model: str, settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_damaged_vocabularies_and_unknown_kinds_are_refused(model, settings, message, tmp_path):
     file = written(tmp_path / "model.gguf", model, ["a", "b", "ab"], [1, 1, 1], **settings)
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_tokenizer(file)

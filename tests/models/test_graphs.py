@@ -310,9 +310,7 @@ def test_biases_by_distance_equal_the_torch_runner(name: str, tmp_path: Path) ->
     ids=["float16", "bfloat16", "int8"],
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_all_dtypes_equal_the_torch_runner(
-    name: str, dtype: torch.dtype, quantize: bool, tolerance: float, tmp_path: Path
-) -> None:
+def test_all_dtypes_equal_the_torch_runner(name, dtype, quantize, tolerance, tmp_path):
     two = Two(ARCHITECTURES[name].save(tmp_path), dtype, quantize)
     two.tolerance = tolerance
     run_steps(two)

@@ -70,12 +70,7 @@ def test_int8_keys_and_values_are_those_of_transformers_rounded(device: str, fam
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_instruction_set_rounds_equally(
-    instructions: str,  # noqa: F811
-    dtype: torch.dtype,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_instruction_set_rounds_equally(instructions, dtype, folder, monkeypatch):  # noqa: F811
     def scores() -> torch.Tensor:
         model = opened(folder, "int8", dtype)
         return model.score([model.open(text(100, 2))], [repeating((-1, 0, -1, 2, 1))])[0].logits
@@ -97,9 +92,7 @@ def test_nodes_of_trees_have_the_bits_of_chains(device: str, length: int, folder
 @on_devices
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "auto"])
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "qwen3.5"])
-def test_chunks_and_prefix_cache_hits_give_the_same_bits(
-    device: str, family: str, kv_cache_dtype: str, tmp_path: Path
-) -> None:
+def test_chunks_and_prefix_cache_hits_give_the_same_bits(device, family, kv_cache_dtype, tmp_path):
     model = opened(ARCHITECTURES[family].save(tmp_path), kv_cache_dtype, torch.bfloat16, device)
     if not model.enable_prefix_cache(2**24):
         pytest.skip("CUDA has no prefix cache of this family: runners/cuda/runner.py")
@@ -126,9 +119,7 @@ def test_an_int8_cache_takes_a_byte_for_each_number_and_four_for_each_head(devic
     assert opened(folder, "bfloat16", torch.bfloat16, device).kv_bytes_per_token == 2 * numbers
 
 
-def test_unsupported_types_of_the_kv_cache_are_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_types_of_the_kv_cache_are_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(InvalidRequest, match="kv_cache_dtype 'fp8' is not known; known: auto, bfloat16, int8"):
         load_model(folder, kv_cache_dtype="fp8")
     with pytest.raises(InvalidRequest, match="'int8' needs the native decoder"):

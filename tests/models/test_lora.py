@@ -146,9 +146,7 @@ def test_logits_equal_those_of_a_merged_checkpoint(sizes: dict[str, int], tmp_pa
 
 
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16", "packed", "int8", "int4"])
-def test_no_bit_depends_on_the_other_rows_and_their_adapters(
-    llama: Path, adapters: dict[str, Path], numbers: str
-) -> None:
+def test_no_bit_depends_on_the_other_rows_and_their_adapters(llama, adapters, numbers):
     torch.set_num_threads(2)
     options: dict[str, Any] = {}
     if numbers.startswith("int"):
@@ -359,9 +357,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_adapters_that_do_not_fit_are_refused_and_change_nothing(
-    llama: Path, adapters: dict[str, Path], tmp_path: Path, case: str
-) -> None:
+def test_adapters_that_do_not_fit_are_refused_and_change_nothing(llama, adapters, tmp_path, case):
     change, message = BROKEN[case]
     config = json.loads((adapters["attention"] / "adapter_config.json").read_text())
     tensors = load_file(adapters["attention"] / "adapter_model.safetensors")
@@ -389,9 +385,7 @@ def test_files_that_cannot_be_read_are_refused(llama: Path, adapters: dict[str, 
         load_adapter(model, "x", tmp_path)
 
 
-def test_a_model_outlives_missing_kernels_of_its_adapters(
-    llama: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_outlives_missing_kernels_of_its_adapters(llama, adapters, monkeypatch):
     model = load(llama, {}, "bfloat16")
     before = logits(model, [text(9, 0)], [None])
 

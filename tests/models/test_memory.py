@@ -97,9 +97,7 @@ def measured(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
 @pytest.mark.parametrize(
     "native, quantization", CASES, ids=lambda value: {"0": "torch", "1": "compiled"}.get(value, value)
 )
-def test_peak_memory_while_loading_is_near_the_weights(
-    large: Path, measured: dict[tuple[str, str], tuple[int, int]], native: str, quantization: str
-) -> None:
+def test_peak_memory_while_loading_is_near_the_weights(large, measured, native, quantization):
     peak, after = measured[native, quantization]
     weights = weight_bytes(open_weights(large).shapes, torch.bfloat16, 8.0 if quantization else None)
     limit = 1.3 if quantization else 1.2  # int8 halves the weights, but not the layer that is read in full
@@ -119,9 +117,7 @@ def test_a_model_that_does_not_fit_is_refused_before_reading(large: Path, monkey
 
 
 @needs_kernels
-def test_memory_is_checked_for_twelve_bits_where_weights_are_held_in_them(
-    large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_checked_for_twelve_bits_where_weights_are_held_in_them(large, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr("foretoken.models.loading.check_fits", lambda needed, *_: asked.append(needed))
     for weight_format in ("raw", "packed"):
@@ -158,9 +154,7 @@ def test_free_memory_respects_a_containers_limit(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("quantization", [None, "int4", "int8"])
-def test_memory_is_checked_for_dequantized_weights_where_groups_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
-) -> None:
+def test_memory_is_checked_for_dequantized_weights_where_groups_are_not_kept(tmp_path, monkeypatch, quantization):
     from .gguf_files import K, tiny_checkpoint, write_both
 
     file, _ = write_both(tiny_checkpoint("llama"), "llama", tmp_path, K.Q4_0)

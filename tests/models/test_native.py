@@ -124,9 +124,7 @@ def score_again(model: Decoder, handle: Handle, drafted: list[int]) -> torch.Ten
 
 @needs_kernels
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-4), (torch.bfloat16, 0.4)])
-def test_every_instruction_set_agrees_with_the_torch_runner(
-    instructions: str, dtype: torch.dtype, near: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_instruction_set_agrees_with_the_torch_runner(instructions, dtype, near, monkeypatch):
     compiled = decoder(dtype)
     assert isinstance(compiled.runner, NativeRunner)
     monkeypatch.setenv(build.SWITCH, "0")
@@ -137,9 +135,7 @@ def test_every_instruction_set_agrees_with_the_torch_runner(
 
 @needs_kernels
 @kinds
-def test_every_instruction_set_has_independent_rows(
-    instructions: str, dtype: torch.dtype, quantization: str | None
-) -> None:
+def test_every_instruction_set_has_independent_rows(instructions, dtype, quantization):
     model = decoder(dtype, quantization)
     assert model.batch_invariant
     prompt, continuation = list(range(3, 50)), list(range(60, 100))
@@ -156,9 +152,7 @@ def test_every_instruction_set_has_independent_rows(
 
 @needs_kernels
 @kinds
-def test_every_number_of_rows_gives_the_same_bits(
-    instructions: str, dtype: torch.dtype, quantization: str | None
-) -> None:
+def test_every_number_of_rows_gives_the_same_bits(instructions, dtype, quantization):
     """Passes of 1 to 34 rows: one, two and more register tiles of every height, without a prompt's rows beside."""
     model, continuation = decoder(dtype, quantization), list(range(60, 93))
     handle = model.open(list(range(3, 50)))
@@ -187,9 +181,7 @@ def test_threads_that_come_late_change_no_bit(tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_rows_without_logits_leave_before_the_last_layers_attention(
-    instructions: str, quantization: str | None
-) -> None:
+def test_rows_without_logits_leave_before_the_last_layers_attention(instructions, quantization):
     """Rows without logits leave the last layer unless its states are tapped: the bits are the same either way."""
     model, draft = decoder(torch.bfloat16, quantization), repeating((-1, 0, -1, 1))
     drafts = [draft, Draft.empty(), Draft.chain([9, 9])]
@@ -240,9 +232,7 @@ def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) 
 @pytest.mark.parametrize(
     "dtype, quantization", [(torch.float32, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
 )
-def test_avx2_and_avx512_give_the_same_bits(
-    dtype: torch.dtype, quantization: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_avx2_and_avx512_give_the_same_bits(dtype, quantization, monkeypatch):
     """Both have fused multiply-adds and take the same order; bfloat16 instructions round differently."""
     results = []
     for name in ("avx512-vnni", "avx2"):

@@ -199,9 +199,7 @@ def test_scales_of_32_bits_with_zeros_are_not_grouped() -> None:
 @pytest.mark.parametrize(
     "name", ["gptq", "gptq desc_act", "awq", "compressed w4 32 symmetric", "compressed w8 -1 zeros"]
 )
-def test_a_packed_checkpoint_computes_as_its_dequantized_one(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packed_checkpoint_computes_as_its_dequantized_one(name, tmp_path, monkeypatch):
     """Exactly with torch's operators, which dequantize the matrices; compiled kernels also quantize activations."""
     dense, folder = tmp_path / "dense", tmp_path / "packed"
     tensors, config = save_packed(name, dense, folder)

@@ -113,9 +113,7 @@ def dequantized(weights: AnyMatrix) -> Tensor:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_products_are_those_of_float64_for_any_number_of_rows(
-    level: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_those_of_float64_for_any_number_of_rows(level, kind, monkeypatch):
     monkeypatch.setenv(cpu.VARIABLE, level)
     case = KINDS[kind]
     weights, arena = case.weights(), Arena(packing_library())

@@ -184,9 +184,7 @@ def test_models_that_cannot_be_quantized_are_refused(llama: Path, tmp_path: Path
 @pytest.mark.parametrize("settings", [COMPRESSED, TORCHAO], ids=["compressed-tensors", "torchao"])
 @pytest.mark.parametrize("skip", [(), ("lm_head",), ("lm_head", "layers.0")], ids=["all", "no-head", "some"])
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
-def test_stored_int8_equals_quantizing_on_loading(
-    llama: Path, settings: dict[str, Any], skip: tuple[str, ...], runner: str
-) -> None:
+def test_stored_int8_equals_quantizing_on_loading(llama, settings, skip, runner):
     """Quantizing on loading makes the other matrices int8 too, so both ways give one model, bit for bit."""
     with only_runner(runner):
         expected = logits(load_model(llama, "float32", "cpu", quantization="int8"))
@@ -264,9 +262,7 @@ def warnings(caplog: pytest.LogCaptureFixture, path: Path, quantization: str | N
 
 @pytest.mark.parametrize("kind", [K.Q4_1, K.Q8_0, K.Q4_K], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int4-g64"])
-def test_a_quantized_file_is_rounded_again_with_a_warning(
-    kind: K, quantization: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_quantized_file_is_rounded_again_with_a_warning(kind, quantization, tmp_path, caplog):
     file, folder = write_both(tiny_checkpoint("llama", num_hidden_layers=1), "llama", tmp_path, kind)
     (said,) = warnings(caplog, file, quantization)
     assert str(file) in said and repr(quantization) in said and "leave it out" in said
@@ -281,9 +277,7 @@ def test_a_file_of_floats_is_rounded_once(kind: K, tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("layout", ["awq", "gptq", "gptq 8 bits", "compressed w4 32 symmetric"])
-def test_packed_folders_are_rounded_again_with_a_warning(
-    layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_packed_folders_are_rounded_again_with_a_warning(layout, tmp_path, caplog):
     save_packed(layout, tmp_path / "dense", tmp_path / "packed", num_hidden_layers=1)
     assert len(warnings(caplog, tmp_path / "packed", "int8")) == 1
     assert warnings(caplog, tmp_path / "dense", "int8") == []
@@ -298,9 +292,7 @@ def test_int8_stays_int8(settings: dict[str, object], tmp_path: Path, caplog: py
         load_model(path, "float32", "cpu", quantization="int4")
 
 
-def test_experts_of_four_bits_are_rounded_again_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_experts_of_four_bits_are_rounded_again_with_a_warning(tmp_path, caplog):
     file, _ = write_both(tiny_checkpoint("gpt-oss"), "gpt-oss", tmp_path, K.MXFP4)
     assert len(warnings(caplog, file, "int8")) == 1
 

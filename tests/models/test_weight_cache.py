@@ -77,9 +77,7 @@ def stored(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("kind", [K.Q4_0, K.Q4_K, K.Q8_0, K.Q6_K, K.MXFP4], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
-def test_logits_of_a_gguf_file_are_the_same_from_the_cache(
-    tmp_path: Path, own_cache: Path, packed: list[str], architecture: str, kind: K
-) -> None:
+def test_logits_of_a_gguf_file_are_the_same_from_the_cache(tmp_path, own_cache, packed, architecture, kind):
     file, _ = write_both(tiny_checkpoint(architecture), architecture, tmp_path, kind)
     expected = logits(load(file))
     assert packed == ["packed"] and len(stored(own_cache)) == 1
@@ -133,9 +131,7 @@ def test_weights_in_twelve_bits_are_the_same_from_the_cache(gguf: Path) -> None:
     assert first is not None and second is not None and torch.equal(first, second)
 
 
-def test_other_settings_and_other_code_make_other_files(
-    gguf: Path, own_cache: Path, packed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_settings_and_other_code_make_other_files(gguf, own_cache, packed, monkeypatch):
     load(gguf)
     load(gguf, None, "bfloat16")
     load(gguf, "int8")
@@ -157,9 +153,7 @@ def test_a_changed_checkpoint_is_noticed(gguf: Path, tmp_path: Path, packed: lis
 
 
 @pytest.mark.parametrize("damage", ["empty", "head", "short", "block", "directory", "longer"])
-def test_a_damaged_file_is_made_again(
-    gguf: Path, own_cache: Path, packed: list[str], damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_made_again(gguf, own_cache, packed, damage, caplog):
     expected = logits(load(gguf))
     (file,) = stored(own_cache)
     content = bytearray(whole := file.read_bytes())
@@ -196,9 +190,7 @@ def test_every_changed_byte_is_noticed(gguf: Path, own_cache: Path) -> None:
     assert unnoticed < len(starts) / 2 and image.spec.layer_count == 2
 
 
-def test_the_least_recently_used_files_are_deleted(
-    tmp_path: Path, own_cache: Path, packed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_least_recently_used_files_are_deleted(tmp_path, own_cache, packed, monkeypatch):
     files = []
     for seed in range(3):
         (tmp_path / str(seed)).mkdir()
@@ -219,9 +211,7 @@ def test_the_least_recently_used_files_are_deleted(
     assert len(packed) == 3
 
 
-def test_the_cache_can_be_turned_off(
-    gguf: Path, own_cache: Path, packed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_can_be_turned_off(gguf, own_cache, packed, monkeypatch):
     for bound in ("0", "1KiB"):  # none, and too small for it
         monkeypatch.setenv(cache.BOUND, bound)
         load(gguf)
@@ -244,9 +234,7 @@ def test_files_belong_to_their_owner_alone(gguf: Path, own_cache: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_cannot_be_written_is_reported(
-    gguf: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(gguf, own_cache, caplog):
     (own_cache / "weights").write_text("in the way")
     expected = logits(load(gguf))
     assert "cannot be kept" in caplog.text and torch.equal(logits(load(gguf)), expected)

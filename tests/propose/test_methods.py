@@ -33,9 +33,7 @@ def test_a_draft_model_without_keys_drafts_by_auto() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0004, 0.06])
-def test_the_default_does_not_depend_on_the_time_of_a_pass(
-    seconds: float, tiny_pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_does_not_depend_on_the_time_of_a_pass(seconds, tiny_pair, monkeypatch):
     monkeypatch.setattr(CostModel, "plain_seconds", lambda self, batch: seconds * batch)
     llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", methods=["draft_model"])
     assert llm.methods == ("auto", "draft_model") and llm.speculative_config.method_in_force == "auto"
@@ -61,9 +59,7 @@ def test_heads_named_as_a_draft_model_are_refused_with_their_method(tiny_pair: A
         LLM(tiny_pair.target, zoo.path("medusa"), speculative_config={"method": "draft_model"})
 
 
-def test_heads_in_the_targets_folder_draft_unless_they_do_not_fit(
-    tiny_pair: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_heads_in_the_targets_folder_draft_unless_they_do_not_fit(tiny_pair, tmp_path, caplog):
     folder = tmp_path / "target"
     folder.mkdir()
     for file in tiny_pair.target.iterdir():

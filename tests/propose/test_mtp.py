@@ -158,9 +158,7 @@ def test_several_layers_draft_a_token_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_the_better_hidden_state_is_taken_and_logged(
-    normed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_better_hidden_state_is_taken_and_logged(normed, tmp_path, caplog):
     """A target that repeats its last token, and a layer that copies the state it was made for."""
     reference = MtpReference(MTP_FAMILIES["mimo"])
     with torch.no_grad():

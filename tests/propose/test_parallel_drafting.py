@@ -109,9 +109,7 @@ def test_the_mask_token_of_a_config() -> None:
             mask_token({"pard_token": wrong}, 7, path)
 
 
-def test_a_wrong_mask_token_is_an_error_only_where_it_is_needed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_mask_token_is_an_error_only_where_it_is_needed(tmp_path, caplog):
     (tmp_path / "config.json").write_text(json.dumps({"pard_token": 7}))
     assert _mask_token(DraftMethodConfig(), tmp_path, 7) is None
     assert "token by token" in caplog.text

@@ -10,7 +10,7 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
-from foretoken.core.errors import ForetokenError, InvalidRequest, ModelLoadError
+from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
@@ -94,9 +94,7 @@ def test_a_mixture_may_have_a_remote_member(tiny_pair: Any, one_worker: Any) -> 
 
 
 @pytest.mark.slow
-def test_a_process_gives_the_text_of_one_worker_and_may_die(
-    tiny_pair: Any, one_worker: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_gives_the_text_of_one_worker_and_may_die(tiny_pair, one_worker, caplog):
     llm = remote_llm(tiny_pair)
     assert (texts(llm), accepted(llm)) == one_worker
     endpoint = remote_of(llm).endpoint
@@ -125,9 +123,7 @@ def test_a_worker_ends_with_its_engine(tiny_pair: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_ray_actor_gives_the_text_of_one_worker_and_may_die(
-    tiny_pair: Any, one_worker: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_ray_actor_gives_the_text_of_one_worker_and_may_die(tiny_pair, one_worker, caplog):
     ray = pytest.importorskip("ray")
     try:
         llm = remote_llm(tiny_pair, transport="ray", ahead=2)
@@ -167,9 +163,7 @@ def test_bad_configurations_are_refused(keys: dict[str, Any], says: str) -> None
         ({"method": "medusa", "model": "ZOO"}, InvalidRequest, "needs the target itself"),
     ],
 )
-def test_loading_errors_of_a_worker_are_raised_in_the_engine(
-    tiny_pair: Any, own: dict[str, Any], error: type[ForetokenError], says: str
-) -> None:
+def test_loading_errors_of_a_worker_are_raised_in_the_engine(tiny_pair, own, error, says):
     from foretoken import zoo
 
     if own.get("model") == "ZOO":

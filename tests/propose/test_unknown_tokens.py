@@ -52,9 +52,7 @@ def drafter(model: Model, shape: TreeKind = "chain") -> DraftModel:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", ["chain", "ranked"])
 @pytest.mark.parametrize("unknown", [SMALL, LARGE - 1, 2**40])
-def test_a_draft_model_skips_a_sequence_that_it_cannot_read(
-    unknown: int, shape: TreeKind, temperature: float, model: Model
-) -> None:
+def test_a_draft_model_skips_a_sequence_that_it_cannot_read(unknown, shape, temperature, model):
     alone = drafter(model, shape).propose([context(0, KNOWN, temperature)], [4])[0]
     contexts = [context(1, [5, unknown, 6], temperature), context(0, KNOWN, temperature), context(2, [unknown])]
     proposer = drafter(model, shape)
@@ -114,9 +112,7 @@ def test_the_engine_refuses_a_request_by_itself() -> None:
 
 
 @pytest.mark.parametrize("wrong", [7, -1, 2**40])
-def test_a_draft_with_an_unknown_token_is_dropped_and_changes_no_text(
-    wrong: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_draft_with_an_unknown_token_is_dropped_and_changes_no_text(wrong, caplog):
     class Wrong(Proposer):
         name = f"wrong{wrong}"
 

@@ -285,9 +285,7 @@ def test_a_file_becomes_a_folder_that_transformers_loads(architecture: str, tmp_
         ("llama", {"mlp_bias": True}, "has no name"),
     ],
 )
-def test_settings_without_a_key_in_gguf_are_refused(
-    architecture: str, settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_settings_without_a_key_in_gguf_are_refused(architecture, settings, message, tmp_path):
     source = checkpoint(architecture, tmp_path / "source", **settings)
     with pytest.raises(InvalidRequest, match=message):
         quantize_checkpoint(source, tmp_path / "model.gguf", "Q4_0")

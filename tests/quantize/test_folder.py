@@ -69,9 +69,7 @@ def test_compressed_tensors_reads_the_same_numbers(scheme: str, llama: Path, tmp
 
 @pytest.mark.parametrize("runner", ["torch", "compiled"])
 @pytest.mark.parametrize("scheme", [*INT4, "int8"])
-def test_logits_equal_those_of_quantizing_on_loading(
-    scheme: str, runner: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_equal_those_of_quantizing_on_loading(scheme, runner, llama, tmp_path, monkeypatch):
     """Without a search for scales, which loading does not make."""
     monkeypatch.setattr(folder, "symmetric_scales", by_largest)
     quantize_checkpoint(llama, tmp_path / "q", scheme, lm_head=True)

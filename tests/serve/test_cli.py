@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -33,9 +32,7 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(capsys, "--port", port)
 
 
-def test_a_broken_chat_template_is_refused_before_a_model_is_loaded(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_broken_chat_template_is_refused_before_a_model_is_loaded(capsys, tmp_path):
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
     (tmp_path / "models.json").write_text('[{"model": "/none", "chat_template": "broken.jinja"}]')
     for option, file in (("--chat-template", "broken.jinja"), ("--model-config", "models.json")):
@@ -43,9 +40,7 @@ def test_a_broken_chat_template_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("flags, shares", [([], False), (["--share-cache-across-keys"], True)])
-def test_keys_share_a_cache_where_the_operator_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], shares: bool
-) -> None:
+def test_keys_share_a_cache_where_the_operator_says_so(capsys, monkeypatch, flags, shares):
     def settings(**given: object) -> None:
         assert given["share_cache_across_keys"] is shares and given["api_keys"] == ("a", "b")
         raise InvalidRequest("seen")

@@ -60,9 +60,7 @@ def text_of(answer: httpx.Response) -> str:
         ("repeat_penalty", 0.02, {"repetition_penalty": 0.02}),
     ],
 )
-def test_a_field_of_another_server_does_the_same(
-    server: Running, path: str, field: str, value: Any, ours: dict[str, Any]
-) -> None:
+def test_a_field_of_another_server_does_the_same(server, path, field, value, ours):
     body = {**BODIES[path], "temperature": 1, "seed": 5}
     assert text_of(server.post({**body, field: value}, path)) == text_of(server.post({**body, **ours}, path))
     if ours:

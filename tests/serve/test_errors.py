@@ -292,9 +292,7 @@ def test_broken_templates_are_refused_at_the_start(spare: LLM) -> None:
         create_app(Worker(spare), ServerSettings(chat_template="{% for m in messages %}"))
 
 
-def test_a_broken_template_of_the_model_is_no_fault_of_the_messages(
-    spare: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_template_of_the_model_is_no_fault_of_the_messages(spare, monkeypatch):
     monkeypatch.setattr(spare.tokenizer.full, "chat_template", "{% for m in messages %}")
     with running(spare) as server:
         error = error_of(server.post(CHAT, "chat/completions"), 400)

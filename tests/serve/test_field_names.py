@@ -219,9 +219,7 @@ LONG = "x " * 9000
     ids=lambda value: None if isinstance(value, dict) else str(value),
 )
 @pytest.mark.parametrize("padding", ["", " " * 2**17], ids=["small", "large"])
-def test_the_field_is_named_where_the_request_is_prepared(
-    server: Running, path: str, body: dict[str, Any], param: str, padding: str
-) -> None:
+def test_the_field_is_named_where_the_request_is_prepared(server, path, body, param, padding):
     """Here and in the side process. No message speaks of a parameter that was not sent."""
     headers = {"Content-Type": "application/json"}
     content = json.dumps({"max_tokens" if path in (C,) else "user": 8 if path == C else "me", **body}) + padding

@@ -118,9 +118,7 @@ def test_requests_at_once(keyed: tuple[Running, dict[str, str], Path]) -> None:
     server.until(lambda: server.post(OK, headers=headers).status_code == 200)
 
 
-def test_keys_come_and_go_while_the_server_runs(
-    keyed: tuple[Running, dict[str, str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_come_and_go_while_the_server_runs(keyed, caplog):
     server, keys, file = keyed
     new = made(file, "new")
     server.app.state.keys.reload()
@@ -164,9 +162,7 @@ def salt_of(server: Running, body: dict[str, Any], key: str) -> str | None:
     return seen[0]
 
 
-def test_the_log_names_keys_and_never_has_them(
-    keyed: tuple[Running, dict[str, str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_names_keys_and_never_has_them(keyed, caplog):
     server, keys, _ = keyed
     with caplog.at_level(logging.DEBUG, "foretoken"):
         server.post(OK, headers=bearer(keys["plain"]))
@@ -254,9 +250,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ('{"keys": [{"name": "a", "sha256": "%s"}, {"name": "b", "sha256": "%s"}]}', "hashes are unique"),
     ],
 )
-def test_bad_files_are_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, words: str
-) -> None:
+def test_bad_files_are_refused_in_one_line(tmp_path, capsys, content, words):
     file = tmp_path / "keys.json"
     if content is not None:
         file.write_text(content.replace("%s", "a" * 64))

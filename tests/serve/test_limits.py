@@ -83,18 +83,14 @@ def test_what_is_no_http_is_refused_in_openais_shape(limited: Running) -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"", b"GET / HT", HEAD.encode()])
-def test_connections_without_a_whole_head_are_closed(
-    limited: Running, beginning: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_without_a_whole_head_are_closed(limited, beginning, monkeypatch):
     monkeypatch.setattr(HttpProtocol, "head_seconds", 0.3)
     with connected(limited) as connection:
         connection.sendall(beginning)
         assert answer_to(connection) == (0, "")
 
 
-def test_a_trickle_behind_an_answer_does_not_keep_the_connection(
-    limited: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trickle_behind_an_answer_does_not_keep_the_connection(limited, monkeypatch):
     """The next request's head has a limit of time as the first one's has; a whole request in time is answered."""
     monkeypatch.setattr(HttpProtocol, "head_seconds", 1.5)
     ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -214,9 +214,7 @@ def parsed(name: str, parts: list[str], prompt: str = "", schemas: Any = SCHEMAS
 
 
 @pytest.mark.parametrize("name, text, reasoning, content, calls", TRANSCRIPTS)
-def test_transcripts_are_read_the_same_in_every_split(
-    name: str, text: str, reasoning: str, content: str, calls: list[tuple[str, Any]]
-) -> None:
+def test_transcripts_are_read_the_same_in_every_split(name, text, reasoning, content, calls):
     cuts = [[text], list(text)]
     cuts += [[text[:cut], text[cut:]] for cut in range(1, len(text))]
     cuts += [[text[i : i + 7] for i in range(0, len(text), 7)]]

@@ -60,9 +60,7 @@ ORDER = st.lists(st.integers(0, 1), max_size=8)
 
 
 @given(PLACES, PLACES, ORDER, PLACES, PLACES, ORDER, st.integers(1, 12), st.integers(1, 12))
-def test_goes_on_wherever_it_stopped(
-    a: list[int], b: list[int], first: list[int], c: list[int], d: list[int], second: list[int], stop: int, again: int
-) -> None:
+def test_goes_on_wherever_it_stopped(a, b, first, c, d, second, stop, again):
     """Two choices, chunks cut and ordered in any two ways; even when the second replica is lost as well."""
     whole = ("def main():", "import os, é")
     one = stream_of([cut(whole[0], a), cut(whole[1], b)], first, "cmpl-1")

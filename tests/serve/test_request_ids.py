@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -60,9 +59,7 @@ def test_it_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None
         ("messages/count_tokens", {"messages": CHAT["messages"]}),
     ],
 )
-def test_unknown_fields_are_named_in_a_header_or_refused(
-    server: Running, strict: Running, path: str, body: dict[str, Any]
-) -> None:
+def test_unknown_fields_are_named_in_a_header_or_refused(server, strict, path, body):
     sent = {**body, "zzz": 1, "num_ctx": {"a": 2}}
     for padding in (b"", b" " * 2**17):  # read here, and in the side process
         content, headers = json.dumps(sent).encode() + padding, {"Content-Type": "application/json"}

@@ -142,9 +142,7 @@ def check(tokenizer: Any, output: ExpectedOutput, text: str) -> None:
 @pytest.mark.parametrize(
     "name, text", [*dict.fromkeys(transcript[:2] for transcript in TRANSCRIPTS), *AWKWARD], ids=lambda value: value[:20]
 )
-def test_an_answer_in_the_form_of_each_family_goes_back_wherever_it_was_cut(
-    tokenizer: Any, name: str, text: str
-) -> None:
+def test_an_answer_in_the_form_of_each_family_goes_back_wherever_it_was_cut(tokenizer, name, text):
     check(tokenizer, ExpectedOutput(output_format(name), SCHEMAS), text)
 
 

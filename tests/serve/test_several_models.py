@@ -45,9 +45,7 @@ def texts(spare: LLM, small: LLM) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def several(
-    spare: LLM, small: LLM, texts: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Running, str]]:
+def several(spare, small, texts, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     settings = ServerSettings(
         model_names=("stdlib", "usual", "tiny"), key_file=keys, api_keys=("k",), allow_admin=True, stored_responses=4
@@ -100,9 +98,7 @@ def test_models_are_listed_and_others_are_not_found(several: tuple[Running, str]
     assert server.post(messages, "messages", headers=bearer("k")).json()["error"]["type"] == "not_found_error"
 
 
-def test_adapters_are_for_the_model_that_they_name(
-    several: tuple[Running, str], tiny_pair: Any, tmp_path: Path
-) -> None:
+def test_adapters_are_for_the_model_that_they_name(several, tiny_pair, tmp_path):
     (server, limited), adapter = several, str(save_adapter(tmp_path / "own", tiny_pair.target, ATTENTION))
     wanted = {"lora_name": "own", "lora_path": adapter, "model": "tiny"}
     assert server.post(wanted, "load_lora_adapter", headers=bearer(limited)).status_code == 403
@@ -177,9 +173,7 @@ def test_stored_responses_speculation_metrics_and_probes(several: tuple[Running,
         ('[{"model": "x", "chat_template": "none.jinja"}]', "cannot read the chat template"),
     ],
 )
-def test_bad_files_are_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, words: str
-) -> None:
+def test_bad_files_are_refused_in_one_line(tmp_path, capsys, content, words):
     file = tmp_path / "models.json"
     if content is not None:
         file.write_text(content)

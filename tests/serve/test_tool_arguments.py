@@ -166,9 +166,7 @@ WRITERS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
 
 
 @pytest.mark.parametrize("name, write", WRITERS)
-def test_arguments_of_five_hundred_calls_in_the_form_of_each_family(
-    name: str, write: Callable[[dict[str, Any]], str]
-) -> None:
+def test_arguments_of_five_hundred_calls_in_the_form_of_each_family(name, write):
     rng = random.Random(name)
     for _ in range(CALLS):
         call = arguments(rng)

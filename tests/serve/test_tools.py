@@ -44,9 +44,7 @@ def parsed(parts: list[str], bare: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text, bare, content, calls", CASES)
-def test_calls_are_parsed_however_the_text_is_cut(
-    text: str, bare: bool, content: str | None, calls: list[tuple[str, Any]]
-) -> None:
+def test_calls_are_parsed_however_the_text_is_cut(text, bare, content, calls):
     for parts in ([text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]):
         message = parsed(parts, bare)
         assert message["content"] == content

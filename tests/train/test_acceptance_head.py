@@ -88,9 +88,7 @@ def test_trained_stored_and_used(tiny_pair: Any, corpus: Corpus, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_the_same(
-    tiny_pair: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_ends_the_same(tiny_pair, corpus, tmp_path, monkeypatch):
     train_acceptance(RunOptions(tmp_path / "a", "cpu"), tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS)
     loss, losses = F.binary_cross_entropy_with_logits, count()
 

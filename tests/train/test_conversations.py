@@ -115,9 +115,7 @@ def test_turns_are_read_from_the_chat_template(target: Path) -> None:
 @pytest.mark.parametrize(
     "template", [None, "{{ messages[-1].content }}", "{{ raise_exception('no') }}", TEMPLATE.replace(END, "\n")]
 )
-def test_without_a_usable_template_the_model_writes_documents(
-    target: Path, tmp_path: Path, template: str | None
-) -> None:
+def test_without_a_usable_template_the_model_writes_documents(target, tmp_path, template):
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(target / name, tmp_path)
     if template is not None:

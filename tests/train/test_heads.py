@@ -93,9 +93,7 @@ def test_every_head_is_trained_and_stored(role: str, target: Path, corpus: Corpu
 
 
 @pytest.mark.parametrize("role", ["dflash", "dspark", "mtp"])
-def test_windows_that_are_too_short_are_refused_before_any_text_is_made(
-    role: str, target: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_windows_that_are_too_short_are_refused_before_any_text_is_made(role, target, corpus, tmp_path):
     with pytest.raises(InvalidRequest, match="windows of 4 tokens are too short"):
         train(role, tmp_path / role, target, corpus, replace(CONFIG, window=4))
     assert not list(tmp_path.iterdir())
@@ -188,9 +186,7 @@ def test_a_trained_eagle_31_head_drafts_as_it_was_trained(target: Path, corpus: 
 
 
 @pytest.mark.parametrize("role", ["jetspec", "dspark"])
-def test_a_trained_block_drafter_drafts_as_it_was_trained(
-    role: str, target: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_trained_block_drafter_drafts_as_it_was_trained(role, target, corpus, tmp_path):
     """The runtime's logits along a chain are those of the training's forward pass."""
     settings = replace(SETTINGS["dspark"], gated=True) if role == "dspark" else SETTINGS[role]
     train_head(role, RunOptions(tmp_path / role, "cpu"), target, corpus, settings, CONFIG, DATA)
@@ -280,9 +276,7 @@ def _logits(
 
 
 @pytest.mark.slow
-def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(
-    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(target, corpus, tmp_path, monkeypatch):
     values: list[torch.Tensor] = []
     loss = losses.head_loss
 
@@ -321,9 +315,7 @@ def test_one_depth_is_trained_first_and_all_are_evaluated(target: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_continues_from_an_earlier_one_with_another_vocabulary(
-    target: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_head_continues_from_an_earlier_one_with_another_vocabulary(target, corpus, tmp_path):
     train("eagle3", tmp_path / "first", target, corpus)
     settings, config = replace(SETTINGS["eagle3"], vocabulary=120), replace(CONFIG, steps=1, learning_rate=1e-9)
     start = tmp_path / "first"
@@ -382,9 +374,7 @@ def test_an_unfrozen_target_learns_and_is_held(target: Path, corpus: Corpus, tmp
     train("medusa", tmp_path / "again", tmp_path / "m" / "target", corpus)  # a target like any other
 
 
-def test_patience_ends_a_run_with_its_best_weights(
-    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_ends_a_run_with_its_best_weights(target, corpus, tmp_path, monkeypatch):
     lengths = iter((1.5, 1.9, 1.4, 1.3, 9.0))
     monkeypatch.setattr(heads, "evaluated", lambda *a: {"length_greedy": next(lengths), "length_drawn": 0.0})
     config = replace(CONFIG, steps=100, patience=2, evaluate_every_seconds=0.0)
@@ -428,9 +418,7 @@ def test_text_of_another_seed_is_refused(target: Path, corpus: Corpus, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_training_and_leaves_nothing(
-    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_training_and_leaves_nothing(target, corpus, tmp_path, monkeypatch):
     def full(*a: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -152,9 +152,7 @@ def test_sizes_that_cannot_work_are_refused(change: dict[str, int], says: str) -
         replace(SMALL, **change)
 
 
-def test_the_mtp_layer_is_trained_further_and_drafts_as_it_was_trained(
-    trained: Path, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_the_mtp_layer_is_trained_further_and_drafts_as_it_was_trained(trained, corpus, tmp_path):
     frozen, settings = FrozenTarget(trained, torch.device("cpu")), MtpTrainConfig(depths=2, single_share=0.0)
     own = {n: t for n, t in load_file(trained / "model.safetensors").items() if n.startswith("mtp.")}
     head = MtpHead(settings, frozen, torch.ones(frozen.vocab)).eval()

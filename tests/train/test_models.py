@@ -50,9 +50,7 @@ def test_a_target_loads_as_an_ordinary_checkpoint(target: Path) -> None:
     assert not list(target.parent.glob("*checkpoint*"))
 
 
-def test_a_full_disk_at_the_end_keeps_the_checkpoint(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_end_keeps_the_checkpoint(corpus, tmp_path, monkeypatch):
     def full(model: Any, tokenizer: Any, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
@@ -86,9 +84,7 @@ def test_a_draft_is_distilled_and_described(target: Path, corpus: Corpus) -> Non
     assert json.loads((out / "zoo.json").read_text()) == {"name": "tiny-draft", "role": "draft"}
 
 
-def test_a_draft_learns_from_text_that_the_target_writes_meanwhile(
-    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_learns_from_text_that_the_target_writes_meanwhile(target, corpus, tmp_path, monkeypatch):
     """As on a GPU, whose device this machine need not have."""
     monkeypatch.setattr(drafting, "_in_every_step", lambda device: True)
     monkeypatch.setattr(sampling, "BATCH", 2)
@@ -101,9 +97,7 @@ def test_a_draft_learns_from_text_that_the_target_writes_meanwhile(
     assert facts["taught_tokens"] == 2 * (len(stream) // config.window) * config.window
 
 
-def test_settings_and_texts_that_do_not_suffice_are_refused(
-    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_and_texts_that_do_not_suffice_are_refused(target, corpus, tmp_path, monkeypatch):
     with pytest.raises(InvalidRequest, match="less than one window of 100000"):
         train_draft(RunOptions(tmp_path / "draft"), target, corpus, TINY, replace(STEPS, window=100_000))
     monkeypatch.setattr(drafting, "_in_every_step", lambda device: True)
@@ -111,9 +105,7 @@ def test_settings_and_texts_that_do_not_suffice_are_refused(
         train_draft(RunOptions(tmp_path / "draft"), target, corpus, TINY, STEPS, DistillConfig(generated_share=1.0))
 
 
-def test_the_most_likely_tokens_are_the_targets_and_are_reused(
-    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_most_likely_tokens_are_the_targets_and_are_reused(target, corpus, tmp_path, monkeypatch):
     frozen = FrozenTarget(target, torch.device("cpu"))
     windows = fixed_windows(encode(corpus.train, load_tokenizer(target)), 16, 0)[:8]
     first = TopTokens(frozen, windows, tmp_path / "distributions", top=8, compile_model=False)

@@ -60,9 +60,7 @@ def test_a_widened_eagle3_head_drafts_as_before(embedding: bool, folders: tuple[
     assert json.loads((scaled / "config.json").read_text())["foretoken_taps"] == [0, 4, 7]
 
 
-def test_a_widened_p_eagle_head_has_the_mask_feature_of_the_narrow_one(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_widened_p_eagle_head_has_the_mask_feature_of_the_narrow_one(folders, tmp_path):
     targets = [load_model(folder, F32, "cpu") for folder in folders]
     written = tiny.eagle3(hidden=32, target_hidden=32, vocab=targets[0].vocab_size, taps=(0, 2, 3), mask=5)
     head = tiny.save(tmp_path / "head", *written)
@@ -91,9 +89,7 @@ def test_a_widened_block_drafter_drafts_as_before(method: str, folders: tuple[Pa
 @pytest.mark.parametrize("own", [0, 1, 3])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.slow
-def test_widened_medusa_heads_draft_as_before(
-    own: int, layers: int, folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_widened_medusa_heads_draft_as_before(own, layers, folders, tmp_path):
     targets = [load_model(folder, F32, "cpu") for folder in folders]
     config, tensors = tiny.medusa(hidden=32, vocab=targets[0].vocab_size, own=own, layers=layers)
     head = tiny.save(tmp_path / "head", config | {"original_lm_head": own < 3}, tensors)

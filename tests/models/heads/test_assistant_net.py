@@ -76,9 +76,7 @@ def begun(net: AssistantNet, model: Decoder, tokens: list[int], newest: int) -> 
 
 
 @pytest.mark.parametrize("clusters", [False, True])
-def test_logits_of_trees_are_those_of_transformers(
-    clusters: bool, target: tuple[Path, Any], model: Decoder, tmp_path: Path
-) -> None:
+def test_logits_of_trees_are_those_of_transformers(clusters, target, model, tmp_path):
     """In a ragged batch, with texts shorter and longer than the window, and longer than a page of the cache."""
     assistant = saved_assistant(tmp_path, clusters)
     net = load_assistant(model, tmp_path, target[0])

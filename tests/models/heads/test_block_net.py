@@ -59,9 +59,7 @@ def drawn(net: BlockNet, handle: BlockHandle, path: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("runner", ["compiled", "torch", "graphs"])
 @pytest.mark.parametrize("name", HEADS)
-def test_the_net_equals_the_published_equations(
-    name: str, runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_net_equals_the_published_equations(name, runner, tmp_path, monkeypatch):
     if runner == "graphs":  # as on CUDA, with a stand-in for its graphs
         monkeypatch.setattr(layout, "attention_kernels", lambda: InTorch)
         monkeypatch.setattr(block_net, "build_runner", partial(CudaRunner, capture=Recorder))

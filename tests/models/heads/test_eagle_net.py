@@ -304,9 +304,7 @@ def learnt(target: Any, tokenizer: Any, written: tuple[dict[str, Any], tiny.Tens
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_the_better_convention_is_used_and_logged(
-    shift: int, tiny_pair: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_better_convention_is_used_and_logged(shift, tiny_pair, tmp_path, caplog):
     target, tokenizer = load_model(tiny_pair.target, "float32", "cpu"), load_tokenizer(tiny_pair.target)
     written = tiny.eagle3(vocab=target.vocab_size, draft_vocab=target.vocab_size, hidden=64, taps=(0, 1, 1))
     learnt(target, tokenizer, written, (shift, 1 + shift, 1 + shift))

@@ -241,9 +241,7 @@ def test_a_bundled_head_drafts_for_its_target_by_default(recognized: Path) -> No
 
 
 @pytest.mark.parametrize("part, noise", [("layernorm", 0.05), ("model.norm", 0.05), ("v_proj", 0.05)])
-def test_a_fine_tune_is_no_target_of_a_bundled_head_unless_it_is_named(
-    part: str, noise: float, recognized: Path, tmp_path: Path
-) -> None:
+def test_a_fine_tune_is_no_target_of_a_bundled_head_unless_it_is_named(part, noise, recognized, tmp_path):
     folder = changed(recognized, tmp_path / "SmolLM2-135M-Instruct", part, noise)
     llm = LLM(folder, dtype="float32")
     assert llm.methods == ("auto",) and llm.drafter == "drafter: none (method auto)"
