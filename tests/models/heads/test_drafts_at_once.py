@@ -1,7 +1,5 @@
 """Chains and trees that a head drafts in one call of the compiled kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
