@@ -38,12 +38,8 @@ def list_models() -> list[ZooModel]:
 def path(name: str) -> Path:
     """Returns the folder of a bundled model by name or role. Raises InvalidRequest that lists the known ones."""
     models = list_models()
-    for model in models:
-        if model.name == name:
-            return model.path
-    for model in models:
-        if model.role == name:
-            return model.path
+    for model in [*(m for m in models if m.name == name), *(m for m in models if m.role == name)]:
+        return model.path
     names = ", ".join(f"{m.name} ({m.role})" for m in models) or "none in this installation"
     raise InvalidRequest(f"no bundled model {name!r}; known: {names}")
 
