@@ -219,9 +219,11 @@ def message_routes(service: Service) -> APIRouter:
     """Returns the routes of messages."""
     router = body_router(AnthropicError)
 
-    described = {200: {"model": AnthropicMessage, "content": STREAM}, 400: {"model": AnthropicError}}
-
-    @router.post("/v1/messages", responses=described, response_model=None)
+    @router.post(
+        "/v1/messages",
+        responses={200: {"model": AnthropicMessage, "content": STREAM}, 400: {"model": AnthropicError}},
+        response_model=None,
+    )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Write the next message of a conversation, in Anthropic's format."""
         return await service.generate("msg_", body, lambda p: MessageWriter(p, state_of(request.scope).id), request)
