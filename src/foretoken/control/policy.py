@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from foretoken.control.acceptance import CLAIMS, Rates, SourceRecord, Survival
+from foretoken.control.acceptance import CLAIMS, PendingDraft, Rates, SourceRecord, Survival
 from foretoken.control.allocation import LengthCandidates, Worst, allocate, min_acceptance
 from foretoken.control.base import Controller
 from foretoken.control.fixed import caps, halvings, requested, short_of_memory
@@ -22,6 +22,7 @@ from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.core.context import ChainEnd, Context
 from foretoken.core.draft import Decision, Draft
+from foretoken.core.law import PointMass
 from foretoken.core.step import StepOutput, is_decode_only
 from foretoken.costs.model import CostModel
 
@@ -50,6 +51,27 @@ class ModelState:
     value: float = 0.0
     until: int = 0
     trial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDraft:
+    """A model's draft that was not compared with the text yet.
+
+    Attributes:
+        source: Name of the model's source, whose claims are to be compared too; None if they are or have none.
+        requested: Number of tokens that it was to have.
+        verified: Number of its nodes that were verified.
+        step: Its step.
+        draft: The draft.
+        start: Number of tokens before it.
+    """
+
+    source: str | None
+    requested: int
+    verified: int
+    step: int
+    draft: Draft
+    start: int
 
 
 class Repetition:
@@ -87,6 +109,7 @@ class RequestDrafts:
         model: Its drafts by a model, None before the first decision.
         claims: Acceptance of a model's fixed candidates, by the model's own probabilities.
         pending: Whether any of these drafts is still compared with the text.
+        made: The model's drafts since its acceptance was last learned.
         repetition: Whether the text repeats itself at present.
         search_values: Moving averages of the expected net tokens of a search for text to copy: where the text does not
             repeat itself, and where it does.
@@ -99,6 +122,7 @@ class RequestDrafts:
     model: ModelState | None = None
     claims: SourceRecord | None = None
     pending: bool = False
+    made: list[ModelDraft] = field(default_factory=list)
     repetition: Repetition = field(default_factory=Repetition)
     search_values: list[float] = field(default_factory=list)
     failures: int = 0
@@ -207,6 +231,8 @@ class DraftPolicy(Controller):
         states = [self._model(source, context) for context in contexts]
         allowed = self._allowed(batch)
         if any(state.until <= self.step for state in states) or self._worst > allowed:
+            for context in contexts:
+                self._learn(context)
             missed = [self.costs.drafting.missed(context.missed_tokens) for context in contexts]
             self._decide(source, ModelBatch(contexts, states, caps, early, missed, batch, allowed))
         return [min(state.length, cap) for state, cap in zip(states, caps, strict=True)]
@@ -306,20 +332,42 @@ class DraftPolicy(Controller):
                 state.next_search = min(state.next_search, self.step + 1)
         state.pending = any(record.open for record in records)
 
-    def learn(self, context: Context, requested: int, verified: int, draft: Draft, path: Sequence[int]) -> None:
-        """Learns from a model's draft.
+    def drafted(
+        self, context: Context, source: str | None, requested: int, draft: Draft, verified: int | None = None
+    ) -> None:
+        """Receives a model's draft. It is learned from when the next lengths are decided, not in each step: code that
+        runs once in a step is mostly not in the processor's caches.
 
         Args:
             context: The request.
+            source: Name of the model's source; None if its candidates are compared by ``claim_record``.
             requested: Number of tokens that the model was to draft.
-            verified: Number of its nodes that were verified.
             draft: The draft.
-            path: The nodes that agree with the text.
+            verified: Number of its nodes that are verified, None for all.
         """
-        state, tuning = self._requests[context.id].model, self.tuning
-        if state is None:
+        verified = len(draft) if verified is None else verified
+        source = source if isinstance(draft.law, PointMass) else None
+        made = ModelDraft(source, requested, verified, self.step, draft, len(context.tokens))
+        self._requests[context.id].made.append(made)
+
+    def _learn(self, context: Context) -> None:
+        """Learns from a request's drafts by its model, as far as the text goes on."""
+        request = self._requests[context.id]
+        if not request.made or request.model is None:
             return
-        state.since = self.step
+        for made in request.made:
+            if made.source is not None:
+                self.claim_record(context, made.source).add(made.draft, made.start)
+            pending = PendingDraft(made.draft, made.start)
+            if pending.follow(context.tokens):
+                self._count(request.model, made, made.draft.path(pending.at))
+        request.made.clear()
+        self.settle(context)
+
+    def _count(self, state: ModelState, made: ModelDraft, path: Sequence[int]) -> None:
+        """Counts a draft of which the nodes ``path`` agree with the text."""
+        tuning, requested = self.tuning, made.requested
+        state.since = made.step
         if state.trial:
             success = 2 * len(path) >= requested and len(path) > state.value
             state.wait = 1 if success else min((32 * tuning.wait_steps), 2 * max(state.wait, tuning.wait_steps // 2))
@@ -330,7 +378,7 @@ class DraftPolicy(Controller):
                 state.survival.discount(tuning.doubt_share)
         else:
             state.wait = self._wait = tuning.wait_steps
-        state.survival.observe(requested, draft, path, verified)
+        state.survival.observe(requested, made.draft, path, made.verified)
 
     def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
         self._drafted = any(len(step.draft) for step in steps)
@@ -376,7 +424,10 @@ class DraftPolicy(Controller):
         return len(self._requests)
 
     def forget(self, context: Context) -> None:
-        self._requests.pop(context.id, None)
+        if context.id in self._requests:
+            self._learn(context)
+            self.settle(context)
+            del self._requests[context.id]
 
     def _request(self, context: Context) -> RequestDrafts:
         state = self._requests.get(context.id)

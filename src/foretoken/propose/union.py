@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.control.acceptance import PendingDraft
 from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
@@ -59,21 +58,6 @@ class Merge:
     value: float = 0.0
 
 
-@dataclass(eq=False, slots=True)
-class ModelDraft:
-    """A model's draft in a step.
-
-    Attributes:
-        requested: Number of tokens that it was to have.
-        verified: Number of its nodes that are verified.
-        pending: The draft.
-    """
-
-    requested: int
-    verified: int
-    pending: PendingDraft
-
-
 class Union(Proposer):
     """Merges the drafts of its sources.
 
@@ -102,7 +86,6 @@ class Union(Proposer):
         self.needs = Needs.union(source.proposer.needs for source in sources)
         base = Proposer.observe
         self._observers = [source for source in sources if getattr(type(source.proposer), "observe", None) is not base]
-        self._pending: dict[int, ModelDraft] = {}  # by context id
 
     @staticmethod
     def of(proposer: Proposer, policy: DraftPolicy) -> Union:
@@ -132,8 +115,10 @@ class Union(Proposer):
         """Merges the drafts of the sources that copy text."""
         contexts = [request.context for request in requests]
         searched = [c.depth is not None or self.policy.searches(c) for c in contexts]
+        if not any(searched):
+            return
         budgets = [request.limit if due else 0 for request, due in zip(requests, searched, strict=True)]
-        for source in self.copies if any(budgets) else ():
+        for source in self.copies:
             own = budgets if source.max_nodes is None else [min(budget, source.max_nodes) for budget in budgets]
             for request, draft in zip(requests, source.proposer.propose(contexts, own), strict=True):
                 if len(draft):
@@ -187,15 +172,17 @@ class Union(Proposer):
         if length and not ready and not union.tokens:
             return draft
         if length and ready and self.model:
-            made = self._pending[context.id] = ModelDraft(length, len(draft), PendingDraft(draft, len(context.tokens)))
-            rates = self.policy.claim_record(context, self.model.name).add(draft, len(context.tokens))
-            if not isinstance(draft.law, PointMass) or not (union.tokens or context.depth is None):
-                expected = self.policy.value(context) if context.depth is None else 0.0
-                decision = self.policy.decision((self.model.name,) * len(draft), len(draft), expected, batch)
+            drawn, name, free = not isinstance(draft.law, PointMass), self.model.name, context.depth is None
+            if drawn or not (union.tokens or (free and context.end is None)):  # a chain with an end is profitable
+                if free:
+                    self.policy.drafted(context, name, length, draft)
+                expected = self.policy.value(context) if free else 0.0
+                decision = self.policy.decision((name,) * len(draft), len(draft), expected, batch)
                 return Draft(draft.ids, draft.parents, draft.law, draft.scores, levels, decision)
-            nodes = union.add(draft, rates, self.model.name)
+            nodes = union.add(draft, self.policy.claim_record(context, name).add(draft, len(context.tokens)), name)
             self._keep(request, batch)
-            made.verified = len({*nodes} & {*request.kept})
+            if free:
+                self.policy.drafted(context, None, length, draft, len({*nodes} & {*request.kept}))
         elif context.depth is not None:
             self._keep(request, batch)
         sources = tuple([union.owners[node] for node in request.kept])
@@ -215,13 +202,8 @@ class Union(Proposer):
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for source in self._observers:
             source.proposer.observe(contexts, observations)
-        for context, observation in zip(contexts, observations, strict=True):
+        for context in contexts:
             self.policy.settle(context)
-            made = self._pending.pop(context.id, None)
-            if made is not None and observation.step.finish_reason is None:
-                made.pending.follow(context.tokens)
-                path = made.pending.draft.path(made.pending.at)
-                self.policy.learn(context, made.requested, made.verified, made.pending.draft, path)
 
     def needs_of(self, context: Context) -> Needs:
         return Needs.union(source.proposer.needs_of(context) for source in self.sources)
@@ -244,9 +226,7 @@ class Union(Proposer):
     def forget(self, context: Context) -> None:
         for source in self.sources:
             source.proposer.forget(context)
-        self.policy.settle(context)
         self.policy.forget(context)  # it may not be the engine's controller
-        self._pending.pop(context.id, None)
 
 
 def build_sources(configs: Sequence[Mapping[str, Any]], build_context: BuildContext) -> list[UnionMember]:
