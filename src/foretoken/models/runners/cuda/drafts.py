@@ -236,17 +236,21 @@ class Levels:
         table, self.sequences, self._shared, self._tables = bucket.split(inputs.table)
         outputs = table[OUTPUTS, : bucket.outputs]
         self._first, states = run(RowLayout.of(table, bucket.first, cache, biases), outputs, inputs.features)
-        self._features = None if states is None else states.index_select(0, outputs[: bucket.sequences])
+        self._features = None if states is None else states.index_select(0, outputs)
         self._paths: Tensor | None = None
         self._level, self._after = 0, after
+        self._numbers: dict[tuple[int, int, bool], Tensor] = {}
 
-    def each(self, row: int, times: int = 1) -> Tensor:
-        """Returns a row of the table of sequences, each element a number of times, [sequences * times, 1]."""
-        return self.sequences[row, :, None].expand(-1, times).reshape(-1, 1)
+    def each(self, row: int, times: int = 1, floats: bool = False) -> Tensor:
+        """Returns a row of the table of sequences, each element a number of times, [sequences * times, 1].
 
-    def floats(self, row: int, times: int = 1) -> Tensor:
-        """Returns a row of float64 values as float32; see ``each``."""
-        return self.each(row, times).view(torch.float64).float()
+        ``floats`` are float64 values in the table, which become float32.
+        """
+        key = row, times, floats
+        if key not in self._numbers:
+            numbers = self.sequences[row].view(torch.float64).float() if floats else self.sequences[row]
+            self._numbers[key] = numbers[:, None].expand(-1, times).reshape(-1, 1)
+        return self._numbers[key]
 
     def first(self) -> Tensor:
         """Returns the logits of the first level, [sequences, V]."""
@@ -268,11 +272,10 @@ class Levels:
         if self._bucket.foreseen:
             return self._foreseen(tokens)
         rows, count = self._bucket.rows, len(tokens)
-        features = self._features
-        if features is not None:
-            features = features[:count] if parents is None else features.index_select(0, parents)
-            features = F.pad(features, (0, 0, 0, rows - count))
-        tokens = F.pad(tokens, (0, rows - count))
+        tokens, features = F.pad(tokens, (0, rows - count)), self._features
+        if parents is not None:
+            parents = F.pad(parents, (0, rows - count))
+            features = None if features is None else features.index_select(0, parents)
         logits, self._features = self._run(self._layout(tokens, parents), None, features)
         return logits[:count]
 
@@ -282,8 +285,7 @@ class Levels:
         paths = places[:0].view(0, len(places))
         if parents is not None:
             if self._paths is not None:
-                index = F.pad(parents, (0, self._bucket.rows - len(parents)))
-                paths = self._paths.index_select(1, index)
+                paths = self._paths.index_select(1, parents)
             self._paths = paths = torch.cat((paths, places[None]))
         rows = PassRows(
             counts=table[COUNTS],

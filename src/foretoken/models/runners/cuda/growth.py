@@ -84,11 +84,11 @@ def _choose(
 
 def _distributions(logits: Tensor, levels: Levels, bucket: DraftBucket, times: int = 1) -> Tensor:
     """Returns the probabilities [sequences * times, V] of ``SamplingLaw``, by the parameters of each sequence."""
-    scores = (logits - logits.amax(-1, keepdim=True)) / levels.floats(TEMPERATURE, times)
+    scores = (logits - logits.amax(-1, keepdim=True)) / levels.each(TEMPERATURE, times, floats=True)
     if bucket.filtered:
-        scores = scores.masked_fill(scores < levels.floats(MIN_P, times), -torch.inf)
+        scores = scores.masked_fill(scores < levels.each(MIN_P, times, floats=True), -torch.inf)
         kept = scores.sort(-1, descending=True).values.gather(-1, levels.each(TOP_K, times) - 1)
-        scores = nucleus_sorted(scores.masked_fill(scores < kept, -torch.inf), levels.floats(TOP_P, times))
+        scores = nucleus_sorted(scores.masked_fill(scores < kept, -torch.inf), levels.each(TOP_P, times, floats=True))
     return scores.softmax(-1)
 
 
@@ -116,45 +116,32 @@ def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> Tenso
         first. Nodes that are not there have the score -inf.
     """
     count, width = bucket.sequences, bucket.width
-    floor, budget, steps = levels.floats(FLOOR), levels.each(BUDGET), levels.each(STEPS)
     logits = levels.first()
-    above = torch.zeros_like(floor)  # [sequences, frontier], -inf for nodes that are not expanded
-    frontier = torch.full_like(budget, -1)  # [sequences, frontier], numbers of nodes
-    first = torch.arange(count, device=logits.device)[:, None]
-    nodes = [frontier[:, :0], frontier[:, :0], above[:, :0]]  # tokens, parents and scores, [sequences, nodes]
-    start = 0  # number of the level's first node
+    above = torch.zeros_like(levels.each(FLOOR, floats=True))  # [sequences, frontier], -inf for nodes not expanded
+    frontier = torch.full_like(levels.each(BUDGET), -1)  # [sequences, frontier], numbers of nodes
+    numbers = torch.arange(width + (bucket.levels - 1) * width**2, device=logits.device).expand(count, -1)
+    first = torch.arange(count, device=logits.device)[:, None] * width  # rows of the level
+    tokens, parents, scores = list[Tensor](), list[Tensor](), above[:, :0]
     for level in range(bucket.levels):
-        scores, tokens = _candidates(logits[:, : bucket.tokens[0]], level, levels, bucket, ids)
-        scores = (above[..., None] + scores.view(count, -1, width)).flatten(1)
-        tokens = tokens if ids is None else ids.take(tokens)
-        children = tokens.view(count, -1), _repeated(frontier, width), scores
-        nodes = [torch.cat(parts, 1) for parts in zip(nodes, children, strict=True)]
-        order = nodes[2].sort(dim=1, descending=True, stable=True).indices
+        start = scores.shape[1]  # number of the level's first node
+        likely, index = _candidates(logits[:, : bucket.tokens[0]], level, levels, bucket, ids)
+        tokens.append((index if ids is None else ids.take(index)).view(count, -1))
+        parents.append(frontier[..., None].expand(-1, -1, width).flatten(1))
+        scores = torch.cat((scores, (above[..., None] + likely.view(count, -1, width)).flatten(1)), 1)
+        order = scores.sort(dim=1, descending=True, stable=True).indices
         if level + 1 == bucket.levels:
             break
-        rank = torch.empty_like(order).scatter_(1, order, _numbers(order))
-        best, at = rank[:, start:].topk(width, largest=False, sorted=False)
-        at, index = at.sort(1)
-        best, frontier = best.gather(1, index), at + start
-        above = nodes[2].gather(1, frontier)
-        expanded = (best < budget) & (above >= floor) & (level + 1 < steps)
-        above = above.masked_fill(~expanded, -torch.inf)
-        rows = at // width + first * (width if level else 1)
-        logits = levels.next(nodes[0].gather(1, frontier).flatten(), rows.flatten())
-        start = nodes[0].shape[1]
+        rank = torch.empty_like(order).scatter_(1, order, numbers[:, : order.shape[1]])
+        at = rank[:, start:].topk(width, largest=False, sorted=False).indices.sort(1).values  # among the level's nodes
+        frontier = at + start
+        expanded = (rank.gather(1, frontier) < levels.each(BUDGET)) & (levels.each(STEPS) > level + 1)
+        above = scores.gather(1, frontier)
+        above = above.where(expanded & (above >= levels.each(FLOOR, floats=True)), -torch.inf)
+        rows = at // width + (first if level else first // width)
+        logits = levels.next(tokens[-1].gather(1, at).flatten(), rows.flatten())
     kept = order[:, : bucket.kept]
-    tokens, parents, scores = (part.gather(1, kept) for part in nodes)
-    return _buffer(torch.stack((kept, tokens, parents)).int(), scores)
-
-
-def _numbers(like: Tensor) -> Tensor:
-    """Returns 0, 1, 2, ... in each row of a tensor of this shape."""
-    return torch.arange(like.shape[1], device=like.device).expand_as(like)
-
-
-def _repeated(values: Tensor, times: int) -> Tensor:
-    """Returns each element [rows, n] a number of times, [rows, n * times]."""
-    return values[..., None].expand(-1, -1, times).flatten(1)
+    nodes = [kept, *(torch.cat(parts, 1).gather(1, kept) for parts in (tokens, parents))]
+    return _buffer(torch.stack(nodes).int(), scores.gather(1, kept))
 
 
 def _candidates(
@@ -169,4 +156,4 @@ def _candidates(
         leaders = race.topk(bucket.width)
         values = (leaders.values / race.sum(-1, keepdim=True)).float().where(raced, values)
         index = leaders.indices.where(raced, index)
-    return values.log().nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0), index
+    return values.nan_to_num().log(), index  # a sum of probabilities is at most 1
