@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from tests.models import recurrent_in_torch
 from tests.models.recurrent_kernels import SIZES, Sequences
+from tests.models.sampled_rows import LAWS, Steps
 from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.families.layers import RecurrentMixer
 from foretoken.models.formats.quantize import Int8, quantize_rows
+from foretoken.models.runners.cuda import choice
+from foretoken.models.runners.cuda.graphs import CudaCapture, Graphs
 from foretoken.models.runners.linear import FIXED_ROWS, by_fixed_rows
 from foretoken.models.runners.triton_kernels import attention, has_kernels, recurrent, steps
 from foretoken.models.runners.triton_kernels.attention import attend_rows, store
@@ -408,3 +411,35 @@ def test_drafts_neighbours_and_chunks_change_no_bit_of_recurrent_layers(kind: Re
     (scored,) = own.score([handle], [Draft.chain(follows[2:3])])
     assert all(torch.equal(scored[row], wanted[2 + row]) for row in range(2))
     own.states.check()
+
+
+class Again:
+    """Runs the work anew in the place of a graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Takes what ``CudaCapture`` takes."""
+
+    def capture(self, function: Any) -> Any:
+        return function
+
+
+def chooser() -> choice.DeviceChooser:
+    return choice.DeviceChooser(Graphs(DEVICE, Again if DEVICE.type == "cpu" else CudaCapture))
+
+
+@pytest.mark.parametrize("logprobs", [None, 3])
+def test_tokens_of_all_laws_are_those_of_the_host(logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "ROWS_AT_ONCE", 16)
+    steps = Steps(chooser(), 70, [*LAWS, "plain", "top_p"], logprobs, DEVICE)
+    accepted = steps.compare([0] * 11, 1) + steps.compare([3, 0, 1, 4, 2, 0, 3, 4, 5, 1, 2], 2)
+    assert accepted > 3
+
+
+def test_tokens_of_a_vocabulary_of_several_chunks_are_those_of_the_host() -> None:
+    Steps(chooser(), 4300, ["min_p", "top_p"], 2, DEVICE).compare([0, 0], 4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+def test_no_token_is_chosen_where_none_is_possible() -> None:
+    steps = Steps(chooser(), 20, ["plain", "top_p", "penalties", "plain"], None, DEVICE)
+    steps.compare([0, 0, 0, 0], 5, [torch.nan, torch.inf, -torch.inf])

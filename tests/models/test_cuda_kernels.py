@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from foretoken.models.runners.triton_kernels import recurrent_kernels
+from foretoken.models.runners.triton_kernels import recurrent_kernels, sampling_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +22,36 @@ def test_kernels_equal_torch() -> None:
     command = [sys.executable, "-m", "pytest", str(file), "-q", "-n", "0", "-p", "no:cacheprovider"]
     run = subprocess.run(command, env={**os.environ, **interpreted}, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
+
+
+def compiled_for_a_gpu(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], attributes: dict[Any, Any], **options: Any
+) -> Any:
+    """Returns the texts of a kernel by the stages of Triton's compiler, NVIDIA's assembler included."""
+    import triton
+
+    names = kernel.arg_names
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = triton.compiler.ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    target = triton.backends.compiler.GPUTarget("cuda", 80, 32)
+    return triton.compile(source, target=target, options=options).asm
+
+
+INTEGERS = ("addresses", "sources", "noise", "top_k", "places", "winners", "best", "tokens", "ids", "last")
+DOUBLES = ("mass", "masses", "totals")
+
+
+@pytest.mark.parametrize("name", ["_gather", "_look", "_keep", "_distribute", "_narrow", "_draw", "_pick", "_total"])
+def test_kernels_of_tokens_compile(name: str) -> None:
+    """The interpreter does not see types: variables of branches and loops keep theirs on a GPU."""
+    pytest.importorskip("triton", reason="Triton is on Linux alone")
+    kernel = getattr(sampling_kernels(), name)
+    sizes = {"CHUNKS": 5, "WIDE": 8, "SIZE": 5000, "LENGTH": 1024, "PARTS": 5}
+    constants = {key: value for key, value in sizes.items() if key in kernel.arg_names}
+    kinds = dict.fromkeys(INTEGERS, "*i64") | dict.fromkeys(DOUBLES, "*fp64") | dict.fromkeys(constants, "constexpr")
+    signature = {key: kinds.get(key, "*fp32") for key in kernel.arg_names}
+    ptx = compiled_for_a_gpu(kernel, signature, constants, {}, num_warps=4, enable_fp_fusion=False)["ptx"]
+    assert ptx.count("fma.rn.f32") % 8 == 0, "more is fused than in the CPU's exponential"
 
 
 @pytest.mark.parametrize("mixer, sums", [("delta", 2), ("mamba", 1)])
@@ -48,13 +79,7 @@ def test_a_state_has_one_layout(mixer: str, sums: int, key_dim: int, value_dim: 
         signature[name] = "constexpr" if name in constants else "*i64" if name in integers else "*fp32"
         if name not in constants and name != "layer":
             attributes[(at,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(
-        kernels._recur,
-        signature | {"layer": "i32"},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs=attributes,
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", 80, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": 1, "enable_fp_fusion": True}).asm["ttgir"]
+    signature["layer"], options = "i32", {"num_warps": 1, "enable_fp_fusion": True}
+    compiled = compiled_for_a_gpu(kernels._recur, signature, constants, attributes, **options)["ttgir"]
     (loop,) = (line for line in compiled.splitlines() if "scf.for" in line)
     assert loop.count(f"x{keys}xf32") == 1 and compiled.count('"tt.reduce"') == sums

@@ -86,7 +86,7 @@ def test_draft_models_draft_as_level_by_level(case: str, folder: Path, monkeypat
 
 def test_a_step_is_one_launch_and_one_read_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[torch.Tensor] = []
-    monkeypatch.setattr(runner, "on_host", lambda tensor: (read.append(tensor), tensor)[1])
+    monkeypatch.setattr(runner, "fetched", lambda tensor: (read.append(tensor), tensor)[1])
     with on_graphs() as recorders:
         model = llama(folder)
         handles = opened(model)

@@ -20,7 +20,7 @@ from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.runners import choose
-from foretoken.models.runners.cuda import layout, runner
+from foretoken.models.runners.cuda import graphs, layout, runner
 from foretoken.models.runners.cuda.graphs import CudaCapture, States
 from foretoken.models.runners.cuda.layout import Bucket, paths
 from foretoken.models.runners.cuda.runner import CudaRunner
@@ -159,6 +159,12 @@ class InTorch:
             scores = torch.cat((scores, sinks.float().expand(len(queries), -1)[..., None]), -1)
         shares = scores.softmax(-1)[..., : position.shape[1]].nan_to_num()
         return (shares[:, :, None] @ v)[:, :, 0, : cache.dim].to(queries.dtype)
+
+    @staticmethod
+    def move(moves: torch.Tensor, sequences: int, blocks: torch.Tensor, widest: int) -> None:
+        for to, row, page, source in moves[sequences + 1 :].view(4, -1).T.tolist():
+            for start, size in blocks.T.tolist():
+                ctypes.memmove(to + start + row * size, page + start + source * size, size)
 
 
 def block(cache: LayerPages, place: int, half: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -400,7 +406,8 @@ def test_graphs_are_kept_while_the_cache_and_its_tables_grow(two: Two, monkeypat
     assert two.captured == captured and len(two.recorders) == 1
 
 
-def test_long_passes_are_not_captured(two: Two) -> None:
+def test_long_passes_are_not_captured(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MAX_ROWS", 256)
     pairs = [two.open(text(n, n)) for n in (100, 40, 60)]
     two.score(pairs, [tree(1, 260), Draft.empty(), Draft.empty()])
     assert two.captured == 0
@@ -456,7 +463,7 @@ def test_accepted_paths_move_across_pages(two: Two, length: int) -> None:
 
 
 def test_too_many_graphs_are_dropped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     pair = two.open(text(1, 1))
     drafts = {"chain": Draft.chain([5]), "tree": tree(3, 4), "long": Draft.chain(text(70, 5))}
     steps = [("chain", [1]), ("tree", [2]), ("chain", [2]), ("tree", [2]), ("long", [2, 1]), ("chain", [2, 2])]
@@ -474,21 +481,26 @@ def plan(*parts: tuple[int, int, int, Draft]) -> PassPlan:
 
 CHAIN = Draft.chain([3, 4, 5])
 BUCKETS = [
-    (plan((0, 7, 1, Draft.empty())), Bucket(64, 512, 0, (), False, True)),
-    (plan((2, 7, 1, CHAIN), (0, 0, 1, Draft.empty())), Bucket(64, 512, 0, (), False, True)),
-    (plan((3, 7, 60, CHAIN)), Bucket(64, 512, 0, (), False, True)),
-    (plan((3, 7, 62, CHAIN)), Bucket(128, 512, 0, (), False, True)),
-    (plan((0, 511, 1, Draft.empty())), Bucket(64, 512, 0, (), False, True)),
-    (plan((0, 512, 1, Draft.empty())), Bucket(64, 1024, 0, (), False, True)),
-    (plan((0, 7, 1, deep_tree(16, 1))), Bucket(64, 512, 8, (), False, True)),
-    (plan((0, 500, 1, deep_tree(16, 1))), Bucket(64, 1024, 8, (), False, True)),  # its rows reach beyond its depth
-    (plan((0, 7, 1, deep_tree(18, 1)), (1, 7, 1, CHAIN)), Bucket(64, 512, 16, (), False, True)),
+    (plan((0, 7, 1, Draft.empty())), Bucket(64, 512, 0, (), False, 64, 0)),
+    (plan((2, 7, 1, CHAIN), (0, 0, 1, Draft.empty())), Bucket(64, 512, 0, (), False, 64, 0)),
+    (plan((3, 7, 60, CHAIN)), Bucket(64, 512, 0, (), False, 64, 0)),
+    (plan((3, 7, 62, CHAIN)), Bucket(128, 512, 0, (), False, 64, 0)),
+    (plan((0, 511, 1, Draft.empty())), Bucket(64, 512, 0, (), False, 64, 0)),
+    (plan((0, 512, 1, Draft.empty())), Bucket(64, 1024, 0, (), False, 64, 0)),
+    (plan((0, 7, 1, deep_tree(16, 1))), Bucket(64, 512, 8, (), False, 64, 0)),
+    (plan((0, 500, 1, deep_tree(16, 1))), Bucket(64, 1024, 8, (), False, 64, 0)),  # its rows reach beyond its depth
+    (plan((0, 7, 1, deep_tree(18, 1)), (1, 7, 1, CHAIN)), Bucket(64, 512, 16, (), False, 64, 0)),
 ]
 
 
 @pytest.mark.parametrize("plan, expected", BUCKETS, ids=range(len(BUCKETS)))
 def test_the_smallest_bucket_is_chosen(plan: PassPlan, expected: Bucket) -> None:
     assert Bucket.of(plan, (), True) == expected
+
+
+def test_logits_are_computed_of_the_rows_that_are_read() -> None:
+    (outputs,) = {Bucket.of(plan((3, 7, 200, draft)), (), True).outputs for draft in (CHAIN, Draft.chain([3] * 63))}
+    assert outputs == 64 and Bucket.of(plan((3, 7, 200, CHAIN)), (), False).outputs == 0
 
 
 def test_taps_in_any_order_are_one_bucket() -> None:

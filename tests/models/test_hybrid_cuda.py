@@ -147,7 +147,7 @@ def test_a_pass_that_fails_spoils_no_state(tmp_path: Path, monkeypatch: pytest.M
     two.commit([[4]])
     (handle,) = (pair[1] for pair in two.pairs)
     with monkeypatch.context() as patch:
-        patch.setattr(two.runner, "_graph", lambda *_: 1 / 0)
+        patch.setattr(two.runner._graphs, "run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             two.cuda.score([handle], [Draft.empty()])
     two.score([Draft.chain([5, 6])])

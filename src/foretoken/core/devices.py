@@ -1,4 +1,4 @@
-"""Devices: waiting for them, copying to and from them, and the memory that this process can still take.
+"""Devices: waiting for them, copying to and from them, times of their work, and the memory that is left.
 
 Memory is that of the machine, its control groups, its address space, and a GPU.
 """
@@ -6,6 +6,7 @@ Memory is that of the machine, its control groups, its address space, and a GPU.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,36 @@ def on_host(tensor: Tensor) -> Tensor:
     host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return host
+
+
+def fetched(tensor: Tensor) -> Tensor:
+    """Returns a copy in the host's memory, which later work of the device does not overwrite."""
+    return tensor.clone() if tensor.is_cpu else on_host(tensor)
+
+
+class TimeMark:
+    """A moment of a device's work: that at which it has finished all work that was given to it before.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._seconds = 0.0
+        self._device = device
+
+    def set(self) -> None:
+        """Sets the mark, without waiting for the device."""
+        self._seconds = time.perf_counter()
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def since(self, earlier: TimeMark) -> float:
+        """Returns the seconds since an earlier mark; those of the host while the device has not reached this one."""
+        if self._event is None or earlier._event is None or not self._event.query():
+            return self._seconds - earlier._seconds
+        return earlier._event.elapsed_time(self._event) / 1e3
 
 
 if sys.platform != "win32":

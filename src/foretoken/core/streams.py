@@ -277,6 +277,17 @@ def _mixed(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z
 
 
+def splitmixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns ``splitmix`` of every element."""
+    z = _mixed(0, z)
+    return z ^ z >> np.uint64(31)
+
+
+def step_keys(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Returns ``stream_key`` for results of ``purpose_key`` and a position each."""
+    return splitmixed(keys ^ positions.astype(np.uint64) * np.uint64(_MIX[1][1]))
+
+
 def _finished(z: NDArray[np.uint64]) -> Reals:
     """Applies the last step of the hash. Returns the numbers in (0, 1) as exponentials."""
     z = (z ^ z >> np.uint64(31)) >> np.uint64(12)

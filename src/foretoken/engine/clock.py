@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import time
+from itertools import pairwise
 
 import torch
 
-from foretoken.core.devices import wait_for
+from foretoken.core.devices import TimeMark
 from foretoken.core.step import Timings
+
+PARTS = 4
 
 
 class StepClock:
     """Times of the parts of one step after another, in seconds. A part ends when ``device`` has done its work.
+
+    The clock waits for nothing: when a step's times are read, the host has read its tokens, so that the device has
+    reached all marks but perhaps the last one, behind which there is only the copying of cache rows.
 
     Attributes:
         missed_tokens: See ``Timings``; set during the step.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._waits = device if device.type == "cuda" else None
-        self._times: list[float] = []
-        self.missed_tokens = 0
+        self._marks = [TimeMark(device) for _ in range(PARTS + 1)]
+        self._next = self.missed_tokens = 0
 
     def start(self) -> None:
         """Begins a step."""
-        self._times, self.missed_tokens = [time.perf_counter()], 0
+        self._next = self.missed_tokens = 0
+        self.lap()
 
     def lap(self) -> None:
         """Ends a part of the step."""
-        if self._waits is not None:
-            wait_for(self._waits)
-        self._times.append(time.perf_counter())
+        self._marks[self._next].set()
+        self._next += 1
 
     def timings(self, batch: int, prompt_rows: int) -> Timings:
         """Ends the last part. Returns the times of all; the arguments are those of ``Timings``."""
         self.lap()
-        start, proposed, scored, verified, end = self._times
-        return Timings(
-            proposed - start,
-            scored - proposed,
-            verified - scored,
-            end - verified,
-            batch,
-            prompt_rows,
-            self.missed_tokens,
-        )
+        propose, score, verify, commit = (later.since(earlier) for earlier, later in pairwise(self._marks))
+        return Timings(propose, score, verify, commit, batch, prompt_rows, self.missed_tokens)

@@ -22,7 +22,8 @@ from foretoken.core.streams import Purpose, Streams, purpose_key
 from foretoken.core.verdict import Exactness
 from foretoken.engine.sequence import ComputedTokens
 from foretoken.engine.sequence import Sequence as Running
-from foretoken.models.base import Scores
+from foretoken.models.base import Scores, no_logits
+from foretoken.models.device_logits import TokenChooser
 from foretoken.verify import DRAWING, Rule
 
 
@@ -32,35 +33,39 @@ class SequenceRow:
     Args:
         context: The sequence.
         logprobs: Number of alternatives of the token, or None to compute no log-probabilities.
-        logits: Rows of the first step, [n+1, V].
+        vocabulary: Number of logits of a row.
 
     Attributes:
         row: The request; None if the kernels cannot choose the token.
+        masks: Whether only the host's kernels can, with any draft: a mask has an element for each token.
     """
 
-    def __init__(self, context: Context, logprobs: int | None, logits: Tensor) -> None:
+    def __init__(self, context: Context, logprobs: int | None, vocabulary: int) -> None:
         law, shared = context.law, context.exactness is Exactness.TRAJECTORY
         purpose = Purpose.SHARED if shared else Purpose.VERIFY
         noise = None if law.greedy else Noise(shared, purpose_key(context.streams.seed, purpose))
-        self.row = law.token_row(logits[:1], noise)
-        self._context, self._vocabulary = context, logits.shape[1]
+        self.row = law.token_row(no_logits(vocabulary), noise)
+        self._context, self._vocabulary = context, vocabulary
         self._history = context.history() if law.needs_history else None
         self._nodes, self._levels, self._path = DraftNodes(), list[TokenRow](), array("i")
         self._held: tuple[object, ...] = ()  # arrays that the nodes point to
+        self.masks = False
         if self.row is not None:
             self.row.tensor = None  # each step has its own logits
+            if (change := self.row.adjustment) is not None:
+                self.masks = bool(change.allowed) or not law.changes_follow_tokens
             if logprobs is not None:
                 self.row.list_top(min(logprobs, self._vocabulary))
 
     @classmethod
-    def of(cls, sequence: Running, rule: Rule, logits: Tensor) -> SequenceRow | None:
+    def of(cls, sequence: Running, rule: Rule, scores: Scores) -> SequenceRow | None:
         """Returns the request of a sequence; None if its verifier may choose another token than the kernels."""
         context = sequence.context
         if not isinstance(context.streams, Streams) or rule(PointMass(), context.exactness) not in DRAWING:
             return None
-        if not native.for_rows(logits):
+        if isinstance(scores.rows, Tensor) and not native.for_rows(scores.rows):
             return None
-        result = cls(context, sequence.options.logprobs, logits)
+        result = cls(context, sequence.options.logprobs, scores.vocab)
         return None if result.row is None else result
 
     def update(self, draft: Draft, scores: Scores) -> TokenRow | None:
@@ -73,7 +78,7 @@ class SequenceRow:
         row, context = self.row, self._context
         assert row is not None
         row.below = None
-        row.logits, count, stride = scores.memory
+        row.logits, count, stride = (scores.on_host() if self.masks else scores).memory
         if draft.parents:
             if type(draft.law) is not PointMass or (row.changes and not context.law.changes_follow_tokens):
                 return None
@@ -136,19 +141,23 @@ class StepRows:
         Returns:
             The tokens of each sequence; None if its verifier has to choose them.
         """
-        requests, chosen = list[TokenRow](), list[SequenceRow | None]()
+        requests, chosen = dict[TokenChooser, list[TokenRow]](), list[SequenceRow | None]()
         for sequence, draft, score in zip(sequences, drafts, scores, strict=True):
-            row = None
-            if score.argmax is None:
-                row = self._request(sequence, draft, score)
-                if row is not None:
-                    requests.append(row)
-            chosen.append(None if row is None else self._rows[sequence.context.id])
-        if requests:
-            self._kernels = self._kernels or native.kernels()
-            assert self._kernels is not None
-            self._kernels.choose_tokens(requests, self._vocabulary, self._threads)
+            held = None
+            if score.argmax is None and (row := self._request(sequence, draft, score)) is not None:
+                held = self._rows[sequence.context.id]
+                on_device = None if held is None or held.masks else score.chooser
+                requests.setdefault(on_device or self._host(), []).append(row)
+            chosen.append(held)
+        for chooser, rows in requests.items():
+            chooser.choose_tokens(rows, self._vocabulary, self._threads)
         return [None if row is None else row.result() for row in chosen]
+
+    def _host(self) -> TokenChooser:
+        """Returns the compiled kernels, without which there is no request."""
+        self._kernels = self._kernels or native.kernels()
+        assert self._kernels is not None
+        return self._kernels
 
     def _request(self, sequence: Running, draft: Draft, scores: Scores) -> TokenRow | None:
         identifier = sequence.context.id
@@ -157,8 +166,8 @@ class StepRows:
             if row is None:
                 if identifier in self._rows:
                     return None
-                row = self._rows[identifier] = SequenceRow.of(sequence, self._rule, scores.logits)
-                self._vocabulary = scores.logits.shape[1]
+                row = self._rows[identifier] = SequenceRow.of(sequence, self._rule, scores)
+                self._vocabulary = scores.vocab
             return None if row is None else row.update(draft, scores)
         except Exception:  # raised again by the verifier
             return None

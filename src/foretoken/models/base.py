@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ENCODER_LENGTH, ContextLengthExceeded, InvalidRequest
 from foretoken.models.chains import ChainRequest, ModelChain
+from foretoken.models.device_logits import DeviceRows, TokenChooser
 
 NO_ENCODER = "this model has no encoder that could read a source; give it the whole text as its prompt"
 NO_SOURCE = "this model is an encoder-decoder; give it a text for its encoder"
@@ -127,6 +128,11 @@ class LogitRows:
         """The logits [rows, V]."""
         return torch.from_numpy(self.values)[:, : self.vocab]
 
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """See ``Scores.memory``."""
+        return self.address, len(self.values), self.values.shape[1]
+
     def split(self, counts: Sequence[int]) -> list[LogitRows]:
         """Returns the first ``counts[0]`` rows, the next ``counts[1]`` rows, and so on."""
         if len(counts) == 1:
@@ -144,9 +150,9 @@ class Scores:
     """The result of one forward pass for one sequence.
 
     Attributes:
-        rows: the logits [rows, V], in the host's memory, so that distributions do not depend on the model's device.
-            Row 0 belongs to the root (the last committed token) and row i + 1 to draft node i. If earlier nodes were
-            scored before, only the new rows, in the same order. [0, V] if ``argmax`` replaces them.
+        rows: the logits [rows, V], in the host's memory, or on a device until the host reads them. Row 0 belongs to
+            the root (the last committed token) and row i + 1 to draft node i. If earlier nodes were scored before,
+            only the new rows, in the same order. [0, V] if ``argmax`` replaces them.
         taps: hidden states [computed, H] by layer index, for every row that this call computed, a prompt's included:
             the pending tokens from position ``first`` on, then the new draft nodes. So the last rows are those of
             ``logits``. Index i is the *input* of layer i, as in transformers' ``hidden_states[i]``; the number of
@@ -159,7 +165,7 @@ class Scores:
             tokens.
     """
 
-    rows: Tensor | LogitRows
+    rows: Tensor | LogitRows | DeviceRows
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     first: int = 0
     slot: int = -1
@@ -168,16 +174,28 @@ class Scores:
 
     @property
     def logits(self) -> Tensor:
-        """``rows`` as a tensor."""
-        return self.rows.tensor if isinstance(self.rows, LogitRows) else self.rows
+        """``rows`` as a tensor in the host's memory."""
+        return self.rows if isinstance(self.rows, Tensor) else self.rows.tensor
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary of ``rows``."""
+        return self.rows.shape[1] if isinstance(self.rows, Tensor) else self.rows.vocab
 
     @property
     def memory(self) -> tuple[int, int, int]:
         """The address of ``rows``, their number, and the number of elements from one to the next."""
         rows = self.rows
-        if isinstance(rows, LogitRows):
-            return rows.address, len(rows.values), rows.values.shape[1]
-        return rows.data_ptr(), rows.shape[0], rows.stride(0)
+        return (rows.data_ptr(), rows.shape[0], rows.stride(0)) if isinstance(rows, Tensor) else rows.memory
+
+    @property
+    def chooser(self) -> TokenChooser | None:
+        """Chooses tokens by rows that are on a device; None for those in the host's memory."""
+        return self.rows.chooser if isinstance(self.rows, DeviceRows) else None
+
+    def on_host(self) -> Scores:
+        """Returns scores whose ``rows`` are in the host's memory."""
+        return replace(self, rows=self.rows.tensor) if isinstance(self.rows, DeviceRows) else self
 
 
 @cache

@@ -99,8 +99,9 @@ class RunnerModel(Model):
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
         for new in tokens:
             self.check_tokens(new)
-        for handle, new in zip(handles, tokens, strict=True):
-            self.runner.move(handle.slot, *handle.advance(new))
+        moves = [(handle.slot, *handle.advance(new)) for handle, new in zip(handles, tokens, strict=True)]
+        self.runner.move_all(moves)
+        for handle in handles:
             self.runner.publish(handle.slot, handle.tokens, handle.cached)
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:

@@ -14,11 +14,15 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import NO_ENCODER, LogitRows
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
+from foretoken.models.device_logits import DeviceRows
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import NO_NORMS, BranchFactors
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.pages import SlotCache
+
+Move = tuple[int, int, Sequence[int]]
+"""A slot, the first destination row, and the rows that move there; see ``Runner.move``."""
 
 
 def injecting(architecture: Architecture) -> Architecture:
@@ -40,7 +44,7 @@ class Pass:
         ranked: [outputs, ranks], the likeliest tokens of each output, if the plan requests them.
     """
 
-    rows: Tensor | LogitRows | None
+    rows: Tensor | LogitRows | DeviceRows | None
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     argmax: Sequence[int] | None = None
     ranked: NDArray[np.int64] | None = None
@@ -48,7 +52,7 @@ class Pass:
     @property
     def logits(self) -> Tensor | None:
         """``rows`` as a tensor."""
-        return self.rows.tensor if isinstance(self.rows, LogitRows) else self.rows
+        return self.rows if self.rows is None or isinstance(self.rows, Tensor) else self.rows.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,11 @@ class Runner(ABC):
     @abstractmethod
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         """Moves rows ``sources`` (ascending) to ``destination`` onward, in order: the accepted path of a draft tree."""
+
+    def move_all(self, moves: Sequence[Move]) -> None:
+        """Moves rows of several slots; see ``move``, whose arguments are those of a move."""
+        for slot, destination, sources in moves:
+            self.move(slot, destination, sources)
 
     def nbytes(self) -> int:
         """Returns the bytes of the KV cache."""

@@ -104,3 +104,21 @@ def rotary_table(a: Architecture, number: int, positions: Tensor) -> tuple[Tenso
     if a.paired:
         return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def ranked(logits: Tensor, count: int) -> Tensor:
+    """Returns the ``count`` likeliest tokens of each row, int64 [R, count]: lower ids first on ties, NaN before all."""
+    bits = (logits + 0.0).view(torch.int32)  # 0 and -0 are equal
+    order = torch.where(bits < 0, bits ^ (2**31 - 1), bits).masked_fill_(logits.isnan(), 2**31 - 1).long()
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return torch.topk((order << 32) - ids, min(count, len(ids)), dim=-1).indices
+
+
+def best(logits: Tensor, ranks: int) -> Tensor:
+    """Returns the argmax of each row and its ``ranks`` likeliest tokens, int64 [R, 1 + ranks].
+
+    The argmax is -1 where a logit is NaN or the largest is not finite.
+    """
+    argmax = logits.argmax(-1, keepdim=True)  # the first of equal ones; NaN is the largest
+    argmax = argmax.where(logits.gather(1, argmax).isfinite(), -1)
+    return torch.cat((argmax, ranked(logits, ranks)), 1) if ranks else argmax

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+MAX_GRAPHS = 128  # graphs hold memory; beyond this number all are dropped
 WARM_UPS = 2  # runs before a capture, in which libraries choose kernels and allocate workspaces
 
 States = dict[int, Tensor]
@@ -94,18 +95,53 @@ class Graph:
 
     Attributes:
         inputs: inputs that change from pass to pass.
-        positions: tables by position, kept alive here after longer ones replace them.
+        held: other tensors that the graph reads, kept alive here: tables by position, after longer ones replace them.
         replay: computes the pass.
     """
 
     inputs: Inputs
-    positions: object
+    held: object
     replay: Callable[[], States]
 
 
-@dataclass(slots=True)
 class Graphs:
-    """All graphs in one pool of memory."""
+    """All graphs in one pool of memory, each captured on its first use.
 
-    capture: Capture
-    known: dict[Hashable, Graph] = field(default_factory=dict)
+    Args:
+        device: the device.
+        capture: creates the object that captures graphs, again whenever the old graphs are dropped.
+    """
+
+    def __init__(self, device: torch.device, capture: Callable[[torch.device], Capture]) -> None:
+        self._device, self._new_capture = device, capture
+        self._capture: Capture | None = None
+        self._known: dict[Hashable, Graph] = {}
+
+    @property
+    def pinned(self) -> bool:
+        """Whether inputs are copied from pinned memory, asynchronously."""
+        return self._device.type == "cuda"
+
+    def fresh(self) -> Graphs:
+        """Returns an object without graphs, for another runner."""
+        return Graphs(self._device, self._new_capture)
+
+    def run(self, bucket: Hashable, inputs: Inputs, compute: Callable[[Inputs], States], held: object = None) -> States:
+        """Returns the results of ``compute``, which the next call overwrites.
+
+        Args:
+            bucket: all that the graph depends on, besides the content of its inputs.
+            inputs: the inputs, in the host's memory.
+            compute: the work.
+            held: tensors besides the inputs, which are kept alive.
+        """
+        graph = self._known.get(bucket)
+        if graph is None:
+            if self._capture is None or len(self._known) >= MAX_GRAPHS:
+                self._known.clear()  # frees the memory of the old graphs first
+                self._capture = None
+                self._capture = self._new_capture(self._device)
+            own = inputs.idle(self._device)
+            graph = self._known[bucket] = Graph(own, held, self._capture.capture(lambda: compute(own)))
+        graph.inputs.overwrite(inputs)
+        return graph.replay()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
+from foretoken.models.runners.base import Move
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
 from foretoken.models.runners.layout import AttentionSizes
 from foretoken.models.runners.linear import FIXED_ROWS
@@ -36,7 +37,8 @@ class Bucket:
         depth: depth of the deepest draft tree; 0 if all drafts are chains.
         taps: layers whose hidden states are returned.
         features: whether the input is features instead of tokens alone.
-        logits: whether logits are computed.
+        outputs: rows whose logits are computed, padding included; 0 for none.
+        ranks: number of the likeliest tokens of each of these that are returned in place of the logits; 0 for logits.
         steps: sizes of the steps of recurrent layers; None without them.
         fused: whether the input is a target's states, which the pass makes features from.
     """
@@ -46,7 +48,8 @@ class Bucket:
     depth: int
     taps: tuple[int, ...]
     features: bool
-    logits: bool
+    outputs: int
+    ranks: int
     steps: StepSizes | None = None
     fused: bool = False
 
@@ -60,7 +63,8 @@ class Bucket:
             depth=doubled(depth, MIN_DEPTH) if depth else 0,
             taps=tuple(sorted(set(taps))),
             features=plan.features is not None or plan.states is not None,
-            logits=logits,
+            outputs=-(-len(plan.outputs) // FIXED_ROWS) * FIXED_ROWS if logits else 0,
+            ranks=1 + plan.ranks if logits and plan.argmax_only else 0,
             steps=None if plan.replay is None else StepSizes.of(plan.replay),
             fused=plan.states is not None,
         )
@@ -129,6 +133,11 @@ class RowLayout:
         factors = a.scale, window, a.attention_softcap, sinks, self.biases
         mixed: Tensor = kernels.attend_rows(queries, pages, rows, *factors)
         return mixed.flatten(1)
+
+
+def move_rows(cache: PageCache, moves: Sequence[Move]) -> None:
+    """Moves the rows of accepted draft trees; see ``Runner.move_all``."""
+    cache.move(moves, attention_kernels())
 
 
 def fill(plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pinned: bool) -> Tensor:

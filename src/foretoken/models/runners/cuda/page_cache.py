@@ -8,13 +8,17 @@ grows, and a sequence takes the memory of its own tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from foretoken.core.devices import on_device
 from foretoken.models.families.layers import HeadSizes
+from foretoken.models.runners.base import Move
 from foretoken.models.runners.triton_kernels.rows import UNIT, LayerPages
 from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
@@ -29,12 +33,12 @@ class DeviceMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._blocks: dict[int, Tensor] = {}
 
     def allocate(self, size: int) -> int:
         """Returns the address of ``size`` zeroed bytes."""
-        block = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        block = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self._blocks[block.data_ptr()] = block
         return block.data_ptr()
 
@@ -111,6 +115,8 @@ class PageCache:
             at, scale_at = at + sides * half, scale_at + sides * heads * PAGE
         if scaled:
             self._extend(PAGE * numbers * self._item, sum(sides * heads for *_, heads in order), SCALE)
+        self._widest = max((size for *_, size in self._parts), default=0)
+        self._blocks: Tensor | None = None  # start in a page, and bytes of a row, of each block
         page = max(PAGE * self.token_bytes, UNIT)
         self.state_bytes = 0 if shape is None else shape.bytes
         if shape is None:
@@ -139,15 +145,23 @@ class PageCache:
         places: Places = (held - self._base) // UNIT
         return places
 
-    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
-        """Moves rows ``sources`` to ``destination`` onward, in order: the accepted path of a draft tree."""
-        self.pages.accept(slot, destination, sources)
-        held = self.pages.held(slot)
-        for row, source in enumerate(sources, destination):
-            if row == source:
-                continue
-            to, whence = (self._memory.block(held[index // PAGE]) for index in (row, source))
-            for start, blocks, size in self._parts:
-                part = slice(start, start + blocks * PAGE * size)
-                new, old = (page[part].view(blocks, PAGE, size) for page in (to, whence))
-                new[:, row % PAGE] = old[:, source % PAGE]
+    def move(self, moves: Sequence[Move], kernels: Any) -> None:
+        """Moves rows of slots, the accepted paths of draft trees, by one launch; see ``Runner.move_all``."""
+        firsts, pairs = [0], list[tuple[int, int, int, int]]()
+        for slot, destination, sources in moves:
+            self.pages.accept(slot, destination, sources)
+            held = self.pages.held(slot)
+            for row, source in enumerate(sources, destination):
+                if row != source:
+                    pairs.append((held[row // PAGE], row % PAGE, held[source // PAGE], source % PAGE))
+            if len(pairs) > firsts[-1]:
+                firsts.append(len(pairs))
+        if not pairs or not self._parts:
+            return
+        if self._blocks is None:
+            blocks = [
+                (start + block * PAGE * size, size) for start, count, size in self._parts for block in range(count)
+            ]
+            self._blocks = torch.tensor(blocks, device=self._memory.device).T.contiguous()
+        numbers = on_device([*firsts, *chain(*zip(*pairs, strict=True))], self._memory.device)
+        kernels.move(numbers, len(firsts) - 1, self._blocks, self._widest)

@@ -7,6 +7,7 @@ number of rows (``linear.py``). So they depend neither on the chunks of a prefil
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Self
@@ -15,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.core.devices import on_host
+from foretoken.core.devices import fetched
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
+from foretoken.models.device_logits import DeviceRows
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, ExpertWeights, LayerWeights
-from foretoken.models.runners.base import DeeperLayer, Pass, Runner
+from foretoken.models.runners.base import DeeperLayer, Move, Pass, Runner
+from foretoken.models.runners.cuda.choice import DeviceChooser
 from foretoken.models.runners.cuda.drafts import (
     DraftBucket,
     Levels,
@@ -28,11 +31,11 @@ from foretoken.models.runners.cuda.drafts import (
     fill_drafts,
     tree_results,
 )
-from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graph, Graphs, Inputs, States
+from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graphs, Inputs, States
 from foretoken.models.runners.cuda.growth import grow_chains, grow_trees
-from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
+from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill, move_rows
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
-from foretoken.models.runners.functional import normalize
+from foretoken.models.runners.functional import best, normalize
 from foretoken.models.runners.layout import Layout
 from foretoken.models.runners.linear import product
 from foretoken.models.runners.pass_plan import PassPlan
@@ -43,9 +46,8 @@ from foretoken.models.runners.triton_kernels.rows import rows_per_tile
 from foretoken.models.runners.triton_kernels.steps import fill_steps
 from foretoken.models.state.recurrent import StateShape
 
-MAX_ROWS = 256  # with more rows, products take longer than launches
-LOGITS = -1  # key of the logits, beside the layers of taps
-MAX_GRAPHS = 128  # graphs hold memory; beyond this number all are dropped
+MAX_ROWS = 512  # with more rows, products take longer than launches
+LOGITS, LIKELIEST = -1, -2  # keys of the logits and of the likeliest tokens, beside the layers of taps
 
 
 class CudaRunner(TorchRunner):
@@ -59,7 +61,7 @@ class CudaRunner(TorchRunner):
     """
 
     chunk_invariant = True
-    joint_rows = MAX_ROWS  # chunk-invariant: the last chunk of a prompt shares the pass of the first step
+    joint_rows = 256  # chunk-invariant: the last chunk of a prompt shares the pass of the first step
     pass_rows = 4096  # bounds the memory of a pass
 
     def __init__(
@@ -77,7 +79,9 @@ class CudaRunner(TorchRunner):
         self._biases: Tensor | None = None
         super().__init__(architecture, layers, ends, dtype, device, entry)
         self.batch_invariant = True
-        self._new_capture = capture or CudaCapture
+        self._graphs = Graphs(device, capture or CudaCapture)
+        self._chooser = DeviceChooser(self._graphs.fresh())
+        self._last: weakref.ref[DeviceRows] | None = None  # the logits of the last pass, while anything may read them
         # Experts computed by products need their numbers of rows on the host.
         mlps = (layer.mlp for layer in self._layers)
         self._captured = not any(isinstance(mlp, ExpertWeights) and not by_kernels(mlp) for mlp in mlps)
@@ -86,7 +90,6 @@ class CudaRunner(TorchRunner):
         groups = [architecture.heads // size.kv_heads for size in cached_sizes(architecture) if size is not None]
         self._tile = min(map(rows_per_tile, groups), default=1)
         self._fuse(entry or Entry())
-        self._graphs: Graphs | None = None
         self._ids: tuple[Tensor, Tensor] | None = None  # tokens of a draft vocabulary, here and on the device
 
     def _fuse(self, entry: Entry) -> None:
@@ -125,9 +128,12 @@ class CudaRunner(TorchRunner):
     def state_bytes(self) -> int:
         return self._paged.state_bytes
 
-    @torch.inference_mode()
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
-        self._paged.move(slot, destination, sources)
+        self.move_all([(slot, destination, sources)])
+
+    @torch.inference_mode()
+    def move_all(self, moves: Sequence[Move]) -> None:
+        move_rows(self._paged, moves)
 
     def adopt(self, other: Runner) -> None:
         assert isinstance(other, CudaRunner)
@@ -136,12 +142,12 @@ class CudaRunner(TorchRunner):
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = super().first(architecture, norm)
-        view._graphs = None
+        view._graphs = self._graphs.fresh()
         return view
 
     def injector(self) -> Self:
         view = super().injector()
-        view._graphs = None
+        view._graphs = self._graphs.fresh()
         return view
 
     def _reserve_positions(self, count: int) -> None:
@@ -158,14 +164,19 @@ class CudaRunner(TorchRunner):
         self._reserve_positions(bucket.longest)
         inputs = self._inputs_of(plan, bucket, pages)
         if self._captured and bucket.rows <= MAX_ROWS:
-            graph = self._graph(bucket, inputs, lambda inputs: self._compute(inputs, bucket))
-            graph.inputs.overwrite(inputs)
-            computed = graph.replay()
+            computed = self._run(bucket, inputs, lambda inputs: self._compute(inputs, bucket))
         else:
             computed = self._compute(inputs.to(self._device), bucket)
         self._paged.pages.finish()
         tapped = {number: computed[number][: len(plan.tokens)].clone() for number in taps}
-        return Pass(fetched(computed[LOGITS][: len(plan.outputs)]) if logits else None, tapped)
+        if not logits:
+            return Pass(None, tapped)
+        if bucket.ranks:
+            likeliest = fetched(computed[LIKELIEST][: len(plan.outputs)]).numpy()
+            return Pass(None, tapped, likeliest[:, 0].tolist(), likeliest[:, 1:] if plan.ranks else None)
+        rows = DeviceRows(computed[LOGITS][: len(plan.outputs)], self._chooser)
+        self._last = weakref.ref(rows)
+        return Pass(rows, tapped)
 
     @torch.inference_mode()
     def chains(
@@ -214,12 +225,10 @@ class CudaRunner(TorchRunner):
             return {0: (grow_trees if bucket.kept else grow_chains)(levels, bucket, ids)}
 
         if bucket.first.rows <= MAX_ROWS:
-            graph = self._graph(bucket, inputs, compute, (ids, vocabulary.ids, vocabulary.after))
-            graph.inputs.overwrite(inputs)
-            computed = graph.replay()
+            computed = self._run(bucket, inputs, compute, (ids, vocabulary.ids, vocabulary.after))
         else:
             computed = compute(inputs.to(self._device))
-        buffer = on_host(computed[0]).numpy()
+        buffer = fetched(computed[0]).numpy()
         return (tree_results if bucket.kept else chain_results)(buffer, requests, bucket)
 
     def _level_of(self, bucket: DraftBucket) -> Run:
@@ -270,9 +279,11 @@ class CudaRunner(TorchRunner):
         layout = RowLayout.of(inputs.table, bucket, self._paged, self._biases, inputs.steps)
         states = self._states(layout, bucket.taps, features=self._features(inputs, bucket))
         computed = self._tapped(states, bucket.taps, slice(None))
-        if bucket.logits:
-            last = states[self._architecture.layers].index_select(0, inputs.table[OUTPUTS])
+        if bucket.outputs:
+            last = states[self._architecture.layers].index_select(0, inputs.table[OUTPUTS, : bucket.outputs])
             computed[LOGITS] = self._unembed(normalize(self._architecture, last, self._norm))
+        if bucket.ranks:
+            computed[LIKELIEST] = best(computed.pop(LOGITS), bucket.ranks - 1)
         return computed
 
     def _padded(self, features: Tensor | None, rows: int) -> Tensor | None:
@@ -281,27 +292,10 @@ class CudaRunner(TorchRunner):
             return None
         return F.pad(features.to(self._device, self._dtype), (0, 0, 0, rows - len(features)))
 
-    def _graph(
+    def _run(
         self, bucket: Hashable, inputs: Inputs, compute: Callable[[Inputs], States], held: object = None
-    ) -> Graph:
-        """Returns the bucket's graph. It is captured on first use, with these inputs.
-
-        Args:
-            compute: the work.
-            held: tensors besides the inputs, which are kept alive.
-        """
-        graphs = self._graphs
-        if graphs is None or (bucket not in graphs.known and len(graphs.known) >= MAX_GRAPHS):
-            self._graphs = graphs = None  # frees the memory of the old graphs first
-            self._graphs = graphs = Graphs(self._new_capture(self._device))
-        by_bucket = graphs.known
-        if bucket not in by_bucket:
-            graph_inputs = inputs.idle(self._device)
-            replay = graphs.capture.capture(lambda: compute(graph_inputs))
-            by_bucket[bucket] = Graph(graph_inputs, (self._tables, self._biases, held), replay)
-        return by_bucket[bucket]
-
-
-def fetched(logits: Tensor) -> Tensor:
-    """Returns a copy in the host's memory, which the next replay does not overwrite."""
-    return logits.clone() if logits.is_cpu else on_host(logits)
+    ) -> States:
+        """Runs a graph, which may overwrite the logits of the last pass; see ``Graphs.run``."""
+        if self._last is not None and (before := self._last()) is not None:
+            before.release()
+        return self._graphs.run(bucket, inputs, compute, (self._tables, self._biases, held))

@@ -42,3 +42,9 @@ def recurrent_kernels() -> Any:
     from foretoken.models.runners.triton_kernels import recurrent
 
     return recurrent
+
+
+def sampling_kernels() -> Any:
+    from foretoken.models.runners.triton_kernels import sampling
+
+    return sampling

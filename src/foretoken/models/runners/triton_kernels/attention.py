@@ -217,6 +217,35 @@ def store(keys: Tensor, values: Tensor, cache: LayerPages, rows: PassRows) -> No
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["moved"])
+def _move(moves, firsts, blocks, moved, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Moves a block's rows of one sequence in order: a thread moves the same bytes of all of them."""
+    sequence, block, at = tl.program_id(0), tl.program_id(1), tl.arange(0, WIDE)
+    start, size = tl.load(blocks + block), tl.load(blocks + BLOCKS + block)
+    for move in range(tl.load(firsts + sequence), tl.load(firsts + sequence + 1)):
+        to = tl.load(moves + move) + start + tl.load(moves + moved + move) * size
+        source = tl.load(moves + 2 * moved + move) + start + tl.load(moves + 3 * moved + move) * size
+        values = tl.load(source.to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0)
+        tl.store(to.to(tl.pointer_type(tl.uint8)) + at, values, mask=at < size)
+
+
+def move(moves: Tensor, sequences: int, blocks: Tensor, widest: int) -> None:
+    """Moves rows within the pages of sequences by one launch.
+
+    Args:
+        moves: int64, [sequences + 1] the first move of each sequence, then of each move the address of a page, the row
+            in it, and the same of the row that moves there.
+        sequences: their number.
+        blocks: int64 [2, blocks], the start of each block in a page, and the bytes of a row of it.
+        widest: the largest of these numbers of bytes.
+    """
+    firsts, moves = moves[: sequences + 1], moves[sequences + 1 :]
+    count = blocks.shape[1]
+    _move[(sequences, count)](
+        moves, firsts, blocks, len(moves) // 4, WIDE=triton.next_power_of_2(widest), BLOCKS=count, num_warps=1
+    )
+
+
 def attend_rows(
     queries: Tensor,
     cache: LayerPages,

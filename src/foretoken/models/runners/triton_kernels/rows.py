@@ -1,4 +1,4 @@
-"""Positions of a pass's rows in the KV cache, and the keys that they see."""
+"""Rows of a pass as tensors on the device: positions in the KV cache, keys that they see, and requests for tokens."""
 
 from __future__ import annotations
 
@@ -65,6 +65,29 @@ class PassRows:
     tiles: Tensor
     sizes: Tensor
     longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Requests for tokens as tensors on the device, [R] each.
+
+    Attributes:
+        addresses: addresses of the logits, float32; 0 for padding.
+        sources: values of ``native.TokenSource``.
+        noise: bits of the fraction, a float64, or the key of the race.
+        top_k: number of tokens to keep; 0 for all.
+        inverse: inverse temperatures, float32.
+        floor: logarithms of min_p, float32.
+        top_p: mass of the nucleus, float32.
+    """
+
+    addresses: Tensor
+    sources: Tensor
+    noise: Tensor
+    top_k: Tensor
+    inverse: Tensor
+    floor: Tensor
+    top_p: Tensor
 
 
 def rows_per_tile(group: int) -> int:

@@ -1,0 +1,319 @@
+"""Tokens of a step, chosen on the device: one graph behind that of the pass, and one copy of its results.
+
+The requests are those of the compiled kernels (``native.TokenRow``). Every row of logits gets a token, whether the path
+leads there or not; the host follows the tokens along the draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.core.devices import fetched
+from foretoken.core.native.sampling import Adjustment, DraftNodes, TokenRow, TokenSource
+from foretoken.core.streams import GOLDEN, splitmixed, step_keys
+from foretoken.models.runners.cuda.graphs import Graphs, Inputs, States
+from foretoken.models.runners.functional import ranked
+from foretoken.models.runners.triton_kernels import sampling_kernels
+from foretoken.models.runners.triton_kernels.rows import SampledRows
+from foretoken.models.runners.triton_kernels.steps import doubled
+
+MIN_ROWS, MIN_CHANGES = 8, 1024  # doubled until all fit
+ROWS_AT_ONCE = 64  # bounds the memory of a graph
+ROW_FIELDS, CHANGE_FIELDS = (4, 3), (4, 4)  # numbers of int64 and of float32 that a row has, and a change
+BANNED, BIASED, SEEN, TIMES, BIAS, REPETITION, FREQUENCY, PRESENCE = range(8)  # fields of changes
+FILTER_FIELDS = "top_k", "inverse", "floor", "top_p"
+RESULTS = 0  # key of a graph's results
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceBucket:
+    """Properties of requests that a graph depends on.
+
+    Attributes:
+        rows: number of rows, padding included.
+        vocabulary: number of logits of a row.
+        narrow: whether any row has top_k or top_p.
+        listed: number of likeliest tokens that are listed; -1 without log-probabilities.
+        changes: number of changed logits, padding included; 0 for none.
+    """
+
+    rows: int
+    vocabulary: int
+    narrow: bool
+    listed: int
+    changes: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Lengths of the parts of a table, int64: the fields of rows, and those of changes."""
+        return sum(ROW_FIELDS) * self.rows, sum(CHANGE_FIELDS) * self.changes
+
+    def fields(self, table: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the fields of a table; those of float32 fill the first half of their memory."""
+        parts = []
+        for part, (whole, real) in zip(table.split(self.sizes), (ROW_FIELDS, CHANGE_FIELDS), strict=True):
+            count = len(part) // (whole + real)
+            fields = part.view(whole + real, count)
+            parts.append([*fields[:whole], *(field.view(torch.float32)[:count] for field in fields[whole:])])
+        return parts[0], parts[1]
+
+
+class DeviceChooser:
+    """Chooses tokens on a device; a ``TokenChooser``.
+
+    Args:
+        graphs: its graphs, on the device of the logits.
+    """
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def choose_tokens(self, rows: Sequence[TokenRow], vocabulary: int, threads: int = 0) -> None:
+        """See ``TokenChooser``. Masks of allowed tokens are not supported."""
+        walks = [Walk(request) for request in rows]
+        changes = Changes(vocabulary)
+        at = 0
+        for walk in walks:
+            if walk.request.changes:
+                changes.add(walk.request, at, walk.tokens, walk.parents)
+            at += walk.count
+        listed = max(request.top_count for request in rows)
+        bucket = ChoiceBucket(
+            rows=doubled(at, MIN_ROWS) if at <= ROWS_AT_ONCE else -(-at // ROWS_AT_ONCE) * ROWS_AT_ONCE,
+            vocabulary=vocabulary,
+            narrow=any(request.filter.top_k > 0 or request.filter.top_p < 1.0 for request in rows),
+            listed=-1 if listed < 0 else min(doubled(listed, 1), vocabulary),
+            changes=doubled(changes.count, MIN_CHANGES) if changes.count else 0,
+        )
+        table = self._filled(bucket, walks, changes)
+        results = fetched(self._graphs.run(bucket, Inputs(table), lambda inputs: _compute(inputs, bucket))[RESULTS])
+        numbers, at = results.numpy(), 0
+        for walk in walks:
+            walk.follow(numbers[at : (at := at + walk.count)], bucket.listed)
+
+    def _filled(self, bucket: ChoiceBucket, walks: Sequence[Walk], changes: Changes) -> Tensor:
+        """Returns the table of all requests in the host's memory."""
+        table = torch.zeros(sum(bucket.sizes), dtype=torch.int64, pin_memory=self._graphs.pinned)
+        fields, changed = ([field.numpy() for field in fields] for fields in bucket.fields(table))
+        requests, counts = [walk.request for walk in walks], [walk.count for walk in walks]
+        filters = [request.filter for request in requests]
+
+        def each(values: Sequence[Any], dtype: Any = np.int64) -> NDArray[Any]:
+            return np.repeat(np.array(values, dtype), counts)
+
+        sources = each([request.source for request in requests])
+        bits = each([request.noise for request in requests], np.uint64)
+        positions = each([request.position for request in requests])
+        depths = np.concatenate([walk.depths for walk in walks])
+        columns = (
+            np.concatenate([walk.addresses for walk in walks]),
+            sources,
+            noise(bits, positions, depths, sources == TokenSource.RACE).view(np.int64),
+            *(each([getattr(each_filter, name) for each_filter in filters], np.float64) for name in FILTER_FIELDS),
+        )
+        for field, column in zip(fields, columns, strict=True):
+            field[: len(column)] = column
+        changes.fill(changed, bucket.rows * bucket.vocabulary)
+        return table
+
+
+def noise(
+    bits: NDArray[np.uint64], positions: NDArray[np.int64], depths: NDArray[np.int64], races: NDArray[np.bool_]
+) -> NDArray[np.uint64]:
+    """Returns the key of each row's race, or the bits of its fraction; see ``key_of`` of token_row.hpp."""
+    keys = step_keys(bits, positions + np.where(races, depths, 0))
+    counters = (2 * depths + 1).astype(np.uint64) * np.uint64(GOLDEN)
+    fractions = ((splitmixed(keys + counters) >> np.uint64(12)) + 0.5) * 2.0**-52
+    return np.where(positions < 0, bits, np.where(races, keys, fractions.view(np.uint64)))
+
+
+def _compute(inputs: Inputs, bucket: ChoiceBucket) -> States:
+    """Chooses the tokens of all rows, some rows at a time. Returns int64 [rows, 1], or with log-probabilities more."""
+    fields, changed = bucket.fields(inputs.table)
+    kernels, size, parts = sampling_kernels(), bucket.vocabulary, list[Tensor]()
+    for start in range(0, bucket.rows, ROWS_AT_ONCE):
+        rows = SampledRows(*(field[start : start + ROWS_AT_ONCE] for field in fields))
+        logits = kernels.gathered(rows, size)
+        after = applied(logits, changed, start * size) if bucket.changes else logits
+        tokens = kernels.chosen(after, rows, bucket.narrow)
+        listed = [] if bucket.listed < 0 else [kernels.described(logits, tokens, ranked(logits, bucket.listed))]
+        parts.append(torch.cat((tokens[:, None], *listed), 1))
+    return {RESULTS: torch.cat(parts)}
+
+
+class Walk:
+    """The rows of one request: the root's, then those of the draft's nodes.
+
+    Args:
+        request: the request, to which ``follow`` writes the results.
+
+    Attributes:
+        tokens: tokens of the nodes.
+        parents: the node above each; -1 for the root.
+        depths: depth of each row.
+        addresses: address of each row's logits.
+    """
+
+    def __init__(self, request: TokenRow) -> None:
+        self.request, stride = request, 0
+        self.tokens, self.parents = list[int](), list[int]()
+        self._nodes: DraftNodes | None = None
+        if request.below:
+            nodes = self._nodes = DraftNodes.from_address(request.below)
+            self.tokens = (c_int64 * nodes.nodes).from_address(nodes.ids)[:]
+            self.parents = (c_int32 * nodes.nodes).from_address(nodes.parents)[:]
+            stride = nodes.stride
+        depths = [request.index]
+        for parent in self.parents:
+            depths.append(depths[parent + 1] + 1)
+        self.depths = np.array(depths)
+        self.addresses = request.logits + 4 * stride * np.arange(self.count)
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return 1 + len(self.tokens)
+
+    def follow(self, results: NDArray[np.int64], listed: int) -> None:
+        """Writes the results of the root and of the nodes that tokens lead to, as ``DraftWalk`` of token_row.hpp."""
+        row, reached, depth = self.request, [-1], 0
+        while True:
+            _write(row, results[reached[0] + 1], listed)
+            below = [
+                child
+                for node in reached
+                for child, parent in enumerate(self.parents)
+                if parent == node and self.tokens[child] == row.token
+            ]
+            if row.token < 0 or not below or self._nodes is None:
+                break
+            pointers = (c_void_p * self._nodes.deepest).from_address(self._nodes.rows)
+            row, reached, depth = TokenRow.from_address(pointers[depth]), below, depth + 1
+        if self._nodes is not None:
+            self._nodes.path_count, node = depth, reached[0]
+            path = (c_int32 * depth).from_address(self._nodes.path)
+            while node >= 0:
+                depth -= 1
+                path[depth], node = node, self.parents[node]
+
+
+def _write(row: TokenRow, results: NDArray[np.int64], listed: int) -> None:
+    """Writes the token of a row and its log-probabilities."""
+    row.token = int(results[0])
+    if row.top_count < 0:
+        return
+    row.logprob, row.rank = float(results[1:2].view(np.float64)[0]), int(results[2])
+    ids, logprobs = results[3 : 3 + row.top_count], results[3 + listed :].view(np.float64)
+    (c_int64 * row.top_count).from_address(row.top_ids)[:] = ids.tolist()
+    (c_double * row.top_count).from_address(row.top_logprobs)[:] = logprobs[: row.top_count].tolist()
+
+
+class Changes:
+    """The changes of a step's rows, collected request by request.
+
+    Args:
+        vocabulary: number of logits of a row.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self._banned, self._biased, self._seen = (list[tuple[NDArray[Any], ...]]() for _ in range(3))
+
+    @property
+    def count(self) -> int:
+        """Number of columns that ``fill`` writes."""
+        return max(sum(len(part[0]) for part in parts) for parts in (self._banned, self._biased, self._seen))
+
+    def add(self, request: TokenRow, first: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Adds the changes of a request's rows, as ``DraftWalk`` of token_row.hpp makes them.
+
+        Args:
+            request: the request.
+            first: the root's row, which the rows of the nodes follow.
+            tokens: tokens of the nodes.
+            parents: the node above each; -1 for the root.
+        """
+        change = Adjustment.from_address(request.changes)
+        banned, ends = _held(c_int64, change.banned, change.banned_count), _held(c_int64, change.ends, change.end_count)
+        biased, biases = (
+            _held(kind, address, change.biased_count)
+            for kind, address in ((c_int64, change.biased), (c_float, change.biases))
+        )
+        penalties = np.array([[change.repetition], [change.frequency], [change.presence]], np.float32)
+        seen, times = (
+            _held(kind, address, change.seen_count)
+            for kind, address in ((c_int64, change.seen), (c_int32, change.generated))
+        )
+        before, depths = [(seen, times)], [0]
+        for row in range(len(tokens) + 1):
+            if row:
+                above = parents[row - 1] + 1
+                depths.append(depths[above] + 1)
+                before.append(_counted(*before[above], tokens[row - 1]))
+            self._place(self._banned, first + row, banned)
+            if depths[row] < change.end_steps:
+                self._place(self._banned, first + row, ends)
+            self._place(self._biased, first + row, biased, biases)
+            if (penalties != [[1.0], [0.0], [0.0]]).any():
+                ids, counts = before[row]
+                self._place(self._seen, first + row, ids, counts, *np.broadcast_to(penalties, (3, len(ids))))
+
+    def _place(self, parts: list[tuple[NDArray[Any], ...]], row: int, ids: NDArray[Any], *values: NDArray[Any]) -> None:
+        """Adds the elements of a row, and their values. Ids beyond the row change nothing."""
+        inside = (ids >= 0) & (ids < self._vocabulary)
+        if inside.any():
+            parts.append((ids[inside] + row * self._vocabulary, *(value[inside] for value in values)))
+
+    def fill(self, fields: Sequence[NDArray[Any]], padding: int) -> None:
+        """Writes the fields that ``applied`` reads. padding: an element behind all rows."""
+        fields[REPETITION][:] = 1.0
+        for names, parts in (
+            ((BANNED,), self._banned),
+            ((BIASED, BIAS), self._biased),
+            ((SEEN, TIMES, REPETITION, FREQUENCY, PRESENCE), self._seen),
+        ):
+            fields[names[0]][:] = padding
+            for name, column in zip(names, map(np.concatenate, zip(*parts, strict=True)), strict=bool(parts)):
+                fields[name][: len(column)] = column
+
+
+def applied(logits: Tensor, fields: Sequence[Tensor], first: int) -> Tensor:
+    """Returns a copy of logits [rows, V] with their changes. first: number of elements before these rows."""
+    banned, biased, seen, times, bias, repetition, frequency, presence = fields
+    size = logits.numel()
+    banned, biased, seen = (
+        torch.where((at >= first) & (at < first + size), at - first, size) for at in (banned, biased, seen)
+    )
+    flat = torch.cat((logits.flatten(), logits.new_zeros(1)))  # the last element stands for those of other rows
+    flat.index_fill_(0, banned, -torch.inf)
+    flat.index_add_(0, biased, bias)
+    values = flat[seen]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(times > 0, values - (frequency * times.float() + presence), values)
+    return flat.index_copy_(0, seen, values)[:-1].view_as(logits)
+
+
+def _held(kind: Any, address: int | None, count: int) -> NDArray[Any]:
+    """Returns a copy of an array in the host's memory; an empty one where there is none."""
+    return np.array((kind * count).from_address(address)) if address and count else np.empty(0, kind)
+
+
+def _counted(
+    ids: NDArray[np.int64], times: NDArray[np.int32], token: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Returns the counts of generated tokens with one more."""
+    at = np.flatnonzero(ids == token)
+    if not len(at):
+        return np.append(ids, token), np.append(times, np.int32(1))
+    times = times.copy()
+    times[at] += 1
+    return ids, times

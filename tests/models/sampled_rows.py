@@ -1,0 +1,119 @@
+"""Requests for tokens of steps, answered by the chooser of a device and by the compiled kernels of the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretoken.core.context import Context, Exactness
+from foretoken.core.draft import Draft
+from foretoken.core.native import sampling as native
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.engine.sequence import ComputedTokens
+from foretoken.engine.step_rows import SequenceRow
+from foretoken.models.base import Scores
+from foretoken.models.device_logits import DeviceRows
+from foretoken.models.runners.cuda.choice import DeviceChooser
+
+LAWS = {
+    "plain": SamplingLaw(),
+    "greedy": SamplingLaw(temperature=0.0, repetition_penalty=1.5),
+    "temperature": SamplingLaw(temperature=0.6),
+    "top_k": SamplingLaw(top_k=7),
+    "top_p": SamplingLaw(top_p=0.8),
+    "min_p": SamplingLaw(temperature=1.3, min_p=0.05),
+    "filters": SamplingLaw(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
+    "penalties": SamplingLaw(presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.2),
+    "changes": SamplingLaw(
+        top_p=0.9,
+        frequency_penalty=0.3,
+        bad_words=[(2,), (4,)],
+        min_tokens=4,
+        end_ids=(0, 5),
+        logit_bias=((3, 4.0), (7, -2.0)),
+    ),
+}
+
+
+def logits(rows: int, vocabulary: int, seed: int) -> Tensor:
+    """Returns rows of which every second has many ties."""
+    values = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3.0
+    values[::2] = (values[::2] * 2.0).round() / 2.0
+    return values
+
+
+def likely_tree(size: int, target: Tensor, seed: int) -> Draft:
+    """Returns a tree of likely tokens, some of them twice."""
+    rng = random.Random(seed)
+    parents = [rng.randrange(max(-1, node - 3), node) for node in range(size)]
+    return Draft.tree([int(rng.choice(target[parent + 1].topk(3).indices.tolist())) for parent in parents], parents)
+
+
+class Steps:
+    """The same steps of some sequences, of different laws, on the device and on the host.
+
+    Args:
+        chooser: the device's.
+        vocabulary: number of logits of a row.
+        laws: names in ``LAWS``.
+        logprobs: number of listed tokens.
+    """
+
+    def __init__(
+        self, chooser: DeviceChooser, vocabulary: int, laws: Sequence[str], logprobs: int | None, device: torch.device
+    ) -> None:
+        self._chooser, self._vocabulary, self._device = chooser, vocabulary, device
+        grades = Exactness.DISTRIBUTION, Exactness.TRAJECTORY
+        self._contexts = [
+            Context(number, [1, 2, 3 + number], 2, LAWS[law], Streams(number * 7 - 3), grades[number % 2])
+            for number, law in enumerate(laws)
+        ]
+        self._requests = [[SequenceRow(each, logprobs, vocabulary) for each in self._contexts] for _ in range(2)]
+
+    def compare(self, sizes: Sequence[int], seed: int, lost: Sequence[float] = ()) -> int:
+        """Compares the tokens of one step with drafts of these sizes. Returns the number of accepted draft tokens.
+
+        Args:
+            sizes: nodes of each draft.
+            seed: of the logits.
+            lost: a logit of each of the first rows.
+        """
+        counts = [size + 1 for size in sizes]
+        target = logits(sum(counts), self._vocabulary, seed)
+        for row, value in enumerate(lost):
+            target[row, slice(None) if value == -torch.inf else row] = value
+        parts = target.split(counts)
+        drafts = [likely_tree(size, part, seed) for size, part in zip(sizes, parts, strict=True)]
+        kernels = native.kernels()
+        assert kernels is not None
+        placed = target.to(self._device)
+        rows = DeviceRows(placed, self._chooser).split(counts)
+        results: list[list[ComputedTokens | None]] = []
+        for requests, scores, choose in (
+            (self._requests[0], [Scores(part) for part in parts], kernels.choose_tokens),
+            (self._requests[1], [Scores(part) for part in rows], self._chooser.choose_tokens),
+        ):
+            asked = [
+                request.update(draft, score) for request, draft, score in zip(requests, drafts, scores, strict=True)
+            ]
+            choose([row for row in asked if row is not None], self._vocabulary)
+            assert None not in asked
+            results.append([request.result() for request in requests])
+        accepted = 0
+        for context, one, other in zip(self._contexts, *results, strict=True):
+            if one is None or other is None:
+                assert one is other and lost
+                continue
+            assert described(one) == described(other), context.law
+            accepted += len(one.path)
+            context.tokens.extend(row.token for row in one.rows)
+        return accepted
+
+
+def described(computed: ComputedTokens) -> object:
+    listed = [(row.logprob, row.rank, row.top) for row in computed.rows if row.top_count >= 0]
+    return computed.path, [row.token for row in computed.rows], listed

@@ -1,0 +1,211 @@
+"""Steps on a device: few launches, one read-back, and the tokens that the host would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.control.fixed import Fixed
+from foretoken.core import devices
+from foretoken.core.context import Context, Exactness
+from foretoken.core.draft import Draft
+from foretoken.core.native import sampling as native
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.engine.clock import StepClock
+from foretoken.engine.loop import Engine
+from foretoken.engine.sequence import OutputOptions
+from foretoken.engine.sequence import Sequence as Running
+from foretoken.engine.stopping import Length
+from foretoken.models.decoder import Decoder
+from foretoken.models.device_logits import DeviceRows
+from foretoken.models.runners.cuda import runner
+from foretoken.models.runners.functional import best
+from foretoken.propose.base import Proposer
+from foretoken.propose.lookup import Lookup
+
+from .counted import CountedDevice, Counts
+from .sampled_rows import LAWS
+from .tiny import ARCHITECTURES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(native.kernels() is None, reason="there are no compiled kernels"),
+]
+
+
+class Fetched(DeviceRows):
+    """Rows by which the host chooses."""
+
+    chooser = None
+
+
+class Known(Proposer):
+    """Drafts the text of plain decoding, and then a token that is not in it."""
+
+    def __init__(self, texts: Sequence[list[int]]) -> None:
+        self.texts = texts
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        following = [self.texts[context.id][len(context.tokens) :] for context in contexts]
+        return [self.draft([*ids[: budget - 2], 3], budget) for ids, budget in zip(following, budgets, strict=True)]
+
+    def draft(self, ids: list[int], budget: int) -> Draft:
+        return Draft.chain(ids[:budget])
+
+
+class Forks(Known):
+    """Drafts another token first, so that an accepted path is never at its place in the cache."""
+
+    def draft(self, ids: list[int], budget: int) -> Draft:
+        return Draft.tree([4, *ids][:budget], [-1, -1, *range(1, len(ids))][:budget])
+
+
+# Drafts of a model on the device are one launch more, of a graph that begins before the target's.
+DRAFTERS = {"plain": lambda texts: Proposer(), "ngram": lambda texts: Lookup(), "known": Known, "forks": Forks}
+TEXTS = {
+    "greedy": (SamplingLaw(temperature=0.0), Exactness.DISTRIBUTION),
+    "sampled": (SamplingLaw(temperature=0.05, top_p=0.99), Exactness.DISTRIBUTION),
+    "coupled": (SamplingLaw(temperature=0.05), Exactness.TRAJECTORY),
+    "penalties": (LAWS["penalties"].with_temperature(0.1), Exactness.TRAJECTORY),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ARCHITECTURES["llama"].save(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def device() -> Iterator[CountedDevice]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield CountedDevice(patch)
+
+
+def add(engine: Engine, number: int, text: str, length: int = 24, logprobs: int | None = None, prompt: int = 9) -> None:
+    law, exactness = TEXTS[text]
+    tokens = [(number + 3 * i) % 17 + 20 for i in range(prompt)]
+    context = Context(number, tokens, prompt, law, Streams(5 + number), exactness)
+    engine.add(context, Length(length), OutputOptions(logprobs))
+
+
+def counted(device: CountedDevice, engine: Engine) -> list[Counts]:
+    """Runs an engine to its end. Returns the counts of its steps."""
+    steps = []
+    while engine.busy:
+        with device.step() as counts:
+            engine.step()
+        steps.append(Counts(counts.launches, counts.copies, counts.reads, counts.waits))
+    return steps
+
+
+def finished(
+    device: CountedDevice, model: Decoder, text: str, proposer: Proposer, logprobs: int | None
+) -> tuple[list[Running], list[Counts]]:
+    """Returns two finished sequences and the counts of their steps."""
+    engine = Engine(model, proposer, Fixed(5))
+    for number in range(2):
+        add(engine, number, text, logprobs=logprobs)
+    steps = counted(device, engine)
+    return [engine.take(number) for number in range(2)], steps
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_step_is_three_launches_and_one_read(
+    text: str, logprobs: int | None, path: Path, device: CountedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = device.model(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "DeviceRows", Fetched)
+        expected, _ = finished(device, model, text, Proposer(), logprobs)
+    texts = [each.context.tokens for each in expected]
+    for name, drafter in DRAFTERS.items():
+        result, steps = finished(device, model, text, drafter(texts), logprobs)
+        greedy, moved = text == "greedy" and logprobs is None, name == "forks"
+        for step in steps:
+            assert step.reads == 1 and step.waits == 0 and step.launches <= 3, (name, step)
+            assert step.copies <= step.launches <= 2 - greedy + moved, (name, step)
+        if name == "plain" or text != "sampled":
+            assert [each.context.tokens for each in result] == texts
+            assert [each.recorded for each in result] == [each.recorded for each in expected]
+        assert name in ("plain", "ngram") or sum(each.counts.accepted for each in result) > 10
+
+
+@pytest.mark.parametrize("text", ["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_batch_of_eight_beside_a_chunk_of_a_prompt(
+    drafter: str, text: str, path: Path, device: CountedDevice
+) -> None:
+    texts = [[*range(20, 60)]] * 9
+    engine = Engine(device.model(path), DRAFTERS[drafter](texts), Fixed(3), prompt_rows=100)
+    for number in range(8):
+        add(engine, number, text if number % 2 else "sampled", 8)
+    with device.step():
+        engine.step()
+    add(engine, 8, text, 3, prompt=250)
+    steps = counted(device, engine)
+    assert all(s.launches <= 3 and s.reads == 1 and not s.waits for s in steps), steps
+    assert len(engine.take(8).context.tokens) == 253 and len(steps) >= 3
+
+
+def test_logits_outlive_the_next_pass(path: Path, device: CountedDevice) -> None:
+    model = device.model(path)
+    first, second = model.open([3, 4, 5]), model.open([7, 8])
+    (kept,), (read,) = (model.score([first], [Draft.chain([6])]) for _ in range(2))
+    with device.step() as counts:
+        model.score([second], [Draft.empty()])
+    assert counts.reads == 1  # they may still be read
+    assert torch.equal(kept.logits, read.logits) and kept.chooser is None
+    del kept, read
+    with device.step() as counts:
+        model.score([second], [Draft.chain([4])])
+    assert counts.reads == 0 and counts.launches == 1
+
+
+@pytest.mark.parametrize("ranks", [0, 3, 300])
+def test_the_likeliest_tokens_are_those_of_the_host(ranks: int) -> None:
+    logits = torch.randn(9, 101, generator=torch.Generator().manual_seed(1)).mul(2.0).round()
+    logits[0, 7], logits[1, 3], logits[2], logits[3, :50] = torch.nan, torch.inf, -torch.inf, -0.0
+    logits[3, 50:] = 0.0
+    kernels = native.kernels()
+    assert kernels is not None
+    tokens = best(logits, ranks)
+    assert tokens[:, 0].tolist() == kernels.best(logits)
+    assert tokens[:, 1:].tolist() == kernels.largest(logits, ranks).tolist()
+
+
+class Event:
+    """An event of a device whose clock stands at ``now``."""
+
+    now, reached = 0.0, 1e9
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return self.at <= Event.reached
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.query() and later.query(), "an event that was not reached has no time"
+        return (later.at - self.at) * 1e3
+
+
+def test_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    host = iter([0.0, 1.0, 2.0, 3.0, 3.5])
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(host))
+    clock = StepClock(torch.device("cuda"))
+    for now in (0.0, 4.0, 9.0, 10.0):
+        Event.now = now
+        clock.start() if now == 0.0 else clock.lap()
+    Event.now, Event.reached = 20.0, 15.0  # the device is late with the last part
+    times = clock.timings(1, 0)
+    assert (times.propose, times.score, times.verify, times.commit) == (4.0, 5.0, 1.0, 0.5)
