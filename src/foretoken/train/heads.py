@@ -91,8 +91,9 @@ def train_head(
     kind, started = HEADS[role], time.monotonic()
     data, config = data or kind.data, config or kind.config
     start = None if start is None else find_head(kind.method, start, None)
-    earlier, tensors = ({}, {}) if start is None else _earlier(start)
-    settings = _continued(settings or kind.settings, kind.settings, earlier)
+    earlier = None if start is None else EarlierHead(start)
+    settings = settings or kind.settings
+    settings = settings if earlier is None else earlier.sized(settings, kind.settings)
     inputs = (target, start, *corpus.paths)
     run = TrainingRun(options, heads_of(kind.method), (*inputs, dataset))
     if dataset is not None:
@@ -103,12 +104,7 @@ def train_head(
         _check_window(MODULES[role](settings, frozen, torch.ones(frozen.vocab)), config)  # before any work
         text = prepare_windows(frozen.path, where, corpus, folder, config, data, target)
         torch.manual_seed(config.seed)
-        counts = torch.bincount(text["train"].flatten(), minlength=frozen.vocab)
-        head = MODULES[role](settings, frozen, _counts(counts, tensors))
-        if start is not None:
-            _start(head, tensors, start)
-            head.window = _window(earlier)
-        head.to(where)
+        head = _new_head(role, settings, frozen, text["train"], earlier).to(where)
         training = HeadTraining(head, _datasets(frozen, head, text, folder, data), text["text"], data, hold)
         trainer = run.trainer(training.model, config, _length, scale=_rate, headline=_headline)
         trainer.shorten(time.monotonic() - started)
@@ -118,18 +114,28 @@ def train_head(
             "target": frozen.path.name,
             "settings": asdict(settings),
             "data": asdict(data),
-            **({} if start is None else {"started_from": _provenance(start)}),
+            **({} if earlier is None else {"started_from": earlier.provenance}),
             "preparing_minutes": round((time.monotonic() - started - trainer.elapsed) / 60, 1),
             "parameters": sum(t.numel() for t in head.tensors(frozen).values() if t.is_floating_point()),
         }
-        arguments = f"{role} {run.name} --model {frozen.path.name} {_arguments(settings, data, start, hold)}"
+        arguments = f"{role} {run.name} --model {frozen.path.name} {_arguments(settings, data, earlier, hold)}"
         return run.write(arguments, corpus.name, training.save, "--data", **facts)
 
 
-def _arguments(settings: Any, data: HeadConfig, start: Path | None, hold: float | None) -> str:
+def _new_head(role: str, settings: Any, target: FrozenTarget, text: Tensor, earlier: EarlierHead | None) -> Head:
+    """Returns a head for the tokens of ``text``, with the weights of an earlier one if there is one."""
+    counts = torch.bincount(text.flatten(), minlength=target.vocab)
+    if earlier is None:
+        return MODULES[role](settings, target, counts)
+    head = MODULES[role](settings, target, earlier.ranked(counts))
+    earlier.load_into(head)
+    return head
+
+
+def _arguments(settings: Any, data: HeadConfig, earlier: EarlierHead | None, hold: float | None) -> str:
     """Returns the options of ``foretoken train`` for a head that differ from their defaults."""
     arguments = f"{changed_options(settings)} {changed_options(data)}"
-    arguments += f" --start {start.name}" if start is not None else ""
+    arguments += f" --start {earlier.folder.name}" if earlier is not None else ""
     return arguments + (f" --unfreeze --hold {hold:g}" if hold is not None else "")
 
 
@@ -156,52 +162,54 @@ def _datasets(
     }
 
 
-def _earlier(start: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns config.json and the tensors of an earlier head, those of a quantized one as floats."""
-    try:
-        config, tensors = open_head(start)
-        return config, dict(tensors)
-    except (OSError, ModelLoadError) as error:
-        raise _cannot_start(start, error) from error
+class EarlierHead:
+    """A head that training continues from. Weights of a quantized one are floats.
 
+    Raises:
+        InvalidRequest: It cannot be read.
+    """
 
-def _window(earlier: dict[str, Any]) -> int | None:
-    """Returns the attention window of a head with this config.json, None without one."""
-    return earlier.get("sliding_window") if "sliding_attention" in earlier.get("layer_types", ()) else None
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._config, tensors = open_head(folder)
+            self._tensors = dict(tensors)
+        except (OSError, ModelLoadError) as error:
+            raise self._refusal(error) from error
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Its provenance, its name if it has none."""
+        file = self.folder / PROVENANCE
+        return read_object(file) if file.is_file() else {"name": self.folder.name}
 
-def _provenance(start: Path) -> dict[str, Any]:
-    """Returns the provenance of an earlier head, its name if it has none."""
-    return read_object(start / PROVENANCE) if (start / PROVENANCE).is_file() else {"name": start.name}
+    def sized(self, settings: Any, usual: Any) -> Any:
+        """Returns settings of this head's sizes, except for those that differ from ``usual``."""
+        config = self._config
+        sizes = {name: config[key] for name, key in _SIZES.items() if key in config and hasattr(settings, name)}
+        taken = {name: size for name, size in sizes.items() if getattr(settings, name) == getattr(usual, name)}
+        return replace(settings, **{n: tuple(size) if isinstance(size, list) else size for n, size in taken.items()})
 
-
-def _cannot_start(start: Path, error: Exception) -> InvalidRequest:
-    reason = str(error).strip().splitlines()[-1].strip()
-    return InvalidRequest(f"cannot start from {start}: {reason}; pass a folder with a head of the same shape")
-
-
-def _continued(settings: Any, usual: Any, earlier: dict[str, Any]) -> Any:
-    """Returns settings whose sizes are those of an earlier head's config.json, unless they differ from ``usual``."""
-    sizes = {name: earlier[key] for name, key in _SIZES.items() if key in earlier and hasattr(settings, name)}
-    taken = {name: value for name, value in sizes.items() if getattr(settings, name) == getattr(usual, name)}
-    return replace(settings, **{n: tuple(value) if isinstance(value, list) else value for n, value in taken.items()})
-
-
-def _counts(counts: Tensor, earlier: dict[str, Tensor]) -> Tensor:
-    """Returns the counts [V] of tokens; among equally frequent ones, those that an earlier head drafts come first."""
-    if "d2t" not in earlier:
+    def ranked(self, counts: Tensor) -> Tensor:
+        """Returns the counts [V] of tokens; among equally frequent ones, those that this head drafts come first."""
+        if "d2t" not in self._tensors:
+            return counts
+        counts = counts.double()
+        counts[target_ids(self._tensors, len(self._tensors["d2t"]))] += 0.5
         return counts
-    counts = counts.double()
-    counts[target_ids(earlier, len(earlier["d2t"]))] += 0.5
-    return counts
 
+    def load_into(self, head: Head) -> None:
+        """Copies its weights and attention window to ``head``. Raises InvalidRequest if their shapes differ."""
+        try:
+            head.start(self._tensors)
+        except (KeyError, RuntimeError) as error:
+            raise self._refusal(error) from error
+        sliding = "sliding_attention" in self._config.get("layer_types", ())
+        head.window = self._config.get("sliding_window") if sliding else None
 
-def _start(head: Head, tensors: dict[str, Tensor], start: Path) -> None:
-    """Loads the weights of an earlier head. Raises InvalidRequest if its shape is another."""
-    try:
-        head.start(tensors)
-    except (KeyError, RuntimeError) as error:
-        raise _cannot_start(start, error) from error
+    def _refusal(self, error: Exception) -> InvalidRequest:
+        reason = str(error).strip().splitlines()[-1].strip()
+        return InvalidRequest(f"cannot start from {self.folder}: {reason}; pass a folder with a head of the same shape")
 
 
 def _rate(name: str) -> float:
