@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -52,7 +52,10 @@ class Audit:
     @property
     def summary(self) -> str:
         """The verdict in one sentence."""
-        named = {outcome: _names(self.checks, outcome) for outcome in CheckOutcome}
+        named = {
+            outcome: ", ".join(check.name for check in self.checks if check.outcome is outcome)
+            for outcome in CheckOutcome
+        }
         match self.outcome:
             case CheckOutcome.FAILED:
                 return f"not exact: {named[CheckOutcome.FAILED]} failed"
@@ -76,7 +79,3 @@ class Audit:
 
 
 CONTROL = "negative control"
-
-
-def _names(checks: Sequence[Check], outcome: CheckOutcome) -> str:
-    return ", ".join(check.name for check in checks if check.outcome is outcome)

@@ -105,7 +105,7 @@ class GridRecord:
     def rows(self) -> dict[GridCell, list[RaceRow]]:
         """Returns the rows of every finished cell; the last of a cell counts."""
         finished: dict[GridCell, list[RaceRow]] = {}
-        for line in self._lines():
+        for line in self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else ():
             try:
                 entry = json.loads(line)
                 if entry["facts"] == self.facts:
@@ -123,9 +123,6 @@ class GridRecord:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
             raise WriteError(f"cannot keep a finished cell in {self.file}: {error}; choose another --record") from error
-
-    def _lines(self) -> list[str]:
-        return self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
 
 
 def run(

@@ -444,9 +444,8 @@ def _method(config: Config) -> str:
 def _label(config: Config) -> str:
     """Returns the method and the options that distinguish this configuration."""
     hidden = ("method", "model", "num_speculative_tokens")
-    return " ".join(
-        [_method(config), *(f"{key}={value}" for key, value in sorted(config.items()) if key not in hidden)]
-    )
+    options = (f"{key}={value}" for key, value in sorted(config.items()) if key not in hidden)
+    return " ".join((_method(config), *options))
 
 
 def _depths(config: Config, depths: tuple[int, ...]) -> tuple[int, ...]:

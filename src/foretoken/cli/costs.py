@@ -92,7 +92,8 @@ def _passes(
     loaded = Loaded.of(wide, formats.quantization or "", None, formats.weight_format, formats.kv_cache_dtype)
     result = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
     _keep(loaded, result, notes)
-    title = f"\na pass of {wide.name}, {_precision(loaded)}, products read {loaded.weights_bytes / 1e6:.0f} MB"
+    precision = loaded.quantization or str(loaded.model.dtype).removeprefix("torch.")
+    title = f"\na pass of {wide.name}, {precision}, products read {loaded.weights_bytes / 1e6:.0f} MB"
     facts = [asdict(cost) | {"over_floor": cost.over_floor, "over_read": cost.over_read} for cost in result]
     return facts, [title + (f", batch {batch}" if batch > 1 else ""), tables.passes(result)]
 
@@ -105,10 +106,6 @@ def _keep(loaded: Loaded, result: Sequence[PassCost], notes: Console) -> None:
         known(loaded).merged(result).save()
     except WriteError as error:
         note(notes, str(error), "yellow")
-
-
-def _precision(loaded: Loaded) -> str:
-    return loaded.quantization or str(loaded.model.dtype).removeprefix("torch.")
 
 
 def _transformers(folders: Sequence[Path], context: int, turns: int, notes: Console) -> tuple[Any, list[Any]]:

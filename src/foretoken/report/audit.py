@@ -67,7 +67,8 @@ def _cards(checks: Sequence[PageRecord], audit: PageRecord) -> Html:
     tokens = sum(check.record("numbers").count("tokens") for check in checks)
     finds = [
         statistic.number("finds")
-        for statistic in _statistics(checks)
+        for check in checks
+        for statistic in check.record("numbers").records("statistics")
         if statistic.get("what") == "probability moved between ranks"
     ]
     smallest = min((value for value in finds if value is not None), default=None)
@@ -76,10 +77,6 @@ def _cards(checks: Sequence[PageRecord], audit: PageRecord) -> Html:
     if smallest is not None:
         figures.append((percent(smallest), "of probability moved would have been found"))
     return cards([*figures, (f"{audit.figure('seconds')} s", "taken")])
-
-
-def _statistics(checks: Sequence[PageRecord]) -> list[PageRecord]:
-    return [statistic for check in checks for statistic in check.record("numbers").records("statistics")]
 
 
 def _overview(checks: Sequence[PageRecord]) -> Html:

@@ -163,11 +163,7 @@ def _datasets(
 
 
 class EarlierHead:
-    """A head that training continues from. Weights of a quantized one are floats.
-
-    Raises:
-        InvalidRequest: It cannot be read.
-    """
+    """A head that training continues from; floats if it was quantized. Raises InvalidRequest for an unreadable one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
