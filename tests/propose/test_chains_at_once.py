@@ -35,7 +35,10 @@ ADJUSTED: list[Request] = [
     (replace(GREEDY, logit_bias=((7, 100.0),)), Exactness.DISTRIBUTION, (0.1,)),
     (replace(GREEDY, repetition_penalty=1.3), Exactness.DISTRIBUTION, (0.3,)),
     (SamplingLaw(frequency_penalty=0.5), Exactness.DISTRIBUTION, ()),
+    (replace(FILTERED, presence_penalty=2.0, min_tokens=8, end_ids=(3, 9)), Exactness.TRAJECTORY, ()),
+    (SamplingLaw(allowed_ids=tuple(range(0, VOCAB, 3)), bad_words=((6,), (12,))), Exactness.DISTRIBUTION, ()),
 ]
+WORDS: Request = (SamplingLaw(bad_words=((6, 7),)), Exactness.DISTRIBUTION, ())  # a look at every token
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +95,11 @@ CASES: dict[str, tuple[DraftModelConfig, list[Request], int, bool]] = {
     "trees of filtered tokens": (DraftModelConfig("top_k", 3), PLAIN, VOCAB, True),
     "sampled trees": (DraftModelConfig("sampled"), PLAIN, VOCAB, True),
     "trees with a sampled sibling": (DraftModelConfig("greedy_multi", top_k=3), PLAIN, VOCAB, True),
-    "a request with a penalty": (DraftModelConfig(), [*PLAIN, *ADJUSTED], VOCAB, False),
+    "requests with penalties and biases": (DraftModelConfig(), [*PLAIN, *ADJUSTED], VOCAB, True),
+    "their trees": (DraftModelConfig("ranked"), ADJUSTED, VOCAB, True),
+    "their sampled trees": (DraftModelConfig("sampled"), ADJUSTED, VOCAB, True),
+    "a request with words of several tokens": (DraftModelConfig(), [*PLAIN, WORDS], VOCAB, False),
+    "penalties and a smaller target vocabulary": (DraftModelConfig(), ADJUSTED[:4], VOCAB - 10, True),
     "a smaller target vocabulary": (DraftModelConfig(), PLAIN, VOCAB - 10, True),
     "a larger target vocabulary": (DraftModelConfig(), PLAIN, VOCAB + 10, False),
     "a larger target vocabulary, greedy": (DraftModelConfig(), PLAIN[:2], VOCAB + 10, True),

@@ -228,6 +228,13 @@ class SamplingLaw:
     def changes_follow_tokens(self) -> bool:
         return self.grammar is None and self._banned is not None
 
+    def changes_at(self, vocabulary: int, history: History) -> native.Adjustment:
+        """Returns the changes of logits [vocabulary] at a node, for a law with ``changes_follow_tokens``."""
+        change = self._fixed_change(vocabulary)
+        if self.needs_history:
+            self._update(change, vocabulary, history)
+        return change
+
     def update_row(self, row: native.TokenRow, vocabulary: int, history: History) -> None:
         if row.adjustment is not None:
             self._update(row.adjustment, vocabulary, history)

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from foretoken.core.context import ChainEnd as ChainEnd
-from foretoken.core.native.sampling import Filter
+from foretoken.core.native.sampling import Adjustment, Filter
 
 TREE_KINDS = ("ranked", "sampled", "greedy_multi")
 
@@ -95,12 +95,14 @@ class ChainRequest:
         draws: Sampling of tokens; None takes the likeliest ones.
         end: Early end of a chain of likeliest tokens; None for none.
         tree: The shape of a tree; None for a chain.
+        changes: Returns the changes of logits at the root, by the size of the vocabulary. Tokens add theirs.
     """
 
     limit: int
     draws: Draws | None = None
     end: ChainEnd | None = None
     tree: TreeShape | None = None
+    changes: Callable[[int], Adjustment] | None = None
 
     @property
     def rows(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Protocol, TypeVar
@@ -17,10 +18,11 @@ from foretoken.core.context import Context
 from foretoken.core.distributions import Law, NodeDistributions
 from foretoken.core.draft import Draft, log_scores
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
+from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Stream
 from foretoken.models.base import Handle
-from foretoken.models.chains import ChainRequest, Draws, ModelChain
+from foretoken.models.chains import ChainRequest, Draws, ModelChain, TreeShape
 from foretoken.propose.scores import DraftStop
 
 # Maps logits [rows, Vd] over the draft's vocabulary to [rows, V] over the target's.
@@ -70,12 +72,9 @@ class Chain:
     def request(self) -> ChainRequest | None:
         """Returns the request to a model that drafts the chain at once; None if each token has to be inspected."""
         law, budget = self.law, self.budget
-        if not isinstance(law, SamplingLaw) or law.adjusts or self.stop is not None:
+        if self.stop is not None:
             return None
-        if law.greedy:
-            return ChainRequest(budget, end=self.context.end)
-        draws = draws_of(law, self.stream, budget, self.sampled)
-        return ChainRequest(budget, draws) if draws is not None else None
+        return request_of(law, self.context, budget, draws_of(law, self.stream, budget, self.sampled))
 
     def take(self, chain: ModelChain) -> None:
         """Takes over a chain that a model drafted at once."""
@@ -149,13 +148,38 @@ def draws_of(law: Law, stream: Stream, count: int, rows: bool = False) -> Draws 
     Args:
         rows: Whether the distributions are returned.
     """
-    if not isinstance(law, SamplingLaw) or law.adjusts or law.greedy:
+    if not isinstance(law, SamplingLaw) or law.greedy:
         return None
     if isinstance(stream, SharedStream):
         return Draws(law.kept, keys=stream.keys(count), rows=rows)
     if isinstance(stream, PrivateStream):
         return Draws(law.kept, uniforms=stream.uniforms(count), rows=rows)
     return None
+
+
+def request_of(
+    law: Law, context: Context, limit: int, draws: Draws | None, tree: TreeShape | None = None
+) -> ChainRequest | None:
+    """Returns the request to a model that drafts at once as ``law`` requires; None if it cannot.
+
+    Args:
+        limit: Maximum number of tokens.
+        draws: Their sampling by the law; None if it cannot sample them or is greedy.
+        tree: The shape of a tree; None for a chain.
+    """
+    if not isinstance(law, SamplingLaw) or (draws is None and not law.greedy):
+        return None
+    if not law.adjusts:
+        return ChainRequest(limit, draws, context.end if law.greedy else None, tree)
+    if not law.changes_follow_tokens or sampling.drawing() is None:
+        return None
+    changes = partial(_changes, law, context)
+    return ChainRequest(limit, draws, context.end if law.greedy else None, tree, changes)
+
+
+def _changes(law: SamplingLaw, context: Context, vocabulary: int) -> sampling.Adjustment:
+    """Returns the changes of logits [vocabulary] behind a sequence."""
+    return law.changes_at(vocabulary, context.history())
 
 
 class AtOnce(Protocol):
@@ -208,9 +232,10 @@ def draft_at_once(model: DraftsChains[Opened], active: Sequence[tuple[Opened, At
     for _, grower in active:
         if (request := grower.request()) is None:
             return False
-        if request.tree and request.tree.kind != "ranked" and not model.adapts_levels:
+        sampled_tree = request.tree is not None and request.tree.kind != "ranked"
+        if (sampled_tree or request.changes) and not model.adapts_levels:
             return False
-        if request.draws and vocab < vocab_size:  # rows would lack tokens of the target
+        if (request.draws or request.changes) and vocab < vocab_size:  # rows would lack tokens of the target
             return False
         chains.append((grower, request))
     drafted = model.chains([handle for handle, _ in active], [request for _, request in chains], vocab)

@@ -20,8 +20,8 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose
-from foretoken.models.chains import ChainRequest, Draws, ModelChain, TreeShape
-from foretoken.propose.chain import AtOnce, Chain, Widen, draws_of
+from foretoken.models.chains import ChainRequest, ModelChain, TreeShape
+from foretoken.propose.chain import AtOnce, Chain, Widen, draws_of, request_of
 from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
 from foretoken.propose.scores import DraftStop
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
@@ -101,10 +101,8 @@ class RankedTreeGrower:
     """Grows the best candidates by ``rank``, re-ranked over all levels.
 
     Attributes:
-        temperature: The one at which ``rank`` takes the likeliest tokens; None if it ranks otherwise.
-        draws: The noise or filters by which it ranks; None if it ranks otherwise.
-        drafted: The draft, if a model drafted it at once.
-        whole: The request to that model.
+        whole: The request to a model that drafts the tree at once; None if it cannot rank as ``rank`` does.
+        drafted: The draft, if a model did.
     """
 
     budget: int
@@ -112,16 +110,11 @@ class RankedTreeGrower:
     width: int
     rank: Rank
     tree: Tree
-    temperature: float | None = None
-    draws: Draws | None = None
-    drafted: Draft | None = None
     whole: ChainRequest | None = None
+    drafted: Draft | None = None
 
     def request(self) -> ChainRequest | None:
-        """Returns the request to a model that drafts the tree at once; None if it cannot rank as ``rank`` does."""
-        if self.whole is None and (self.temperature is not None or self.draws is not None):
-            shape = TreeShape(self.width, self.steps, self.temperature or 1.0, self.tree.floor)
-            self.whole = ChainRequest(self.budget, self.draws if self.temperature is None else None, tree=shape)
+        """Returns the request to a model that drafts the tree at once."""
         return self.whole
 
     def take(self, chain: ModelChain) -> None:
@@ -148,20 +141,18 @@ class SampledTreeGrower:
 
     Attributes:
         distributions: Returns the distribution at each node of the frontier.
-        draws: The sampling of nodes, if a model can draft the tree at once.
-        drafted: The draft, if one did.
+        whole: The request to a model that drafts the tree at once; None if it cannot.
+        drafted: The draft, if a model did.
     """
 
     tree: DrawnTree
     distributions: Callable[[Tensor, Growth], Tensor]
-    draws: Draws | None = None
+    whole: ChainRequest | None = None
     drafted: Draft | None = None
 
     def request(self) -> ChainRequest | None:
-        """Returns the request to a model that drafts the tree at once; None if it cannot."""
-        tree = self.tree
-        shape = TreeShape(tree.width, tree.steps, kind=tree.kind)
-        return None if self.draws is None else ChainRequest(tree.budget, self.draws, tree=shape)
+        """Returns the request to a model that drafts the tree at once."""
+        return self.whole
 
     def take(self, chain: ModelChain) -> None:
         """Takes over a tree that a model drafted at once."""
@@ -240,13 +231,18 @@ def begin(
     chained = drawn or (config.tree == "at_once" and not law.greedy)
     steps, width = config.steps(budget, chained), config.top_k
 
-    def ranked(rank: Rank, temperature: float | None = None, draws: Draws | None = None) -> Grower:
-        floor = min(context.end.min_acceptance) if context.end and law.greedy else 0.0
-        tree = Tree(floor=math.log(floor) if floor else -math.inf)
-        return RankedTreeGrower(budget, steps, width, rank, tree, temperature, draws)
+    least = min(context.end.min_acceptance) if context.end and law.greedy else 0.0
+    floor = math.log(least) if least else -math.inf
+
+    def ranked(rank: Rank, whole: ChainRequest | None) -> Grower:
+        return RankedTreeGrower(budget, steps, width, rank, Tree(floor=floor), whole)
+
+    def at_temperature(temperature: float | None) -> ChainRequest | None:
+        shape = None if temperature is None else TreeShape(width, steps, temperature, floor)
+        return None if shape is None else ChainRequest(budget, tree=shape)
 
     if law.greedy and greedy_rank and not law.needs_history and config.tree != "chain" and not config.is_chain(chained):
-        return ranked(greedy_rank, greedy_temperature)
+        return ranked(greedy_rank, at_temperature(greedy_temperature))
     shared = context.exactness is Exactness.TRAJECTORY
     streams, position = context.streams, context.generated
     stream = streams.shared(position) if shared else streams.private(Purpose.DRAFT, position)
@@ -260,13 +256,16 @@ def begin(
         return drafting_probs(ranking, widen(logits), histories)
 
     if shared and not law.greedy:
-        raced = draws_of(law, stream, steps)
-        return ranked(lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level), draws=raced)
+        whole = request_of(law, context, budget, draws_of(law, stream, steps), TreeShape(width, steps))
+        return ranked(lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level), whole)
     if law.greedy or config.tree == "top_k" or config.tree == "ranked" or config.tree == "at_once":
-        bare, filtered = _bare_temperature(ranking), draws_of(ranking, stream, 0)
-        return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width), bare, filtered)
+        whole = at_temperature(_bare_temperature(ranking)) or request_of(
+            ranking, context, budget, draws_of(ranking, stream, 0), TreeShape(width, steps, floor=floor)
+        )
+        return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width), whole)
     grown = DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream)
-    return SampledTreeGrower(grown, distributions, draws_of(law, stream, budget, rows=True))
+    draws, shape = draws_of(law, stream, budget, rows=True), TreeShape(width, steps, kind=config.tree)
+    return SampledTreeGrower(grown, distributions, request_of(law, context, budget, draws, shape))
 
 
 def _bare_temperature(law: Law) -> float | None:

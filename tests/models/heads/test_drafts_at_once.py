@@ -31,11 +31,13 @@ from foretoken.propose.eagle import Eagle, EagleConfig, ParallelEagle
 from foretoken.propose.hidden_states import HiddenStateProposer
 from foretoken.propose.mtp import Mtp, MtpConfig
 
-REQUESTS: dict[str, tuple[Exactness, dict[str, float]]] = {
+Request = tuple[Exactness, dict[str, float]]
+REQUESTS: dict[str, Request] = {
     "greedy": (Exactness.DISTRIBUTION, {"temperature": 0.0}),
     "drawn": (Exactness.DISTRIBUTION, {"temperature": 0.8, "top_k": 9}),
     "raced": (Exactness.TRAJECTORY, {"temperature": 1.3, "top_p": 0.9}),
 }
+PENALIZED = Exactness.DISTRIBUTION, {"temperature": 0.9, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
 CONFIGS: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain"},
     "tree": {"tree": "at_once"},
@@ -129,7 +131,12 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
 
 
 def drafts(
-    folder: Path, config: dict[str, Any], head: str, at_once: bool, runner: AbstractContextManager[Any]
+    folder: Path,
+    config: dict[str, Any],
+    head: str,
+    at_once: bool,
+    runner: AbstractContextManager[Any],
+    *more: Request,
 ) -> list[Draft]:
     """Two steps of a batch, with texts of several lengths, budgets and ways to draw."""
     with runner:
@@ -142,18 +149,19 @@ def drafts(
         passes = {name: getattr(net, name) for name in ("grow", "look_ahead") if hasattr(net, name)}
         for name, call in passes.items():
             setattr(net, name, lambda *arguments, call=call: (grown.append(True), call(*arguments))[1])
-        found = two_steps(proposer)
+        found = two_steps(proposer, (*REQUESTS.values(), REQUESTS["greedy"], *more))
     assert bool(grown) != at_once
     return found
 
 
-def two_steps(proposer: HiddenStateProposer) -> list[Draft]:
-    requests = [*REQUESTS.values(), REQUESTS["greedy"]]
-    contexts = [context(i, list(range(1, 4 + 30 * i)), grade, **law) for i, (grade, law) in enumerate(requests)]
+def two_steps(proposer: HiddenStateProposer, requests: Sequence[Request]) -> list[Draft]:
+    contexts = [
+        context(i, [1 + at % 90 for at in range(3 + 30 * i)], grade, **law) for i, (grade, law) in enumerate(requests)
+    ]
     found = []
     proposer.observe(contexts, [seen((3,), Draft.empty(), (), 0, len(c.tokens) - 1) for c in contexts])
-    for budgets in ([9, 7, 1, 4], [2, 5, 6, 24]):
-        found += proposer.propose(contexts, budgets)
+    for budgets in ([9, 7, 1, 4, 6], [2, 5, 6, 24, 7]):
+        found += proposer.propose(contexts, budgets[: len(contexts)])
         for c in contexts:
             first = len(c.tokens) - 1
             c.tokens += [8, 9]
@@ -165,7 +173,8 @@ def two_steps(proposer: HiddenStateProposer) -> list[Draft]:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_drafts_in_one_call_are_those_of_a_pass_for_each_level(head: str, config: str, tmp_path: Path) -> None:
     once, levels = (
-        drafts(tmp_path, CONFIGS[config], head, at_once, only_runner("compiled")) for at_once in (True, False)
+        drafts(tmp_path, CONFIGS[config], head, at_once, only_runner("compiled"), PENALIZED)
+        for at_once in (True, False)
     )
     same_drafts(once, levels)
 

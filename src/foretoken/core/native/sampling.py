@@ -232,7 +232,7 @@ class Kernels:
             library,
             (FilterSpec, _Distribution, SuccessorTable, SampledChain, CopySearch, Adjustment, DraftNodes, TokenRow),
         )
-        functions = (library.foretoken_choose, library.foretoken_draw, library.foretoken_leaders)
+        functions = (library[f"foretoken_{name}"] for name in ("choose", "draw", "leaders", "change"))
         self.drawing = tuple(ctypes.cast(function, c_void_p).value for function in functions)
         pointer, wide, number = c_void_p, c_int64, c_int32
         logits, token = (pointer, wide, wide, wide), POINTER(c_int64)
@@ -390,8 +390,8 @@ def _kernels(*_: str | None) -> Kernels | None:
 
 
 def drawing() -> tuple[int | None, ...] | None:
-    """Returns the addresses of kernels that other kernels call: they draw a token by logits, draw one by weights, and
-    rank tokens. None without kernels.
+    """Returns the addresses of kernels that other kernels call: they draw a token by logits, draw one by weights,
+    rank tokens, and change logits. None without kernels.
     """
     return library.drawing if (library := kernels()) else None
 

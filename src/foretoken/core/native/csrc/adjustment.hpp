@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 // Changes of one row of logits, in the order of a SamplingLaw: mask, bans, biases, penalties.
 struct Adjustment {
@@ -78,3 +79,28 @@ inline bool adjust(float* x, int64_t n, const Adjustment& a) {
     }
     return true;
 }
+
+// The changes at a node of a draft: those at its root, and what the tokens between add.
+class PathChanges {
+   public:
+    Adjustment now;
+
+    explicit PathChanges(const Adjustment& root)
+        : now(root), ends(root.end_count), seen(root.seen, root.seen + root.seen_count), generated(root.generated, root.generated + root.seen_count) {}
+
+    // Adds the next token of the path.
+    void add(int64_t token) {
+        const auto at = std::find(seen.begin(), seen.end(), token) - seen.begin();
+        if (at == (int64_t)seen.size()) seen.push_back(token), generated.push_back(0);
+        generated[at]++, depth++;
+        const bool penalizes = now.repetition != 1.0f || now.frequency != 0.0f || now.presence != 0.0f;
+        now.seen = seen.data(), now.generated = generated.data(), now.seen_count = penalizes ? (int64_t)seen.size() : 0;
+        now.end_count = depth < now.end_steps ? ends : 0;
+    }
+
+   private:
+    const int64_t ends;
+    int64_t depth = 0;
+    std::vector<int64_t> seen;
+    std::vector<int32_t> generated;
+};

@@ -229,6 +229,20 @@ int32_t foretoken_choose(const float* logits, int64_t n, const int32_t* ids, int
     }, "a draw of %lld tokens", (long long)n);
 }
 
+// Writes logits [width] of a node of a draft with its changes, NaN where no token is possible. x: logits [n] of the tokens `ids`, ascending,
+// or of all. changes: those at the draft's root. path: the tokens down to the node.
+int32_t foretoken_change(const float* x, int64_t n, const int32_t* ids, int64_t width, const Adjustment* changes, const int32_t* path,
+                         int64_t count, float* out) {
+    return guarded([&] {
+        if (n < 1 || n > width || (!ids && n < width)) refuse("%lld logits of %lld tokens", (long long)n, (long long)width);
+        std::fill_n(out, width, -INFINITY);
+        for (int64_t i = 0; i < n; i++) out[ids ? ids[i] : i] = x[i];
+        PathChanges node(*changes);
+        for (int64_t i = 0; i < count; i++) node.add(path[i]);
+        if (!adjust(out, width, node.now)) std::fill_n(out, width, NAN);
+    }, "changes of %lld logits", (long long)n);
+}
+
 // Writes the likeliest children of nodes of a draft; see leader_spec.hpp.
 int32_t foretoken_leaders(const LeaderSpec* spec, int threads) {
     return guarded([&] {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "adjustment.hpp"
 #include "draws.hpp"
@@ -314,15 +315,16 @@ class DraftWalk {
     void run() {
         choose(root, root.changes);
         if (!below) return;
-        if (root.changes) begin_changes();
+        std::optional<PathChanges> changes;
+        if (root.changes) changes.emplace(*root.changes);
         int64_t depth = 0;
         for (const TokenRow* row = &root; row->token >= 0 && step(row->token);) {
             TokenRow& next = *below->rows[depth++];
             member.each(1, 1, [&](int64_t) {
                 next.logits = root.logits + (nodes[0] + 1) * below->stride, next.position = root.position, next.index = depth;
             });
-            if (root.changes) add_change(row->token, depth);
-            choose(next, root.changes ? &changes : nullptr, depth);
+            if (changes) changes->add(row->token);
+            choose(next, changes ? &changes->now : nullptr, depth);
             row = &next;
         }
         member.each(1, 1, [&](int64_t) {
@@ -338,9 +340,6 @@ class DraftWalk {
     ScratchList& scratch;
     DraftNodes* const below;
     std::vector<int32_t> nodes{-1};  // all nodes with the path so far: duplicate children count as one
-    Adjustment changes;              // at the newest node
-    std::vector<int64_t> seen;
-    std::vector<int32_t> generated;
 
     void choose(TokenRow& row, const Adjustment* changes, int64_t depth = 0) {
         TokenChoice(member, row, changes, n, scratch.of(member, depth)).run();
@@ -355,22 +354,6 @@ class DraftWalk {
         if (children.empty()) return false;
         nodes.swap(children);
         return true;
-    }
-
-    void begin_changes() {
-        changes = *root.changes;
-        seen.assign(changes.seen, changes.seen + changes.seen_count);
-        generated.assign(changes.generated, changes.generated + changes.seen_count);
-    }
-
-    // Adds a draft token to the changes of the nodes below it.
-    void add_change(int64_t token, int64_t depth) {
-        const auto at = std::find(seen.begin(), seen.end(), token) - seen.begin();
-        if (at == (int64_t)seen.size()) seen.push_back(token), generated.push_back(0);
-        generated[at]++;
-        const bool penalizes = changes.repetition != 1.0f || changes.frequency != 0.0f || changes.presence != 0.0f;
-        changes.seen = seen.data(), changes.generated = generated.data(), changes.seen_count = penalizes ? (int64_t)seen.size() : 0;
-        changes.end_count = depth < changes.end_steps ? root.changes->end_count : 0;
     }
 };
 

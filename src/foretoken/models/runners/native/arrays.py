@@ -115,6 +115,9 @@ class ChainArrays:
                 self._trees[number] = TreeSpec(shape.width, shape.steps, shape.temperature, shape.floor, kind)
             if request.draws is not None:
                 self._samplers[number] = self._sampler(number, request.limit, request.draws)
+            if request.changes is not None:
+                self._held.append(changes := request.changes(vocabulary.width))
+                self._samplers[number].changes = ctypes.addressof(changes)
 
     def _end(self, requests: Sequence[ChainRequest]) -> None:
         """Sets where chains end; without an end every token counts as accepted."""
@@ -142,7 +145,7 @@ class ChainArrays:
             *(values.buffer_info()[0] for values in (*inputs, *results)),
             ctypes.addressof(self._samplers),
             ctypes.addressof(self._trees),
-            *((sampling.drawing() if self._held else None) or (None,) * 3),
+            *((sampling.drawing() if self._held else None) or (None,) * 4),
             None if ids is None else ids.data_ptr(),
             *((None, None) if successors is None else successors.addresses),
             None,  # deeper layers
@@ -182,7 +185,7 @@ class ChainArrays:
         kept, rows = draws.kept.spec(self.vocabulary.size), None
         self._held += [noise, kept]
         if draws.rows:
-            self._rows[number] = rows = torch.empty(limit, self.vocabulary.width)
+            rows = self._rows[number] = torch.zeros(limit, self.vocabulary.width)  # unwritten memory costs nothing
         return SamplerSpec(
             kept=ctypes.addressof(kept),
             noise=noise.buffer_info()[0],

@@ -310,7 +310,7 @@ class BatchSpec(Structure):
 class SamplerSpec(Structure):
     """Sampling of a chain's tokens; null ``kept`` for the likeliest ones."""
 
-    _fields_ = [*((name, c_void_p) for name in ("kept", "noise", "rows")), ("races", c_int32)]
+    _fields_ = [*((name, c_void_p) for name in ("kept", "noise", "rows", "changes")), ("races", c_int32)]
 
 
 class TreeSpec(Structure):
@@ -340,7 +340,17 @@ class ChainSpec(Structure):
         *((name, c_void_p) for name in ("tokens", "probabilities", "parents", "counts", "tried")),
         *(
             (name, c_void_p)
-            for name in ("samplers", "trees", "choose", "draw", "lead", "ids", "successors", "successors_workspace")
+            for name in (
+                "samplers",
+                "trees",
+                "choose",
+                "draw",
+                "lead",
+                "change",
+                "ids",
+                "successors",
+                "successors_workspace",
+            )
         ),
         ("deeper", c_void_p),
         *((name, c_int32) for name in ("longest", "buckets", "vocab", "width", "foreseen", "deeper_count")),

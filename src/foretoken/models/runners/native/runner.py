@@ -282,7 +282,7 @@ class NativeRunner(Runner):
         last = self._last_arrays
         if last and last.vocabulary is vocabulary and last.foreseen is foreseen and last.requests == requests:
             return last
-        if any(request.draws or request.end for request in requests):
+        if any(request.draws or request.end or request.changes for request in requests):
             return ChainArrays(requests, vocabulary, foreseen)
         shape = vocabulary.size, vocabulary.width, id(vocabulary.ids), foreseen
         key = (shape, *((request.limit, request.tree) for request in requests))

@@ -20,12 +20,15 @@ using Choose = int32_t (*)(const float* logits, int64_t n, const int32_t* ids, i
                            int64_t* token, int threads);
 
 using Lead = int32_t (*)(const LeaderSpec* request, int threads);
+using Change = int32_t (*)(const float* logits, int64_t n, const int32_t* ids, int64_t width, const void* changes, const int32_t* path, int64_t count,
+                           float* out);
 
 // How the tokens of a draft are drawn. A ranked tree has the leaders of races, or without races the most probable tokens.
 struct SamplerSpec {
     const void* kept;       // temperature and filters; null: the likeliest tokens are taken
     const uint64_t* noise;  // [limit]; the bits of uniform numbers, or the keys of races, of a tree one for each level
     float* rows;            // [limit][width], or null; result: their distributions, of a tree those of a node's children
+    const void* changes;    // of the logits at the draft's root, which its tokens add to (core/native/csrc/adjustment.hpp); or null
     int32_t races;
 };
 
@@ -55,6 +58,7 @@ struct ChainSpec {
     Choose choose;
     Draw draw;
     Lead lead;
+    Change change;
     const int32_t* ids;             // [vocab], ascending; the token of each logit; null: its number
     const ModelSpec* successors;    // without layers: what it computes from a token is added to the logits behind it; or null
     void* successors_workspace;     // of its passes
@@ -63,18 +67,6 @@ struct ChainSpec {
     int32_t width;                  // tokens of the distributions; vocab without ids
     int32_t foreseen;               // the last rows of each sequence in the first pass have the logits of all levels
     int32_t deeper_count;
-};
-
-// The largest of some logits, the first of equal ones, and its softmax probability; token -1 where they are not finite.
-struct Likeliest {
-    int32_t token = -1;
-    float probability = 0.0f;
-
-    Likeliest(const float* logits, int count) {
-        float top;
-        token = (int32_t)argmax(logits, count, top);
-        if (token >= 0) probability = 1.0f / sum_of_powers(logits, count, top, 1.0f);
-    }
 };
 
 class Chains {
@@ -107,7 +99,7 @@ class Chains {
             std::vector<int> still;  // sequences that go on
             for (size_t i = 0; i < going.size(); i++) {
                 const int s = going[i], row = starts[i];
-                if (c.trees[s].width ? grow(s, row) : extend(s, logits(s, row))) still.push_back(s);
+                if (c.trees[s].width ? grow(s, row) : extend(s, row)) still.push_back(s);
             }
             going = still;
             plan(level + 1);
@@ -128,6 +120,7 @@ class Chains {
             const TreeSpec& tree = c.trees[s];
             const bool drawn = tree.width ? tree.kind || how.races : how.kept != nullptr;
             if (how.kept && !(c.choose && c.draw && c.lead && (how.noise || !drawn))) refuse("chain %d is drawn, without what it is drawn with", s);
+            if (how.changes && !(c.change && (c.ids || c.vocab == c.width) && (how.kept || !tree.width))) refuse("the logits of chain %d cannot be changed", s);
             if (tree.width < 0 || tree.width > std::min(c.vocab, m.vocab) || (tree.width && (tree.steps < 1 || !(tree.temperature > 0.0f))))
                 refuse("a tree of %d tokens a node and %d levels", tree.width, tree.steps);
             if (tree.kind && !(tree.width && how.kept && how.rows && !how.races)) refuse("the drawn tree %d has no distributions", s);
@@ -186,13 +179,36 @@ class Chains {
     }
 
     // Adds a token to a chain, or ends it. Returns whether it goes on.
-    bool extend(int s, const float* logits) { return c.samplers[s].kept ? draw(s, logits) : take(s, logits); }
+    bool extend(int s, int row) { return c.samplers[s].kept ? draw(s, row) : take(s, row); }
+
+    // The logits behind nodes of a draft.
+    struct NodeLogits {
+        const float* x;
+        int64_t stride;      // 0: the nodes share them
+        const int32_t* ids;  // the token of each logit; null: its number
+        int32_t count;
+    };
+
+    // Returns the logits behind the newest nodes of a draft, the first of which is `row`, as its request changes them.
+    NodeLogits node_logits(int s, int row) {
+        const bool shared = c.foreseen && !c.successors;
+        if (!c.samplers[s].changes) return {logits(s, row), shared ? 0 : stride, c.ids, c.vocab};
+        const std::vector<int> nodes = trees[s].open();
+        changed.resize(nodes.size() * c.width);
+        for (size_t i = 0; i < nodes.size(); i++) {
+            const int32_t* chain = c.tokens + s * (int64_t)c.longest;
+            std::vector<int32_t> path(chain, chain + c.counts[s]);
+            if (nodes[i] >= 0) trees[s].each_above(nodes[i], [&](int above) { path.push_back(trees[s].tokens[above]); });
+            const float* x = logits(s, row + (shared ? 0 : (int)i));
+            expect(c.change(x, c.vocab, c.ids, c.width, c.samplers[s].changes, path.data(), (int64_t)path.size(), &changed[i * c.width]), s);
+        }
+        return {changed.data(), c.width, nullptr, c.width};
+    }
 
     // Adds a level to a tree, whose newest nodes have the logits from `row` on. Returns whether it goes on.
     bool grow(int s, int row) {
         Tree& tree = trees[s];
         if (c.trees[s].kind) draw_level(s, row);
-        else if (c.samplers[s].kept) lead_level(s, row);
         else rank_level(s, row);
         if (tree.level < c.trees[s].steps && !tree.frontier.empty()) return true;
         const int64_t at = (int64_t)s * c.longest;
@@ -200,40 +216,35 @@ class Chains {
         return tree.frontier.clear(), false;
     }
 
-    // Whether all nodes of a level have the same logits.
-    bool shared() const { return c.foreseen && !c.successors; }
-
-    // Adds the likeliest tokens at a temperature.
+    // Adds the best tokens below each node: the leaders of a race, the most probable ones, or the likeliest ones at a temperature.
     void rank_level(int s, int row) {
-        const TreeSpec& spec = c.trees[s];
-        float total = 0.0f;
-        trees[s].expand(spec, c.limits[s], [&](int i, auto add) {
-            const float* x = logits(s, row + i);
-            const int64_t* best = batch.ranks ? &ranked[scored_row(s, row + i) * batch.ranks] : ranked.data();
-            if (!batch.ranks) largest_ids(x, c.vocab, spec.width, ranked.data());
-            const float top = x[best[0]];
-            if (!std::isfinite(top)) return;
-            if (!i || !shared()) total = std::log(sum_of_powers(x, c.vocab, top, spec.temperature));
-            for (int k = 0; k < spec.width; k++) {
-                const float score = (x[best[k]] - top) / spec.temperature - total;
-                if (score == -INFINITY) break;
-                add(c.ids ? c.ids[best[k]] : (int32_t)best[k], score);
-            }
-        });
+        const SamplerSpec& how = c.samplers[s];
+        const NodeLogits behind = node_logits(s, row);
+        const int width = c.trees[s].width, nodes = behind.stride ? (int)trees[s].open().size() : 1;
+        std::vector<int32_t> best(nodes * width);
+        std::vector<float> shares(nodes * width, -INFINITY);
+        if (how.kept) {
+            const uint64_t* key = how.races ? how.noise + level : nullptr;
+            const LeaderSpec request{behind.x, behind.ids, how.kept, key, behind.stride, nodes, behind.count, width, best.data(), shares.data()};
+            expect(c.lead(&request, threads), s);
+        }
+        for (int i = 0; !how.kept && i < nodes; i++) rank(s, row + i, &best[i * width], &shares[i * width]);
+        trees[s].expand(c.trees[s], c.limits[s], best.data(), shares.data(), behind.stride ? width : 0);
     }
 
-    // Adds the leaders of a race, or the most probable tokens.
-    void lead_level(int s, int row) {
-        const SamplerSpec& how = c.samplers[s];
-        const int width = c.trees[s].width, nodes = shared() ? 1 : (int)trees[s].open().size();
-        std::vector<int32_t> leaders(nodes * width);
-        std::vector<float> shares(nodes * width);
-        const uint64_t* key = how.races ? how.noise + level : nullptr;
-        const LeaderSpec request{logits(s, row), c.ids, how.kept, key, stride, nodes, c.vocab, width, leaders.data(), shares.data()};
-        expect(c.lead(&request, threads), s);
-        trees[s].expand(c.trees[s], c.limits[s], [&](int i, auto add) {
-            for (int at = shared() ? 0 : i * width, k = 0; k < width && shares[at + k] > -INFINITY; k++) add(leaders[at + k], shares[at + k]);
-        });
+    // Writes the likeliest tokens of a row at a temperature, and the logs of their probabilities.
+    void rank(int s, int row, int32_t* to_tokens, float* to_shares) {
+        const TreeSpec& spec = c.trees[s];
+        const float* x = logits(s, row);
+        const int64_t* best = batch.ranks ? &ranked[scored_row(s, row) * batch.ranks] : ranked.data();
+        if (!batch.ranks) largest_ids(x, c.vocab, spec.width, ranked.data());
+        const float top = x[best[0]];
+        if (!std::isfinite(top)) return;
+        const float total = std::log(sum_of_powers(x, c.vocab, top, spec.temperature));
+        for (int k = 0; k < spec.width; k++) {
+            to_tokens[k] = c.ids ? c.ids[best[k]] : (int32_t)best[k];
+            to_shares[k] = (x[best[k]] - top) / spec.temperature - total;
+        }
     }
 
     // Adds drawn siblings.
@@ -241,10 +252,11 @@ class Chains {
         const SamplerSpec& how = c.samplers[s];
         DrawnTree drawn{trees[s], c.trees[s], c.limits[s], (const double*)how.noise, how.rows, c.width, c.draw, threads};
         const std::vector<int> nodes = trees[s].open();
-        for (size_t i = 0; i < nodes.size(); i++) {
+        NodeLogits behind = node_logits(s, row);
+        for (size_t i = 0; i < nodes.size(); i++, behind.x += behind.stride) {
             float* p = drawn.row(nodes[i]);
-            if (i && shared()) std::copy_n(drawn.row(nodes[0]), c.width, p);
-            else if (choose(s, logits(s, row + (int)i), nullptr, p) < 0) std::fill_n(p, c.width, 0.0f);
+            if (i && !behind.stride) std::copy_n(drawn.row(nodes[0]), c.width, p);
+            else if (choose(s, behind, nullptr, p) < 0) std::fill_n(p, c.width, 0.0f);
         }
         drawn.expand();
     }
@@ -255,31 +267,36 @@ class Chains {
     }
 
     // Draws a token from the distribution of logits, which `row` receives unless it is null; -1 where none is possible.
-    int64_t choose(int s, const float* logits, const uint64_t* noise, float* row) {
+    int64_t choose(int s, const NodeLogits& behind, const uint64_t* noise, float* row) {
         const SamplerSpec& how = c.samplers[s];
         int64_t token;
-        expect(c.choose(logits, c.vocab, c.ids, c.width, how.kept, how.races, noise, row, &token, threads), s);
+        expect(c.choose(behind.x, behind.count, behind.ids, c.width, how.kept, how.races, noise, row, &token, threads), s);
         return token;
     }
 
-    bool draw(int s, const float* logits) {
+    bool draw(int s, int at) {
         const SamplerSpec& how = c.samplers[s];
         const int64_t depth = c.counts[s];
         float* row = how.rows ? how.rows + depth * c.width : nullptr;
-        const int64_t token = choose(s, logits, how.noise + depth, row);
+        const int64_t token = choose(s, node_logits(s, at), how.noise + depth, row);
         if (token < 0) return false;
         c.tokens[s * (int64_t)c.longest + depth] = (int32_t)token;
         return ++c.counts[s] < c.limits[s];
     }
 
-    bool take(int s, const float* logits) {
-        const Likeliest best(logits, c.vocab);
-        if (best.token < 0) return false;
+    bool take(int s, int row) {
+        const NodeLogits behind = node_logits(s, row);
+        float top;
+        const int best = (int)argmax(behind.x, behind.count, top);
+        if (best < 0) return false;
         const int depth = c.tried[s]++;
         const int64_t at = (int64_t)s * c.longest + depth;
-        c.tokens[at] = c.ids ? c.ids[best.token] : best.token, c.probabilities[at] = best.probability;
-        const int bucket = int(std::upper_bound(c.bounds, c.bounds + c.buckets - 1, best.probability) - c.bounds);
-        reach[s] *= c.bases[s * c.buckets + bucket] + c.slopes[s * c.buckets + bucket] * best.probability;
+        c.tokens[at] = behind.ids ? behind.ids[best] : best;
+        const bool same = !c.samplers[s].changes;
+        const float p = same ? 1.0f / sum_of_powers(behind.x, behind.count, top, 1.0f) : probability(logits(s, row), c.tokens[at]);
+        c.probabilities[at] = p;
+        const int bucket = int(std::upper_bound(c.bounds, c.bounds + c.buckets - 1, p) - c.bounds);
+        reach[s] *= c.bases[s * c.buckets + bucket] + c.slopes[s * c.buckets + bucket] * p;
         if (reach[s] < c.floors[at]) return false;
         return ++c.counts[s] < c.limits[s];
     }
@@ -290,6 +307,15 @@ class Chains {
         int root;   // the row of its newest token; below 0: there is none, and -1 - s stands for the state that sequence s carries over
         int nodes;  // the row of its draft's first node, if the pass had the rows of all
     };
+
+    // The probability of a token among unchanged logits.
+    float probability(const float* logits, int token) const {
+        const int32_t* end = c.ids + (c.ids ? c.vocab : 0);
+        const int32_t* found = c.ids ? std::lower_bound(c.ids, end, token) : nullptr;
+        if (c.ids && (found == end || *found != token)) return 0.0f;
+        const float top = maximum_of(logits, c.vocab);
+        return std::exp(logits[c.ids ? found - c.ids : token] - top) / sum_of_powers(logits, c.vocab, top, 1.0f);
+    }
 
     // Runs the pass of the layer that drafts this level.
     template <class F>
@@ -391,6 +417,7 @@ class Chains {
     int64_t widest = 0;            // rows of the widest level
     std::vector<int> first_output; // [sequences + 1]; of each sequence in the first pass
     std::vector<float> conditional;  // [widest][stride]; logits of a level, where there are successors
+    std::vector<float> changed;    // [nodes][width]; logits of one draft, as its request changes them
     std::vector<int32_t> further;  // [sequences]; rows behind those of the first pass
     std::vector<int> going;        // sequences
     std::vector<int> starts;       // of each, the number of its first row with logits

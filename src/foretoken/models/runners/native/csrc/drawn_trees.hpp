@@ -19,7 +19,7 @@ struct DrawnTree {
     const TreeSpec& spec;
     const int budget;
     const double* uniforms;  // [budget]
-    float* rows;             // [budget][width]; the distribution that a node's children are sampled from, behind the root's
+    float* rows;             // [budget][width], 0 at first; the distribution that a node's children are sampled from, behind the root's
     const int64_t width;
     const Draw draw;
     const int threads;
@@ -31,7 +31,10 @@ struct DrawnTree {
         for (int node : nodes) firsts.push_back(acceptance(row(node)));
         const std::vector<int> counts = plan(nodes, firsts, tree.level);
         const int start = (int)tree.tokens.size();
-        for (size_t i = 0; i < nodes.size(); i++) sample(nodes[i], counts[i]);
+        for (size_t i = 0; i < nodes.size(); i++) {
+            if (counts[i]) sample(nodes[i], counts[i]);
+            else std::fill_n(row(nodes[i]), width, 0.0f);
+        }
         std::vector<int> added(tree.tokens.size() - start);
         std::iota(added.begin(), added.end(), start);
         const std::vector<int> later = plan(added, std::vector<double>(added.size(), TYPICAL), tree.level + 1);
@@ -39,21 +42,11 @@ struct DrawnTree {
         for (size_t i = 0; i < added.size(); i++)
             if (later[i]) next.push_back(added[i]);
         tree.advance(next);
-        if (next.empty()) clear_others();
     }
 
     float* row(int node) const { return rows + (node + 1) * width; }
 
    private:
-    // Sets the rows of nodes without children to 0, as far as there are later ones with children.
-    void clear_others() const {
-        int last = -1;  // parents ascend, but are not all nodes
-        for (int parent : tree.parents) {
-            for (int node = last + 1; node < parent; node++) std::fill_n(row(node), width, 0.0f);
-            last = std::max(last, parent);
-        }
-    }
-
     // The estimated acceptance of a token sampled from a distribution.
     double acceptance(const float* p) const {
         double cubes = 0.0;

@@ -68,11 +68,11 @@ const LayoutField* foretoken_layout() {
         LAYOUT(BatchSpec, tokens, positions, places, prefix, branch_from, branches, sequence_from, pages, page_counts, outputs,
                logits, likeliest, ranked, tap_layers, taps, features, states, replay, adapters, source_pages, source_counts, source_lengths, rows, sequences,
                output_count, tap_count, branch_count, ranks, reach, source_reach)
-        LAYOUT(SamplerSpec, kept, noise, rows, races)
+        LAYOUT(SamplerSpec, kept, noise, rows, changes, races)
         LAYOUT(TreeSpec, width, steps, temperature, floor, kind)
         LAYOUT(DeeperSpec, model, workspace, pages, page_counts, cached, carried)
         LAYOUT(ChainSpec, limits, floors, bases, slopes, bounds, tokens, probabilities, parents, counts, tried, samplers, trees, choose,
-               draw, lead, ids, successors, successors_workspace, deeper, longest, buckets, vocab, width, foreseen, deeper_count)
+               draw, lead, change, ids, successors, successors_workspace, deeper, longest, buckets, vocab, width, foreseen, deeper_count)
         {},
     };
     return fields;

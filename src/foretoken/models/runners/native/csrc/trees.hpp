@@ -58,16 +58,16 @@ struct Tree {
         level++;
     }
 
-    // Adds the children of the frontier, and finds the next frontier among them. children(i, add) calls add(token, score) for those of
-    // its i-th node, the best first.
-    template <class Children>
-    void expand(const TreeSpec& spec, int budget, Children children) {
-        const std::vector<int> above = open();
+    // Adds the children of the frontier, and finds the next frontier among them.
+    //
+    // best, shares: the best tokens below each of its nodes, `stride` numbers apart, and the logs of their probabilities, in falling order.
+    void expand(const TreeSpec& spec, int budget, const int32_t* best, const float* shares, int stride) {
         const int start = size();
-        for (int i = 0; i < (int)above.size(); i++)
-            children(i, [&](int32_t token, float score) {
-                add(token, above[i], (above[i] < 0 ? 0.0f : scores[above[i]]) + std::min(0.0f, score));
-            });
+        for (int node : open()) {
+            for (int k = 0; k < spec.width && shares[k] > -INFINITY; k++)
+                add(best[k], node, (node < 0 ? 0.0f : scores[node]) + std::min(0.0f, shares[k]));
+            best += stride, shares += stride;
+        }
         const std::vector<int> all = best_of(0, budget);
         std::vector<int> next;
         for (int node : best_of(start, spec.width))
