@@ -21,9 +21,10 @@ from foretoken.core.native import cpu
 from foretoken.core.native import sampling as native
 from foretoken.core.native.status import KernelArgumentError
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.streams import PrivateStream, Purpose, Streams
+from foretoken.core.streams import PrivateStream, Purpose, SharedStream, Streams
 from foretoken.core.verdict import Verdict
 from foretoken.propose.suffix import Suffix, SuffixConfig
+from foretoken.propose.tree import kernel_candidates, likeliest, racing
 from foretoken.verify import block, residual
 
 KERNELS = native.kernels()
@@ -174,6 +175,26 @@ def test_the_excess_is_that_of_torch(vocabulary: int, wide: bool, monkeypatch: p
     monkeypatch.setattr(native, "for_weights", lambda *weights: None)
     counterpart, its_mass = residual.excess(p, q, 0.8)
     assert torch.equal(rest, counterpart) and mass == pytest.approx(its_mass, rel=1e-12)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 511, 5000, 40_000])
+@pytest.mark.parametrize("races", [False, True])
+def test_the_leaders_of_rows_are_those_of_torch(vocabulary: int, races: bool) -> None:
+    assert KERNELS is not None
+    logits = made(4, vocabulary)
+    logits[1] = logits[1].argsort().argsort() * 1e-3  # torch chooses among equal ones
+    stream = SharedStream(3, 5)
+    for temperature, min_p, top_k, top_p in FILTERS:
+        law = SamplingLaw(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+        found = kernel_candidates(law, logits, 5, stream if races else None)
+        probs = law.probs(logits, ())
+        expected = [
+            racing(probs[i : i + 1], 5, stream, i) if races else likeliest(probs[i : i + 1], 5) for i in range(4)
+        ]
+        assert found is not None
+        scores, ids = torch.cat([e.scores for e in expected]), torch.cat([e.ids for e in expected])
+        torch.testing.assert_close(found.scores.double(), scores.double(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(found.ids[scores > -torch.inf], ids[scores > -torch.inf])
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

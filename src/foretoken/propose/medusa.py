@@ -14,12 +14,13 @@ from torch import Tensor
 from foretoken.core.checks import integer
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
+from foretoken.core.streams import SharedStream
 from foretoken.models.heads.files import find_head
 from foretoken.models.heads.loading import check_vocabulary, check_width
 from foretoken.models.heads.medusa import read_medusa
 from foretoken.models.heads.parallel import MedusaNet, ParallelNet
 from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
-from foretoken.propose.tree import best_first, drafting_probs, likeliest, racing
+from foretoken.propose.tree import best_first, drafting_probs, kernel_candidates, likeliest, racing
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,15 @@ class Parallel(Proposer):
         history.
         """
         law = context.law.with_temperature(1.0) if context.law.greedy else context.law
+        races = context.exactness is Exactness.TRAJECTORY and not context.law.greedy
+        stream = context.streams.shared(context.generated) if races else None
+        if stream is None or isinstance(stream, SharedStream):
+            candidates = kernel_candidates(law, logits, self.config.top_k, stream)
+            if candidates is not None:
+                return best_first(candidates.scores, candidates.ids, budget)
         histories = [context.history()] * len(logits) if law.needs_history else ()
         probs = drafting_probs(law, logits, histories)
-        if context.exactness is Exactness.TRAJECTORY and not context.law.greedy:
-            stream = context.streams.shared(context.generated)
+        if stream is not None:
             raced = [racing(probs[i : i + 1], self.config.top_k, stream, i) for i in range(len(probs))]
             return best_first(torch.cat([r.scores for r in raced]), torch.cat([r.ids for r in raced]), budget)
         candidates = likeliest(probs, self.config.top_k)

@@ -20,6 +20,8 @@ from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.history import History
 from foretoken.core.law import PointMass, ProposalLaw
+from foretoken.core.native import sampling as native
+from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import SharedStream, Stream
 
 
@@ -73,6 +75,23 @@ def racing(probs: Tensor, count: int, stream: Stream, depth: int) -> Candidates:
     top = race.topk(min(count, race.shape[-1]))
     smallest = torch.finfo(race.dtype).tiny  # a row of zeros has no candidates
     return Candidates((top.values / race.sum(-1, keepdim=True).clamp_(min=smallest)).log_(), top.indices)
+
+
+def kernel_candidates(law: Law, logits: Tensor, count: int, stream: SharedStream | None) -> Candidates | None:
+    """Returns ``likeliest`` of the distributions of rows by the compiled kernels, or ``racing`` if there is a stream.
+
+    Args:
+        logits: [rows, V], with a stream those at the depths from 0 on.
+
+    Returns:
+        None if the kernels do not compute them: the law has a history or changes logits, or the kernels are missing.
+    """
+    kernels = native.for_rows(logits) if isinstance(law, SamplingLaw) and not law.adjusts and not law.greedy else None
+    if kernels is None or not isinstance(law, SamplingLaw):
+        return None
+    keys = () if stream is None else stream.keys(len(logits))
+    ids, scores = kernels.leaders(logits, min(count, logits.shape[1]), law.kept, keys)
+    return Candidates(scores, ids)
 
 
 @dataclass(slots=True)

@@ -215,6 +215,16 @@ class CopySearch(Structure):
     ]
 
 
+class LeaderSpec(Structure):
+    """A request for the best tokens of rows of logits (csrc/leader_spec.hpp)."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "ids", "filter", "keys")),
+        *((name, c_int64) for name in ("stride", "key_stride", "rows", "n", "count")),
+        *((name, c_void_p) for name in ("tokens", "scores")),
+    ]
+
+
 class SampledChain(Structure):
     """A chain of sampled tokens and the target's logits (csrc/chain_verdict.hpp)."""
 
@@ -230,7 +240,17 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layout(
             library,
-            (FilterSpec, _Distribution, SuccessorTable, SampledChain, CopySearch, Adjustment, DraftNodes, TokenRow),
+            (
+                FilterSpec,
+                _Distribution,
+                SuccessorTable,
+                SampledChain,
+                CopySearch,
+                Adjustment,
+                LeaderSpec,
+                DraftNodes,
+                TokenRow,
+            ),
         )
         functions = (library[f"foretoken_{name}"] for name in ("choose", "draw", "leaders", "change"))
         self.drawing = tuple(ctypes.cast(function, c_void_p).value for function in functions)
@@ -243,6 +263,7 @@ class Kernels:
         self._best = declare(library, "foretoken_best", *logits, token, number)
         self._adjust = declare(library, "foretoken_adjust", *logits, POINTER(Adjustment), pointer, number)
         self._largest = declare(library, "foretoken_largest", *logits, wide, pointer, number)
+        self._leaders = declare(library, "foretoken_leaders", POINTER(LeaderSpec), number)
         self._choose_tokens = declare(library, "foretoken_choose_tokens", pointer, wide, wide, number)
         tree = (POINTER(SuccessorTable), c_double, wide, wide, wide, pointer, pointer, pointer, token)
         self._tree = declare(library, "foretoken_heaviest_tree", *tree)
@@ -280,6 +301,28 @@ class Kernels:
         target, threads = ids.ctypes.data, torch.get_num_threads()
         self._largest(logits.data_ptr(), logits.stride(0), rows, vocabulary, ids.shape[1], target, threads)
         return ids
+
+    def leaders(self, logits: Tensor, count: int, kept: Filter, keys: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Returns the ``count`` best tokens of each row, best first, and the logs of their shares.
+
+        Args:
+            logits: [rows, V].
+            count: At most V.
+            kept: Temperature and filters.
+            keys: Key of each row's race, whose leaders are returned with their shares of all scores. Empty for the most
+                probable tokens.
+
+        Returns:
+            int64 [rows, count] and float32 [rows, count]; a share is -inf if there is no such token.
+        """
+        (rows, vocabulary), noise = logits.shape, (c_uint64 * len(keys))(*keys)
+        ids, shares = torch.empty(rows, count, dtype=torch.int32), torch.empty(rows, count)
+        filters = kept.spec(vocabulary)
+        spec = LeaderSpec(logits.data_ptr(), None, addressof(filters), addressof(noise) if keys else None)
+        spec.stride, spec.key_stride, spec.rows, spec.n, spec.count = logits.stride(0), 1, rows, vocabulary, count
+        spec.tokens, spec.scores = ids.data_ptr(), shares.data_ptr()
+        self._leaders(spec, torch.get_num_threads())
+        return ids.long(), shares
 
     def choose_tokens(self, rows: Sequence[TokenRow], vocabulary: int, threads: int = 0) -> None:
         """Computes the results of rows of ``vocabulary`` logits, all in one call. threads: 0 for torch's number."""

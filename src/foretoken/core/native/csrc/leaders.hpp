@@ -23,8 +23,11 @@ struct Leaders {
     double sum = 0.0;  // of all scores
     std::vector<Best> best;
 
+    // A score that is not larger adds nothing.
+    double least() const { return best.size() == count ? best.back().score : 0.0; }
+
     void add(double score, int64_t id) {
-        if (best.size() == count && !(score > best.back().score)) return;
+        if (!(score > least())) return;
         auto at = best.end();
         while (at != best.begin() && score > (at - 1)->score) --at;
         best.insert(at, {score, id});
@@ -51,38 +54,41 @@ class LeaderSearch {
     std::vector<RowScratch> rows;
     std::vector<Leaders> found;  // [rows][chunks]
 
-    // Finds the best tokens of all rows in one chunk. They have the same noise.
+    // Finds the best tokens of all rows in one chunk, whose noise they may share.
     void search(int64_t c) {
         alignas(64) double noise[CHUNK];
         bool known[CHUNK / BLOCK] = {};
         const int64_t from = c * CHUNK, count = std::min(CHUNK, s.n - from);
         for (int64_t r = 0; r < s.rows; r++) {
             if (!rows[r].finite) continue;
+            const uint64_t* key = s.keys ? s.keys + r * s.key_stride : nullptr;
+            if (s.key_stride) std::fill(std::begin(known), std::end(known), false);
             Leaders& leaders = found[r * chunks(s.n) + c];
             each_block(rows[r], s.logits + r * s.stride, from, count, [&](const float* p, int64_t first, int64_t tokens) {
                 double* e = noise + (first - from);
                 bool& drawn = known[(first - from) / BLOCK];
-                if (s.key && !drawn) draw_noise(first, tokens, e), drawn = true;
-                for (int64_t i = 0; i < tokens; i++) {
-                    if (!(p[i] > 0.0f)) continue;
-                    const double score = s.key ? p[i] / e[i] : p[i];
-                    leaders.sum += score, leaders.add(score, first + i);
+                if (key && !drawn) draw_noise(*key, first, tokens, e), drawn = true;
+                Doubles sum = {};
+                for (int64_t i = 0; i < tokens; i += WIDE) {
+                    Doubles score = load_wide(p + i, tokens - i);
+                    if (key) score = score / *(const Doubles*)(e + i);
+                    sum += score;
+                    for (unsigned hit = bits_of((Lanes)(score > leaders.least())); hit; hit &= hit - 1)
+                        leaders.add(score[__builtin_ctz(hit)], first + i + __builtin_ctz(hit));
                 }
+                for (int lane = 0; lane < WIDE; lane++) leaders.sum += sum[lane];
                 return false;
             });
         }
     }
 
-    // Writes the exponentials of tokens; core/streams.py.
-    void draw_noise(int64_t first, int64_t count, double* out) const {
-        for (int64_t i = 0; i < count; i += WIDE) {
-            Words z;
-            for (int lane = 0; lane < WIDE; lane++) {
-                const int64_t v = std::min(first + i + lane, s.n - 1);
-                z[lane] = (uint64_t)(s.ids ? s.ids[v] : v) + 1;
-            }
-            const Doubles e = minus_log(fractions(z * GOLDEN + *s.key));
-            std::memcpy(out + i, &e, std::min<int64_t>(WIDE, count - i) * sizeof(double));
+    // Writes the exponentials of tokens, whole vectors of them; core/streams.py.
+    void draw_noise(uint64_t key, int64_t first, int64_t count, double* out) const {
+        Words number;
+        for (int lane = 0; lane < WIDE; lane++) number[lane] = first + lane + 1;
+        for (int64_t i = 0; i < count; i += WIDE, number += WIDE) {
+            for (int lane = 0; s.ids && lane < WIDE; lane++) number[lane] = s.ids[std::min(first + i + lane, s.n - 1)] + 1;
+            *(Doubles*)(out + i) = minus_log(fractions(number * GOLDEN + key));
         }
     }
 
@@ -97,7 +103,7 @@ class LeaderSearch {
         for (int64_t i = 0; i < s.count; i++) {
             const Best& each = all.best[i];
             s.tokens[r * s.count + i] = s.ids ? s.ids[each.id] : (int32_t)each.id;
-            s.scores[r * s.count + i] = (float)std::log(s.key && each.score > 0.0 ? each.score / all.sum : each.score);
+            s.scores[r * s.count + i] = (float)std::log(s.keys && each.score > 0.0 ? each.score / all.sum : each.score);
         }
     }
 };

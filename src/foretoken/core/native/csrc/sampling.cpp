@@ -51,6 +51,7 @@ const LayoutField* foretoken_layout() {
         LAYOUT(CopySearch, text, count, factor, min_prob, depth, limit, budget, top_k)
         LAYOUT(Adjustment, allowed, banned, ends, biased, biases, seen, generated, banned_count, end_count, biased_count, seen_count,
                end_steps, repetition, frequency, presence)
+        LAYOUT(LeaderSpec, logits, ids, filter, keys, stride, key_stride, rows, n, count, tokens, scores)
         LAYOUT(DraftNodes, ids, parents, rows, path, stride, nodes, deepest, path_count)
         LAYOUT(TokenRow, logits, changes, below, ids, filter, noise, source, top_count, top_ids, top_logprobs, logprob, position, index, rank,
                token)

@@ -225,7 +225,7 @@ class Chains {
         std::vector<float> shares(nodes * width, -INFINITY);
         if (how.kept) {
             const uint64_t* key = how.races ? how.noise + level : nullptr;
-            const LeaderSpec request{behind.x, behind.ids, how.kept, key, behind.stride, nodes, behind.count, width, best.data(), shares.data()};
+            const LeaderSpec request{behind.x, behind.ids, how.kept, key, behind.stride, 0, nodes, behind.count, width, best.data(), shares.data()};
             expect(c.lead(&request, threads), s);
         }
         for (int i = 0; !how.kept && i < nodes; i++) rank(s, row + i, &best[i * width], &shares[i * width]);
