@@ -60,7 +60,7 @@ def test_its_lossy_blend_is_planted(assisted):
     assert wrong.generate([[1, 2, 3]], ask) != assisted.generate([[1, 2, 3]], ask)
 
 
-def test_by_lookup(tiny_pair):
+def test_prompt_lookup_is_audited(tiny_pair):
     subject = Assisted(tiny_pair.target, SpeculativeConfig(method="ngram"), "float32")
     assert subject.options == {"prompt_lookup_num_tokens": 10}
     assert greedy(replace(work(subject), deadline=0.0)).outcome is CheckOutcome.PASSED
@@ -69,6 +69,6 @@ def test_by_lookup(tiny_pair):
 
 
 @pytest.mark.parametrize("config", [{"method": "suffix"}, {"method": "draft_model"}, {}])
-def test_what_it_cannot_do_is_refused(tiny_pair, config):
+def test_other_methods_are_refused(tiny_pair, config):
     with pytest.raises(InvalidRequest, match="draft_model or by ngram"):
         Assisted(tiny_pair.target, SpeculativeConfig.of(config))

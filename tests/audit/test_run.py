@@ -139,6 +139,6 @@ def test_the_verdict_needs_the_control():
         ({"prompts": ["12", ""]}, "prompt 2 is empty"),
     ],
 )
-def test_what_cannot_be_done_is_refused(options, said):
+def test_invalid_audits_are_refused(options, said):
     with pytest.raises(InvalidRequest, match=said):
         audit(subject(), **{"prompts": PROMPTS} | options)

@@ -188,7 +188,7 @@ def test_peers_share_a_process_where_they_can(installed):
     assert (by["llamacpp"][1].setup.target, by["llamacpp"][1].setup.draft) == ("target-BF16.gguf", "draft-BF16.gguf")
 
 
-def test_who_cannot_race_says_so_in_one_line(installed):
+def test_engines_that_cannot_race_are_reported_in_one_line(installed):
     said: list[str] = []
     wanted = list(registry.PEERS.values())
     assert {e.system for e in entering.peers(replace(PAIRING, batch=8), [{}], wanted, said.append)} == {"vllm"}

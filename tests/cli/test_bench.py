@@ -166,7 +166,7 @@ def test_figures_of_answers() -> None:
     assert load_table([result, nothing]).row_count == 2
 
 
-def test_what_a_shared_beginning_gains() -> None:
+def test_the_gain_of_a_shared_prefix() -> None:
     def result(name: str, first: float) -> LoadResult:
         return LoadResult.of(f"agents, {name}", 8, [answered(0, [first, 9], 3)], 9.0)
 
@@ -275,6 +275,6 @@ def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
-def test_what_it_refuses(run, arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_loads_are_refused(run, arguments: tuple[str, ...], words: str) -> None:
     result = run("bench", "serve", *arguments)
     assert result.code == 1 and words in result.err and "Traceback" not in result.err

@@ -106,7 +106,7 @@ def test_a_backslash_at_the_end_joins_lines(chat):
     ]
 
 
-def test_what_is_refused_does_not_end_the_chat(chat, tmp_path):
+def test_refused_requests_do_not_end_the_chat(chat, tmp_path):
     told = chat("/nonsense", "/method nobody", "/temperature -2", "/save", "def f():", "/quit", "import os")
     assert told.code == 1  # a script is to know
     for part in (

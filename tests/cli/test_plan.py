@@ -83,14 +83,14 @@ def test_texts_that_the_target_wrote_before_are_taken(run, tiny_pair, cache):
         (("--prompts", "/nowhere.jsonl"), "cannot read the prompts"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(run, tiny_pair, cache, options, words):
+def test_impossible_plans_are_refused_in_one_line(run, tiny_pair, cache, options, words):
     result = run(short(tiny_pair), *(str(tiny_pair.target) if word == "TARGET" else word for word in options))
     assert result.code == 1
     assert words in result.err and result.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [("plan",), ("audit",), ("bench", "race"), ("generate", "x")])
-def test_where_no_file_can_be_is_said_before_any_work(command, run, tmp_path):
+def test_outputs_in_missing_folders_are_refused_before_any_work(command, run, tmp_path):
     result = run(*command, "--html", str(tmp_path / "missing" / "page.html"))
     assert result.code == 1
     assert "expected the name of a file in a folder that exists" in result.err
@@ -267,7 +267,7 @@ def test_a_plan_for_vllm_says_what_to_paste_there(run, tiny_pair, vllm_cache):
         (("--speculative-config", "{}"), "needs a 'method'"),
     ],
 )
-def test_what_cannot_be_planned_there_is_one_line(run, tiny_pair, vllm_cache, options, words):
+def test_impossible_plans_for_vllm_are_refused_in_one_line(run, tiny_pair, vllm_cache, options, words):
     result = run(short_vllm(tiny_pair), *options)
     assert result.code == 1
     *stages, error = result.err.splitlines()

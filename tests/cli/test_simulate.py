@@ -56,7 +56,7 @@ def test_every_value_that_can_be_swept(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused(run, tmp_path):
+def test_invalid_options_are_refused(run, tmp_path):
     for options, words in [
         (("--acceptance", "2"), "from 0 to 1"),
         (("--draft-ms", "0"), "must take time"),

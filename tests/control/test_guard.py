@@ -143,7 +143,7 @@ def test_a_request_that_names_its_depth_has_it():
     assert guard.ledger.balance is None or guard.ledger.balance > -10 * PLAIN
 
 
-def test_what_catching_up_takes_is_counted_before():
+def test_the_cost_of_reading_the_prompt_is_counted_before_drafting():
     """Once the cost of reading is known, a long prompt is not read by a proposer that was no good."""
     world = World(guarded(), chance(0.0), step=0.0005, read=0.002)
     first = world.add(prompt=20)

@@ -72,7 +72,7 @@ def test_other_flags_and_other_content_are_other_files(calls: Callable[[], list[
     assert calls() == ["one"] * 3 + ["x"] * 3
 
 
-def test_of_several_that_need_a_library_one_compiles(calls: Callable[[], list[str]], sources: list[Path]) -> None:
+def test_one_of_several_threads_compiles_a_library(calls: Callable[[], list[str]], sources: list[Path]) -> None:
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: linked("x", [(sources[0], ["-DVALUE=1"])]), range(4)))
     assert len(set(paths)) == 1

@@ -169,7 +169,7 @@ def test_a_contradiction_at_a_rejected_node_is_explained_and_hurts_nobody(tiny_p
 
 
 @pytest.mark.parametrize("tokens", [0, 4])
-def test_what_came_before_the_error_is_streamed(tiny_pair, tokens):
+def test_text_before_an_error_is_streamed(tiny_pair, tokens):
     """Greedy, drafted and plain: the same pieces of text, then the same error."""
     llm = LLM(tiny_pair.target, speculative_config={"method": "prediction"}, dtype="float32")
     usual = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

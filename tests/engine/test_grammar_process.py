@@ -31,7 +31,7 @@ def server() -> Iterator[GrammarServer]:
 
 @pytest.mark.parametrize("wanted", [SLOW_TO_COMPILE, DEEP], ids=["slow", "overflows the stack"])
 @pytest.mark.slow
-def test_what_cannot_be_compiled_is_refused(server, wanted):
+def test_grammars_beyond_time_and_memory_are_refused(server, wanted):
     with pytest.raises(InvalidRequest, match=r"cannot be compiled within 0.3 s and 512 MiB, or are nested too deeply"):
         server.compile(wanted)
     assert server.compile({"regex": "ab"}).follower().allowed(()) is not None

@@ -169,7 +169,7 @@ def test_small_cells_are_pooled():
     assert g_test(counts, law).p_value == pytest.approx(1.0, abs=1e-9)
 
 
-def test_what_cannot_be_drawn_has_p_value_zero():
+def test_impossible_samples_have_p_value_zero():
     assert g_test(Counter("aab"), {"a": 1.0, "b": 0.0}).p_value == 0.0
     assert g_test(Counter("aab"), {"a": 1.0}).p_value == 0.0
 

@@ -259,7 +259,7 @@ SUPPORT = {name: rule for name, rule in VERIFIERS.items() if name != "coupled"}
 
 @pytest.mark.parametrize("verifier", SUPPORT.values(), ids=SUPPORT.keys())
 @pytest.mark.parametrize("q", [(0.0, 0.5, 0.5), (0.5, 0.0, 0.5), (1.0, 0.0, 0.0), (0.0, 0.0, 0.0)])
-def test_what_the_target_forbids_is_never_emitted(verifier, q):
+def test_forbidden_tokens_are_never_emitted(verifier, q):
     """Not even when the draft's reported law is wrong and p = q = 0 at a drafted token."""
     p = torch.tensor([[0.0, 0.4, 0.6]] * 3, dtype=torch.float64)
     kind = TopPlusSampled if verifier is VERIFIERS["greedy-multi"] else Sampled

@@ -89,7 +89,7 @@ def test_openai_and_the_typed_endpoint_agree(url: str) -> None:
     assert answer["text"] == text and answer["tokens"] <= 24 and answer["mean_acceptance_length"] >= 1
 
 
-def test_what_the_typed_endpoint_refuses(url: str) -> None:
+def test_the_typed_endpoint_refuses_invalid_requests(url: str) -> None:
     wrong = httpx.post(f"{url}/generate", json={"prompt": PROMPT, "temperature": -1}, timeout=60)
     assert wrong.status_code == 400 and "temperature" in wrong.text
     assert httpx.post(f"{url}/generate", json={"max_tokens": 4}, timeout=60).status_code == 400

@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
     return dict(pair.split("=", 1) for step in STEPS if step.name == "ENV" for pair in step.words)
 
 
-def test_reading_steps() -> None:
+def test_steps_of_a_containerfile_are_parsed() -> None:
     result = container.steps(
         '# no\nFROM a\nRUN b && \\\n    c\nHEALTHCHECK --interval=3s \\\n  CMD ["d", "e f"]\nCMD ["g"]\n'
     )
@@ -45,7 +45,7 @@ def test_reading_steps() -> None:
     assert result[2].words == ["d", "e f"] and container.last(result, "CMD").words == ["g"]
 
 
-def test_what_is_copied_exists_and_is_what_a_build_needs() -> None:
+def test_copied_files_exist_and_are_all_that_a_build_needs() -> None:
     copied = [source for value in values("COPY") for source in value.split()[:-1]]
     assert all((ROOT / source).exists() for source in copied)
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -53,7 +53,7 @@ def test_what_is_copied_exists_and_is_what_a_build_needs() -> None:
     assert {"pyproject.toml", "constraints.txt", "src", *named} <= set(copied)
 
 
-def test_pins_agree() -> None:
+def test_pinned_versions_are_those_of_the_constraints() -> None:
     pins = set((ROOT / "constraints.txt").read_text(encoding="utf-8").split())
     installs = [value for value in values("RUN") if "pip install" in value]
     named = [word for value in installs for word in value.split() if "==" in word]

@@ -305,7 +305,7 @@ def test_identical_distributions_accept_everything_and_no_draft_is_plain_samplin
     assert verdict.origin is Origin.BONUS and verdict.value == 0.5 + 2.0 * stream.normal(1, 0)
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_laws_and_drafts_are_refused():
     with pytest.raises(ValueError, match="scales finite and above 0"):
         rows((0.0, 0.0))
     with pytest.raises(ValueError, match="drawn from a law"):

@@ -168,7 +168,7 @@ def logits_of(path: Path, runner: Runner) -> Tensor:
     return model.score([handle], [repeating((-1, 0, -1))])[0].logits
 
 
-def test_of_equal_scores_the_lowest_number_is_taken() -> None:
+def test_equal_scores_choose_the_lowest_expert() -> None:
     e = Experts(count=6, chosen=3, intermediate=8)
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 1.0], [0.0] * 6])
     chosen, weights = choose(e, logits, None)

@@ -242,6 +242,6 @@ def test_requests_that_agree_leave_no_doubt():
         (lambda: student_quantile(0.2, 3), "probability"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong, message):
+def test_impossible_statistics_are_refused(wrong, message):
     with pytest.raises(InvalidRequest, match=message):
         wrong()

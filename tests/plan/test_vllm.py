@@ -175,7 +175,7 @@ def test_every_lane_takes_turns_with_plain_decoding(alone):
     assert vllm_plan([DRAFT, OURS], result).best == DRAFT.at(8)
 
 
-def test_what_vllm_does_not_run_is_left_out_or_an_error():
+def test_candidates_that_vllm_cannot_run_are_skipped_or_an_error():
     def start(lane: VllmCandidate | None) -> Fake:
         if lane is OURS:
             raise PeerError("no")
@@ -237,7 +237,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("method", ["custom_class", "suffix", "ngram"])
-def test_who_learns_does_so_for_every_depth_apart_and_forgets_when_told(method):
+def test_drafters_learn_for_each_depth_apart_and_reset(method):
     class Drafter:
         def __init__(self, config: object) -> None:
             self.num_speculative_tokens = 8

@@ -53,7 +53,7 @@ def test_stops_are_made_by_name(tmp_path: Path) -> None:
         ({"rule": "learned", "model": "m", "threshold": "high"}, "threshold of the learned stop"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(value: Any, says: str) -> None:
+def test_invalid_stopping_rules_are_refused(value: Any, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         check_stop(value)
 

@@ -41,7 +41,7 @@ def test_attacks_are_measured(attacks: Any, spare: LLM) -> None:
     assert attacks.table(outcomes).row_count == 2
 
 
-def test_what_fails(attacks: Any) -> None:
+def test_each_failure_of_an_attack_is_reported(attacks: Any) -> None:
     quiet = attacks.Pace(health=0.01, p50=0.01, p99=0.02, worst=0.03, chunks=100)
     good = attacks.Outcome("a", {"400": 3}, ("400",), 1.0, quiet, replace(quiet, p99=0.04), (1000, 2000, 1050))
     assert good.failures == []

@@ -108,7 +108,7 @@ def test_roles_and_parts(client: openai.OpenAI) -> None:
     assert got.choices[0].message.content == client.chat.completions.create(**GREEDY).choices[0].message.content
 
 
-def test_what_changes_nothing_is_ignored(client: openai.OpenAI) -> None:
+def test_fields_without_effect_are_ignored(client: openai.OpenAI) -> None:
     got = client.chat.completions.create(
         **GREEDY,
         user="me",

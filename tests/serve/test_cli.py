@@ -99,7 +99,7 @@ def test_a_store_is_bounded_by_number_or_by_size() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "2 parsecs", "GiB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="--kv-cache-memory-bytes must be a size"):
         size_in_bytes("--kv-cache-memory-bytes", text)
 

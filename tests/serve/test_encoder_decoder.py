@@ -44,7 +44,7 @@ def test_whole_streamed_and_counted(served: tuple[openai.OpenAI, Path], tokenize
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
 
 
-def test_what_it_cannot_do_is_said(served: tuple[openai.OpenAI, Path]) -> None:
+def test_unsupported_requests_are_refused(served: tuple[openai.OpenAI, Path]) -> None:
     client, _ = served
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
         client.completions.create(model="foretoken", prompt=PROMPT, echo=True, logprobs=1)

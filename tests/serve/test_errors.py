@@ -330,7 +330,7 @@ def test_no_origins_by_default(server: Running) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_full_queue(limited: Running) -> None:
+def test_a_full_queue_refuses_with_a_time_to_retry(limited: Running) -> None:
     """Eight share a pass and none may wait: one beside eight is asked to come again, nine in one can never fit."""
     with httpx.stream(
         "POST", f"{limited.url}/v1/completions", json={**LONG, "n": 8, "stream": True}, headers=KEY

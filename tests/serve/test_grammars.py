@@ -81,7 +81,7 @@ def test_waiting_for_a_grammar_has_an_end(server: Running, monkeypatch: pytest.M
     assert answer.status_code == 429 and "make them smaller" in answer.json()["error"]["message"]
 
 
-def test_what_is_nested_deeply_inside_of_texts_is_refused(server: Running) -> None:
+def test_deep_nesting_inside_of_strings_is_refused(server: Running) -> None:
     """The body itself is not."""
     user = {"role": "user", "content": "x"}
     for more in (

@@ -54,7 +54,7 @@ def keyed(spare: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
             yield server, keys, file
 
 
-def test_scopes(keyed: tuple[Running, dict[str, str], Path]) -> None:
+def test_each_scope_of_a_key_opens_its_paths_alone(keyed: tuple[Running, dict[str, str], Path]) -> None:
     server, keys, _ = keyed
 
     def get(path: str, key: str) -> httpx.Response:
@@ -203,7 +203,7 @@ def test_buckets_fill_evenly() -> None:
     assert (duration(0.0), duration(0.5), duration(1.2), duration(360)) == ("0ms", "500ms", "2s", "6m0s")
 
 
-def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_add_list_and_revoke_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.json"
 
     def run(*arguments: str) -> tuple[int, str, str]:

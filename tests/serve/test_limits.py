@@ -75,7 +75,7 @@ def test_large_headers_are_refused_in_openais_shape(limited: Running) -> None:
             assert error_of(answer, 431)["code"] == "headers_too_large"
 
 
-def test_what_is_no_http_is_refused_in_openais_shape(limited: Running) -> None:
+def test_bytes_that_are_no_http_are_refused_in_openais_shape(limited: Running) -> None:
     with connected(limited) as connection:
         connection.sendall(b"NONSENSE\r\n\r\n")
         status, said = answer_to(connection)

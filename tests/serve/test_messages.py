@@ -69,7 +69,7 @@ def stream_of(server: Running, **body: Any) -> list[tuple[str, Any]]:
     return events
 
 
-def test_whole(server: Running, claude: Any) -> None:
+def test_a_message_equals_a_chat_completion(server: Running, claude: Any) -> None:
     anthropic().types.Message.model_validate(server.post(GREEDY, "messages").json(), strict=True)
     got = claude.messages.create(**own(GREEDY, system="Be brief."))
     said = [{"role": "system", "content": "Be brief."}, *USER]
@@ -133,7 +133,7 @@ def test_the_context_ends_what_is_longer() -> None:
         assert got.stop_reason in ("model_context_window_exceeded", "end_turn")
 
 
-def test_calls(server: Running, claude: Any) -> None:
+def test_tool_calls_are_blocks(server: Running, claude: Any) -> None:
     got = claude.messages.create(**CALLING, extra_body={"seed": 3})
     (call,) = got.content
     assert got.stop_reason == "tool_use" and call.type == "tool_use" and call.id.startswith("toolu_")
@@ -174,7 +174,7 @@ def test_the_models_own_beginning_is_continued(server: Running, claude: Any) -> 
     assert got.content[0].text == chat["choices"][0]["message"]["content"]
 
 
-def test_output_format(claude: Any) -> None:
+def test_outputs_follow_a_json_schema(claude: Any) -> None:
     schema = {
         "type": "object",
         "properties": {"on": {"type": "boolean"}},
@@ -197,7 +197,7 @@ def test_count_tokens(server: Running, claude: Any) -> None:
     assert large.json() == {"input_tokens": count}
 
 
-def test_thinking(spare: LLM) -> None:
+def test_thinking_is_a_block_of_its_own(spare: LLM) -> None:
     settings = ServerSettings(model_names=("stdlib",), reasoning_parser="think")
     asked = {**GREEDY, "guided_regex": "<think>\nthink</think>\n\nsay a", "max_tokens": 60}
     with running(spare, settings) as server:
@@ -235,7 +235,7 @@ def test_thinking(spare: LLM) -> None:
         ({"messages": []}, "at least 1 item"),
     ],
 )
-def test_refused(server: Running, fields: dict[str, Any], words: str) -> None:
+def test_invalid_fields_are_refused(server: Running, fields: dict[str, Any], words: str) -> None:
     body = {key: value for key, value in {**GREEDY, **fields}.items() if value is not None}
     got = server.post(body, "messages")
     assert got.status_code == 400, got.text
@@ -259,7 +259,7 @@ def test_errors_have_anthropics_shape_wherever_they_arise(server: Running, claud
     )
 
 
-def test_keys(spare: LLM) -> None:
+def test_keys_and_limits_answer_in_anthropics_shape(spare: LLM) -> None:
     settings = ServerSettings(model_names=("stdlib",), api_keys=("secret", "other"), max_body=4000)
     with running(spare, settings) as server:
 

@@ -204,7 +204,7 @@ def test_unbounded_memory_has_no_share() -> None:
     assert shown(Metrics("m", lambda: FakeUsage(kv_capacity=0)))["foretoken:kv_cache_usage_perc"] == 0
 
 
-def test_what_was_dropped_unfinished_is_forgotten(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_requests_are_forgotten(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.serve.metrics._REMEMBERED", 4)
     for sequence in range(20):
         metrics.on_steps([chain(1, 1, sequence=sequence)])

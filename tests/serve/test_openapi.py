@@ -102,6 +102,6 @@ def test_every_answer_is_one_that_the_schema_describes(described: Any, path: str
     conforms()
 
 
-def test_what_is_described(server: Running) -> None:
+def test_every_operation_is_described(server: Running) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     assert {(path, method.upper()) for path in paths for method in paths[path]} == set(OPERATIONS)

@@ -181,7 +181,7 @@ def test_lines_of_json(spare: LLM, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.slow
-def test_traces(spare: LLM) -> None:
+def test_a_request_is_traced(spare: LLM) -> None:
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter

@@ -111,7 +111,7 @@ def test_beginnings_are_remembered_by_reader() -> None:
     assert seen.known((1, 2), "a") == 0 and seen.known((1, 2), "b") == 2
 
 
-def test_who_is_asked_first() -> None:
+def test_replicas_are_ranked_by_load_and_prefix_affinity() -> None:
     assert ranked({"a": 4, "b": 0}, {"a": 5, "b": 0}, slack=4) == ["a", "b"]
     assert ranked({"a": 5, "b": 0}, {"a": 5, "b": 0}, slack=4) == ["b", "a"]
     assert ranked({"a": 2, "b": 1}, {"a": 0, "b": 0}, slack=4) == ["b", "a"]
@@ -268,7 +268,7 @@ def test_identifiers_reach_the_replica() -> None:
         assert answer.headers["x-request-id"] == headers.get("X-Request-Id", answer.headers["x-request-id"])
 
 
-def test_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_replica_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.serve.replicas.front.GRACE", 0.05)
     quick = ServerSettings(timeout=0.05)
     assert asked(Scripted([None]), {"prompt": "x"}, quick)[0].json()["error"]["code"] == "timeout"
@@ -277,7 +277,7 @@ def test_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.content.startswith(completion(0, "a")) and b'"code":"timeout"' in answer.content
 
 
-def test_what_the_front_refuses_itself() -> None:
+def test_the_front_checks_keys_sizes_and_concurrency() -> None:
     replicas = Scripted()
     assert asked(replicas, {"prompt": "x"}, ServerSettings(api_keys=("k",)))[0].status_code == 401
     assert asked(replicas, {"prompt": "x" * 99}, ServerSettings(max_body=20))[0].status_code == 413
@@ -396,7 +396,9 @@ def test_replicas_draw_other_numbers() -> None:
         (["--replicas", "2", "--response-store", "9"], "responses are kept by one process"),
     ],
 )
-def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_invalid_arguments_of_the_command_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--port", "0", *arguments])
     assert caught.value.code == 1 and words in capsys.readouterr().err

@@ -65,7 +65,7 @@ def stream_of(server: Running, **body: Any) -> list[tuple[str, Any]]:
     return events
 
 
-def test_whole(server: Running, client: openai.OpenAI) -> None:
+def test_a_response_equals_a_chat_completion(server: Running, client: openai.OpenAI) -> None:
     raw = server.post(GREEDY, "responses").json()
     Response.model_validate(raw, strict=True)
     got = client.responses.create(**GREEDY)
@@ -81,7 +81,7 @@ def test_whole(server: Running, client: openai.OpenAI) -> None:
     assert got.temperature == 0 and got.tool_choice == "auto" and got.tools == [] and got.metadata == {}
 
 
-def test_completed(client: openai.OpenAI) -> None:
+def test_a_finished_text_completes_the_response(client: openai.OpenAI) -> None:
     got = client.responses.create(**{**GREEDY, "max_output_tokens": 300}, extra_body={"guided_choice": ["yes", "no"]})
     assert got.status == "completed" and got.incomplete_details is None and got.output_text in ("yes", "no")
     assert got.output[0].status == "completed" and got.completed_at >= got.created_at
@@ -131,7 +131,7 @@ class Point(BaseModel):
     on: bool
 
 
-def test_parse(client: openai.OpenAI) -> None:
+def test_outputs_are_parsed_as_a_pydantic_type(client: openai.OpenAI) -> None:
     asked = {**GREEDY, "max_output_tokens": 400, "temperature": 1}
     for seed in range(2):
         got = client.responses.parse(**asked, text_format=Point, extra_body={"seed": seed})
@@ -148,7 +148,7 @@ def test_json_object(client: openai.OpenAI) -> None:
     assert got.status == "incomplete" or isinstance(json.loads(got.output_text), dict)
 
 
-def test_calls(server: Running) -> None:
+def test_function_calls_are_streamed_as_in_the_whole_response(server: Running) -> None:
     events = stream_of(server, **CALLING)
     whole = server.post(CALLING, "responses").json()
     Response.model_validate(whole, strict=True)
@@ -206,7 +206,7 @@ def test_log_probabilities(server: Running, client: openai.OpenAI) -> None:
     assert streamed == [entry.token for entry in entries]
 
 
-def test_reasoning(spare: LLM) -> None:
+def test_reasoning_is_an_item_of_its_own(spare: LLM) -> None:
     settings = ServerSettings(model_names=("stdlib",), reasoning_parser="think")
     asked = {**GREEDY, "guided_regex": "<think>\nthink</think>\n\nsay a", "max_output_tokens": 60}
     with running(spare, settings) as server:
@@ -342,7 +342,7 @@ def test_a_server_that_stores_nothing_says_so(server: Running) -> None:
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "--response-store"),
     ],
 )
-def test_refused(server: Running, fields: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_fields_are_refused_by_name(server: Running, fields: dict[str, Any], param: str, words: str) -> None:
     got = server.post({**GREEDY, **fields}, "responses")
     assert got.status_code == 400, got.text
     error = got.json()["error"]

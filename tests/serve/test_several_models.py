@@ -196,7 +196,7 @@ def test_a_file_of_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("preloaded_python")
-def test_the_command(tiny_pair: Any, tmp_path: Path) -> None:
+def test_the_command_serves_the_models_of_a_file(tiny_pair: Any, tmp_path: Path) -> None:
     file = tmp_path / "models.json"
     names = {"served_model_name": "tiny", "draft_model": str(tiny_pair.draft)}
     plain = {"served_model_name": "plain", "speculative_config": {"method": "none"}, "methods": []}

@@ -45,7 +45,7 @@ def text(server: Running, **more: Any) -> tuple[str, dict[str, Any]]:
     return answer["choices"][0]["text"], answer["metrics"]["speculative_decoding"]
 
 
-def test_what_it_tells(open_server: Running) -> None:
+def test_the_state_holds_method_controller_and_acceptance(open_server: Running) -> None:
     text(open_server, temperature=0)
     found = state(open_server)
     assert found["object"] == "speculation" and found["enabled"] and found["method"] == "draft_model"
@@ -74,7 +74,7 @@ def test_an_order_that_came_too_late_is_not_carried_out(open_server: Running, mo
     assert done == ["next"]
 
 
-def test_what_a_measuring_controller_tells(noisy: Path) -> None:
+def test_the_state_of_a_measuring_controller(noisy: Path) -> None:
     with running(LLM(zoo.path("draft"), noisy, dtype="float32", max_num_seqs=4, isolate_failures=True)) as server:
         text(server, temperature=0)
         found = state(server)
@@ -173,7 +173,7 @@ def test_wrong_changes_change_nothing(open_server: Running) -> None:
     assert found["enabled"] and found["method"] == "draft_model" and found["max_draft_tokens"] is None
 
 
-def test_who_may_change_it(spare: LLM, tmp_path: Path) -> None:
+def test_changes_need_the_admin_scope(spare: LLM, tmp_path: Path) -> None:
     with running(spare) as server:
         assert httpx.get(f"{server.url}/v1/speculation").status_code == 200
         assert error_of(change(server, {"enabled": False}), 403)["code"] == "admin_not_allowed"

@@ -110,7 +110,7 @@ def test_a_resumed_run_ends_the_same(tiny_pair, corpus, tmp_path, monkeypatch):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_the_command(tiny_pair: Any, texts: Path, tmp_path: Path) -> None:
+def test_the_command_trains_and_saves_a_head(tiny_pair: Any, texts: Path, tmp_path: Path) -> None:
     options = ["--model", tiny_pair.target, "--data", texts, "--steps", 5, "--batch", 16, "--window", 24, "--json"]
     options += ["--windows", 4, "--held-out", 1, "--intermediate", 4, "--device", "cpu"]
     done = invoke("train", "acceptance", tmp_path / "head", *options, "--draft-model", tiny_pair.draft)

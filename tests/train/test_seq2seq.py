@@ -136,7 +136,7 @@ def test_unusable_targets_and_sizes_raise(tmp_path: Path, corpus: Corpus) -> Non
 
 
 @pytest.mark.slow
-def test_the_commands(texts: Path, tmp_path: Path) -> None:
+def test_the_commands_train_widen_and_describe_a_pair(texts: Path, tmp_path: Path) -> None:
     sizes = ["--hidden", 32, "--intermediate", 48, "--layers", 1, "--decoder-layers", 1, "--heads", 2, "--head-dim", 16]
     run = [*sizes, "--no-compile", "--steps", 2, "--batch", 2, "--window", 64, "--corpus", texts]
     target, draft, wide = tmp_path / "t", tmp_path / "d", tmp_path / "w"

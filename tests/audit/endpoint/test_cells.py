@@ -29,7 +29,7 @@ def test_a_rest_that_is_only_rounding_joins_the_least_likely_token():
 
 
 @pytest.mark.parametrize("top", [(("a", 0.5),), (("a", math.log(0.8)), ("b", math.log(0.3))), (("a", math.nan),)])
-def test_what_no_distribution_can_have(top):
+def test_log_probabilities_of_no_distribution_are_refused(top):
     with pytest.raises(FalseLogprobsError):
         whole(TokenPlace("a", None, top))
 
@@ -96,7 +96,7 @@ def test_near_ties_at_the_edge_of_the_nucleus_are_left_out(probs, top_p, expecte
         ((0, 0, 0), Treatment.UNDECIDED),
     ],
 )
-def test_treatments(counts, expected):
+def test_counts_decide_how_a_parameter_was_applied(counts, expected):
     hypotheses = TwoHypotheses()
     for cell, count in enumerate(counts):
         for _ in range(count):

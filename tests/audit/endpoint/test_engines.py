@@ -63,7 +63,7 @@ def test_requests_at_once_are_one_batch(process):
     assert [reply.text for reply in replies] == list("01234")
 
 
-def test_what_was_asked_is_counted(process):
+def test_requests_and_tokens_are_counted(process):
     own = client(process)
     own.post("completions", [ask("a"), ask("b")], 1)
     assert (own.spent.requests, own.spent.tokens, own.spent.prompt_tokens) == (2, 4, 2)
@@ -163,7 +163,7 @@ def test_plain_texts_tell_how_far_a_checkpoint_is_from_the_server():
         ("vllm", {"method": "draft_model"}, "not with 'draft_model'; name one"),
     ],
 )
-def test_what_an_engine_does_not_have_is_refused(name, config, said):
+def test_methods_that_an_engine_lacks_are_refused(name, config, said):
     with pytest.raises(InvalidRequest, match=said), engines.started(name, "m", SpeculativeConfig.of(config)):
         pass
 

@@ -107,7 +107,7 @@ def test_it_is_told_on_the_terminal_in_json_and_on_the_page():
     assert "Drafting on another machine" not in page(Plan(tuple(rows), ()).to_dict())
 
 
-def test_what_cannot_be_predicted_is_refused_first():
+def test_invalid_round_trip_times_and_batches_are_refused():
     check_rtt(None, (4,))
     check_rtt(10.0, (1, 4))
     with pytest.raises(InvalidRequest, match="--rtt must be"):

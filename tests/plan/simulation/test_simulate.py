@@ -124,7 +124,7 @@ def test_a_round_trip_favours_longer_windows_and_ends_the_gain():
     assert windows == sorted(windows) and windows[0] < windows[-1]
 
 
-def test_what_is_slower_than_plain_does_not_pay_even_where_it_was_asked_for_alone():
+def test_a_strategy_slower_than_plain_is_never_recommended():
     assert pays(simulate(Setting(TARGET, 0.005, (0.8,), 5, 4, 0.2, 300), ("dsi",))) is None
 
 
@@ -141,7 +141,7 @@ def test_the_same_seed_gives_the_same_figures():
     assert simulate(setting)[2].seconds != simulate(other)[2].seconds
 
 
-def test_what_is_counted_fits_together():
+def test_counts_of_a_simulation_are_consistent():
     for one in simulate(Setting(TARGET, 0.005, (0.7,), 5, 2, tokens=500)):
         assert one.wasted == one.drafted - one.accepted >= 0
         assert 0 <= one.drafting <= 1 and 0 < one.verifying <= 1
