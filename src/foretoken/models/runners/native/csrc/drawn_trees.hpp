@@ -49,8 +49,12 @@ struct DrawnTree {
    private:
     // The estimated acceptance of a token sampled from a distribution.
     double acceptance(const float* p) const {
-        double cubes = 0.0;
-        for (int64_t v = 0; v < width; v++) cubes += (double)p[v] * p[v] * p[v];
+        double sums[LANES] = {}, cubes = 0.0;
+        int64_t v = 0;
+        for (; v + LANES <= width; v += LANES)
+            for (int lane = 0; lane < LANES; lane++) sums[lane] += (double)p[v + lane] * p[v + lane] * p[v + lane];
+        for (; v < width; v++) cubes += (double)p[v] * p[v] * p[v];
+        for (double sum : sums) cubes += sum;
         return MIN_FIRST + (MAX_FIRST - MIN_FIRST) * cubes;
     }
 
@@ -63,9 +67,11 @@ struct DrawnTree {
         double above = reached(node), mass = 1.0;
         for (int rank = 0; rank < count; rank++) {
             const bool fixed = spec.kind == GREEDY_MULTI && rank < count - 1;
-            int64_t token = std::max_element(left.begin(), left.end()) - left.begin();
+            int64_t token = -1;
             double total;
-            if (!fixed) {
+            if (fixed) {
+                token = std::max_element(left.begin(), left.end()) - left.begin();
+            } else {
                 const int32_t status = draw(left.data(), 0, width, uniforms[tree.tokens.size()], &token, &total, threads);
                 if (status == NO_MEMORY) throw std::bad_alloc();
                 if (status != OK || token < 0) refuse("child %d of node %d cannot be drawn", rank, node);
