@@ -8,7 +8,7 @@ import torch
 from tests.models.heads import blocks, tiny
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.models.heads.block import read_block
+from foretoken.models.heads.block import BlockHead, read_block
 from foretoken.models.heads.dialects import BLOCK_DIALECTS, write_block
 from foretoken.models.heads.eagle import read_eagle
 
@@ -32,6 +32,23 @@ def test_the_block_size_may_stand_beside_the_mask_token(tmp_path: Path) -> None:
     config, tensors = blocks.dflash()
     config["dflash_config"]["block_size"] = config.pop("block_size")
     assert read_block(tiny.save(tmp_path, config, tensors)).block == 4
+
+
+def test_use_swa_gives_all_layers_a_window(tmp_path: Path) -> None:
+    def head(name: str, **extra: Any) -> BlockHead:
+        return read_block(tiny.save(tmp_path / name, *blocks.dflash(**extra)))
+
+    explicit = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "sliding_window_non_causal": True}
+    expected, one = head("a", **explicit), {"layer_types": ["sliding_attention", "full_attention"]}
+    for number, extra in enumerate(({"sliding_window": 5}, {"swa_window_size": 5, "sliding_window": 9})):
+        found = head(f"b{number}", use_swa=True, **extra)
+        assert (found.layer, found.ordered) == (expected.layer, expected.ordered) == (expected.layer, (False, False))
+    assert head("c", use_swa=True, causal=True, sliding_window=5).ordered == (True, True)
+    assert head("d", use_swa=True, sliding_window=5, **one).layer["layer_types"] == one["layer_types"]
+    with pytest.raises(ModelLoadError, match="should say 'swa_window_size'"):
+        head("e", use_swa=True)
+    with pytest.raises(ModelLoadError, match="attention_sink_bias = True"):
+        head("f", attention_sink_bias=True)
 
 
 def test_rows_of_sliding_layers_see_none_behind_them_unless_config_json_says_so(tmp_path: Path) -> None:

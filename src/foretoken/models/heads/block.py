@@ -43,6 +43,9 @@ _NOT_COMPUTED = {  # keys of config.json, and the values with which a head is co
     "final_logit_softcapping": (None, 0, 0.0),
     "input_embedding_scale": (None, 1, 1.0),
     "attention_bias": (None, False),
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1, 1.0),
+    "partial_rotary_factor": (None, 1, 1.0),
 }
 # parts of the names of tensors in heads that extend DFlash
 _OTHER_HEADS = {"attention_conv.": "DFlash 2", "candidate_selector.": "DFlash 2", "lilicorr.": "LiLiCorr"}
@@ -76,6 +79,8 @@ class BlockCheckpointConfig(Schema):
     layer_types: list[str] | None = None
     sliding_window: Annotated[int, Field(ge=0)] | None = None
     use_sliding_window: bool | None = None
+    use_swa: bool | None = None
+    swa_window_size: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +189,19 @@ def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     }
     flat = {**(config.get("transformer_layer_config") or {}), **top_level, **(config.get("dflash_config") or {})}
     parse(BlockCheckpointConfig, flat, where)
-    return flat
+    return _windowed(flat, path) if flat.get("use_swa") else flat
+
+
+def _windowed(flat: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns settings with ``use_swa`` as types of layers: an attention window in all, unless some are listed.
+
+    It says nothing about the order of a block's rows, which see each other then, as in llama.cpp.
+    """
+    window = {"sliding_window": number(flat, path, "swa_window_size", "sliding_window")}
+    if "sliding_attention" in (flat.get("layer_types") or ()):
+        return flat | window
+    kinds = ["sliding_attention"] * number(flat, path, "num_hidden_layers", high=MAX_HEADS)
+    return {"sliding_window_non_causal": True} | flat | window | {"layer_types": kinds}
 
 
 def _refuse(flat: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
