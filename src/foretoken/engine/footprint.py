@@ -34,6 +34,7 @@ PROMPT_ROWS = 2048  # prompt tokens of a step whose hidden states a drafter read
 _PASS_ROWS = 512  # rows of the largest pass
 _LOGITS = 16  # rows of logits
 _TOKENIZER = 300  # bytes of a token in the tokenizer, measured at 49,152 and 262,144 tokens
+_PIECES = 1700  # bytes of a token while both vocabularies of the method "vocabulary" are read
 _GIB = 2**30
 
 
@@ -52,6 +53,7 @@ class Footprint:
         scratch: bytes of intermediate results and of the tokenizer.
         embedding: bytes of its embedding, which drafters may share.
         max_length: the checkpoint's maximum length of a sequence in tokens; 0 if unknown.
+        vocab: number of its tokens; 0 if unknown.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Footprint:
     scratch: int = 0
     embedding: int = 0
     max_length: int = 0
+    vocab: int = 0
 
     def kv_bytes(self, tokens: int) -> int:
         """Returns the bytes of the KV cache and the recurrent state of one sequence."""
@@ -229,8 +232,10 @@ def _opened(path: Path, role: str, options: MemoryOptions, quantization: str | N
     embedding = a.vocab * a.hidden * opened.dtype.itemsize
     tokenizer = _TOKENIZER * a.vocab if role in ("target", "vocabulary") else 0
     scratch = _scratch(a, min(a.max_length, options.max_model_len or USUAL_TOKENS)) + tokenizer
+    if quantization is not None:  # while a layer's widest matrices, of MLPs, are quantized
+        scratch = max(scratch, 8 * a.hidden * a.intermediate)
     window = max(windows, default=0)
-    sizes = kv, state, kv_windowed, window, scratch, embedding, a.max_length
+    sizes = kv, state, kv_windowed, window, scratch, embedding, a.max_length, a.vocab
     return Footprint(str(path), role, opened.weight_bytes, *sizes)
 
 
@@ -291,7 +296,9 @@ def _drafter(method: str, path: Path, quantization: str | None, target: Footprin
         return replace(copy, weights=copy.weights - copy.embedding, kv_per_token=kv, kv_windowed=0, scratch=0)
     if "vocab_size" in config and method in ("auto", "draft_model", "vocabulary", "mixture"):
         try:
-            return _opened(path, method, replace(options, max_model_len=None), None, "auto")
+            model = _opened(path, method, replace(options, max_model_len=None), None, "auto")
+            pieces = _PIECES * (model.vocab + target.vocab) if method == "vocabulary" else 0
+            return replace(model, scratch=model.scratch + pieces)
         except ForetokenError:
             pass  # heads
     if path == Path(target.name):
