@@ -249,7 +249,6 @@ def test_forgotten_requests_leave_nothing_behind() -> None:
     assert made.controller.num_known == 1
     made.end(member)
     assert made.controller.num_known == 0
-    assert not made.proposer._pending
     assert flat(1) == PLAIN
 
 
