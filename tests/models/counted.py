@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from foretoken.core import devices
 from foretoken.core.native import sampling as native
+from foretoken.core.native.build import SWITCH
 from foretoken.models import device_logits
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
+from foretoken.models.runners import choose
 from foretoken.models.runners.cuda import choice, layout, runner
 from foretoken.models.runners.cuda.graphs import States
 from foretoken.models.runners.cuda.runner import CudaRunner
@@ -116,9 +119,9 @@ class Counts:
 
 
 class CountedOperators(TorchDispatchMode):
-    """Counts operators outside of graphs. ``placed`` are the addresses of memory of the device."""
+    """Counts operators outside of graphs. ``placed`` is memory of the device, kept so that no address is used again."""
 
-    def __init__(self, counts: Counts, placed: set[int]) -> None:
+    def __init__(self, counts: Counts, placed: dict[int, Tensor]) -> None:
         super().__init__()
         self._counts, self._placed = counts, placed
 
@@ -132,14 +135,14 @@ class CountedOperators(TorchDispatchMode):
             self._counts.copies += 1
         elif not func.is_view and any(address(each) in self._placed for each in tree_leaves((args, kwargs))):
             self._counts.launches += 1
-            self._placed.update(filter(None, map(address, tree_leaves(result))))
+            self._placed |= {address(each): each for each in tree_leaves(result) if address(each)}
         return result
 
 
 class CountedReads(TorchFunctionMode):
     """Counts looks of the host at memory of the device."""
 
-    def __init__(self, counts: Counts, placed: set[int]) -> None:
+    def __init__(self, counts: Counts, placed: dict[int, Tensor]) -> None:
         super().__init__()
         self._counts, self._placed = counts, placed
 
@@ -159,7 +162,7 @@ class CountedDevice:
     """The stand-in. Between ``step``s nothing is counted."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.counts, self._placed = Counts(inside=True), set[int]()
+        self.counts, self._placed = Counts(inside=True), dict[int, Tensor]()
         patch.setattr(layout, "attention_kernels", lambda: InTorch)
         patch.setattr(choice, "sampling_kernels", lambda: HostSampling)
         patch.setattr(InTorch, "move", staticmethod(self._counted(InTorch.move, "launches")))
@@ -174,7 +177,7 @@ class CountedDevice:
     def capture(self, function: Callable[[], States]) -> Callable[[], States]:
         """See ``graphs.Capture``: as a graph does, a replay writes over the tensors of the first time."""
         static = {key: state.clone() for key, state in self.counts.apart(function)().items()}
-        self._placed.update(map(address, static.values()))
+        self._placed |= {address(state): state for state in static.values()}
 
         def replay() -> States:
             for key, state in function().items():
@@ -182,6 +185,15 @@ class CountedDevice:
             return static
 
         return self._counted(replay, "launches")
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Heads built inside are on this device."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(SWITCH, "0")
+            patch.setattr(choose, "has_kernels", lambda device: True)
+            patch.setattr(choose, "CudaRunner", partial(CudaRunner, capture=lambda _: self))
+            yield
 
     def model(self, path: Path) -> Decoder:
         """Returns a model on this device."""

@@ -25,9 +25,11 @@ from foretoken.models.device_logits import DeviceRows
 from foretoken.models.runners.cuda import runner
 from foretoken.models.runners.functional import best
 from foretoken.propose.base import Proposer
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
 
 from .counted import CountedDevice, Counts
+from .heads.test_drafts_at_once import HEADS
 from .sampled_rows import LAWS
 from .tiny import ARCHITECTURES
 
@@ -133,6 +135,26 @@ def test_a_step_is_three_launches_and_one_read(
             assert [each.context.tokens for each in result] == texts
             assert [each.recorded for each in result] == [each.recorded for each in expected]
         assert name in ("plain", "ngram") or sum(each.counts.accepted for each in result) > 10
+
+
+@pytest.mark.parametrize("text", ["greedy", "coupled", "sampled"])
+@pytest.mark.parametrize("drafter, launches", [("chain", 3), ("top_k", 4), ("EAGLE-3, few tokens", 9)])
+def test_drafts_of_a_model_are_one_more_launch_and_read(
+    drafter: str, launches: int, text: str, path: Path, device: CountedDevice, tmp_path: Path
+) -> None:
+    """A head also joins the target's states. Sampled chains are verified on the host, which reads the logits."""
+    model = device.model(path)
+    expected, _ = finished(device, model, text, Proposer(), None)
+    with device.building():
+        if drafter in HEADS:
+            proposer: Proposer = HEADS[drafter](tmp_path, {"tree": "chain"})
+        else:
+            proposer = DraftModel(device.model(path), DraftModelConfig(drafter, top_k=2))  # type: ignore[arg-type]
+    result, steps = finished(device, model, text, proposer, None)
+    for step in steps[1:]:
+        assert step.launches <= launches and step.reads <= 2 and step.waits == 0, step
+    assert text == "sampled" or [each.context.tokens for each in result] == [each.context.tokens for each in expected]
+    assert drafter in HEADS or sum(each.counts.accepted for each in result) > 10
 
 
 @pytest.mark.parametrize("text", ["greedy", "sampled"])

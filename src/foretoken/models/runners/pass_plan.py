@@ -92,9 +92,9 @@ class TapRows:
                 taps, rows = Tapped(taps.layers, copied), range(len(rows))
             return TapRows([(taps, rows)])
         states = tuple(taps[layer] for layer in layers)
-        first = states[0]
-        if first.untyped_storage().nbytes() > _MAX_WASTE * len(rows) * first.shape[-1] * first.itemsize:
-            index = on_device(rows, first.device)
+        held = {state.untyped_storage().data_ptr(): state.untyped_storage().nbytes() for state in states}
+        if sum(held.values()) > _MAX_WASTE * len(rows) * sum(state.shape[-1] * state.itemsize for state in states):
+            index = on_device(rows, states[0].device)
             states, rows = tuple(state.index_select(0, index) for state in states), range(len(rows))
         return TapRows([(states, rows)])
 

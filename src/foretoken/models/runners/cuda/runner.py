@@ -47,7 +47,7 @@ from foretoken.models.runners.triton_kernels.steps import fill_steps
 from foretoken.models.state.recurrent import StateShape
 
 MAX_ROWS = 512  # with more rows, products take longer than launches
-LOGITS, LIKELIEST = -1, -2  # keys of the logits and of the likeliest tokens, beside the layers of taps
+LOGITS, LIKELIEST, TAPS = range(3)  # results of a pass: logits, or the likeliest tokens; all taps in one tensor
 
 
 class CudaRunner(TorchRunner):
@@ -168,7 +168,7 @@ class CudaRunner(TorchRunner):
         else:
             computed = self._compute(inputs.to(self._device), bucket)
         self._paged.pages.finish()
-        tapped = {number: computed[number][: len(plan.tokens)].clone() for number in taps}
+        tapped = dict(zip(bucket.taps, computed[TAPS][:, : len(plan.tokens)].clone(), strict=True)) if taps else {}
         if not logits:
             return Pass(None, tapped)
         if bucket.ranks:
@@ -278,7 +278,9 @@ class CudaRunner(TorchRunner):
         """Computes the taps of all rows of the bucket, and logits, the plan's outputs first."""
         layout = RowLayout.of(inputs.table, bucket, self._paged, self._biases, inputs.steps)
         states = self._states(layout, bucket.taps, features=self._features(inputs, bucket))
-        computed = self._tapped(states, bucket.taps, slice(None))
+        computed = States()
+        if bucket.taps:
+            computed[TAPS] = torch.stack([*self._tapped(states, bucket.taps, slice(None)).values()])
         if bucket.outputs:
             last = states[self._architecture.layers].index_select(0, inputs.table[OUTPUTS, : bucket.outputs])
             computed[LOGITS] = self._unembed(normalize(self._architecture, last, self._norm))
