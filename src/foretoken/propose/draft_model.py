@@ -274,7 +274,7 @@ def check_vocabulary(tokenizer: Any, target_size: int, draft: Path) -> None:
     target_ids = {token: i for token, i in tokenizer.get_vocab().items() if i < target_size}
     different = sorted(
         (i, token)
-        for token, i in target_ids.items()
+        for token, i in (target_ids if ids != target_ids or size < target_size else {}).items()
         if i >= size or ids.get(token, i) != i or tokens.get(i, token) != token
     )
     if different:
