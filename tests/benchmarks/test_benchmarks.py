@@ -40,6 +40,7 @@ COMMANDS = {
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer --turns 1",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
     "gpu": "--small --tokens 8 --batch 2 --repeats 1",
+    "footprint": "--case 3",
     "long_context": "--target TARGET --part prefill --part attention --part loss --cache int8 --context 80 --rows 1 "
     "--turns 1 --prompt 100 --windows 1",
     "long_prompts": "--target TARGET --tokens 80 --repeats 1 --peers none",
