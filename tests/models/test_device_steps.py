@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from foretoken.control.fixed import Fixed
 from foretoken.core import devices
@@ -22,8 +23,10 @@ from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.stopping import Length
 from foretoken.models.decoder import Decoder
 from foretoken.models.device_logits import DeviceRows
-from foretoken.models.runners.cuda import runner
+from foretoken.models.runners.cuda import choice, runner
+from foretoken.models.runners.cuda.graphs import Inputs
 from foretoken.models.runners.functional import best
+from foretoken.models.runners.triton_kernels.rows import SampledRows
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
@@ -31,6 +34,7 @@ from foretoken.propose.lookup import Lookup
 from .counted import CountedDevice, Counts
 from .heads.test_drafts_at_once import HEADS
 from .sampled_rows import LAWS
+from .test_graphs import META, NothingListed, NothingMixed
 from .tiny import ARCHITECTURES
 
 pytestmark = [
@@ -198,6 +202,32 @@ def test_the_likeliest_tokens_are_those_of_the_host(ranks: int) -> None:
     tokens = best(logits, ranks)
     assert tokens[:, 0].tolist() == kernels.best(logits)
     assert tokens[:, 1:].tolist() == kernels.largest(logits, ranks).tolist()
+
+
+class OnMeta:
+    """Stands in for the kernels on tensors without data."""
+
+    @staticmethod
+    def gathered(rows: SampledRows, vocabulary: int) -> Tensor:
+        return torch.empty(len(rows.addresses), vocabulary, device=META)
+
+    @staticmethod
+    def chosen(logits: Tensor, rows: SampledRows, narrow: bool) -> Tensor:
+        return torch.empty(len(logits), dtype=torch.int64, device=META)
+
+    @staticmethod
+    def described(logits: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
+        return torch.cat((tokens[:, None], tokens[:, None], ids, ids), 1)
+
+
+def test_captured_choices_never_need_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "sampling_kernels", lambda: OnMeta)
+    bucket = choice.ChoiceBucket(rows=128, vocabulary=101, narrow=True, listed=4, changes=1024)
+    table = torch.zeros(sum(bucket.sizes), dtype=torch.int64, device=META)
+    with NothingListed(), NothingMixed():
+        results = choice._compute(Inputs(table), bucket)[choice.RESULTS]
+        tokens = best(torch.empty(64, 101, device=META), 3)
+    assert results.shape == (128, 11) and tokens.shape == (64, 4)
 
 
 class Event:
