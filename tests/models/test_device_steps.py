@@ -30,6 +30,7 @@ from foretoken.models.runners.triton_kernels.rows import SampledRows
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
+from foretoken.propose.recycling import Recycling
 
 from .counted import CountedDevice, Counts
 from .heads.test_drafts_at_once import HEADS
@@ -190,6 +191,19 @@ def test_logits_outlive_the_next_pass(path: Path, device: CountedDevice) -> None
     with device.step() as counts:
         model.score([second], [Draft.chain([4])])
     assert counts.reads == 0 and counts.launches == 1
+
+
+@pytest.mark.parametrize("text", ["greedy", "coupled"])
+def test_a_table_of_likeliest_tokens_reads_no_logits_of_greedy_steps(
+    text: str, path: Path, device: CountedDevice
+) -> None:
+    model = device.model(path)
+    (expected, _), (result, steps) = (
+        finished(device, model, text, proposer, None) for proposer in (Proposer(), Recycling(model.vocab_size))
+    )
+    assert [each.context.tokens for each in result] == [each.context.tokens for each in expected]
+    reads = 1 if text == "greedy" else 2
+    assert all(step.reads == reads and step.launches <= 3 and not step.waits for step in steps), steps
 
 
 @pytest.mark.parametrize("ranks", [0, 3, 300])
