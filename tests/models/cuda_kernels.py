@@ -19,7 +19,7 @@ from foretoken.models.runners.cuda import choice
 from foretoken.models.runners.cuda.graphs import CudaCapture, Graphs
 from foretoken.models.runners.linear import FIXED_ROWS, by_fixed_rows
 from foretoken.models.runners.triton_kernels import attention, has_kernels, recurrent, steps
-from foretoken.models.runners.triton_kernels.attention import attend_rows, store
+from foretoken.models.runners.triton_kernels.attention import attend_rows, move, store
 from foretoken.models.runners.triton_kernels.experts import ExpertStack, Routes, combine
 from foretoken.models.runners.triton_kernels.rows import STRETCH, UNIT, LayerPages, PassRows
 from foretoken.models.runners.triton_kernels.rowwise import int8_linear, rms_norm, rotate_heads, silu_mul
@@ -281,6 +281,22 @@ def test_store_writes_finite_numbers_and_no_padding() -> None:
         right = torch.zeros_like(buffer)
         right[1, :, 2], right[2, :, 4] = fresh[0].nan_to_num(0, 0, 0), fresh[1].nan_to_num(0, 0, 0)
         assert torch.equal(buffer, right)
+
+
+def test_accepted_rows_move_in_order() -> None:
+    """Row 7 moves and is then overwritten; the last sequence moves a row to another page."""
+    size, blocks = 2048, [(0, 24), (64 * 24, 4)]  # starts of blocks of 64 rows, and bytes of a row
+    memory = torch.randint(0, 256, (2, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    expected, start = memory.clone(), memory.data_ptr()
+    moves = [(0, 5, 0, 7), (0, 6, 0, 8), (0, 7, 0, 9), (0, 63, 1, 2)]
+    for page, row, source_page, source in moves:
+        for at, width in blocks:
+            source_row = expected[source_page, at + source * width : at + (source + 1) * width].clone()
+            expected[page, at + row * width : at + (row + 1) * width] = source_row
+    columns = [[start + size * page, row, start + size * other, source] for page, row, other, source in moves]
+    table = torch.cat((ints([0, 3, 4]), ints(columns).T.flatten()))
+    move(table, 2, ints([list(block) for block in blocks]).T.contiguous(), 24)
+    assert torch.equal(memory, expected)
 
 
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.float16, 0.02)])
