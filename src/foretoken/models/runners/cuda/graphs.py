@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MAX_GRAPHS = 128  # graphs hold memory; beyond this number all are dropped
@@ -62,31 +63,38 @@ class Inputs:
 
     Attributes:
         table: result of ``layout.fill``.
-        features: [R, H] with zeros for the rows of padding; None for a model that takes tokens alone.
+        features: [rows without padding, H]; None for a model that takes tokens alone.
         steps: result of ``steps.fill_steps``; None for a model without recurrent layers.
+        rows: number of rows of features with padding.
     """
 
     table: Tensor
     features: Tensor | None = None
     steps: Tensor | None = None
+    rows: int = 0
 
     def to(self, device: torch.device) -> Inputs:
-        return Inputs(self.table.to(device), self.features, None if self.steps is None else self.steps.to(device))
+        return Inputs(self.table.to(device), self._padded(), None if self.steps is None else self.steps.to(device))
+
+    def _padded(self) -> Tensor | None:
+        """Returns a copy of the features with zeros for the rows of padding."""
+        features = self.features
+        return None if features is None else F.pad(features, (0, 0, 0, self.rows - len(features)))
 
     def idle(self, device: torch.device) -> Inputs:
         """Returns copies without steps: passes over them change no recurrent state."""
         return Inputs(
             self.table.to(device, copy=True),
-            None if self.features is None else self.features.clone(),
+            self._padded(),
             None if self.steps is None else torch.zeros_like(self.steps, device=device),
         )
 
     def overwrite(self, other: Inputs) -> None:
-        """Copies the contents of ``other``, which has the same fields."""
+        """Copies the contents of ``other``, which has the same fields; rows of padding keep any features."""
         pairs = (self.table, other.table), (self.features, other.features), (self.steps, other.steps)
         for old, new in pairs:
             if old is not None and new is not None:
-                old.copy_(new, non_blocking=True)
+                old[: len(new)].copy_(new, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,9 +215,8 @@ class CudaRunner(TorchRunner):
         plan = replace(plan, reach=max(rows))
         bucket = DraftBucket.of(plan, requests, vocabulary, state, foreseen)
         self._reserve_positions(bucket.first.longest)
-        features = self._padded(plan.fed, bucket.first.rows)
         table = fill_drafts(plan, requests, bucket, pages, self._tile, self._device.type == "cuda")
-        inputs, ids = Inputs(table, features), self._token_ids(vocabulary)
+        inputs, ids = Inputs(table, self._fed(plan), rows=bucket.first.rows), self._token_ids(vocabulary)
 
         def compute(inputs: Inputs) -> States:
             inputs = replace(inputs, features=self._features(inputs, bucket.first))
@@ -268,11 +267,10 @@ class CudaRunner(TorchRunner):
     def _inputs_of(self, plan: PassPlan, bucket: Bucket, pages: Sequence[Places]) -> Inputs:
         """Returns the inputs of the pass, in the host's memory."""
         pinned = self._device.type == "cuda"
-        features = self._padded(plan.fed, bucket.rows)
         steps = None
         if plan.replay is not None and bucket.steps is not None:
             steps = fill_steps(plan.replay, bucket.steps, pinned)
-        return Inputs(fill(plan, bucket, pages, self._tile, pinned), features, steps)
+        return Inputs(fill(plan, bucket, pages, self._tile, pinned), self._fed(plan), steps, bucket.rows)
 
     def _compute(self, inputs: Inputs, bucket: Bucket) -> States:
         """Computes the taps of all rows of the bucket, and logits, the plan's outputs first."""
@@ -288,11 +286,10 @@ class CudaRunner(TorchRunner):
             computed[LIKELIEST] = best(computed.pop(LOGITS), bucket.ranks - 1)
         return computed
 
-    def _padded(self, features: Tensor | None, rows: int) -> Tensor | None:
-        """Returns features [n, H] with zeros for the rows of padding."""
-        if features is None:
-            return None
-        return F.pad(features.to(self._device, self._dtype), (0, 0, 0, rows - len(features)))
+    def _fed(self, plan: PassPlan) -> Tensor | None:
+        """Returns ``plan.fed`` on the device."""
+        fed = plan.fed
+        return None if fed is None else fed.to(self._device, self._dtype)
 
     def _run(
         self, bucket: Hashable, inputs: Inputs, compute: Callable[[Inputs], States], held: object = None
