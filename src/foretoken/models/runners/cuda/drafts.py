@@ -254,9 +254,8 @@ class Levels:
 
     def first(self) -> Tensor:
         """Returns the logits of the first level, [sequences, V]."""
-        if self._bucket.foreseen:
-            return self._foreseen(self.sequences[ROOT])
-        return self._first[: self._bucket.sequences]
+        foreseen, count = self._bucket.foreseen, self._bucket.sequences
+        return self._foreseen(self.sequences[ROOT]) if foreseen else self._first[:count]
 
     def next(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """Computes the next level.
@@ -310,8 +309,7 @@ class Levels:
 
 def chain_results(buffer: NDArray[np.int32], requests: Sequence[ChainRequest], bucket: DraftBucket) -> list[ModelChain]:
     """Returns the chains that ``growth.grow_chains`` has written."""
-    size = bucket.levels * bucket.sequences
-    shape = bucket.levels, bucket.sequences
+    shape, size = (bucket.levels, bucket.sequences), bucket.levels * bucket.sequences
     tokens, probabilities = buffer[:size].reshape(shape), buffer[size : 2 * size].view(np.float32).reshape(shape)
     rows = torch.from_numpy(buffer[2 * size :].view(np.float32)).view(*shape, -1) if bucket.distributions else None
     chains = []
