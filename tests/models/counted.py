@@ -4,8 +4,6 @@ Graphs and kernels run on the CPU, and each counts as one launch. Every other op
 counts as a launch, too, and every look at such a result as a wait, unless it goes through ``core.devices``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

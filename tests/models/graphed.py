@@ -1,7 +1,5 @@
 """Models on the CUDA runner, with the stand-ins of ``test_graphs.py`` where there is no device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

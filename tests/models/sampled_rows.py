@@ -1,7 +1,5 @@
 """Requests for tokens of steps, answered by the chooser of a device and by the compiled kernels of the CPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Drafts of all levels in one CUDA graph: those of a pass for each level, with one launch and one read-back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

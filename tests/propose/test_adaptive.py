@@ -211,9 +211,7 @@ def test_a_new_version_drafts_for_running_requests(head_pair: tuple[Path, Path])
 
 
 @pytest.mark.parametrize("norms", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}])
-def test_a_head_is_trained_as_the_runtime_computes_it(
-    head_pair: tuple[Path, Path], tmp_path: Path, norms: dict[str, bool]
-) -> None:
+def test_a_head_is_trained_as_the_runtime_computes_it(head_pair, tmp_path, norms):
     vocab = json.loads((head_pair[0] / "config.json").read_text())["vocab_size"]
     written = tiny.eagle3(vocab=vocab, taps=(1, 2, 3), embedding="fc_norm" in norms, **norms)
     head = tiny.save(tmp_path / "head", *written)

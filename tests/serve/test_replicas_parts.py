@@ -396,9 +396,7 @@ def test_replicas_draw_other_numbers() -> None:
         (["--replicas", "2", "--response-store", "9"], "responses are kept by one process"),
     ],
 )
-def test_invalid_arguments_of_the_command_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
+def test_invalid_arguments_of_the_command_are_refused(capsys, arguments, words):
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--port", "0", *arguments])
     assert caught.value.code == 1 and words in capsys.readouterr().err
