@@ -312,7 +312,7 @@ def _drafter(method: str, path: Path, quantization: str | None, target: Footprin
     copied = 0 if any("embed" in name for name in shapes) or not kv else target.embedding
     fusion = shapes.get("fc.weight", (0, _size(config, "hidden_size")))  # held twice, and not quantized
     states = 12 * PROMPT_ROWS * fusion[-1]  # hidden states of the target, twice in float32, and what is made from them
-    bits = 8 if kv and dtype.itemsize == 2 else None  # see ``head_quantizer``
+    bits = 8 if kv and dtype.itemsize == 2 else None  # at most; see ``head_quantizer``
     weights = weight_bytes(shapes, dtype, bits) + math.prod(fusion) * dtype.itemsize + copied
     return Footprint(str(path), method, weights, kv, scratch=states)
 

@@ -101,6 +101,7 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
     "EAGLE-3": lambda folder, config: eagle3(folder, config, draft_vocab=101),
     "EAGLE-3, few tokens": lambda folder, config: eagle3(folder, config, draft_vocab=37),
     "EAGLE-3, int8": lambda folder, config: eagle3(folder, config, Quantizer(8), draft_vocab=37),
+    "EAGLE-3, int4": lambda folder, config: eagle3(folder, config, Quantizer(4, 32), draft_vocab=37),
     "EAGLE 3.1": lambda folder, config: eagle3(folder, config, fc_norm=True, norm_output=True),
     "EAGLE-3, sliding": lambda folder, config: eagle3(
         folder, config, layer_types=["sliding_attention"], sliding_window=8
@@ -117,6 +118,9 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
     "DSpark, int8": lambda folder, config: block(
         folder, config, *blocks.dspark(rank=32, block=6), Quantizer(8), quantization="int8"
     ),
+    "DSpark, int4": lambda folder, config: block(
+        folder, config, *blocks.dspark(rank=32, block=6), Quantizer(4, 32), quantization="int4"
+    ),
     "DSpark, few tokens": lambda folder, config: block(
         folder, config, *blocks.speculators(*blocks.dspark(rank=32, block=6))
     ),
@@ -125,6 +129,12 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
     "MTP, two layers": lambda folder, config: mtp(folder, config, "mimo", chained=True, layers=2),
     "MTP, three layers, int8": lambda folder, config: mtp(
         folder, config, "glm4-moe", chained=False, layers=3, quantization="int8"
+    ),
+    "MTP, three layers, int4": lambda folder, config: mtp(
+        folder, config, "glm4-moe", chained=False, layers=3, quantization="int4"
+    ),
+    "MTP, latent attention, int4": lambda folder, config: mtp(
+        folder, config, "deepseek-v3", chained=False, quantization="int4"
     ),
     "MTP, experts, int8": lambda folder, config: mtp(folder, config, "glm4-moe", chained=True, quantization="int8"),
 }
