@@ -346,7 +346,8 @@ class DraftPolicy(Controller):
             verified: Number of its nodes that are verified, None for all.
         """
         verified = len(draft) if verified is None else verified
-        source = source if isinstance(draft.law, PointMass) else None
+        if not isinstance(draft.law, PointMass):  # the memory of its distributions is for the next step
+            source, draft = None, Draft(draft.ids, draft.parents, scores=draft.scores)
         made = ModelDraft(source, requested, verified, self.step, draft, len(context.tokens))
         self._requests[context.id].made.append(made)
 
