@@ -48,7 +48,7 @@ from systems import Totals
 DEFAULT, PLAIN = "default", "plain"
 LAPS = {"propose": "propose", "score": "target", "verify": "verify", "commit": "commit"}  # of ``Timings``
 POLICY = ["budgets", "lengths", "value", "searches", "keep", "decision", "searched", "copy_record", "claim_record"]
-POLICY += ["settle", "learn", "observe"]
+POLICY += ["settle", "drafted", "observe"]
 BY_HAND = (
     '{"method": "draft_model", "num_speculative_tokens": 4}',
     '{"method": "draft_model", "num_speculative_tokens": 6}',

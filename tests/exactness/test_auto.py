@@ -9,12 +9,12 @@ from torch import Tensor
 
 from foretoken.control.ledger import Ledger
 from foretoken.control.policy import DraftPolicy
+from foretoken.core import devices
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.engine import clock
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
@@ -73,7 +73,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         return now[0]
 
     monkeypatch.setattr(ToyModel, "score", timed)
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(devices, "time", SimpleNamespace(perf_counter=perf_counter))
 
 
 @pytest.fixture(params=["ends early"])

@@ -13,6 +13,7 @@ from foretoken.control.fixed import Fixed
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.control.policy import DraftPolicy
+from foretoken.core import devices
 from foretoken.core.context import Context, Exactness
 from foretoken.core.devices import Memory
 from foretoken.core.history import History
@@ -20,7 +21,6 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.costs.model import CostModel
 from foretoken.costs.tuning import TUNING, Tuning
-from foretoken.engine import clock
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
@@ -97,7 +97,7 @@ def generate(
 def steady(monkeypatch):
     """Every lap takes a millisecond, so that a step decides the same whenever it is run."""
     ticks = count()
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3))
+    monkeypatch.setattr(devices, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3))
 
 
 def reference(length: int) -> dict[Text, float]:

@@ -11,13 +11,13 @@ import torch
 from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.policy import DraftPolicy
+from foretoken.core import devices
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
-from foretoken.engine import clock
 from foretoken.engine.warmup import warm_up
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
@@ -137,7 +137,7 @@ def test_what_only_the_first_draft_takes_is_not_catching_up(monkeypatch: pytest.
             return super().propose(contexts, budgets)
 
     target, costs = ToyModel(vocab_size=8, order=2, seed=3, max_length=512), CostModel()
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=later))
+    monkeypatch.setattr(devices, "time", SimpleNamespace(perf_counter=later))
     warm_up(target, Cold(target.perturbed(0.1)), costs, 4)
     assert 0.0 < costs.drafting.missed(32) < 0.02
 

@@ -347,7 +347,8 @@ class DraftPolicy(Controller):
         """
         verified = len(draft) if verified is None else verified
         if not isinstance(draft.law, PointMass):  # the memory of its distributions is for the next step
-            source, draft = None, Draft(draft.ids, draft.parents, scores=draft.scores)
+            source = None if draft.scores is None else source
+            draft = Draft(draft.ids, draft.parents, scores=draft.scores)
         made = ModelDraft(source, requested, verified, self.step, draft, len(context.tokens))
         self._requests[context.id].made.append(made)
 
