@@ -217,7 +217,9 @@ class Two:
         parts = architecture, Layers(source), read_ends(source), dtype, DEVICE
         self.plain.runner = TorchRunner(*parts)
         self.runner = self.graphed.runner = CudaRunner(*parts, capture=self._recorder, **options)
-        self.tolerance = 1e-5
+        self.tolerance = (
+            2e-5  # products of other numbers of rows add in another order, on processors with AMX by 1.2e-5
+        )
 
     def _recorder(self, device: torch.device) -> Recorder:
         self.recorders.append(Recorder(device))

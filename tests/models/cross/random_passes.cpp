@@ -10,6 +10,7 @@ int main(int, char** arguments) {
     const void* functions = pool.of<const void*()>("foretoken_pool")();
     for (const Library* each : {&cases, &packing, &decoder, &sampling})
         each->of<void(const void*)>("foretoken_use_pool")(functions);
+    if (!decoder.of<int()>("foretoken_ready")()) return 2;  // allows the tile registers of AMX
     check_pool(cases);
     check_sampling(sampling);
     check_random_passes<BF16, BF16>(Packing(packing), decoder, seed, count);
