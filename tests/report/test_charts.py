@@ -24,7 +24,7 @@ from foretoken.report.charts import (
     scatter,
     timeline,
 )
-from foretoken.report.document import MAX_ROWS, table
+from foretoken.report.document import MAX_ROWS, ui
 from foretoken.report.tokens import wilson
 
 from .made_up import HOSTILE
@@ -200,7 +200,7 @@ def test_sizes_are_bounded():
     chart = timeline("t", ["a"], laps)
     assert len(drawn(chart).findall(".//g[@class='step']")) == STEPS_PER_LANE * LANES
     assert "The first 336 of 5000 steps" in chart
-    assert "and 4,000 more rows" in table(("a",), [(i,) for i in range(MAX_ROWS + 4000)])
+    assert "and 4,000 more rows" in ui().listing(("a",), [(i,) for i in range(MAX_ROWS + 4000)])
 
 
 def test_charts_do_not_depend_on_the_users_style():

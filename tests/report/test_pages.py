@@ -5,12 +5,13 @@ from dataclasses import asdict
 from xml.etree import ElementTree
 
 import pytest
+from markupsafe import Markup
 
 from foretoken.costs.measured import PassCost, TimeSpread
 from foretoken.plan.outcome import Plan
 from foretoken.plan.predictors import Predictor
-from foretoken.report import audit, plan, prediction
-from foretoken.report.document import Html, compact, document, element, figure, join, number, percent, text, times
+from foretoken.report import audit, plan
+from foretoken.report.document import compact, figure, number, percent, render, text, times, ui
 
 from . import made_up
 from .made_up import HOSTILE
@@ -18,7 +19,8 @@ from .parsed import read, words
 
 
 def test_hostile_titles_and_settings_are_escaped():
-    root = read(document(HOSTILE, [HOSTILE], {HOSTILE: HOSTILE, "peers": {HOSTILE: 1}}, lead=HOSTILE, footer=HOSTILE))
+    setting = {HOSTILE: HOSTILE, "peers": {HOSTILE: 1}}
+    root = read(render("page.jinja", setting, title=HOSTILE, lead=HOSTILE, footer=HOSTILE))
     assert words(root.find("body/h1")).startswith("</style><script>")
     assert root.findtext(".//dd").startswith("</style>")
 
@@ -81,7 +83,7 @@ def test_the_page_of_an_audit():
 
 
 def test_the_page_of_predictions():
-    text = words(read(prediction.page({"setting": made_up.SETTING, "rows": made_up.measured()})))
+    text = words(read(plan.predictions_page({"setting": made_up.SETTING, "rows": made_up.measured()})))
     assert "100.0 %within 10 % of what was measured" in text and "60pairs" in text
 
 
@@ -112,7 +114,7 @@ def test_no_record_breaks_a_page(poison):
     for page, made in (
         (plan.page, made_up.plan()),
         (audit.page, made_up.audit()),
-        (prediction.page, {"rows": made_up.measured()}),
+        (plan.predictions_page, {"rows": made_up.measured()}),
     ):
         read(page(_spoilt(made, poison)))
         read(page(dict.fromkeys(made, poison)))
@@ -146,26 +148,29 @@ def test_the_page_of_a_plan_shows_its_costs_and_predictors():
 
 
 def test_hostile_text_stays_text():
-    made = element("p", HOSTILE, title=HOSTILE, class_="a", data_tip='"')
+    made = ui().cells((HOSTILE,), 1)
     root = ElementTree.fromstring(made)
-    assert list(root) == [] and set(root.attrib) == {"title", "class", "data-tip"}
+    assert list(root) == [] and set(root.attrib) == {"class"}
     assert "<script>" in root.text and "\x00" not in made and "\ud800" not in made
     made.encode("utf-8")
+    badge = ElementTree.fromstring(ui().badge(f'"{HOSTILE}', "a"))
+    assert set(badge.attrib) == {"class"} and badge.get("class").startswith('badge "</style>')
 
 
 def test_markup_is_not_escaped_again():
-    inner = element("b", "a < b")
-    assert text(inner) is inner
-    assert element("p", inner, " & ") == "<p><b>a &lt; b</b> &amp; </p>"
-    assert join("<", inner) == "&lt;" + inner
-    assert isinstance(join(), Html)
-    assert element("p", title=Html("<b>")) == '<p title="&lt;b&gt;"></p>'
+    inner = text("a < b")
+    assert inner == "a &lt; b" and text(inner) is inner
+    assert ui().note(inner + " & ") == '<p class="note">a &lt; b &amp; </p>'
+    assert ui().note("<" + inner) == '<p class="note">&lt;a &lt; b</p>'
+    assert isinstance(ui().note(""), Markup) and text(None) == "–"
+    assert ui().badge("<b>", "") == '<span class="badge &lt;b&gt;"></span>'
 
 
 def test_attributes_are_written_as_html_has_them():
-    assert element("meta", charset="utf-8") == '<meta charset="utf-8"/>'
-    assert element("details", open_=True, hidden=False, id=None) == '<details open="open"></details>'
-    assert element("line", x1=1.0, x2=2.345, viewbox="0 0 1 1") == '<line x1="1" x2="2.3" viewBox="0 0 1 1"></line>'
+    assert ui().folded("a", "b", open=True).strip() == '<details open="open"><summary>a</summary>b</details>'
+    assert ui().folded("a", "b").strip() == "<details><summary>a</summary>b</details>"
+    assert '<meta charset="utf-8"/>' in render("page.jinja", title="t")
+    assert 'viewBox="0 0 1 2.3"' in ui().chart("t", "d", compact(1.0), compact(2.345), "", "", "")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from markupsafe import Markup
 from rich.table import Table
 
 from foretoken.bench.grid import GridCell, Summary
@@ -13,7 +14,7 @@ from foretoken.bench.http_load import LoadResult, Percentiles, prefix_speedups
 from foretoken.bench.output import figures
 from foretoken.bench.race import RaceRow, ratios
 from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
-from foretoken.report.document import Html, bullets, document, folded, join, paragraph, section, table
+from foretoken.report.document import render
 
 NAMES = {"plain": "plain", "draft_model": "draft model", "ngram": "prompt lookup"}
 HEADS = (
@@ -24,40 +25,38 @@ HEADS = (
 
 def page(setting: Mapping[str, Any], rows: Sequence[RaceRow]) -> str:
     """Returns a complete HTML document without external resources."""
-    races = list(dict.fromkeys((row.temperature, row.batch, row.quantization) for row in rows))
-    return document(
-        "Tokens per second, with and without speculation",
-        [_race([row for row in rows if (row.temperature, row.batch, row.quantization) == key]) for key in races],
+    races: dict[tuple[float, int, str], list[RaceRow]] = {}
+    for row in rows:
+        races.setdefault((row.temperature, row.batch, row.quantization), []).append(row)
+    return render(
+        "race.jinja",
         setting,
-        lead=f"{setting.get('processor', '')}, {setting.get('cores', '?')} cores, {setting.get('date', '')}. Systems "
-        "took turns in one run, all others stopped; bars are medians, whiskers the lowest and the highest repeat. "
-        "Machines differ and drift: only ratios within this page are claims.",
-        footer="tokens/s includes prefill, decode tokens/s does not. tokens/pass: emitted tokens over "
-        "target passes. = plain: texts that are token for token the same system's plain decoding. memory: resident, "
-        "with the files that are mapped. sampling bias (z): how far sampled texts are from the target's distribution, "
-        "in standard errors (exact ones stay within 3). Bold: the fastest depth.",
+        races=[
+            (
+                entrants[0],
+                _bars(entrants),
+                _claims(entrants),
+                _listed(entrants),
+                [at for at, row in enumerate(entrants) if row.best],
+            )
+            for entrants in races.values()
+        ],
+        heads=HEADS,
     )
 
 
-def _race(rows: Sequence[RaceRow]) -> Html:
-    first = rows[0]
-    claims = bullets(
+def _claims(rows: Sequence[RaceRow]) -> list[str]:
+    return [
         f"{ratio['tokens_per_second']:.2f}x {ratio['over']} (decoding alone {ratio['decode_tokens_per_second']:.2f}x)"
         for ratio in ratios(rows)
-    )
-    return section(
-        f"Temperature {first.temperature:g}, batch {first.batch}, target in {first.quantization}",
-        _bars(rows),
-        join(paragraph("Foretoken at its best depth, over"), claims) if claims else "",
-        table(
-            HEADS,
-            [(label(row), *cells(row)) for row in rows],
-            best=[at for at, row in enumerate(rows) if row.best],
-        ),
-    )
+    ]
 
 
-def _bars(rows: Sequence[RaceRow]) -> Html:
+def _listed(rows: Sequence[RaceRow]) -> list[tuple[str, ...]]:
+    return [(label(row), *cells(row)) for row in rows]
+
+
+def _bars(rows: Sequence[RaceRow]) -> Markup:
     """Draws one bar per system and method, at its best depth."""
     best = sorted((row for row in rows if row.best), key=lambda row: -row.tokens_per_second)
     return bars("Tokens per second, each at its best depth", [_bar(row) for row in best], "tokens/s")
@@ -130,23 +129,14 @@ def claims(results: Results) -> list[str]:
 
 def grid_page(setting: Mapping[str, Any], results: Results) -> str:
     """Returns a complete HTML document without external resources: the table, then every cell's rows."""
-    every = [
-        folded(cell.name, table(HEADS, [(label(row), *cells(row)) for row in rows])) for cell, rows in results.items()
-    ]
-    return document(
-        "Benchmarks in one table",
-        [
-            section(
-                "Tokens per second", bullets(claims(results)), table(COLUMNS, [line(*item) for item in results.items()])
-            ),
-            section("Every system of every cell", join(*every)),
-        ],
+    return render(
+        "grid.jinja",
         setting,
-        lead=f"{setting.get('processor', '')}, {setting.get('cores', '?')} cores, {setting.get('date', '')}. The "
-        "default is what a user gets without a key. The best fixed configuration and the best peer are the fastest of "
-        "those that ran. "
-        "Systems took turns within a cell; figures are medians, prefill included.",
-        footer="Only ratios within a cell are claims: machines drift between cells.",
+        claims=claims(results),
+        columns=COLUMNS,
+        lines=[line(*item) for item in results.items()],
+        heads=HEADS,
+        cells=[(cell.name, _listed(rows)) for cell, rows in results.items()],
     )
 
 
@@ -166,10 +156,6 @@ LOAD_HEADS = (
     *("workload", "at once", "prompt", "cached", "tokens/s", "requests/s"),
     *("TTFT p50 ms", "p99", "ITL p50 ms", "p99", "TPOT p50 ms", "p99", "failed"),
 )
-_NOTE = (
-    "TTFT: seconds to the first text. ITL: between chunks with text, of which each may have several tokens. TPOT: per "
-    "token after the first. tokens/s: generated tokens of all requests together."
-)
 
 
 def load_table(results: Sequence[LoadResult]) -> Table:
@@ -187,27 +173,24 @@ def speedup_lines(results: Sequence[LoadResult]) -> list[str]:
 
 def load_page(setting: Mapping[str, Any], results: Sequence[LoadResult]) -> str:
     """Returns a complete HTML document without external resources."""
-    return document(
-        "A server under load",
-        [
-            section("Throughput", _throughput(results)),
-            section("Time to first token", _latency("Time to first token", results, lambda result: result.ttft)),
-            section("Inter-token latency", _latency("Time between chunks", results, lambda result: result.itl)),
-            section("Figures", table(LOAD_HEADS, [_load_cells(result) for result in results])),
-            section("Shared beginning", bullets(speedup_lines(results))) if speedup_lines(results) else "",
-        ],
+    return render(
+        "load.jinja",
         setting,
-        lead=f"{setting.get('processor', '')}, {setting.get('cores', '?')} cores, {setting.get('date', '')}.",
-        footer=_NOTE,
+        throughput=_throughput(results),
+        first_token=_latency("Time to first token", results, lambda result: result.ttft),
+        between=_latency("Time between chunks", results, lambda result: result.itl),
+        heads=LOAD_HEADS,
+        rows=list(map(_load_cells, results)),
+        speedups=speedup_lines(results),
     )
 
 
-def _throughput(results: Sequence[LoadResult]) -> Html:
+def _throughput(results: Sequence[LoadResult]) -> Markup:
     series = _series(results, lambda result: result.output_tokens_per_second)
     return lines("Generated tokens per second", series, _across(results), Axis("tokens/s", zero=True))
 
 
-def _latency(title: str, results: Sequence[LoadResult], of: Callable[[LoadResult], Percentiles | None]) -> Html:
+def _latency(title: str, results: Sequence[LoadResult], of: Callable[[LoadResult], Percentiles | None]) -> Markup:
     series = []
     for which in ("p50", "p99"):
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from foretoken.core.errors import InvalidRequest
-from foretoken.report.document import Html, compact, element, figure, folded, printable, table, text
+from foretoken.report.document import compact, figure, printable, text, ui
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +116,7 @@ class StepLap:
 
 def lines(
     title: str, series: Sequence[Series], x: Axis, y: Axis, *, level: float | None = None, note: str = ""
-) -> Html:
+) -> Markup:
     """Returns a line chart, intervals as bands. level: a value of ``y`` that is marked by a line."""
     drawn = _drawable(series, x, y)
     if not drawn:
@@ -137,7 +139,7 @@ def lines(
     return _series_chart(title, description, HEIGHT, paint, drawn.values(), x, y, note)
 
 
-def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: float = 0.0, note: str = "") -> Html:
+def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: float = 0.0, note: str = "") -> Markup:
     """Returns a scatter plot with the diagonal y = x, intervals of y as whiskers.
 
     Args:
@@ -170,7 +172,7 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: flo
     return _series_chart(title, description, WIDTH, paint, drawn.values(), across, up, note)
 
 
-def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = None, note: str = "") -> Html:
+def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = None, note: str = "") -> Markup:
     """Returns a bar chart, one bar per line. level: a value that is marked across all bars."""
     shown = [bar for bar in items if math.isfinite(bar.value)]
     if not shown:
@@ -196,10 +198,10 @@ def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = N
 
     description = f"{unit}: " + "; ".join(f"{bar.label} {figure(bar.value)}" for bar in shown)
     rows = [(bar.label, figure(bar.value), _interval(bar)) for bar in shown]
-    return _chart(title, description, LINE * len(shown), paint, (), table((" ", unit, "interval"), rows), note)
+    return _chart(title, description, LINE * len(shown), paint, (), (" ", unit, "interval"), rows, note)
 
 
-def timeline(title: str, parts: Sequence[str], laps: Sequence[StepLap], *, note: str = "") -> Html:
+def timeline(title: str, parts: Sequence[str], laps: Sequence[StepLap], *, note: str = "") -> Markup:
     """Returns all steps to one scale, each divided into its parts, wrapped into lanes like lines of text.
 
     Args:
@@ -241,12 +243,12 @@ def timeline(title: str, parts: Sequence[str], laps: Sequence[StepLap], *, note:
     description = f"{len(drawn)} steps in {lanes[-1] + 1} lanes of {line}; parts: {', '.join(parts)}"
     shown_part = f"The first {len(drawn)} of {len(usable)} steps. " if len(drawn) < len(usable) else ""
     about = f"{shown_part}{note} A whole line is {line}.".strip()
-    return _chart(title, description, total_height, paint, tips, table(heads, rows), about)
+    return _chart(title, description, total_height, paint, tips, heads, rows, about)
 
 
-def missing(title: str, why: str = "nothing was measured") -> Html:
+def missing(title: str, why: str = "nothing was measured") -> Markup:
     """Returns a placeholder for a chart without data."""
-    return element("figure", element("figcaption", title), element("p", why, class_="note"))
+    return Markup(ui().missing(title, why))
 
 
 def _drawable(series: Sequence[Series], x: Axis, y: Axis) -> dict[int, Series]:
@@ -344,7 +346,7 @@ def _series_chart(
     x: Axis,
     y: Axis,
     note: str,
-) -> Html:
+) -> Markup:
     """Returns a chart with a legend if its series need one."""
     series = list(series)
     legend = len(series) > 1 or series[0].reference
@@ -365,9 +367,9 @@ def _series_chart(
     rows = [(line.name, f"{p.x:.3g}", figure(p.y), _interval(p), p.note) for line, p in points]
     columns = [0, 1, 2, *(i for i in (3, 4) if any(row[i] for row in rows))]
     heads = ("series", x.label, y.label, "interval", "note")
-    figures = table([heads[i] for i in columns], [[row[i] for i in columns] for row in rows])
     height += LEGEND_LINE * len(series) * legend
-    return _chart(title, description, height, paint_all, tips, figures, note)
+    figures = [[row[i] for i in columns] for row in rows]
+    return _chart(title, description, height, paint_all, tips, [heads[i] for i in columns], figures, note)
 
 
 def _chart(
@@ -376,15 +378,14 @@ def _chart(
     height: float,
     paint: Callable[[Figure], None],
     tips: Iterable[str],
-    figures: Html,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[object]],
     note: str,
-) -> Html:
-    """Returns a figure that ``paint`` renders. figures: the table below it."""
-    texts = element("title", title), element("desc", description)
-    shapes = render(WIDTH, height, paint, tips)
-    drawing = element("svg", *texts, shapes, viewbox=f"0 0 {compact(WIDTH)} {compact(height)}", role="img")
-    caption = element("figcaption", title, element("span", note, class_="note") if note else "")
-    return element("figure", caption, drawing, folded("Figures", figures))
+) -> Markup:
+    """Returns a figure that ``paint`` renders. heads, rows: the table below it."""
+    size = compact(WIDTH), compact(height)
+    shapes, figures = render(WIDTH, height, paint, tips), ui().listing(heads, rows)
+    return Markup(ui().chart(title, description, *size, shapes, figures, note))
 
 
 def _interval(item: Point | Bar) -> str:
@@ -422,7 +423,7 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def render(width: float, height: float, paint: Callable[[Figure], None], tips: Iterable[str]) -> Html:
+def render(width: float, height: float, paint: Callable[[Figure], None], tips: Iterable[str]) -> Markup:
     """Returns the shapes that ``paint`` renders, in the page's colours, without references, and with tooltips.
 
     Args:
@@ -447,7 +448,7 @@ def render(width: float, height: float, paint: Callable[[Figure], None], tips: I
     return _inline(buffer.getvalue(), tips)
 
 
-def _inline(svg: str, tips: Iterable[str]) -> Html:
+def _inline(svg: str, tips: Iterable[str]) -> Markup:
     pending = iter(tips)
     shapes = svg[svg.index('<g id="figure_1">') : svg.rindex("</svg>")]
     shapes = re.sub("<[^>]+>", lambda tag: _in_page_style(tag[0]), shapes)
@@ -455,19 +456,19 @@ def _inline(svg: str, tips: Iterable[str]) -> Html:
 
     def marker(use: re.Match[str]) -> str:
         name, x, y, style = use.groups()
-        shape = element("path", d=Html(markers[name]), transform=f"translate({x} {y})", style=Html(style))
+        shape = f'<path d="{markers[name]}" transform="translate({x} {y})" style="{style}"/>'
         tip = next(pending, None)
-        return shape if tip is None else element("g", element("title", tip), shape, class_="mark")
+        return shape if tip is None else f'<g class="mark"><title>{text(tip)}</title>{shape}</g>'
 
     def step(group: re.Match[str]) -> str:
         tip = next(pending, "")
-        return f'<g class="step" data-step="{group[1]}" data-tip="{text(tip)}">{element("title", tip)}'
+        return f'<g class="step" data-step="{group[1]}" data-tip="{text(tip)}"><title>{text(tip)}</title>'
 
     shapes = re.sub(r"<defs>.*?</defs>\s*", "", shapes, flags=re.DOTALL)
     shapes = re.sub(r'<use xlink:href="#(\w+)" x="([^"]*)" y="([^"]*)" style="([^"]*)"/>', marker, shapes)
     shapes = re.sub(r'<g id="step-(\d+)">', step, shapes)
     shapes = re.sub(r'<g id="[^"]*"/>', "", shapes)
-    return Html(re.sub(r'<g id="[^"]*">', "<g>", re.sub(r">\s+<", "><", shapes)))
+    return Markup(re.sub(r'<g id="[^"]*">', "<g>", re.sub(r">\s+<", "><", shapes)))
 
 
 def _in_page_style(tag: str) -> str:

@@ -1,6 +1,7 @@
 """HTML pages of plans: predicted speedups with intervals, the recommendation, and the configuration to paste.
 
-``page`` is that of our engine and vLLM, ``endpoint_page`` that of a server.
+``page`` is that of our engine and vLLM, ``endpoint_page`` that of a server, ``predictions_page`` compares predictions
+with measurements.
 """
 
 from __future__ import annotations
@@ -8,31 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
-from foretoken.report.document import (
-    Html,
-    PageRecord,
-    bullets,
-    document,
-    element,
-    facts,
-    figure,
-    folded,
-    grid,
-    join,
-    number,
-    paragraph,
-    records,
-    section,
-    shown,
-    table,
-    verdict,
-)
-from foretoken.report.prediction import against
+from markupsafe import Markup
 
-SHOWN = 12  # rows of a table outside of its fold
+from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines, scatter
+from foretoken.report.document import figure, interval, listed, number, record, records, render, shown, times, ui
+
+WITHIN = 0.1  # relative error of a prediction that is shaded and counted
 ENGINES = {
     "foretoken": "Foretoken",
     "vllm": "vLLM, as its speculative_config",
@@ -42,6 +27,8 @@ ENGINES = {
     "max": "Modular MAX",
     "transformers": "transformers",
 }
+Row = Mapping[str, Any]
+Cells = tuple[str, ...]
 Setting = tuple[float, int]  # temperature, batch
 
 
@@ -49,47 +36,61 @@ def page(plan: Mapping[str, Any]) -> str:
     """Returns an HTML document.
 
     Args:
-        plan: ``Plan.to_dict()``. Its optional key "measured" holds rows as of ``prediction.page``.
+        plan: ``Plan.to_dict()``. Its optional key "measured" holds rows as of ``predictions_page``.
     """
-    root = PageRecord.of(plan)
-    groups: dict[Setting, list[PageRecord]] = {}
-    for row in root.records("rows"):
+    groups: dict[Setting, list[Row]] = {}
+    for row in records(plan.get("rows")):
         groups.setdefault(_setting(row), []).append(row)
-    conditional = root.get("engine") == "vllm"  # see ``PlanRow.acceptance``
+    conditional = plan.get("engine") == "vllm"  # see ``PlanRow.acceptance``
     accepted = "accepted, given those before" if conditional else "share of steps accepted so deep"
-    return document(
-        "Speedup of speculation here",
-        [
-            _verdict(root),
-            section("Speedup by draft length", grid(*(_depths(rows, key) for key, rows in groups.items()))),
-            section("Configuration to paste", *_exports(root.record("exports"))),
-            *(_table(rows, key) for key, rows in groups.items()),
-            section("Drafting on another machine, simulated", *_remote_drafting(root.records("remote_drafting"))),
-            section("Acceptance by position", grid(*(_positions(rows, key, accepted) for key, rows in groups.items()))),
-            section("Cost of a forward pass", _costs(root.record("costs"))),
-            section("Predictors of acceptance", *_predictors(root.records("predictors"))),
-            section("Predicted against measured", against(root.records("measured"))),
-        ],
-        root.record("setting"),
-        lead="Speedups are over plain decoding on this machine, predicted from the target's own continuations of the "
-        "prompts and from timed decode steps. The intervals should contain 95 of 100 "
-        "further runs over as many requests.",
-        footer="tokens/pass: emitted tokens over target passes, the target's own token included. A speedup of 1 is "
-        "plain decoding. Every configuration is exact: the text has the target's distribution.",
+    exports = record(plan.get("exports"))
+    return render(
+        "plan.jinja",
+        plan.get("setting"),
+        verdict=_verdict(plan),
+        depths=[_depths(rows, key) for key, rows in groups.items()],
+        exports=[(ENGINES.get(name, name), _pasted(form)) for name, form in exports.items() if form],
+        tables=[(_named(key), *_by_speedup(rows, _cells)) for key, rows in groups.items()],
+        estimates=records(plan.get("remote_drafting")),
+        option_speedup=_option_speedup,
+        positions=[_positions(rows, key, accepted) for key, rows in groups.items()],
+        costs=_costs(record(plan.get("costs"))),
+        predictors=_predictors(records(plan.get("predictors"))),
+        against=against(records(plan.get("measured"))),
     )
 
 
-def name_of(row: PageRecord) -> str:
+def predictions_page(comparison: Mapping[str, Any]) -> str:
+    """Returns an HTML document.
+
+    Args:
+        comparison: {"setting": ..., "rows": [{"predicted", "low", "high", "measured", ...}]}
+    """
+    rows = records(comparison.get("rows"))
+    keys = ("num_speculative_tokens", "temperature", "batch")
+    cells = [
+        (
+            *(_proposer(row), *(row.get(key, "") for key in keys), times(row.get("predicted"))),
+            *(f"{times(row.get('low'))}–{times(row.get('high'))}", times(row.get("measured"))),
+            f"{number(row.get('predicted'), 0.0) / measured - 1:+.1%}" if measured else "–",
+        )
+        for row in rows
+        for measured in [number(row.get("measured"))]
+    ]
+    return render("predictions.jinja", comparison.get("setting"), against=against(rows), cells=cells)
+
+
+def name_of(row: Row) -> str:
     return str(row.get("name") or row.get("method") or "?")
 
 
 def speedups(
     title: str,
-    rows: Iterable[PageRecord],
+    rows: Iterable[Row],
     across: tuple[str, str],
-    note: Callable[[PageRecord], str],
-    name: Callable[[PageRecord], str] = name_of,
-) -> Html:
+    note: Callable[[Row], str],
+    name: Callable[[Row], str] = name_of,
+) -> Markup:
     """Returns a chart of speedups over plain decoding.
 
     Args:
@@ -101,142 +102,137 @@ def speedups(
     label, key = across
     points: dict[str, list[Point]] = {}
     for row in rows:
-        x, y = row.value(key, math.nan), row.number("speedup") or math.nan
-        point = Point(x, y, row.number("low"), row.number("high"), note(row))
+        x, y = number(row.get(key), math.nan), number(row.get("speedup")) or math.nan
+        point = Point(x, y, number(row.get("low")), number(row.get("high")), note(row))
         points.setdefault(name(row), []).append(point)
     series = [Series(proposer, tuple(sorted(line, key=lambda point: point.x))) for proposer, line in points.items()]
     plain = "The dashed line is plain decoding."
     return lines(title, series, Axis(label), Axis("speedup over plain", zero=True), level=1.0, note=plain)
 
 
-def by_speedup(rows: Iterable[PageRecord]) -> tuple[list[PageRecord], list[int]]:
-    """Returns the rows from the fastest on, and the indices of the best."""
-    ordered = sorted(rows, key=lambda row: row.value("speedup"), reverse=True)
-    return ordered, [i for i, row in enumerate(ordered) if row.get("best") is True]
+def _by_speedup(rows: Iterable[Row], cells: Callable[[Row], Cells]) -> tuple[list[Cells], list[int]]:
+    """Returns the cells of the rows from the fastest on, and the indices of the best."""
+    ordered = sorted(rows, key=lambda row: number(row.get("speedup"), 0.0), reverse=True)
+    return [cells(row) for row in ordered], [i for i, row in enumerate(ordered) if row.get("best") is True]
 
 
-def _setting(row: PageRecord) -> Setting:
-    return row.value("temperature"), int(row.number("batch") or 1)
+def against(rows: Sequence[Row]) -> Markup:
+    """Returns predicted against measured speedups with a summary, nothing for no rows."""
+    points: dict[str, list[Point]] = {}
+    for row in rows:
+        if (measured := number(row.get("measured"))) and (predicted := number(row.get("predicted"))):
+            names = {"num_speculative_tokens": "depth", "temperature": "temperature", "batch": "batch"}
+            note = ", ".join(f"{name} {row[key]}" for key, name in names.items() if row.get(key) is not None)
+            point = Point(measured, predicted, number(row.get("low")), number(row.get("high")), note)
+            points.setdefault(_proposer(row), []).append(point)
+    pairs = [point for group in points.values() for point in group]
+    if not pairs:
+        return Markup()
+    errors = [abs(point.y / point.x - 1) for point in pairs]
+    inside = [p.low <= p.x <= p.high for p in pairs if p.low is not None and p.high is not None]
+    close = sum(error <= WITHIN for error in errors) / len(errors)
+    series = [Series(name, tuple(group)) for name, group in points.items()]
+    note = f"Shaded: within {100 * WITHIN:.0f} % of the diagonal. Lines: the predicted interval."
+    chart = scatter("Speedup, predicted and measured", series, "measured", "predicted", within=WITHIN, note=note)
+    contained = sum(inside) / len(inside) if inside else None
+    return Markup(ui().accuracy(close, 100 * WITHIN, median(errors), contained, len(pairs), chart))
+
+
+def _proposer(row: Row) -> str:
+    return str(row.get("name") or row.get("method") or "all")
+
+
+def _setting(row: Row) -> Setting:
+    return number(row.get("temperature"), 0.0), int(number(row.get("batch")) or 1)
 
 
 def _named(setting: Setting) -> str:
     return f"temperature {setting[0]:g}, batch {setting[1]}"
 
 
-def _drafts(row: PageRecord) -> str:
+def _drafts(row: Row) -> str:
     return shown(row.get("num_speculative_tokens"))
 
 
-def _verdict(plan: PageRecord) -> Html:
-    """The recommendation over everything, and for each temperature and batch."""
-    choices, best = plan.records("choices"), plan.get("best")
-    details = bullets(map(_choice, choices))
+def _verdict(plan: Row) -> tuple[str, str, list[str]]:
+    """Returns the tone, the recommendation over everything, and that for each temperature and batch."""
+    choices, best = records(plan.get("choices")), plan.get("best")
+    details = [_choice(choice) for choice in choices]
     if not best:
-        return verdict("bad", "Do not speculate: plain decoding is faster over all of this", details)
-    names = (name_of(row) for row in plan.records("rows") if row.get("config") == best)
-    name = next(names, plan.record("best").get("method", "?"))
+        return "bad", "Do not speculate: plain decoding is faster over all of this", details
+    names = (name_of(row) for row in records(plan.get("rows")) if row.get("config") == best)
+    name = next(names, record(best).get("method", "?"))
     sure = all(choice.get("sure") and choice.get("speculate") for choice in choices)
-    headline = f"Speculate with {name}, {_drafts(plan.record('best'))} draft tokens per step"
-    return verdict("good" if sure else "open", headline, details)
+    return "good" if sure else "open", f"Speculate with {name}, {_drafts(record(best))} draft tokens per step", details
 
 
-def _choice(choice: PageRecord) -> str:
-    where, row, sure = _named(_setting(choice)).capitalize(), choice.record("row"), bool(choice.get("sure"))
+def _choice(choice: Row) -> str:
+    where, row, sure = _named(_setting(choice)).capitalize(), record(choice.get("row")), bool(choice.get("sure"))
     if not row:
         return f"{where}: do not speculate" + ("" if sure else ", though the intervals leave it open")
-    doubt = "" if sure else "; its interval includes 1"
-    span = f" ({row.interval()})" if row.interval() else ""
-    return f"{where}: {row.times('speedup')}{span} with {name_of(row)}, {_drafts(row)} draft tokens{doubt}"
+    span, doubt = interval(row.get("low"), row.get("high")), "" if sure else "; its interval includes 1"
+    span = f" ({span})" if span else ""
+    return f"{where}: {times(row.get('speedup'))}{span} with {name_of(row)}, {_drafts(row)} draft tokens{doubt}"
 
 
-def _depths(rows: Sequence[PageRecord], setting: Setting) -> Html:
-    across = "draft tokens per step", "num_speculative_tokens"
-    return speedups(
-        _named(setting).capitalize(), rows, across, lambda row: f"{row.figure('tokens_per_pass')} tokens per pass"
+def _depths(rows: Sequence[Row], setting: Setting) -> Markup:
+    def note(row: Row) -> str:
+        return f"{figure(number(row.get('tokens_per_pass')))} tokens per pass"
+
+    return speedups(_named(setting).capitalize(), rows, ("draft tokens per step", "num_speculative_tokens"), note)
+
+
+def _cells(row: Row) -> Cells:
+    """Returns the cells of a prediction."""
+    return (
+        *(name_of(row), _drafts(row), times(row.get("speedup")), interval(row.get("low"), row.get("high"))),
+        *(times(row.get("end_to_end")), *_tokens_per_pass(row)),
+        figure(number(row.get("step_seconds"), math.nan) * 1e3),
     )
 
 
-def _table(rows: Sequence[PageRecord], setting: Setting) -> Html:
-    """The fastest rows, and all of them in a fold."""
-    heads = ("proposer", "drafts", "speedup", "95 %", "with prompts", "tokens/pass", "95 %", "ms per step")
-    ordered, best = by_speedup(rows)
-    cells = [
-        (
-            *(name_of(row), _drafts(row), row.times("speedup"), row.interval(), row.times("end_to_end")),
-            *(row.figure("tokens_per_pass"), row.interval("tokens_per_pass_low", "tokens_per_pass_high")),
-            figure(row.value("step_seconds", math.nan) * 1e3),
-        )
-        for row in ordered
-    ]
-    rest = folded(f"All {len(cells)} rows", table(heads, cells, best)) if len(cells) > SHOWN else ""
-    return section(f"Predictions at {_named(setting)}", table(heads, cells[:SHOWN], best), rest)
+def _tokens_per_pass(row: Row) -> tuple[str, str]:
+    span = interval(row.get("tokens_per_pass_low"), row.get("tokens_per_pass_high"))
+    return figure(number(row.get("tokens_per_pass"))), span
 
 
-def _remote_drafting(estimates: Sequence[PageRecord]) -> list[Html]:
-    """Speedups of a draft model on another machine, beside drafting here."""
-    if not estimates:
-        return []
-    names = [str(option.get("strategy")) for option in estimates[0].records("options")]
-    heads = ("draft", "temperature", "round trip, ms", *("here" if name == "local" else name for name in names))
-    cells = [
-        (
-            *(estimate.get("name"), estimate.figure("temperature"), figure(1e3 * estimate.value("rtt"))),
-            *map(_option_speedup, estimate.records("options")),
-        )
-        for estimate in estimates
-    ]
-    return [table(heads, cells), bullets(estimate.text("verdict") for estimate in estimates)]
-
-
-def _option_speedup(option: PageRecord) -> str:
+def _option_speedup(option: Row) -> str:
     depth = option.get("depth")
-    return option.times("speedup") + ("" if depth is None else f" ({depth})")
+    return times(option.get("speedup")) + ("" if depth is None else f" ({depth})")
 
 
-def _exports(exports: PageRecord) -> list[Html]:
-    """The best configuration in the form of each engine."""
-    return [
-        join(
-            paragraph(ENGINES.get(engine, engine), note=True),
-            element("pre", element("code", form if isinstance(form, str) else _json(form)), tabindex=0),
-        )
-        for engine, form in exports.items()
-        if form
-    ]
+def _pasted(form: object) -> str:
+    return form if isinstance(form, str) else json.dumps(form, ensure_ascii=False, default=str)
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _positions(rows: Sequence[PageRecord], setting: Setting, label: str) -> Html:
+def _positions(rows: Sequence[Row], setting: Setting, label: str) -> Markup:
     """Acceptance by position of every proposer's longest draft. label: name of the figures."""
     longest: dict[str, list[float]] = {}
     for row in rows:
-        rates = [rate for rate in map(number, row.items_of("acceptance")) if rate is not None]
+        rates = [rate for rate in map(number, listed(row.get("acceptance"))) if rate is not None]
         if len(rates) > len(longest.get(name_of(row), ())):
             longest[name_of(row)] = rates
     if not longest:
-        return Html()
+        return Markup()
     series = [Series(name, tuple(map(Point, range(1, len(rates) + 1), rates))) for name, rates in longest.items()]
     y = Axis(label, zero=True, high=1.0)
     return lines(_named(setting).capitalize(), series, Axis("position in the draft"), y)
 
 
-def _costs(costs: PageRecord) -> Html:
+def _costs(costs: Row) -> list[Markup]:
     """A chart of the passes of each model and batch. costs: passes with the keys of ``costs.measured.PassCost``."""
-    charts: dict[tuple[str, int], list[PageRecord]] = {}
+    charts: dict[tuple[str, int], list[Row]] = {}
     for name, passes in costs.items():
         for cost in records(passes):
-            charts.setdefault((name, int(cost.value("batch", 1))), []).append(cost)
-    return grid(*(_cost_curves(name, batch, passes) for (name, batch), passes in charts.items()))
+            charts.setdefault((name, int(number(cost.get("batch"), 1))), []).append(cost)
+    return [_cost_curves(name, batch, passes) for (name, batch), passes in charts.items()]
 
 
-def _cost_curves(name: str, batch: int, passes: Sequence[PageRecord]) -> Html:
+def _cost_curves(name: str, batch: int, passes: Sequence[Row]) -> Markup:
     """A line for each context. The limit by memory bandwidth, bare matrix products, does not depend on the context."""
-    groups: dict[int, list[PageRecord]] = {}
-    for cost in sorted(passes, key=lambda row: (row.value("context"), row.value("rows"))):
-        groups.setdefault(cost.count("context"), []).append(cost)
+    groups: dict[int, list[Row]] = {}
+    for cost in sorted(passes, key=lambda row: [number(row.get(key), 0.0) for key in ("context", "rows")]):
+        groups.setdefault(int(number(cost.get("context"), 0)), []).append(cost)
     series = [Series(f"{context:,} tokens of context", _cost_points(rows)) for context, rows in groups.items()]
     if limit := _cost_points(next(iter(groups.values())), "floor"):
         points = tuple(Point(point.x, point.y) for point in limit)
@@ -251,107 +247,85 @@ def _cost_curves(name: str, batch: int, passes: Sequence[PageRecord]) -> Html:
     )
 
 
-def _cost_points(passes: Sequence[PageRecord], key: str = "seconds") -> tuple[Point, ...]:
+def _cost_points(passes: Sequence[Row], key: str = "seconds") -> tuple[Point, ...]:
     points = []
     for cost in passes:
-        spread = cost.record(key)
-        median, low, high = (spread.value(which, math.nan) * 1e3 for which in ("median", "low", "high"))
-        points.append(Point(cost.value("rows", math.nan), median, low, high))
+        spread = record(cost.get(key))
+        median, low, high = (number(spread.get(which), math.nan) * 1e3 for which in ("median", "low", "high"))
+        points.append(Point(number(cost.get("rows"), math.nan), median, low, high))
     return tuple(point for point in points if math.isfinite(point.x) and math.isfinite(point.y))
 
 
-def _predictors(predictors: Sequence[PageRecord]) -> list[Html]:
-    groups: dict[str, list[PageRecord]] = {}
+def _predictors(predictors: Sequence[Row]) -> list[tuple[Markup, Sequence[Row]]]:
+    """Returns a chart for each draft and temperature, with its predictors."""
+    groups: dict[str, list[Row]] = {}
     for predictor in predictors:
-        groups.setdefault(f"{predictor.get('draft')} at temperature {predictor.value('temperature'):g}", []).append(
-            predictor
-        )
-    if not groups:
-        return []
-    about = paragraph(
-        "Each is fitted to these requests. Its error is that of predicting the acceptance of a request held out of the "
-        "fit. A statistic that is no better than the constant, which predicts the mean, is of no use here."
-    )
-    return [about, grid(*(_errors(name, group) for name, group in groups.items()))]
-
-
-def _errors(name: str, predictors: Sequence[PageRecord]) -> Html:
-    ordered = sorted(predictors, key=lambda predictor: predictor.number("error") or math.inf)
-    items = [
-        Bar(word, 100 * predictor.value("error", math.nan), kind="theirs" if word == "constant" else "ours")
-        for predictor in ordered
-        for word in [predictor.text("name")]
-    ]
-    rows = [
-        (predictor.text("name"), predictor.signed("correlation"), predictor.percent("error")) for predictor in ordered
-    ]
-    chart = bars(name, items, "points of error", note="Error of the predicted acceptance, in points")
-    return element("div", chart, folded("Correlations", table(("statistic", "correlation", "error"), rows)))
+        name = f"{predictor.get('draft')} at temperature {number(predictor.get('temperature'), 0.0):g}"
+        groups.setdefault(name, []).append(predictor)
+    result: list[tuple[Markup, Sequence[Row]]] = []
+    for name, group in groups.items():
+        ordered = sorted(group, key=lambda predictor: number(predictor.get("error")) or math.inf)
+        items = [
+            Bar(word, 100 * number(each.get("error"), math.nan), kind="theirs" if word == "constant" else "ours")
+            for each in ordered
+            for word in [str(each.get("name", ""))]
+        ]
+        chart = bars(name, items, "points of error", note="Error of the predicted acceptance, in points")
+        result.append((chart, ordered))
+    return result
 
 
 def endpoint_page(plan: Mapping[str, Any]) -> str:
     """Returns an HTML document. plan: ``EndpointPlan.to_dict()`` with its sentences as "verdict"."""
-    root = PageRecord.of(plan)
-    groups: dict[int, list[PageRecord]] = {}
-    for row in root.records("rows"):
-        groups.setdefault(int(row.number("concurrency") or 1), []).append(row)
-    setting = {key: value for key, value in root.record("setting").items() if not isinstance(value, Mapping)}
-    return document(
-        "Speedup of speculation on this server",
-        [
-            _endpoint_verdict(root),
-            section("Speedup by draft length", grid(*(_by_depth(rows, count) for count, rows in groups.items()))),
-            section("Speedup by concurrency", _by_concurrency(root.records("rows"))),
-            section("Configuration to paste", *(element("pre", line) for line in root.items_of("paste"))),
-            *(_endpoint_table(rows, count) for count, rows in groups.items()),
-            facts(setting, "What was measured"),
-        ],
-        lead="Speedups are over plain decoding at the same concurrency, while all requests are being decoded. "
-        "The intervals should contain 95 of 100 further runs over as many requests.",
-        footer="tokens/pass: tokens of a sequence in a pass of the model, the model's own token included. A star marks "
-        "what was measured; the other rows are predicted.",
+    rows = records(plan.get("rows"))
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(int(number(row.get("concurrency")) or 1), []).append(row)
+    measured = record(plan.get("setting"))
+    return render(
+        "endpoint.jinja",
+        verdict=_endpoint_verdict(plan),
+        depths=[_by_depth(rows, count) for count, rows in groups.items()],
+        concurrencies=_by_concurrency(rows),
+        paste=listed(plan.get("paste")),
+        tables=[(count, *_by_speedup(rows, _endpoint_cells)) for count, rows in groups.items()],
+        measured={key: value for key, value in measured.items() if not isinstance(value, Mapping)},
     )
 
 
-def _endpoint_verdict(plan: PageRecord) -> Html:
-    notes = plan.items_of("notes")
+def _endpoint_verdict(plan: Row) -> tuple[str, str, list[Any]]:
+    notes = listed(plan.get("notes"))
     if because := plan.get("because"):
-        return verdict("open", f"Cannot tell, because {because}", bullets(notes))
-    headline, *details = plan.items_of("verdict") or [""]
-    sure = plan.record("choice").get("sure") is True
-    return verdict("good" if sure else "open", headline, bullets([*details, *notes]))
+        return "open", f"Cannot tell, because {because}", notes
+    headline, *details = listed(plan.get("verdict")) or [""]
+    sure = record(plan.get("choice")).get("sure") is True
+    return "good" if sure else "open", headline, [*details, *notes]
 
 
-def _kind(row: PageRecord) -> str:
+def _kind(row: Row) -> str:
     return "measured" if row.get("measured") else "predicted"
 
 
-def _by_depth(rows: Sequence[PageRecord], concurrency: int) -> Html:
-    usable = [row for row in rows if row.number("speedup") is not None]
+def _by_depth(rows: Sequence[Row], concurrency: int) -> Markup:
+    usable = [row for row in rows if number(row.get("speedup")) is not None]
     if not usable:
-        return Html()
+        return Markup()
     return speedups(f"{concurrency} at once", usable, ("draft tokens per pass", "depth"), _kind)
 
 
-def _by_concurrency(rows: Sequence[PageRecord]) -> Html:
+def _by_concurrency(rows: Sequence[Row]) -> Markup:
     """The server's own drafter at the draft lengths that were measured."""
-    depths = {row.get("depth") for row in rows if row.get("measured")}
+    depths = [row.get("depth") for row in rows if row.get("measured")]
     usable = [row for row in rows if row.get("config") is None and row.get("depth") in depths]
     if not depths:
-        return Html()
+        return Markup()
     across = "requests at once", "concurrency"
     return speedups("Measured draft lengths", usable, across, _kind, lambda row: f"{row.get('depth')} draft tokens")
 
 
-def _endpoint_table(rows: Sequence[PageRecord], concurrency: int) -> Html:
-    heads = ("drafter", "drafts", "speedup", "95 %", "tokens/pass", "95 %", "tokens/s")
-    ordered, best = by_speedup(rows)
-    cells = [
-        (
-            *(name_of(row), f"{row.get('depth')}{'*' if row.get('measured') else ''}", row.times("speedup")),
-            *(row.interval(), row.figure("tokens_per_pass")),
-            *(row.interval("tokens_per_pass_low", "tokens_per_pass_high"), row.figure("tokens_per_second")),
-        )
-        for row in ordered
-    ]
-    return section(f"{concurrency} at once", folded(f"{len(cells)} rows", table(heads, cells, best), open_=True))
+def _endpoint_cells(row: Row) -> Cells:
+    return (
+        *(name_of(row), f"{row.get('depth')}{'*' if row.get('measured') else ''}", times(row.get("speedup"))),
+        *(interval(row.get("low"), row.get("high")), *_tokens_per_pass(row)),
+        figure(number(row.get("tokens_per_second"))),
+    )

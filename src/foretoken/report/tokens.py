@@ -8,25 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from markupsafe import Markup
+
 from foretoken.core.acceptance_run import KINDS
 from foretoken.core.draft import Draft
 from foretoken.core.step import PositionCounts, StepOutput, Timings
 from foretoken.engine.detokenize import Detokenizer, Tokenizer
 from foretoken.outputs import CompletionOutput, Logprob, SpeculationStats, StreamPiece
 from foretoken.report.charts import Axis, Bar, Point, Series, StepLap, bars, lines, missing, timeline
-from foretoken.report.document import (
-    Html,
-    cards,
-    document,
-    element,
-    figure,
-    folded,
-    grid,
-    join,
-    paragraph,
-    percent,
-    table,
-)
+from foretoken.report.document import figure, percent, render
 
 ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
 
@@ -216,56 +206,12 @@ def wilson(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
 
 WORDS = {ACCEPTED: "draft, accepted", REJECTED: "draft, rejected", TARGET: "the target's own"}
 PARTS = ("propose", "score", "verify", "commit")
-PROMPT = 4000  # characters of the prompt's end that are shown
 
 
 def page(traces: Sequence[Trace], setting: Mapping[str, Any] | None = None) -> str:
     """Returns an HTML document of one completion, or of several of one prompt."""
-    count = len(traces)
-    parts = [
-        _completion(trace, f"Completion {at} of {count}" if count > 1 else "") for at, trace in enumerate(traces, 1)
-    ]
-    return document(
-        "A text, token by token",
-        [_key(), *parts, element("div", id="tip", role="status", aria_live="polite")],
-        setting,
-        lead="Point at a token, or reach the text with the tab key and walk through it with the arrow keys, to see how "
-        "probable both models found it. Whatever was drafted, the text has the target's distribution.",
-        footer="p: the target's softmax, before temperature and other parameters; q: the distribution from which the "
-        "token was drafted, after them. For a rejected draft token, p is known if it was among the likeliest.",
-        script="tokens.js",
-    )
-
-
-def _completion(trace: Trace, title: str) -> Html:
-    return element(
-        "section",
-        element("h2", title) if title else "",
-        _summary(trace),
-        _text(trace),
-        paragraph(_ending(trace), note=True),
-        element("h3", "Decode steps"),
-        _timeline(trace),
-        grid(_positions(trace), _sizes(trace)),
-        _table(trace.tokens),
-    )
-
-
-def _key() -> Html:
-    return paragraph(*(join(element("span", word, class_=f"key {origin}"), "  ") for origin, word in WORDS.items()))
-
-
-def _summary(trace: Trace) -> Html:
-    stats = trace.stats
-    return cards(
-        [
-            (stats.tokens, "tokens"),
-            (figure(stats.tokens_per_second), "tokens/s, prompt included"),
-            (figure(stats.mean_acceptance_length), "mean acceptance length"),
-            (f"{stats.accepted} of {stats.drafted}", "draft tokens accepted"),
-            (stats.steps, "target passes"),
-        ]
-    )
+    completions = [(trace, _ending(trace), _timeline(trace), (_positions(trace), _sizes(trace))) for trace in traces]
+    return render("tokens.jinja", setting, completions=completions, words=WORDS, tip=_tip, visible=visible)
 
 
 def _ending(trace: Trace) -> str:
@@ -276,24 +222,6 @@ def _ending(trace: Trace) -> str:
     }
     grade = f" Exactness: {trace.exactness}." if trace.exactness else ""
     return reasons.get(trace.finish_reason or "", "The text is not finished.") + grade
-
-
-def _text(trace: Trace) -> Html:
-    shown = ("…" if len(trace.prompt) > PROMPT else "") + trace.prompt[-PROMPT:]
-    tokens = [_token(token, first=at == 0) for at, token in enumerate(trace.tokens)]
-    return element(
-        "div", element("span", shown, class_="prompt"), *tokens, class_="text", role="group", aria_label="text"
-    )
-
-
-def _token(token: Token, first: bool) -> Html:
-    """Line breaks of rejected tokens are shown as a sign, so that they do not break the text's lines."""
-    outside = token.origin == REJECTED or token.cut
-    text = token.text.replace("\n", "⏎") if outside else token.text
-    kind = f"token {token.origin}" + (" cut" if token.cut else "") + ("" if token.text else " part")
-    return element(
-        "span", text or "·", class_=kind, tabindex=0 if first else -1, data_step=token.step, data_tip=_tip(token)
-    )
 
 
 def _tip(token: Token) -> str:
@@ -315,7 +243,7 @@ def visible(text: str) -> str:
     return "".join(signs.get(char, char) for char in text) or "(part of a character)"
 
 
-def _timeline(trace: Trace) -> Html:
+def _timeline(trace: Trace) -> Markup:
     """Timeline of the steps. The prefill's step takes much longer, so its time is only stated."""
     laps = [_lap(step) for step in trace.steps if not step.prompt or len(trace.steps) == 1]
     first = next((step for step in trace.steps if step.prompt), None)
@@ -332,7 +260,7 @@ def _lap(step: TraceStep) -> StepLap:
     return StepLap(step.number, (t.propose, t.score, t.verify, t.commit), f"+{step.emitted}", note)
 
 
-def _positions(trace: Trace) -> Html:
+def _positions(trace: Trace) -> Markup:
     points = [
         Point(position, accepted / tried, *wilson(accepted, tried), f"{accepted} of {tried}")
         for position, (accepted, tried) in enumerate(trace.acceptance(), 1)
@@ -349,24 +277,7 @@ def _positions(trace: Trace) -> Html:
     )
 
 
-def _sizes(trace: Trace) -> Html:
+def _sizes(trace: Trace) -> Markup:
     counts = Counter(step.emitted for step in trace.steps)
     items = [Bar(f"{size} token{'s' if size != 1 else ''}", count) for size, count in sorted(counts.items())]
     return bars("Steps by tokens emitted", items, "steps")
-
-
-def _table(tokens: Sequence[Token]) -> Html:
-    heads = ("token", "from", "step", "p", "choice no.", "q", "predicted acceptance")
-    rows = [
-        (
-            element("code", visible(t.text)),
-            WORDS[t.origin],
-            t.step,
-            percent(t.p),
-            t.rank or "–",
-            percent(t.q),
-            percent(t.score),
-        )
-        for t in tokens
-    ]
-    return folded("Every token in a table", table(heads, rows, names=2)) if rows else Html()
