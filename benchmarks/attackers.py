@@ -45,7 +45,6 @@ def post(path: str = "/v1/completions", host: str = "localhost", **fields: Any) 
 
 
 def raw(body: bytes, path: str = "/v1/completions", host: str = "localhost") -> Send:
-    """Returns a function that sends one request with this body."""
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
 
     def send(address: Address) -> Counter[str]:

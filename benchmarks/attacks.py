@@ -161,7 +161,6 @@ class Watch:
 
 
 async def attacked(watch: Watch, name: str, url: str, *, times: int, quiet: float, settle: float) -> Outcome:
-    """Runs one attack ``times`` times after a quiet period."""
     usual, before = watch.pace([await watch.until_compared(time.perf_counter(), quiet)]), watch.memory
     sent, windows = [], []
     for _ in range(times):
@@ -234,7 +233,6 @@ async def measure(
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """Returns a table with a row for each attack."""
     rows = []
     for o in outcomes:
         answers = ", ".join(f"{count} x {answer}" for answer, count in sorted(o.answers.items()))

@@ -37,7 +37,6 @@ SIGNS = {
 
 
 def table(results: Sequence[tuple[str, Audit]]) -> Table:
-    """Returns a table with a line for each audit."""
     checks = [check.name for check in results[0][1].checks]
     rows = [(name, *(SIGNS[check.outcome] for check in audit.checks), str(audit.outcome)) for name, audit in results]
     return figures(("proposer", *checks, "verdict"), rows)

@@ -41,7 +41,6 @@ def configs(draft: Path) -> list[Config]:
 
 
 def task_of(repairs: Sequence[Repair], batch: int, temperature: float) -> RaceTask:
-    """Returns the task of all systems."""
     groups = [repairs[at : at + batch] for at in range(0, len(repairs), batch)]
     prompts = [[list(each.source) for each in group] for group in groups]
     return RaceTask(prompts, [min(each.length for each in group) for group in groups], temperature)

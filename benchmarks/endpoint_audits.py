@@ -75,7 +75,6 @@ def resumed(file: Path | None, asked: Record) -> list[Record]:
 
 
 def failing(audit: Record) -> bool:
-    """Returns whether any check failed."""
     return any(check["outcome"] == CheckOutcome.FAILED for check in audit["checks"])
 
 

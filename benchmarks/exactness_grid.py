@@ -217,7 +217,6 @@ def grid(course_by_temperature: Sequence[Course], config: Config, depths: Sequen
 
 
 def compare(course: Course, llm: LLM, name: str, depth: int, batch: int) -> Cell:
-    """Returns one cell."""
     plain, temperature = course.plain, course.temperature
     outputs = complete(llm, course.prompts, depth, temperature, course.max_tokens, batch)
     apart = [i for i, (a, b) in enumerate(zip(plain, outputs, strict=True)) if a.token_ids != b.token_ids]
@@ -241,7 +240,6 @@ def level() -> str:
 
 
 def table(cells: Sequence[Cell]) -> Table:
-    """Returns a table with one line per cell."""
     rows = []
     for c in cells:
         kinds = [divergence.kind for divergence in c.divergences]

@@ -185,7 +185,6 @@ def ask_all(
 
 
 def texts(answers: Sequence[Answer]) -> list[Ids]:
-    """Returns the token ids of all completions."""
     return [text for answer in answers for text in answer.tokens]
 
 

@@ -156,7 +156,6 @@ class OwnCache(tempfile.TemporaryDirectory[str]):
 
 
 def _read(files: list[Path]) -> float:
-    """Returns the seconds of reading files to their end."""
     buffer, started = bytearray(8 * _MIB), time.perf_counter()
     for file in files:
         with file.open("rb", buffering=0) as content:

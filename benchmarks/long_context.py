@@ -92,7 +92,6 @@ def attention_alone(config: dict[str, Any], cache: str) -> FillingRunner:
 
 
 def random_weights(a: Architecture) -> dict[str, Tensor]:
-    """Returns the tensors of a Llama."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -114,7 +113,6 @@ def random_weights(a: Architecture) -> dict[str, Tensor]:
 
 
 def tokens_of(count: int) -> list[int]:
-    """Returns arbitrary token ids."""
     return [(7 * i) % (VOCAB - 1) + 1 for i in range(count)]
 
 
@@ -133,7 +131,6 @@ def filled(runner: FillingRunner, context: int) -> Handle:
 
 
 def one_pass(runner: NativeRunner, plan: PassPlan) -> None:
-    """Computes a pass with logits."""
     runner.run(plan, (), logits=True)
 
 

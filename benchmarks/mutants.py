@@ -48,7 +48,6 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """The subpackage that it is planted in."""
         return self.file.partition("/")[0]
 
     def planted(self) -> str:
@@ -76,7 +75,6 @@ class Outcome:
 
 
 def load(path: Path = TABLE) -> list[Mutant]:
-    """Returns all mutants of the table."""
     rows = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
     return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
 
@@ -149,13 +147,11 @@ def check_unmutated(mutants: Sequence[Mutant]) -> None:
 
 
 def listed(mutants: Sequence[Mutant]) -> Table:
-    """Returns a table of the mutants and their tests."""
     rows = [(mutant.package, mutant.name, mutant.file, escape("\n".join(mutant.tests))) for mutant in mutants]
     return figures(("package", "mutant", "file", "tests"), rows)
 
 
 def reported(outcomes: Sequence[Outcome]) -> Table:
-    """Returns a table of the results."""
     rows = []
     for outcome in outcomes:
         result = "[red]survived[/]" if outcome.killed_by is None else "[green]killed[/]"

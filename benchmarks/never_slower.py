@@ -101,7 +101,6 @@ def _with_weights(source: Path, folder: Path, change: Any) -> Path:
 
 
 def configuration(proposer: str, target: Path, folder: Path) -> dict[str, Any]:
-    """Returns the speculative_config of a proposer."""
     if proposer == "random":
         return {"method": "draft_model", "model": str(random_draft(folder / "draft"))}
     if proposer == "over-large":

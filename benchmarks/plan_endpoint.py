@@ -44,7 +44,6 @@ class ComparedSpeed:
     speed: PredictedSpeed
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON object."""
         return {"basis": self.basis, "depth": self.depth, "concurrency": self.concurrency, **self.speed.to_dict()}
 
 
@@ -62,7 +61,6 @@ class PlanRun:
     points: list[dict[str, Any]] = field(default_factory=list)
 
     def plan(self, pair: ServerPair, depth: int, earlier: Sequence[EndpointPlan] = ()) -> EndpointPlan:
-        """Plans at a draft length."""
         records = [each.to_dict() for each in earlier]
         return self._run(pair, depth, self.prompts, self.concurrency, records)
 

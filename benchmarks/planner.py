@@ -58,7 +58,6 @@ Place = tuple[float, int]  # temperature and batch
 
 
 def step_seconds(totals: Totals, batch: int) -> float:
-    """Returns the seconds of a step over ``batch`` sequences."""
     return totals.seconds * batch / totals.passes if totals.passes else float("nan")
 
 
@@ -85,7 +84,6 @@ class Ground:
         return self._engine(proposer, depth, batch)
 
     def plain(self, batch: int) -> Engine:
-        """Returns an engine that decodes plainly."""
         return self._engine(Proposer(), 0, batch)
 
     def fill(self, engine: Engine, temperature: float, repeats: int) -> None:
@@ -176,7 +174,6 @@ class Measurement:
 
     @property
     def share(self) -> float:
-        """Returns the share of prompts that have started."""
         return 1.0 - self._waiting / self._prompts
 
     @property

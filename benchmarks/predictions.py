@@ -24,16 +24,13 @@ class PredictedSpeed:
 
     @classmethod
     def of(cls, row: PlanRow | EndpointRow, measured: float) -> PredictedSpeed:
-        """Returns the prediction of a row."""
         return cls(row.speedup or 0.0, row.low or 0.0, row.high or 0.0, measured)
 
     @property
     def error(self) -> float:
-        """The prediction's relative error."""
         return self.predicted / self.measured - 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON object."""
         return {**vars(self), "error": self.error, "covered": self.low <= self.measured <= self.high}
 
 
@@ -48,7 +45,6 @@ COLUMNS = {
 
 
 def accuracy(speeds: Sequence[PredictedSpeed]) -> dict[str, float]:
-    """Returns the figures of all predictions."""
     errors = [abs(speed.error) for speed in speeds]
     return {
         "median_error": median(errors),

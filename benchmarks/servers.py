@@ -141,7 +141,6 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def talking(url: str) -> httpx.AsyncClient:
-    """Returns an HTTP client for the server at ``url``."""
     return httpx.AsyncClient(base_url=url, timeout=600.0, limits=httpx.Limits(max_connections=None))
 
 

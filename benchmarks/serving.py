@@ -179,7 +179,6 @@ def processes(server: int) -> list[int]:
 
 
 def descends(process: int, ancestor: int, parents: dict[int, int]) -> bool:
-    """Returns whether ``process`` is a descendant of ``ancestor``. parents: parent by process id."""
     while process > 1:
         if process == ancestor:
             return True

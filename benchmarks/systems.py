@@ -32,12 +32,10 @@ class Totals:
 
     @property
     def speed(self) -> float:
-        """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else float("nan")
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens per pass of a sequence."""
         return self.tokens / self.passes if self.passes else float("nan")
 
 

@@ -50,7 +50,6 @@ def independent_draw(stream: Stream, p: float, child: int, depth: int) -> bool:
 
 
 def unchanged(row: Tensor) -> Tensor:
-    """Returns ``row`` unchanged."""
     return row
 
 

@@ -87,8 +87,7 @@ class Audited(Protocol):
     def law(self, temperature: float) -> SamplingLaw:
         """Returns the distribution that it promises at ``temperature``, with its default filters."""
 
-    def generate(self, prompts: Sequence[Ids], settings: CompletionSettings) -> list[AuditedCompletion]:
-        """Returns one completion per prompt."""
+    def generate(self, prompts: Sequence[Ids], settings: CompletionSettings) -> list[AuditedCompletion]: ...
 
     def logits(self, prompt: Ids, text: Ids) -> Tensor:
         """Returns logits [n, V] of ``text`` [n] after ``prompt``, from one forward pass of the target."""

@@ -217,7 +217,6 @@ class TokenTally:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return self.everything.tokens
 
     def add(self, text: AuditedCompletion, probs: Tensor, spread: Tensor, reference: Tensor | None = None) -> None:

@@ -57,7 +57,6 @@ class Loaded:
         weight_format: str = "raw",
         kv_cache_dtype: str = "auto",
     ) -> Loaded:
-        """Loads the model in ``path``."""
         model = load_model(
             path,
             max_length=max_length,

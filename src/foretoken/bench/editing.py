@@ -31,13 +31,11 @@ class Edit:
 
     @property
     def edited(self) -> str:
-        """The code after the edit."""
         old, new = self.rename
         return re.sub(rf"\b{old}\b", new, self.source.replace(*self.fix))
 
     @property
     def prompt(self) -> str:
-        """The prompt that asks for the edit."""
         old, new = self.rename
         return f"{self.source}\n\n# The same function with {old} renamed to {new} and the bug fixed:\n\n"
 

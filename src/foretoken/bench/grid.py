@@ -51,7 +51,6 @@ class GridCell:
 
     @property
     def name(self) -> str:
-        """Its display name."""
         return f"{self.prompts}, T={self.temperature:g}, {self.quantization or 'bf16'}, batch {self.batch}"
 
     def has(self, parts: str) -> bool:
@@ -214,7 +213,6 @@ class Summary:
 
     @staticmethod
     def of(rows: Sequence[RaceRow]) -> Summary:
-        """Returns the summary of a cell's rows."""
         ours, theirs = ([row for row in rows if (row.system == OURS.name) is own] for own in (True, False))
         picked = [row for row in ours if row.method != "plain" and not _is_default(row)]
         return Summary(

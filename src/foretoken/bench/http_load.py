@@ -208,7 +208,6 @@ def _agents(server: LoadedServer, plan: LoadPlan) -> Iterator[LoadResult]:
 
 
 def filler(tokens: int) -> str:
-    """Returns text of about ``tokens`` tokens."""
     text = "\n\n\n".join(f"{function}\n        pass" for function in FUNCTIONS)
     size = int(tokens * _CHARACTERS)
     return (f"{text}\n\n\n" * (size // len(text) + 1))[:size]

@@ -42,7 +42,6 @@ class TimedCompletion:
 
     @property
     def tokens(self) -> int:
-        """Number of generated tokens."""
         return len(self.output.token_ids)
 
 
@@ -150,7 +149,6 @@ class StepTimes:
         return 1 - (self.target + self.draft) / self.total if self.total else 0.0
 
     def per_step(self) -> dict[str, float]:
-        """Returns the seconds of one step, by part."""
         parts = [f.name for f in fields(self) if f.name not in ("steps", "tokens")]
         return {name: getattr(self, name) / max(1, self.steps) for name in (*parts, "other")}
 

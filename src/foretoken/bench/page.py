@@ -68,7 +68,6 @@ def _bar(row: RaceRow) -> Bar:
 
 
 def label(row: RaceRow) -> str:
-    """Returns the display name of a row."""
     depth = f", depth {row.num_speculative_tokens}" if row.num_speculative_tokens > 0 else ""
     return f"{row.system} {NAMES.get(row.method, row.method)}{depth}{weights(row)}"
 
@@ -79,7 +78,6 @@ def weights(row: RaceRow) -> str:
 
 
 def cells(row: RaceRow) -> tuple[str, ...]:
-    """Returns the figures of a row as the tables print them."""
     low, high = row.tokens_per_second_spread
     return (
         f"{row.tokens_per_second:.1f}",
@@ -159,7 +157,6 @@ LOAD_HEADS = (
 
 
 def load_table(results: Sequence[LoadResult]) -> Table:
-    """Returns the table of a terminal."""
     return figures(LOAD_HEADS, map(_load_cells, results))
 
 

@@ -47,7 +47,6 @@ class Pool:
 
     @property
     def loaded(self) -> int:
-        """Number of loaded workers."""
         return len(self._workers)
 
     def get(self, turn: int) -> PeerWorker:
@@ -65,7 +64,6 @@ class Pool:
             self._workers.pop(setup).close()
 
     def close(self) -> None:
-        """Unloads all workers."""
         for setup in list(self._workers):
             self.drop(setup)
 
@@ -340,7 +338,6 @@ class Pairing:
     dtype: str = "bfloat16"
 
     def setup(self, peer: Peer, method: str) -> Setup:
-        """Returns the setup of a process of ``peer`` for ``method``."""
         return Setup(
             system=peer.name,
             method=method,

@@ -72,7 +72,6 @@ class RaceOptions:
     repeats: int = option(3, "Turns of every system.", min=1)
 
     def tasks(self, ids: list[list[int]]) -> list[RaceTask]:
-        """Returns a task for each temperature."""
         from foretoken.bench.race import RaceTask
 
         groups = [ids[i : i + self.batch] for i in range(0, len(ids), self.batch)]
@@ -131,7 +130,6 @@ def _race(
     repeats: int,
     notes: Console,
 ) -> list[RaceRow]:
-    """Runs the race. Returns its rows."""
     from foretoken.bench.costs import Loaded
     from foretoken.bench.peers.foretoken import quantization
     from foretoken.bench.peers.worker import start
@@ -191,7 +189,6 @@ class CellOptions:
     peer_method: list[str] | None = option(None, "Method of the peers (repeatable). [draft_model and ngram]")
 
     def task(self) -> GridTask:
-        """Returns the task of a cell. Raises InvalidRequest."""
         from foretoken.bench.grid import GridTask
 
         usual = GridTask()

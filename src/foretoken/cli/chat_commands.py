@@ -148,7 +148,6 @@ class Chat:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The document that /save writes."""
         return {
             "model": self.llm.model,
             "draft_model": self.llm.draft_model,

@@ -32,7 +32,6 @@ class TextScreen:
 
     @property
     def coloured(self) -> bool:
-        """Whether text is coloured by origin."""
         return self._out.color_system is not None
 
     def welcome(self, text: str) -> None:

@@ -93,7 +93,6 @@ def _group(parameter: Parameter, usual: Any = None, without: Collection[str] = (
 
 
 def _single(parameter: Parameter) -> Parameter:
-    """Returns the parameter of one option or argument."""
     kind, default = parameter.annotation, parameter.default
     if isinstance(default, Field):
         kind, default = _ANNOTATED[kind, default.metadata["typer"]], default.default

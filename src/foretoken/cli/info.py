@@ -76,7 +76,6 @@ def zoo(as_json: Json = False) -> None:
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Returns the facts by section."""
     return {"machine": _machine(), "kernels": _kernels(), "versions": _versions(), "settings": _settings()}
 
 

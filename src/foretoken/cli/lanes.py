@@ -49,7 +49,6 @@ class Lane:
             self.draw()
 
     def end(self, run: TimedCompletion) -> None:
-        """Stores the finished run."""
         self.run, self.seconds = run, run.seconds
 
     @property

@@ -72,7 +72,6 @@ class TrainGroup(HelpfulGroup):
 
     @property
     def commands(self) -> MutableMapping[str, Any]:
-        """The commands by name."""
         return _train_commands()
 
     @commands.setter

@@ -349,12 +349,10 @@ class BenchmarkModels(PositionalTarget):
 
     @property
     def target(self) -> Path | None:
-        """The target's path, if one is named."""
         return None if self.model is None else Path(self.model)
 
     @property
     def draft(self) -> Path | None:
-        """The draft's path, if one is named."""
         return None if self.draft_model is None else Path(self.draft_model)
 
 

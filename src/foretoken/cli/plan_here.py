@@ -84,7 +84,6 @@ class SampleOptions:
         return prompts_or_functions(self.prompts, self.count)
 
     def source(self, number: int) -> str:
-        """Returns the source of ``number`` prompts."""
         return f"{number} of {self.prompts.name if self.prompts is not None else 'our own functions'}"
 
 

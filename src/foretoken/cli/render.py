@@ -85,7 +85,6 @@ def marked(spans: Iterable[Span]) -> str:
 
 
 def legend(coloured: bool) -> Text:
-    """Returns the meaning of the colours or marks."""
     words = {
         TokenOrigin.ACCEPTED: "draft, accepted",
         TokenOrigin.REJECTED: "draft, rejected",
@@ -106,7 +105,6 @@ class TextWriter:
         self.at_line_start = True
 
     def write(self, spans: Sequence[Span]) -> None:
-        """Writes spans to the console."""
         plain = "".join(span.text for span in spans if span.origin is not TokenOrigin.REJECTED)
         if self._coloured:
             self._console.print(styled(spans, self._rejected), end="", soft_wrap=True)

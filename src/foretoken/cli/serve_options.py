@@ -79,7 +79,6 @@ class NameOptions:
     chat_template: Path | None = option(None, "A Jinja template in place of the tokenizer's own.")
 
     def names(self, model: str | None) -> tuple[str, ...]:
-        """Returns the names of the model."""
         return tuple(self.served_model_name or [model or "foretoken"])
 
     def adapters(self, model: str | None) -> dict[str, str]:

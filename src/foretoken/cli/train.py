@@ -112,7 +112,6 @@ def acceptance(
 
 
 def _register_head(role: str, kind: HeadKind) -> None:
-    """Registers the command that trains a kind of heads."""
 
     @app.command(role, help=kind.help)
     @grouped(run=RUN, settings=kind.settings, config=kind.config, data_config=kind.data, without=("dropout",))

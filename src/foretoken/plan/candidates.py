@@ -33,7 +33,6 @@ class Candidate:
 
     @property
     def method(self) -> str:
-        """Name of the speculative method."""
         return SpeculativeConfig.of(self.config).method_in_force
 
     def at(self, depth: int) -> dict[str, Any]:

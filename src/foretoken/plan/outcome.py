@@ -27,7 +27,6 @@ class Choice:
     sure: bool  # whether the interval of the speedup lies on one side of 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the choice for JSON."""
         return {
             "temperature": self.temperature,
             "batch": self.batch,

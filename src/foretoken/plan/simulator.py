@@ -169,7 +169,6 @@ class RemoteDraftingEstimate:
 
     @property
     def local(self) -> DraftingOption:
-        """Drafting here."""
         return next(option for option in self.options if option.strategy == LOCAL)
 
     @property
@@ -179,7 +178,6 @@ class RemoteDraftingEstimate:
 
     @property
     def verdict(self) -> str:
-        """The recommendation in one sentence."""
         best, local = self.best, self.local
         there = best.strategy + ("" if best.depth is None else f", {best.depth} tokens")
         where = f"{self.name} at temperature {self.temperature:g}"
@@ -190,7 +188,6 @@ class RemoteDraftingEstimate:
         return f"{where}: draft here: {local.speedup:.2f}x plain, {best.speedup:.2f}x at best there ({there})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the estimate for JSON."""
         return asdict(self) | {"best": asdict(self.best), "verdict": self.verdict}
 
 

@@ -160,7 +160,6 @@ class TimedBatch:
         return TimedStep(seconds, steps[0].timings.propose, sum(len(step.draft) + 1 for step in steps))
 
     def close(self) -> None:
-        """Frees the sequences."""
         self.engine.clear()
 
     def _begin(self) -> None:

@@ -44,12 +44,10 @@ class SampledText:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Prompt and completion."""
         return self.prompt + self.tokens
 
     @property
     def start(self) -> TokenizedPrompt:
-        """The prompt."""
         return self.after(0)
 
     def after(self, count: int) -> TokenizedPrompt:

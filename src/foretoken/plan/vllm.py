@@ -98,7 +98,6 @@ class VllmRun:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step."""
         return self._step_interval.estimate
 
     @property
@@ -126,8 +125,7 @@ class PromptCompleter(Protocol):
     def answer(self, request: PeerRequest) -> Answer:
         """Completes the request's prompts. Returns the tokens and the times of the steps."""
 
-    def close(self) -> None:
-        """Ends the process."""
+    def close(self) -> None: ...
 
 
 StartProcess = Callable[[VllmCandidate | None], PromptCompleter]

@@ -174,7 +174,6 @@ class Side:
         ]
 
     def body(self, request: EndpointRequest) -> dict[str, Any]:
-        """Returns the JSON body of a request."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": request.max_tokens}
         if self.path == CHAT:
             message = f"{_INSTRUCTION if request.continued else ''}{request.prompt}"

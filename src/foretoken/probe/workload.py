@@ -53,7 +53,6 @@ class Wave:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens of all answers."""
         return sum(answer.tokens for answer in self.answers)
 
     @property
@@ -212,7 +211,6 @@ class Measurement:
 
     @property
     def round_tokens(self) -> int:
-        """Generated tokens of one round."""
         return len(self.sides) * sum(self.concurrency) * self.sender.max_tokens
 
     def rounds(self, budget: int | None, seconds: float | None, round_seconds: float) -> int:

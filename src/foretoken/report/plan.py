@@ -183,7 +183,6 @@ def _depths(rows: Sequence[Row], setting: Setting) -> Markup:
 
 
 def _cells(row: Row) -> Cells:
-    """Returns the cells of a prediction."""
     return (
         *(name_of(row), _drafts(row), times(row.get("speedup")), interval(row.get("low"), row.get("high"))),
         *(times(row.get("end_to_end")), *_tokens_per_pass(row)),

@@ -120,7 +120,6 @@ class Tracer:
         self._output = piece.output or self._output
 
     def trace(self) -> Trace:
-        """Returns the trace so far."""
         output = self._output
         text = "".join(self._texts)
         return Trace(

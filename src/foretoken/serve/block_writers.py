@@ -57,12 +57,10 @@ class BlockWriter(AnswerWriter):
         self._output: CompletionOutput | None = None  # once the answer is complete
 
     @abstractmethod
-    def _answer(self, generation: Generation) -> Mapping[str, Any]:
-        """Returns the complete answer."""
+    def _answer(self, generation: Generation) -> Mapping[str, Any]: ...
 
     @abstractmethod
-    def _events_of(self, change: BlockChange) -> bytes:
-        """Returns the events of a change."""
+    def _events_of(self, change: BlockChange) -> bytes: ...
 
     def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> Mapping[str, Any]:
         (final,) = finals.values()

@@ -77,7 +77,6 @@ class Turn:
         self.calls.append(ToolCall(id=identifier, function=FunctionCall(name=name, arguments=arguments)))
 
     def message(self) -> Message:
-        """Returns its message."""
         return Message(
             role="assistant",
             content="\n".join(self.text) if self.text or not self.calls else None,
@@ -210,7 +209,6 @@ class ChatRequest(Generate, Conversing):
 
 
 def offered_tools(body: ChatRequest) -> list[Tool]:
-    """Returns the tools that may be called."""
     if body.tool_choice == "none":
         return []
     tools = body.tools or []

@@ -94,7 +94,6 @@ class RefusedBody(HTTPException):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Returns a 400."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -107,18 +106,15 @@ def not_served(model: str) -> ApiError:
 def too_many_requests(
     message: str, retry_seconds: int = RETRY_SECONDS, headers: Mapping[str, str] | None = None
 ) -> ApiError:
-    """Returns a 429."""
     headers = {"Retry-After": str(retry_seconds), **(headers or {})}
     return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
 def invalid_key(message: str) -> ApiError:
-    """Returns a 401."""
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def headers_too_large(limit: int) -> ApiError:
-    """Returns a 431."""
     message = f"the request's headers are larger than the {limit} bytes that this server takes"
     return ApiError(431, message, code="headers_too_large")
 

@@ -129,7 +129,6 @@ class Generation:
         return piece
 
     def push(self, piece: StreamPiece) -> None:
-        """Adds a piece from the engine."""
         if self._over:
             return
         self._pieces.append(piece)

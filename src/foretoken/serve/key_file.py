@@ -82,7 +82,6 @@ def new_key() -> str:
 
 
 def digest(key: str) -> bytes:
-    """Returns the hash of a key."""
     return hashlib.sha256(key.encode()).digest()
 
 

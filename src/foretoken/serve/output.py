@@ -57,7 +57,6 @@ class OutputParser:
 
     @property
     def calls(self) -> int:
-        """Number of calls so far."""
         return 0 if self._source is None else int(self._source.calls)
 
     @property

@@ -44,7 +44,6 @@ class RequestLog:
         self._began = time.monotonic()
 
     async def send(self, message: Message) -> None:
-        """Sends a message of the answer."""
         if message["type"] == "http.response.start":
             state_of(self._scope).status = message["status"]
         await self._send(message)
@@ -87,7 +86,6 @@ class JsonFormatter(logging.Formatter):
     """Writes each record as an object of one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -153,7 +151,6 @@ class RequestTracer:
         return span
 
     def end(self, span: Span, scope: Scope) -> None:
-        """Ends the span of a request."""
         from opentelemetry.trace import Status, StatusCode
 
         operation, state = _OPERATIONS[scope["path"]], state_of(scope)

@@ -29,7 +29,6 @@ _names: ContextVar[list[str] | None] = ContextVar("unknown_fields", default=None
 
 
 def new_request_id() -> str:
-    """Returns a new identifier."""
     return f"req_{uuid4().hex}"
 
 

@@ -158,7 +158,6 @@ def completion_routes(service: Service) -> APIRouter:
 
 
 def stored_routes(service: Service) -> APIRouter:
-    """Returns the routes of stored responses."""
     router = APIRouter(prefix="/v1/responses/{response_id}", responses=error_responses(400, 401, 403, 404, 422))
 
     @router.get("", responses={200: {"model": ResponseObject}}, response_model=None)
@@ -216,7 +215,6 @@ def _page(items: list[dict[str, Any]], after: str | None, limit: int) -> ItemLis
 
 
 def message_routes(service: Service) -> APIRouter:
-    """Returns the routes of messages."""
     router = body_router(AnthropicError)
 
     @router.post(
@@ -318,7 +316,6 @@ def listing_routes(service: Service) -> APIRouter:
 
 
 def health_routes(service: Service) -> APIRouter:
-    """Returns the routes of the server's health."""
     router = APIRouter()
 
     @router.get("/health", responses=error_responses(403, 503))

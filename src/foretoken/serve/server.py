@@ -83,7 +83,6 @@ class Server(uvicorn.Server):
             self.config.ssl = tls.context()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal."""
         if any(worker.draining for worker in self._workers):
             self.should_exit = self.force_exit = True
         else:
@@ -118,7 +117,6 @@ class Server(uvicorn.Server):
         self._reload_requested = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to listen."""
         await super().startup(sockets)
         self._announce()
 
@@ -155,7 +153,6 @@ class HttpProtocol(H11Protocol):
         self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the timer."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)

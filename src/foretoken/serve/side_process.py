@@ -81,7 +81,6 @@ class SideProcess:
         return result
 
     def close(self) -> None:
-        """Ends the process."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.process.close()
 

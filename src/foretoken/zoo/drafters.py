@@ -44,7 +44,6 @@ class PublishedDrafter:
 
     @property
     def method(self) -> str:
-        """The method that drafts with it."""
         return FORMS[self.form]
 
     @property

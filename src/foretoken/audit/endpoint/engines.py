@@ -94,7 +94,6 @@ class EnginePair:
 
     @property
     def version(self) -> str:
-        """The engine's version."""
         return self.plain.version
 
     @property

@@ -161,7 +161,6 @@ def _facts(task: EndpointTask) -> dict[str, Any]:
 
 
 def _checked(task: EndpointTask, plan: Mapping[str, Any], watch: Say) -> list[Check]:
-    """Runs all checks."""
     running, done = "", 0
 
     def show(more: int = 1) -> None:

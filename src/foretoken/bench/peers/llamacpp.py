@@ -116,7 +116,6 @@ class LlamaServer:
         return json.loads(text)
 
     def close(self) -> None:
-        """Ends the server."""
         self._process.kill()
         self._process.wait()
         self._drainer.join()

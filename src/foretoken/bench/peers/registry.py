@@ -53,7 +53,6 @@ class Peer:
 
     @property
     def place(self) -> Path:
-        """The folder of its environment."""
         return folder() / self.home if self.home else Path(sys.prefix)
 
     @property
@@ -68,7 +67,6 @@ class Peer:
 
     @property
     def command(self) -> list[str]:
-        """The command that starts its process."""
         return [str(self.python), "-P", str(BOOT), self.name]
 
     def refusal(self, batch: int, quantization: str, gguf: bool = False) -> str:

@@ -155,7 +155,6 @@ class EndpointPredictor:
         return replace(self._row(drafter, concurrency, spent), measured=spent.tokens is not None)
 
     def other(self, drafter: PredictedDrafter, concurrency: int) -> EndpointRow:
-        """Returns the row of another drafter."""
         verified = self.speeds.free_pass(concurrency * (1.0 + drafter.tokens.drafted), concurrency)
         if drafter.free:
             return self._row(drafter, concurrency, verified)
@@ -193,7 +192,6 @@ class EndpointPredictor:
         )
 
     def choice(self, rows: Sequence[EndpointRow]) -> EndpointChoice:
-        """Returns the recommendation."""
         best, numbers = _overall(rows), self.concurrency
         if best is None:
             surely = all((row.high or 0.0) < 1.0 for row in rows if row.speedup is not None)
@@ -290,7 +288,6 @@ def rendered(plan: EndpointPlan) -> Iterator[Table | Text]:
 
 
 def verdict_lines(choice: EndpointChoice, rows: Sequence[EndpointRow]) -> list[str]:
-    """Returns the recommendation in sentences."""
     row = choice.row
     if row is None:
         doubt = "" if choice.sure else " (not by much: an interval reaches above 1)"

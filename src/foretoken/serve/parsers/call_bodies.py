@@ -57,7 +57,6 @@ class CallWriter:
         return False
 
     def start(self, name: str) -> None:
-        """Begins a call."""
         self._arguments = []
         self.events.append(ToolCallStarted(self.calls, new_call_id(), name))
         self.calls += 1
@@ -69,7 +68,6 @@ class CallWriter:
             self.events.append(ToolCallDelta(self.calls - 1, text))
 
     def call(self, name: str, arguments: Any) -> None:
-        """Writes a whole call."""
         self.start(name)
         self.arguments(dumps(arguments))
 

@@ -147,7 +147,6 @@ class CallFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All tags."""
         return (*self.opens, *self.ignored)
 
 

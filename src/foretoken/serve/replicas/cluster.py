@@ -28,7 +28,6 @@ class ReplicaScale:
 
     @property
     def ceiling(self) -> int:
-        """The largest number of replicas."""
         return self.max_replicas or self.replicas
 
 

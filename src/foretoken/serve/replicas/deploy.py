@@ -118,7 +118,6 @@ class PrefixRouter(RequestRouter):
         result.add_done_callback(lambda _: self._ledger.remove(replica_id, number))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forgets replicas that ended."""
         for gone in set(self.curr_replicas) - {replica.replica_id for replica in replicas}:
             self._prefilled.forget(gone)
             self._ledger.forget(gone)

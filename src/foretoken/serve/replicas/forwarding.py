@@ -127,7 +127,6 @@ class PrefilledBlocks:
         return len(prefix_hashes)
 
     def forget(self, replica: Hashable) -> None:
-        """Forgets a replica that ended."""
         for replicas in self._replicas.values():
             replicas.discard(replica)
 
@@ -153,18 +152,14 @@ class ReplicaLoad:
         self._open: defaultdict[Hashable, set[str]] = defaultdict(set)
 
     def add(self, replica: Hashable, request: str) -> None:
-        """Counts ``request`` as running on ``replica``."""
         self._open[replica].add(request)
 
     def remove(self, replica: Hashable, request: str) -> None:
-        """Removes a request that has ended."""
         self._open[replica].discard(request)
 
     def load(self, replica: Hashable) -> int:
-        """Returns the number of requests that run on ``replica``."""
         requests = self._open.get(replica)
         return len(requests) if requests is not None else 0
 
     def forget(self, replica: Hashable) -> None:
-        """Forgets a replica that ended."""
         self._open.pop(replica, None)
